@@ -130,7 +130,10 @@ class Trajectory(PromptFields):
     session: Session | None = Field(None, description="absent for a single turn")
     is_greedy: bool = Field(False, description="not sampled: a baseline for the others, never trained")
     claim: Claim | None = Field(None, description="to everything else but the key, where that is too large")
-    fault: str = Field("", description="why the claimed payload cannot be had: the sample has failed")
+    fault: str = Field(
+        "",
+        description="why there is nothing to score: its environment failed, or what it claims cannot be had",
+    )
 
     @property
     def key(self) -> TrajectoryKey:
@@ -209,9 +212,10 @@ class Trajectory(PromptFields):
 
 
 def fault_of(sample: Trajectory) -> str:
-    """Why the sample has failed whatever its score says: what it claims cannot be had. Empty for others."""
+    """Why the sample has failed whatever its score says: its environment has, or what it claims cannot be
+    had. Empty for others."""
     if sample.claim is None:
-        return ""
+        return sample.fault
     return sample.fault or "its payload lies in the run's folder, which was not looked into"
 
 

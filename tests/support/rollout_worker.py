@@ -114,7 +114,7 @@ async def samples_of(broker: Broker, keys: Keys, ticket: int = 0) -> list[Trajec
 async def take_over(
     broker: Broker, keys: Keys, delivery: Delivery[Ticket], worker: Worker
 ) -> Delivery[Ticket]:
-    """Give a held ticket to another worker, as a look for abandoned messages does once its lease has ended."""
+    """Give a held ticket to another worker, as a look for abandoned messages does after its lease."""
     name = worker.consumer.name
     await broker.execute("XCLAIM", keys.prompts(), ROLLOUT_GROUP, name, 0, delivery.entry_id)
     taken = Delivery(delivery.entry_id, delivery.fields, delivery.message, delivery.attempts + 1)

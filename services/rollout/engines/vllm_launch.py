@@ -43,7 +43,7 @@ def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
         EngineError: vLLM's processes did not come up.
     """
     check_machine("rollout.engine is vllm")
-    _set_environment()
+    set_environment()
     try:
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
@@ -110,9 +110,13 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
     return AsyncEngineArgs(**(fields | options.extra))
 
 
-def _set_environment() -> None:
-    """What vLLM reads from the environment, here and in its child processes. The user's own values win."""
+def set_environment() -> None:
+    """What vLLM reads from the environment, here and in its child processes. The user's own values win, but
+    for how processes are started."""
     os.environ[OWNER_VARIABLE] = str(os.getpid())
+    # A fork would have this process's threads' locks and the event loop's signal socket: a SIGTERM for vLLM's
+    # core would stop the worker as well.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -21,8 +21,7 @@ def cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Gene
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if not found:
         return generation
-    num_fitting = bisect_right(range(len(ids)), min(found), key=lambda i: len(decode(ids[: i + 1])))
-    num_tokens = max(1, num_fitting)
+    num_tokens = max(1, num_within(ids, min(found), decode))
     return replace(
         generation,
         token_ids=ids[:num_tokens],
@@ -32,12 +31,23 @@ def cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Gene
     )
 
 
+def num_within(ids: Sequence[int], num_chars: int, decode: Decode) -> int:
+    """Tokens at the start whose text is not longer."""
+    return bisect_right(range(len(ids)), num_chars, key=lambda i: len(decode(ids[: i + 1])))
+
+
 def read(
-    generation: Generation, question: Question, chat: ChatFormat, decode: Decode, num_prompt_tokens: int
+    generation: Generation,
+    question: Question,
+    chat: ChatFormat,
+    decode: Decode,
+    num_prompt_tokens: int,
+    is_cut: bool = False,
 ) -> tuple[Answer, Parsed]:
-    """The answer, and all calls in it, those that cannot be made too."""
+    """The answer, and all calls in it, those that cannot be made too. It `is_cut` where a limit or a client's
+    stop sequence has ended it, not the model."""
     ids = generation.token_ids
-    parsed = chat.parse(ids, question.tools) if question.messages else Parsed({})
+    parsed = chat.parse(ids, question.tools, is_cut) if question.messages else Parsed({})
     made = [call for call in parsed.calls if not call.error] if question.allows_calls else []
     if not question.messages or (parsed.calls and not made):
         # Calls that cannot be made are text for the client: its own loop answers the model.

@@ -13,11 +13,12 @@ from typing import Any
 
 from tidemill.common.config.run import RunConfig
 from tidemill.services.rollout.sessions.calls import find_calls, format_of, read_call
-from tidemill.services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed
+from tidemill.services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed, checked
 
 MARK = "MODELSTURN"
 """Stands for what the model said. No template changes a plain word."""
 THINK, THOUGHT = "<think>", "</think>"
+CALL, CALLED = "<tool_call>", "</tool_call>"
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -76,7 +77,9 @@ class TemplateChat:
         if not self._has_template:
             return self.encode(_text_of(messages))
         caller = _called_by(messages)
-        after = self.encode(self._after_mark([*_marked(caller), *_readable(messages)], tools, speaks=True))
+        is_prefilled = messages[-1].get("role") == "assistant"
+        chat = [*_marked(caller), *_readable(messages)]
+        after = self.encode(self._after_mark(chat, tools, speaks=not is_prefilled, continues=is_prefilled))
         ending = self._ending(caller)
         shared = next(
             (i for i, (a, b) in enumerate(zip(after, ending, strict=False)) if a != b),
@@ -88,17 +91,20 @@ class TemplateChat:
             return after
         return after[place + 1 :] if last is not None else after[place:]
 
-    def parse(self, turn_ids: Sequence[int], tools: Tools = ()) -> Parsed:
-        """The message and the calls in what the model sampled. Calls are looked for where there are tools."""
+    def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
+        """The message and the calls in what the model sampled. Calls are looked for where there are tools; of
+        a turn that was cut off, a call without its end has an error."""
         if tools and self._own_parser:
-            return self._parse_own(turn_ids, tools)
+            return self._parse_own(turn_ids, tools, is_cut)
         text: str = self._tokenizer.decode(
             self._without_end(turn_ids), skip_special_tokens=not tools, clean_up_tokenization_spaces=False
         )
         thought, text = self._split_thought(text)
         calls: tuple[Call, ...] = ()
         if tools:
+            is_open = is_cut and text.rfind(CALL) > text.rfind(CALLED)
             text, calls = find_calls(text, self._call_format)
+            calls = _whole(calls, is_open)
         return Parsed(_message(text, thought, calls), calls)
 
     def shorten(self, text: str, max_tokens: int) -> str:
@@ -127,7 +133,7 @@ class TemplateChat:
         thought, _, said = text.partition(THOUGHT)
         return thought.replace(THINK, "", 1).strip(), said.lstrip("\n")
 
-    def _parse_own(self, turn_ids: Sequence[int], tools: Tools) -> Parsed:
+    def _parse_own(self, turn_ids: Sequence[int], tools: Tools, is_cut: bool) -> Parsed:
         """As the model's own response template says, which transformers reads."""
         text: str = self._tokenizer.decode(list(turn_ids), skip_special_tokens=False)
         try:
@@ -135,7 +141,8 @@ class TemplateChat:
         except Exception as error:  # parsers of users' templates raise anything
             call = Call("", error=f"the call cannot be read: {error}")
             return Parsed(_message(text, "", (call,)), (call,))
-        calls = tuple(read_call(call) for call in found.get("tool_calls") or ())
+        # The template does not say whether the last call has its end.
+        calls = _whole([read_call(call) for call in found.get("tool_calls") or ()], is_open=is_cut)
         thought = str(found.get("reasoning_content") or found.get("thinking") or "")
         return Parsed(_message(str(found.get("content") or ""), thought, calls), calls)
 
@@ -157,8 +164,10 @@ class TemplateChat:
         """What follows the mark in a chat that ends with it."""
         return self.encode(self._after_mark(_marked(caller), (), speaks=False))
 
-    def _after_mark(self, messages: Sequence[ChatMessage], tools: Tools, speaks: bool) -> str:
-        text = self._rendered(messages, tools, speaks=speaks)
+    def _after_mark(
+        self, messages: Sequence[ChatMessage], tools: Tools, speaks: bool, continues: bool = False
+    ) -> str:
+        text = self._rendered(messages, tools, speaks=speaks, continues=continues)
         _, mark, after = text.partition(MARK)
         if not mark:
             what = "calls of tools" if messages[1].get("tool_calls") else "what the model said"
@@ -183,7 +192,7 @@ class TemplateChat:
         for arguments_are_text in (False, True):
             try:
                 text: str = self._tokenizer.apply_chat_template(
-                    [_with_arguments(message, arguments_are_text) for message in messages],
+                    [with_arguments(message, arguments_are_text) for message in messages],
                     tools=list(tools) or None,
                     tokenize=False,
                     add_generation_prompt=speaks,
@@ -193,7 +202,7 @@ class TemplateChat:
             except TypeError as error:
                 if arguments_are_text:
                     raise ValueError(f"the chat template refuses these messages: {error}") from None
-            except (TemplateError, ValueError, KeyError, AttributeError) as error:
+            except (TemplateError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(f"the chat template refuses these messages: {error}") from None
         raise AssertionError("unreachable")
 
@@ -239,7 +248,7 @@ def _readable(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return [dict(message) for message in messages]
 
 
-def _with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
+def with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
     """OpenAI's form has arguments as text, templates mostly want the object."""
     if not message.get("tool_calls"):
         return message
@@ -252,10 +261,18 @@ def _with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
         elif not as_text and isinstance(arguments, str):
             try:
                 function["arguments"] = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 function["arguments"] = {}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
+
+
+def _whole(calls: Sequence[Call], is_open: bool) -> tuple[Call, ...]:
+    """The calls, where `is_open` the last of them with an error: it has no end."""
+    read = [checked(call) for call in calls]
+    if is_open and read:
+        read[-1] = Call(read[-1].name, error="the answer was cut off within this call")
+    return tuple(read)
 
 
 def _message(text: str, thought: str, calls: Sequence[Call]) -> dict[str, Any]:

@@ -11,18 +11,20 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
+from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
     Precomputed,
     PrecomputedTokens,
     Sample,
     make_sample,
+    token_versions,
     with_teaching,
 )
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS, UNTAUGHT = "bad_numbers", "no_teacher_logprobs"
-NO_PAYLOAD = "no_payload"
+NO_PAYLOAD, ENVIRONMENT_FAULT = "no_payload", "environment_fault"
 NO_BASELINE = "no_greedy_baseline"
 GREEDY = "greedy_baseline"
 """Why a sample is left out that was not sampled."""
@@ -72,6 +74,16 @@ class TrainableGroup:
         """Number of the ticket."""
         return self.source.ticket
 
+    @property
+    def sampled(self) -> list[Trajectory]:
+        """All completions but the greedy baseline, also those that are not trained."""
+        return [trajectory for trajectory in self.source.trajectories.values() if not trajectory.is_greedy]
+
+    def trained_versions(self) -> list[Int32]:
+        """For each sample, the version that produced each of its trained tokens. Shapes [A]."""
+        records = self.source.trajectories
+        return [token_versions(records[sample.key[1]])[sample.mask] for sample in self.samples]
+
     def with_precomputed(self) -> "TrainableGroup":
         """The group whose samples have what was precomputed of its records."""
         if self.source.precomputed is None:
@@ -119,7 +131,9 @@ class GroupFilter:
         faults = {index: fault for index, one in group.trajectories.items() if (fault := fault_of(one))}
         usable = {index: score for index, score in group.scores.items() if index not in faults}
         rewards, left_out = self._rewards(usable, teacher is not None)
-        left_out += [(index, NO_PAYLOAD) for index in sorted(faults)]
+        for index in sorted(faults):
+            is_claimed = group.trajectories[index].claim is not None
+            left_out.append((index, NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT))
         for index, _ in left_out:
             # A reward of its own policy says so in the score; the others leave it to the run's.
             if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":

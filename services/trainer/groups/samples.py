@@ -215,11 +215,6 @@ def token_versions(trajectory: Trajectory) -> Int32:
     return _joined([np.repeat(*_lengths(segment)) for segment in trajectory.segments]).astype(np.int32)
 
 
-def sampled_versions(trajectory: Trajectory) -> Int32:
-    """The version of each token that the model produced, over all segments: never of an environment's."""
-    return token_versions(trajectory)[_joined([segment.mask for segment in trajectory.segments])]
-
-
 def _lengths(segment: Segment) -> tuple[list[int], list[int]]:
     """The versions of a segment's spans, and how many tokens each has."""
     firsts = [first for _, first in segment.spans]

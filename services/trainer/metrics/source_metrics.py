@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
-from tidemill.services.trainer.groups.samples import num_sampled, sampled_versions
+from tidemill.services.trainer.groups.samples import num_sampled
 
 
 def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:
-    """Of each source that the step trained on: groups, and means over samples (staleness: over tokens).
+    """Of each source that the step trained on: groups, means over completions, staleness of trained tokens.
 
     A pass rate is the share of rewards of at least `success_threshold`, over the samples that have one.
     """
@@ -26,12 +26,12 @@ def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshol
 
 def _metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:
     rewards = np.concatenate([group.rewards for group in groups])
-    trajectories = [t for group in groups for t in group.source.trajectories.values()]
-    staleness = np.concatenate([step - sampled_versions(t) for t in trajectories])
+    versions = [versions for group in groups for versions in group.trained_versions()]
+    staleness = step - np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
     return {
         "groups": float(len(groups)),
         "reward": float(rewards.mean()),
         "pass_rate": float((rewards >= success_threshold).mean()),
-        "mean_length": float(np.mean([num_sampled(t) for t in trajectories])),
+        "mean_length": float(np.mean([num_sampled(t) for group in groups for t in group.sampled])),
         "staleness": float(staleness.mean()) if staleness.size else 0.0,
     }

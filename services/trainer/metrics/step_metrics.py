@@ -14,7 +14,7 @@ from tidemill.common.wire.messages import Commit, Score, Trajectory
 from tidemill.services.trainer.algorithm.advantages.teaching import log_ratios
 from tidemill.services.trainer.algorithm.losses.totals import loss_metrics
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
-from tidemill.services.trainer.groups.samples import Sample, num_sampled, sampled_versions
+from tidemill.services.trainer.groups.samples import Sample, num_sampled
 from tidemill.services.trainer.metrics.session_metrics import session_metrics
 from tidemill.services.trainer.metrics.source_metrics import source_metrics
 from tidemill.services.trainer.step import StepResult
@@ -98,15 +98,17 @@ def step_metrics(
     trajectories = [t for group in result.groups for t in group.source.trajectories.values()]
     scores = [s for group in result.groups for s in group.source.scores.values()]
     queued = [s for group in result.groups for s in group.source.queued_s.values()]
-    lengths = np.array([num_sampled(t) for t in trajectories])
-    staleness = np.concatenate([step - sampled_versions(t) for t in trajectories])
+    sampled = [t for group in result.groups for t in group.sampled]
+    lengths = np.array([num_sampled(t) for t in sampled])
+    versions = [versions for group in result.groups for versions in group.trained_versions()]
+    staleness = step - np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
     segments = [segment for t in trajectories for segment in t.segments]
     metrics = {
         **_reward_metrics(result.groups),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
+        "completions/clipped_ratio": float(np.mean([t.finish == "length" for t in sampled])),
         "completion_tokens": float(lengths.sum()),
         "step_tokens": float(sum(len(s.prompt_ids) + len(s.completion_ids) for s in segments)),
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
@@ -123,7 +125,7 @@ def step_metrics(
     return metrics | _policy_metrics(result)
 
 
-def staleness_shares(staleness: NDArray[np.int64]) -> dict[str, float]:
+def staleness_shares(staleness: NDArray[np.signedinteger]) -> dict[str, float]:
     """A histogram: `staleness/share_<n>`, the share of trained tokens n steps old; what is older than the
     last bucket is in that. Buckets up to the oldest token are there, also empty ones. A token of a version
     after its step, which no step trains on, would count as new."""
@@ -204,8 +206,9 @@ def observe_step(commit: Commit, result: StepResult) -> None:
         metrics.STEP_METRIC.labels(name).set(number)
     tokens: Counter[int] = Counter()
     for group in result.groups:
+        for versions_A in group.trained_versions():
+            _observe_staleness(commit.step - versions_A, tokens)
         for index, trajectory in group.source.trajectories.items():
-            _observe_staleness(trajectory, commit.step, tokens)
             if score := group.source.scores.get(index):
                 _observe_stages(trajectory, score, commit.finished_at)
                 if (queued_s := group.source.queued_s.get(index)) is not None:
@@ -214,12 +217,15 @@ def observe_step(commit: Commit, result: StepResult) -> None:
         metrics.TRAINED_TOKENS.labels(staleness).inc(count)
 
 
-def _observe_staleness(trajectory: Trajectory, step: int, tokens: "Counter[int]") -> None:
-    """Count the model's tokens by their staleness; what is older than the last bucket is in that."""
-    metrics.TRAINED_STALENESS.observe(step - trajectory.min_version)
-    metrics.TRAINED_SPANS.observe(len({version for s in trajectory.segments for version, _ in s.spans}))
-    for version, count in zip(*np.unique(sampled_versions(trajectory), return_counts=True), strict=True):
-        tokens[min(step - int(version), OLDEST_BUCKET)] += int(count)
+def _observe_staleness(staleness_A: NDArray[np.int32], tokens: "Counter[int]") -> None:
+    """Count a sample's trained tokens by their staleness; what is older than the last bucket is in that."""
+    if not len(staleness_A):
+        return
+    ages, counts = np.unique(staleness_A, return_counts=True)
+    metrics.TRAINED_STALENESS.observe(int(ages[-1]))
+    metrics.TRAINED_SPANS.observe(len(ages))
+    for age, count in zip(ages.tolist(), counts.tolist(), strict=True):
+        tokens[min(age, OLDEST_BUCKET)] += count
 
 
 def _observe_stages(trajectory: Trajectory, score: Score, committed_at: float) -> None:

@@ -91,19 +91,24 @@ def opo(rewards: Rewards, lengths: Sequence[int]) -> NDArray[np.float64]:
 
 
 def max_rl(rewards: Rewards) -> NDArray[np.float64]:
-    """(r - mean(r)) / mean(r). Shape [G], float64. MaxRL, arXiv 2602.02710.
+    """(r - mean(r)) / m with m = max(mean(r), max(|r|) / G). Shape [G], float64. MaxRL, arXiv 2602.02710.
 
     With rewards of 0 and 1 the mean over a group is the gradient of the likelihood of a success, to the order
     G, in place of that of its probability: a prompt that is solved once in ten counts ten times as much. Made
-    for rewards that are not negative; where the mean is not above 0, all are zero. Rewards 1, 0, 0, 0 give
-    3, -1, -1, -1.
+    for rewards that are not negative, whose mean is at least the largest over G, so that m is the paper's
+    mean. With rewards below 0 (a length penalty, KL in the reward) the mean may be as small as it likes, and
+    m bounds advantages by 2 G. Where the mean is not above 0, all are zero. Rewards 1, 0, 0, 0 give 3, -1,
+    -1, -1; rewards 1, -0.75, 0 have the mean 1/12 and m = 1/3: 2.75, -2.5, -0.25.
 
     Raises:
         ValueError: a reward is not finite.
     """
     centred_G = dr_grpo(rewards)
-    mean = finite_rewards(rewards).mean() if len(centred_G) else 0.0
-    return centred_G / mean if mean > 0.0 else np.zeros_like(centred_G)
+    rewards_G = finite_rewards(rewards)
+    if not len(rewards_G) or (mean := rewards_G.mean()) <= 0.0:
+        return np.zeros_like(centred_G)
+    scaled_G: NDArray[np.float64] = centred_G / max(mean, np.abs(rewards_G).max() / len(rewards_G))
+    return scaled_G
 
 
 def dr_grpo_passk(rewards: Rewards) -> NDArray[np.float64]:

@@ -21,6 +21,7 @@ from tidemill.services.trainer.algorithm.losses.corrections import (
     Importance,
     importance_weights,
     kl_penalty,
+    rollout_penalty,
     teacher_kl,
     value_loss,
 )
@@ -88,8 +89,8 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
         if algorithm.kl.place == "loss":
             loss_N = loss_N + algorithm.kl.coefficient * kl_N
     if algorithm.rollout_penalty:
-        gap_N = tokens.logprobs_N - tokens.rollout_logprobs_N
-        loss_N = loss_N + algorithm.rollout_penalty * gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square()
+        penalty_N = rollout_penalty(tokens.logprobs_N, tokens.rollout_logprobs_N)
+        loss_N = loss_N + algorithm.rollout_penalty * penalty_N
     if algorithm.teacher.place == "loss":
         loss_N = loss_N + _teacher_term(tokens, algorithm, sums)
     if algorithm.entropy_coefficient:

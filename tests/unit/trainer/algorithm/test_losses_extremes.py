@@ -11,7 +11,7 @@ from tests.support.models import make_samples
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.penalties import KlConfig
 from tidemill.services.trainer.algorithm.advantages.episode import make_episode
-from tidemill.services.trainer.algorithm.losses.corrections import kl_penalty
+from tidemill.services.trainer.algorithm.losses.corrections import kl_penalty, rollout_penalty
 from tidemill.services.trainer.algorithm.losses.totals import total_metrics
 from tidemill.services.trainer.policy.head import score_logits
 
@@ -54,8 +54,38 @@ def test_k3_stops_at_its_bound():
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3+", "corrected_k3"])
-def test_the_others_need_no_bound_of_their_gradient(estimator):
+def test_the_gradient_of_the_others_grows_with_the_difference(estimator):
     assert penalty(-10.0, estimator=estimator)[1] == pytest.approx(-10.0)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slope"), [("k1", 20.0), ("k2", 20.0), ("k3+", 20.0), ("corrected_k3", 20.0), ("abs", 1.0)]
+)
+def test_a_token_beyond_20_nats_keeps_its_gradient(estimator, slope):
+    for d in (-25.0, 25.0):
+        value, gradient = penalty(d, estimator=estimator, bound=None)
+        assert gradient == pytest.approx(math.copysign(slope, d))
+        assert value == penalty(math.copysign(20.0, d), estimator=estimator, bound=None)[0]
+    assert penalty(25.0, bound=None)[1] == pytest.approx(1.0)  # k3 is d far above the reference
+
+
+def test_the_gradient_of_corrected_k3_stops_at_the_bound_whatever_the_ratio():
+    for bound, slope in ((10.0, 10.0), (None, 50.0 * math.log(2.0))):  # d = log 2, ratio 50
+        logprobs_N = tensor(0.5).log().requires_grad_()
+        kl = KlConfig(estimator="corrected_k3", bound=bound)
+        (penalty_N,) = kl_penalty(logprobs_N, tensor(0.25).log(), kl, tensor(50.0))
+        penalty_N.backward()
+        assert penalty_N.item() == pytest.approx(50.0 * (0.5 - 1.0 + math.log(2.0)))
+        assert logprobs_N.grad.item() == pytest.approx(slope)
+
+
+def test_the_rollout_penalty_keeps_its_gradient_beyond_20_nats():
+    for d, slope in ((math.log(2.0), 2.0 * math.log(2.0)), (-25.0, -40.0)):
+        logprobs_N = tensor(-30.0 + d).requires_grad_()
+        (penalty_N,) = rollout_penalty(logprobs_N, tensor(-30.0))
+        penalty_N.backward()
+        assert penalty_N.item() == pytest.approx(min(abs(d), 20.0) ** 2)
+        assert logprobs_N.grad.item() == pytest.approx(slope)
 
 
 def test_k3_in_the_reward_stops_at_the_same_bound():

@@ -1,6 +1,7 @@
 """The numbers of a step, computed by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.support.trajectories import make_trajectory
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from tidemill.services.trainer.groups.samples import make_sample
 from tidemill.services.trainer.metrics.source_metrics import source_metrics
 from tidemill.services.trainer.metrics.step_metrics import staleness_shares, step_metrics
 from tidemill.services.trainer.policy.policy import UpdateResult
@@ -37,6 +39,17 @@ def group_of(samples: list[Trajectory], scores: list[Any]) -> TrainableGroup:
     verdict = GroupFilter(trainer_config(reward__min_group_size=1, max_staleness=3)).apply(group, step=4)
     assert isinstance(verdict, TrainableGroup)
     return verdict
+
+
+def two_samples() -> TrainableGroup:
+    samples = [sample_of(0, 0, 2, ((4, 0),)), sample_of(0, 1, 4, ((2, 0),))]
+    return group_of(samples, [make_score(0, 0, 1.0), make_score(0, 1, 0.0)])
+
+
+def step_of(*groups: TrainableGroup) -> StepResult:
+    return StepResult(
+        list(groups), [MiniBatch([], MicroBatchMetrics(), UpdateResult(grad_norm=0.25, lr=1e-3))]
+    )
 
 
 def step_of_two_groups() -> StepResult:
@@ -103,13 +116,27 @@ def test_completions_are_counted_with_those_left_out():
     assert numbers["step_tokens"] == 4 * 5 + 10
 
 
-def test_staleness_is_that_of_tokens():
+def test_staleness_is_that_of_trained_tokens():
     numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
-    # 2 tokens of version 4; 3 of version 3 and 1 of version 4; 3 of version 2; 1 of version 4.
+    # 2 tokens of version 4; 3 of version 3 and 1 of version 4; 3 of version 2. The last sample has no reward.
     assert numbers["staleness/max"] == 2.0
-    assert numbers["staleness/mean"] == (3 * 1 + 3 * 2) / 10
+    assert numbers["staleness/mean"] == (3 * 1 + 3 * 2) / 9
     shares = {name: value for name, value in numbers.items() if name.startswith("staleness/share_")}
-    assert shares == {"staleness/share_0": 0.4, "staleness/share_1": 0.3, "staleness/share_2": 0.3}
+    assert shares == {f"staleness/share_{age}": 3 / 9 for age in range(3)}
+
+
+def test_masked_samples_have_no_staleness_and_count_as_completions():
+    group = two_samples()
+    masked = replace(group.samples[1], mask=np.zeros(4, dtype=bool))
+    numbers = step_metrics(4, step_of(replace(group, samples=[group.samples[0], masked])), 0, 1.0)
+    assert (numbers["staleness/max"], numbers["completions/max_length"]) == (0.0, 4.0)
+
+
+def test_a_greedy_baseline_is_no_completion_of_the_step():
+    group = two_samples()
+    group.source.trajectories[1] = replaced(group.source.trajectories[1], is_greedy=True)
+    numbers = step_metrics(4, step_of(replace(group, samples=group.samples[:1])), 0, 1.0)
+    assert (numbers["staleness/max"], numbers["completions/max_length"]) == (0.0, 2.0)
 
 
 def test_tokens_older_than_the_last_bucket_of_staleness_are_in_it():
@@ -233,7 +260,7 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none() -> Non
             for i, n in enumerate(sizes)
         }  # fmt: skip
         source = CompleteGroup(ticket, 4, trajectories, {})
-        groups.append(TrainableGroup(source, [], rewards))
+        groups.append(TrainableGroup(source, [make_sample(t) for t in trajectories.values()], rewards))
     numbers = source_metrics(4, groups, success_threshold=0.5)
     assert numbers == {
         "source/a/groups": 2.0,
