@@ -40,6 +40,7 @@ class Limits:
     max_turns: int
     max_tokens: int
     max_model_len: int
+    max_segments: int = 32
 
 
 @dataclass
@@ -175,6 +176,8 @@ class GatewaySession:
         found = self.histories.find(question)
         history = found.history
         if found.kind in ("new", "forked"):
+            if len(self.histories.all) >= (most := self._limits.max_segments):
+                raise self._limit("max_tokens", f"the session has {most} histories already (max_segments)")
             self.histories.all.append(history)
         history.is_busy = True
         self.num_turns += 1

@@ -79,6 +79,17 @@ async def test_a_plain_function_gives_its_reward_and_all_that_it_heard_is_kept()
         assert said == ["2", "Sure?", "yes"] and played[0].finish == "stop"
 
 
+async def test_clients_made_as_the_file_is_imported_ask_their_own_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's own, for a provider")
+    async with player("tests.support.module_level_agent:with_clients_of_the_module") as agent:
+        models = [ScriptedModel(*"abcd"), ScriptedModel(*"abcx")]
+        played = await asyncio.gather(*(agent.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
+        assert [one.session.reward for one in played] == [1.0, 0.0]
+        assert [len(model.seen) for model in models] == [4, 4]
+
+
 async def test_an_async_function_with_anthropics_client_may_give_a_number() -> None:
     async with player(function("with_anthropic")) as agent:
         played = await agent.play(TICKET, "s", ScriptedModel("four").ask)
@@ -193,6 +204,22 @@ async def test_a_session_over_its_time_is_truncated_and_keeps_what_was_said() ->
     async with player(function("for_ever"), session_timeout_s=5.0) as agent:
         played = await agent.play(TICKET, "s", ask)
         assert played.session.end == "timeout" and len(played.session.turns) == 1
+
+
+VALUE = {"on_program_error": "value", "program_error_value": -1.0}
+
+
+@pytest.mark.parametrize(("policy", "reward"), [({}, None), (VALUE, -1.0)])
+async def test_a_program_without_an_end_is_truncated_and_costs_what_the_config_says(
+    policy: dict[str, Any], reward: float | None
+) -> None:
+    async with player(function("endless"), call_timeout_s=2.0, **policy) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("while True: pass").ask)
+        assert (played.session.end, played.finish, played.session.num_faults) == ("timeout", "length", 0)
+        assert played.session.reward == reward
+    async with player(function("for_ever"), max_turns=1, **policy) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("a").ask)
+        assert (played.session.end, played.session.reward) == ("max_turns", reward)
 
 
 async def test_what_the_engine_raises_is_no_fault_of_the_program() -> None:
