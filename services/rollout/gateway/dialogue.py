@@ -8,6 +8,7 @@ parts, null for no text, new ids of calls, arguments written as other JSON, drop
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from xxhash import xxh3_128_digest
@@ -32,7 +33,7 @@ class RequestError(Exception):
         self.message, self.code, self.status = message, code, status
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Question:
     """One request to the model: the whole history as the client has it."""
 
@@ -50,21 +51,27 @@ class Question:
         """Equal where the same is asked again, within the same limits; no longer than that: each question
         has the whole history in it."""
         within = (self.allows_calls, self.max_tokens, self.stop)
-        asked = repr((self.prompt, self.tools_key, self.identities, within))
+        asked = repr((self.prompt, sorted(self.tool_keys), self.identities, within))
         return xxh3_128_digest(asked.encode())
+
+    @cached_property
+    def tool_keys(self) -> frozenset[str]:
+        """The tools, for comparisons."""
+        return frozenset(json.dumps(tool, sort_keys=True, default=str) for tool in self.tools)
 
     @property
     def num_characters(self) -> int:
         """Of texts and calls: about what rendering them takes."""
-        texts = (
-            str(message.get(name) or "") for message in self.messages for name in ("content", "tool_calls")
-        )
-        return len(self.prompt or "") + sum(map(len, texts))
+        parts = (message.get(name) for message in self.messages for name in ("content", "tool_calls"))
+        return len(self.prompt or "") + sum(len(str(part)) for part in parts if part)
 
     @property
-    def tools_key(self) -> str:
-        """Equal where the tools are."""
-        return json.dumps(self.tools, sort_keys=True, default=str)
+    def prefill(self) -> str | None:
+        """The beginning of the answer, where the client has written it."""
+        last = self.messages[-1] if self.messages else {}
+        return (
+            str(last["content"]) if last.get("role") == "assistant" and not last.get("tool_calls") else None
+        )
 
     @property
     def identities(self) -> tuple[Identity, ...]:

@@ -77,7 +77,9 @@ class TemplateChat:
         if not self._has_template:
             return self.encode(_text_of(messages))
         caller = _called_by(messages)
-        after = self.encode(self._after_mark([*_marked(caller), *_readable(messages)], tools, speaks=True))
+        is_prefilled = messages[-1].get("role") == "assistant"
+        chat = [*_marked(caller), *_readable(messages)]
+        after = self.encode(self._after_mark(chat, tools, speaks=not is_prefilled, continues=is_prefilled))
         ending = self._ending(caller)
         shared = next(
             (i for i, (a, b) in enumerate(zip(after, ending, strict=False)) if a != b),
@@ -162,8 +164,10 @@ class TemplateChat:
         """What follows the mark in a chat that ends with it."""
         return self.encode(self._after_mark(_marked(caller), (), speaks=False))
 
-    def _after_mark(self, messages: Sequence[ChatMessage], tools: Tools, speaks: bool) -> str:
-        text = self._rendered(messages, tools, speaks=speaks)
+    def _after_mark(
+        self, messages: Sequence[ChatMessage], tools: Tools, speaks: bool, continues: bool = False
+    ) -> str:
+        text = self._rendered(messages, tools, speaks=speaks, continues=continues)
         _, mark, after = text.partition(MARK)
         if not mark:
             what = "calls of tools" if messages[1].get("tool_calls") else "what the model said"
