@@ -38,7 +38,8 @@ class EnvironmentConfig(Section):
     Of classes by which frameworks say that the model was wrong (agents.md), `fault` truncates too. Exceptions
     of the machine, such as OSError, are faults always."""
     program_error_value: float | None = None
-    """The own reward of a session whose program failed, where `on_program_error` is `value`."""
+    """The own reward of a session whose program failed, or was ended at a limit, where `on_program_error` is
+    `value`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class or factory that `use` names; of an OpenEnv server, see agents.md."""
     call_format: CallFormat = "auto"
@@ -54,7 +55,8 @@ class EnvironmentConfig(Section):
     max_result_tokens: int = Field(0, ge=0, le=1 << 20)
     """A longer answer of the environment is cut in its middle, and says so. 0: no limit of its own."""
     call_timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
-    """One call of the environment may take this long, in seconds; longer is a fault of it."""
+    """One call of the environment may take this long, in seconds; longer is a fault of it. An agent may be
+    silent for so long: before its first answer that is a fault, later the session is truncated."""
     session_timeout_s: float = Field(1800.0, gt=0.0, le=864_000.0)
     """A whole session may take this long, in seconds; then it is truncated."""
     attempts: int = Field(6, ge=1, le=100)

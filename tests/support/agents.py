@@ -3,6 +3,7 @@ only those import them that ask."""
 
 import os
 import time
+import urllib.request
 from typing import Any
 
 
@@ -72,6 +73,15 @@ def dying() -> None:
 
 
 def silent() -> None:
+    time.sleep(3600)
+
+
+def endless(base_url: str, api_key: str) -> None:
+    """Runs what the model wrote, which has no end."""
+    headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+    body = b'{"model": "m", "prompt": "Write."}'
+    with urllib.request.urlopen(urllib.request.Request(f"{base_url}/completions", body, headers)) as answer:
+        answer.read()
     time.sleep(3600)
 
 

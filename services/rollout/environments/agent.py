@@ -1,8 +1,8 @@
 """`use: agent`: sessions of a program that only knows an address and a key.
 
 Guarantees: every play has an address of its own, and all ids, logprobs and versions that pass it are kept; a
-program that fails, says nothing for `call_timeout_s` or never asks the model is an environment's fault, and
-played again; what a program started is killed as its play ends, however it ends.
+program that fails or never asks the model is an environment's fault, and played again; one that never ends
+once the model has answered is truncated; what a program started is killed as its play ends, however it ends.
 """
 
 import asyncio
@@ -145,12 +145,12 @@ class AgentPlayer:
         while not program.done():
             now = time.monotonic()
             silent_s = 0.0 if session.num_running else now - session.active_at
-            if now >= deadline and session.histories.recorded:
-                session.reach("timeout")
-                return Result()
             if silent_s >= self._budget.call_timeout_s or now >= deadline:
-                if session.end != "done":
-                    return Result()  # it was told of a limit, and does not end
+                if session.histories.recorded:
+                    # Once the model has answered, what runs may be its doing, and that it never ends too.
+                    if session.end == "done":
+                        session.reach("timeout")
+                    return Result(self._section.program_error_value)
                 raise EnvironmentFaultError(
                     f"the agent neither asked the model nor ended for {silent_s:.0f} s "
                     "(rollout.environment.call_timeout_s, session_timeout_s)",
@@ -177,10 +177,10 @@ class AgentPlayer:
         log.warning(
             "a program ended with an error, at a limit or because the model was wrong",
             end=session.end,
-            outcome="truncated" if is_cut else policy,
+            outcome="value" if policy == "value" else "truncated",
             error=str(error).rstrip().splitlines()[-1],
         )
-        if policy == "value" and is_models and not is_cut:
+        if policy == "value":
             return Result(self._section.program_error_value, {PROGRAM_ERROR: 1.0})
         return Result(metrics={PROGRAM_ERROR: 1.0}, is_truncated=True)
 

@@ -206,6 +206,22 @@ async def test_a_session_over_its_time_is_truncated_and_keeps_what_was_said() ->
         assert played.session.end == "timeout" and len(played.session.turns) == 1
 
 
+VALUE = {"on_program_error": "value", "program_error_value": -1.0}
+
+
+@pytest.mark.parametrize(("policy", "reward"), [({}, None), (VALUE, -1.0)])
+async def test_a_program_without_an_end_is_truncated_and_costs_what_the_config_says(
+    policy: dict[str, Any], reward: float | None
+) -> None:
+    async with player(function("endless"), call_timeout_s=2.0, **policy) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("while True: pass").ask)
+        assert (played.session.end, played.finish, played.session.num_faults) == ("timeout", "length", 0)
+        assert played.session.reward == reward
+    async with player(function("for_ever"), max_turns=1, **policy) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("a").ask)
+        assert (played.session.end, played.session.reward) == ("max_turns", reward)
+
+
 async def test_what_the_engine_raises_is_no_fault_of_the_program() -> None:
     async def ask(ids: Any, sampling: SamplingParams) -> Any:
         raise LookupError("the engine is gone")
