@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tidemill.common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
@@ -64,6 +65,8 @@ class SamplingParams(BaseModel):
     top_k: int = Field(0, ge=0)
     # Left out where it is off: tickets stay as they were, and older workers know none.
     min_p: float = Field(0.0, ge=0.0, lt=1.0, exclude_if=lambda share: share == 0.0)
+    # Of a turn, never of a ticket: where an agent's client says so.
+    stop: tuple[str, ...] = Field((), exclude_if=lambda texts: not texts)
 
 
 Outcome = tuple[str, int, int, int]
@@ -177,6 +180,19 @@ class Trajectory(PromptFields):
         """The newest version that produced a token of this trajectory."""
         return max(version for spans in self._all_spans() for version, _ in spans)
 
+    @cached_property
+    def tokens_digest(self) -> str:
+        """Which tokens these are, over all segments: a reward belongs to no others. Empty where they are not
+        here."""
+        if self.claim is not None:
+            return ""
+        digest = xxhash.xxh3_64()
+        for segment in self.segments:
+            for ids in (segment.prompt_ids, segment.completion_ids):
+                digest.update(np.int64(len(ids)).tobytes())
+                digest.update(np.ascontiguousarray(ids).data)
+        return digest.hexdigest()
+
     def _all_spans(self) -> list[tuple[VersionSpan, ...]]:
         return [self.spans, *(fork.spans for fork in self.forks)]
 
@@ -242,11 +258,18 @@ class Score(Message):
     teacher_logprobs: Float32Array | None = Field(
         None, description="of the tokens that the model sampled, over all segments; absent without a teacher"
     )
+    tokens_digest: str = Field(
+        "", max_length=16, description="the trajectory's; absent of older releases, and without its payload"
+    )
 
     @property
     def key(self) -> TrajectoryKey:
         """`(ticket, index)`."""
         return self.ticket, self.index
+
+    def is_of(self, tokens_digest: str) -> bool:
+        """Whether it can be the reward of these tokens: after a loss of Redis a key may come with others."""
+        return not self.tokens_digest or not tokens_digest or self.tokens_digest == tokens_digest
 
     @model_validator(mode="after")
     def _check_value(self) -> Self:
