@@ -286,7 +286,7 @@ class GatewaySession:
     async def _say(self, found: Continuation, question: Question, max_tokens: int) -> Answer:
         started = time.monotonic()
         ids, history = found.ids, found.history
-        sampling = self._sampling.model_copy(update={"max_tokens": max_tokens})
+        sampling = self._sampling.model_copy(update={"max_tokens": max_tokens, "stop": question.stop})
         try:
             whole = await self._ask(ids, sampling)
         except ValueError as error:

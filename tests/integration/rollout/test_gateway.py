@@ -259,6 +259,13 @@ async def test_completions_go_on_where_text_or_ids_ended_and_stop_where_the_clie
         assert CHAT.decode(segment.completion_ids[segment.mask].tolist()) == " 2 3"
 
 
+async def test_the_engine_is_told_where_a_client_stops() -> None:
+    async with opened("a b c", "a b c") as run:
+        assert (await run.say([USER], stop=[" b", ""])).content == "a"
+        await run.say([USER])
+        assert [sampling.stop for sampling in run.model.sampled] == [(" b",), ()]
+
+
 async def test_limits_end_the_loop_in_words_and_truncate_the_session() -> None:
     async with opened("a", "b", limits=Limits(1, 0, 4096)) as run:
         await run.say([USER])
