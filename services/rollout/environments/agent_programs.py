@@ -17,7 +17,13 @@ import psutil
 import structlog
 
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
-from tidemill.common.process.children import frame_of, kill_group, receive, spawn
+from tidemill.common.process.children import (
+    frame_of,
+    kill_group,
+    receive,
+    spawn,
+    variables_for_users,
+)
 from tidemill.common.process.programs import Child, ending_in_words
 from tidemill.services.rollout.environments.agent_host import result_of, variables_of
 from tidemill.services.rollout.gateway.program_errors import ProgramError, cause_in
@@ -108,9 +114,7 @@ class CommandProgram:
         """Start it, give it the row, and wait for its end."""
         row = assignment.row_json
         short = {"TIDEMILL_ROW": row} if len(row.encode()) < LONGEST_VARIABLE else {}
-        # Not our own variables: with them a program, or code that a model wrote, would reach the run's Redis.
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
-        process = await _started(self._command, inherited | assignment.variables | short)
+        process = await _started(self._command, variables_for_users() | assignment.variables | short)
         assert process.stdin and process.stdout and process.stderr
         tails = [asyncio.create_task(_tail(stream)) for stream in (process.stdout, process.stderr)]
         try:
