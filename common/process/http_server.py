@@ -32,7 +32,8 @@ class BoundedProtocol(H11Protocol):
         self.loop.call_later(HEAD_S, self._end_without_request)
 
     def _end_without_request(self) -> None:
-        if self.cycle is None:
+        asked: object = self.cycle
+        if asked is None:
             self.transport.abort()
 
 
