@@ -139,6 +139,7 @@ _BY_NAME = {
     # Tuples again: with lists no score would equal its columns, and each would keep its original beside them.
     "tries": Column("tries", pa.string(), _json, lambda text: tuple(map(tuple, json.loads(text)))),
     "fields": Column("fields", pa.map_(pa.string(), pa.binary()), take=dict),
+    "claim": Column("claim", pa.string(), lambda value: value.model_dump_json(), _from_json),
     "session": Column("session", pa.binary(), lambda value: codec.pack(value, codec.as_plain), codec.unpack),
 }
 LONG_TEXTS = ("text", "error")
