@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 from redis import exceptions as redis_errors
 
-from tidemill.common.errors import CodecError, LeaseLostError
+from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.stand_in import StandIn
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded, in_parts
@@ -131,17 +131,9 @@ class Consumer(Generic[M]):
         Returns whether the group is complete now.
 
         Raises:
-            LeaseLostError: another worker has taken the ticket over; nothing was published.
-            CodecError: no reader would take it: it is larger than a message may be.
+            LeaseLostError, CodecError: another worker has taken the ticket over; no reader would take it.
         """
-        payload = codec.encode_payload(sample)
-        num_bytes = sample.claim.num_bytes if sample.claim else len(payload)
-        if num_bytes > self.max_bytes:
-            raise CodecError(
-                f"sample {sample.index} has {num_bytes:,} bytes in {len(sample.segments)} segments, and a "
-                f"message {self.max_bytes:,} (streams.max_message_mb)"
-            )
-        rest = (sample.index, sample.group_size, SCHEMA, payload)
+        rest = (sample.index, sample.group_size, SCHEMA, codec.payload_of(sample, self.max_bytes))
         return await self._publish_sample(delivery, out_key, progress_key, rest)
 
     async def settle_group(

@@ -60,6 +60,12 @@ class Question:
         return frozenset(json.dumps(tool, sort_keys=True, default=str) for tool in self.tools)
 
     @property
+    def num_characters(self) -> int:
+        """Of texts and calls: about what rendering them takes."""
+        parts = (message.get(name) for message in self.messages for name in ("content", "tool_calls"))
+        return len(self.prompt or "") + sum(len(str(part)) for part in parts if part)
+
+    @property
     def prefill(self) -> str | None:
         """The beginning of the answer, where the client has written it."""
         last = self.messages[-1] if self.messages else {}
