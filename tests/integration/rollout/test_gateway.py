@@ -192,6 +192,21 @@ async def test_chat_streams_have_what_whole_answers_have() -> None:
         assert completion.usage.completion_tokens == len(run.model.said[0])
 
 
+async def test_logprobs_that_are_asked_for_are_those_of_the_tokens_that_were_sampled() -> None:
+    async with opened("ab", "ab", "cd") as run:
+        asked: dict[str, Any] = {"model": "m", "messages": [USER], "logprobs": True}
+        answer = await run.openai.chat.completions.create(**asked)
+        tokens = answer.choices[0].logprobs.content
+        assert [(token.token, token.logprob) for token in tokens] == [("a", -0.5), ("b", -0.5), ("", -0.5)]
+        async with run.openai.chat.completions.stream(**asked) as stream:
+            streamed = await stream.get_final_completion()
+        assert [token.token for token in streamed.choices[0].logprobs.content] == ["a", "b", ""]
+        plain = await run.openai.completions.create(model="m", prompt="?", logprobs=0)
+        assert plain.choices[0].logprobs.tokens == ["c", "d", ""]
+        assert plain.choices[0].logprobs.text_offset == [0, 1, 2]
+        run.check_ids()
+
+
 async def test_responses_streams_and_goes_on_with_the_items_of_earlier_ones() -> None:
     tool = {"type": "function", **ADD}
     async with opened("so " + call_line("add", a=1), "two") as run:
