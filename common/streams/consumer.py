@@ -139,20 +139,26 @@ class Consumer(Generic[M]):
     async def settle_group(
         self, delivery: Delivery[M], out_key: str, progress_key: str, group_size: int
     ) -> bool:
-        """Acknowledge a held ticket whose samples are all published; returns whether they are.
-
-        Raises:
-            LeaseLostError: another worker has taken the ticket over.
-        """
+        """Acknowledge a held ticket whose samples are all published; returns whether they are. Raises
+        LeaseLostError: another worker has taken the ticket over."""
         return await self._publish_sample(delivery, out_key, progress_key, ("", group_size, SCHEMA, b""))
 
     async def _publish_sample(
         self, delivery: Delivery[M], out_key: str, progress_key: str, rest: tuple[Any, ...]
     ) -> bool:
         reply = await self._settle("publish_sample", delivery, rest, out_key, progress_key)
-        if reply == 2:
+        if reply == 1:
+            delivery.attempts = 1
+        elif reply == 2:
             self.held.pop(delivery.entry_id, None)
         return bool(reply == 2)
+
+    async def start_group(
+        self, delivery: Delivery[M], progress_key: str, version: int, replaces: bool = False
+    ) -> None:
+        """Note the version at which a group was started, where none is or this one `replaces` it. Raises
+        LeaseLostError: another worker has taken the ticket over."""
+        await self._settle("start_group", delivery, (version, int(replaces)), progress_key)
 
     def holds(self, delivery: Delivery[M]) -> bool:
         """Whether this very delivery is held: neither settled nor lost, nor given to us a second time."""
