@@ -1,4 +1,4 @@
-"""Programs as the documentation of OpenAI's and Anthropic's clients shows them: each is one session's agent."""
+"""Programs as the pages of OpenAI's and Anthropic's clients show them: each is one session's agent."""
 
 import json
 import os
