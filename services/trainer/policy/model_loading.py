@@ -26,7 +26,6 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_overrides import with_overrides
 from tidemill.common.run.rope import freeze_rope
 from tidemill.services.trainer.policy.attention import choose_attention
-from tidemill.services.trainer.policy.experts import follow_autocast
 from tidemill.services.trainer.weights.pretrained import (
     PretrainedWeights,
     UnclearError,
@@ -85,7 +84,6 @@ def open_model(
 ) -> tuple[PreTrainedModel, PretrainedWeights | None]:
     """As `load_model`, but without weights, and what fills it with them; or with them, and None, where that
     is wanted, or where it is not clear which weights the model's are."""
-    follow_autocast()
     try:
         model_config = with_overrides(AutoConfig.from_pretrained(config.path), config)
         model_config = freeze_rope(model_config, config.max_model_len)
@@ -227,9 +225,16 @@ def compile_model(
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that transformers keeps in one piece; ranks gather them one after the other."""
+    """The blocks that transformers keeps in one piece, and that are in no other such block; ranks gather them
+    one after the other."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+
+    def blocks(module: nn.Module) -> list[nn.Module]:
+        if type(module).__name__ in names:
+            return [module]
+        return [block for child in module.children() for block in blocks(child)]
+
+    return blocks(model)
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
