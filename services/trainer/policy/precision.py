@@ -35,7 +35,7 @@ class RoundsWeights(nn.Module):
 
 
 @cache
-def _rounding(kind: type[nn.Module]) -> type[nn.Module]:
+def _rounding(kind: Any) -> Any:
     return kind if issubclass(kind, RoundsWeights) else type(kind.__name__, (RoundsWeights, kind), {})
 
 
