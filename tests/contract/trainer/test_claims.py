@@ -19,6 +19,7 @@ from tidemill.common.streams import OffsetReader, append, read_raw
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Ticket, Trajectory, fault_of
+from tidemill.services.trainer.durable.recovery import LostPayloadError
 
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 
@@ -112,6 +113,25 @@ async def test_a_trainer_that_starts_while_the_store_is_away_waits_and_trains_on
     working.cancel()
     assert capfd.readouterr().out.count("step replayed, same weights") == 4
     assert not [one for commit in await commits_of(broker, keys) for one in commit.dropped]
+
+
+async def test_a_committed_sample_whose_payload_is_gone_is_named_with_its_path_and_may_be_put_back(
+    make, broker, keys, capfd
+) -> None:
+    context = make(checkpoint_every=100)
+    store = broker.claims = ClaimStore(context.run_dir, 1000)
+    working = asyncio.create_task(answer(broker, keys, store))
+    await crash_after_commit(context, 3)
+    trained = (await commits_of(broker, keys))[2].trained_keys[0]
+    (path,) = store.folder.glob(f"{trained[0]}-{trained[1]}-*")
+    path.rename(context.run_dir / "elsewhere")
+    with pytest.raises(LostPayloadError) as raised:
+        await run(make(checkpoint_every=100))
+    assert str(path) in str(raised.value)
+    (context.run_dir / "elsewhere").rename(path)
+    await run(make(checkpoint_every=100))
+    working.cancel()
+    assert "weights differ" not in capfd.readouterr().out
 
 
 def _pointer(entry: Any) -> str:

@@ -18,6 +18,7 @@ from tidemill.common.store import ClaimStore, resolved
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import ScoreStatus, Trajectory, fault_of
 from tidemill.services.trainer.groups.group_filter import (
+    ENVIRONMENT_FAULT,
     NO_PAYLOAD,
     CompleteGroup,
     GroupFilter,
@@ -176,6 +177,15 @@ def test_a_file_goes_only_when_its_ticket_is_settled_and_no_entry_claims_it(tmp_
     assert left == {".aside", pointers[2], pointers[3], pointers[10]}
 
 
+def test_what_a_killed_writer_left_goes_with_its_ticket(tmp_path):
+    store = ClaimStore(tmp_path, 1000)
+    pointers = [claim.pointer for t in (1, 2) if (claim := store.check_in(large(t)).claim)]
+    for pointer in pointers:
+        (tmp_path / "claims" / f".{pointer}.0123abcd.aside").write_text("half")
+    store.remove(store.settled(2))
+    assert {path.name for path in store.folder.iterdir()} == {pointers[1], f".{pointers[1]}.0123abcd.aside"}
+
+
 def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> CompleteGroup:
     """Four samples; the second one's payload is gone."""
     store = ClaimStore(tmp_path, 1000)
@@ -197,6 +207,13 @@ def test_a_sample_without_its_payload_is_left_out_whatever_its_score_and_the_pol
     outcome = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
     assert isinstance(outcome, TrainableGroup)
     assert outcome.left_out == [(1, NO_PAYLOAD)] and [s.key[1] for s in outcome.samples] == [0, 2, 3]
+
+
+def test_a_sample_whose_environment_failed_has_no_score_and_is_left_out(tmp_path):
+    group = faulty_group(tmp_path, dict.fromkeys(range(4), ScoreStatus.OK))
+    group.trajectories[1] = sent(make_trajectory(0, 1, group_size=4, fault="the board is broken"))
+    outcome = GroupFilter(trainer_config(group_size=4)).apply(group, 0)
+    assert isinstance(outcome, TrainableGroup) and outcome.left_out == [(1, ENVIRONMENT_FAULT)]
 
 
 def test_a_group_that_failures_drop_says_what_is_missing(tmp_path):
