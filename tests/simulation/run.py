@@ -21,6 +21,7 @@ from tests.simulation.fleet import Fleet, names
 from tests.simulation.install import installed
 from tests.simulation.invariants import Judge
 from tests.simulation.schedule import Schedule
+from tests.simulation.watch import Watch
 from tests.simulation.world import World
 from tidemill.common.run.state import FINISHED
 from tidemill.services.console.run.folder import RunFolder
@@ -67,9 +68,10 @@ def run(schedule: Schedule, is_traced: bool = False) -> Verdict:
 def _live(schedule: Schedule, folder: Path, verdict: Verdict, is_traced: bool) -> None:
     world = World(schedule.seed, folder, is_traced=is_traced)
     try:
-        with installed(world):
+        watch = Watch(world)
+        with installed(world, watch):
             fleet = Fleet(world)
-            _run(world, fleet, schedule, verdict)
+            _run(watch, fleet, schedule, verdict)
             fleet.outcome = fleet.outcome or "over"
             _end(world)
     finally:
@@ -88,10 +90,11 @@ def _end(world: World) -> None:
             task._log_destroy_pending = False
 
 
-def _run(world: World, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> None:
+def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> None:
+    world = watch.world
     config = schedule.setup.config(inputs(), world.run_id, schedule.seed)
-    judge = Judge(world, config, schedule)
-    world.on_append = judge.see
+    judge = Judge(watch, config, schedule)
+    world.on_append, world.cluster.watch = judge.see, watch.arrives
     injector = Injector(world, fleet, config, schedule)
     RunFolder(world.folder, world.run_id).create(config)  # as `tidemill up` does, before Redis is told
     world.cluster.server.apply([[b"SET", world.keys.config.encode(), config.model_dump_json().encode()]])
