@@ -140,7 +140,11 @@ async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIte
 
 async def _whole(broker: Broker, entry: RawEntry) -> RawEntry:
     """The entry with the payload that it claims, as it would have come through the stream; itself where that
-    cannot be had."""
+    is missing or wrong.
+
+    Raises:
+        StoreError: the store of payloads is away. The entry stays in Redis, to be archived later.
+    """
     if broker.claims is None or CLAIM not in entry[1].get(PAYLOAD_FIELD, b""):
         return entry
     record = decoded(entry[0].encode(), entry[1], Trajectory)

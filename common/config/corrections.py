@@ -11,6 +11,7 @@ from tidemill.common.config.section import filled_in
 Correction = Literal[
     "decoupled_token_is",
     "decoupled_seq_is",
+    "decoupled_token_icepop",
     "decoupled_seq_is_rs",
     "decoupled_geo_rs",
     "decoupled_geo_rs_seq_tis",
@@ -22,6 +23,7 @@ Correction = Literal[
     "bypass_ppo_clip_geo_rs",
     "bypass_ppo_clip_k3_rs",
     "bypass_pg_is",
+    "bypass_pg_token_icepop",
     "bypass_pg_geo_rs",
     "bypass_pg_geo_rs_seq_tis",
     "bypass_pg_geo_rs_token_tis",
@@ -30,6 +32,7 @@ Correction = Literal[
 
 _NONE = {"mode": "off"}
 _TOKEN = {"mode": "truncate", "level": "token", "low": 0.0, "high": 2.0}
+_ICEPOP = {"mode": "mask", "level": "token", "low": 0.5, "high": 5.0}
 _SEQUENCE = {"mode": "truncate", "level": "sequence", "low": 0.0, "high": 2.0}
 # verl's 0.999 to 1.001, which it bounds 1 / r with.
 _GEOMETRIC = {"seq_mean_k1": (1 / 1.001, 1 / 0.999)}
@@ -53,6 +56,7 @@ def _bypass_pg(importance: dict[str, Any], **rejection: Any) -> dict[str, Any]:
 CORRECTIONS: dict[Correction, dict[str, Any]] = {
     "decoupled_token_is": _decoupled(_TOKEN),
     "decoupled_seq_is": _decoupled(_SEQUENCE),
+    "decoupled_token_icepop": _decoupled(_ICEPOP),
     "decoupled_seq_is_rs": _decoupled(_SEQUENCE, seq_sum_k1=(0.5, 2.0)),
     "decoupled_geo_rs": _decoupled(_NONE, **_GEOMETRIC),
     "decoupled_geo_rs_seq_tis": _decoupled(_SEQUENCE, **_GEOMETRIC),
@@ -64,6 +68,7 @@ CORRECTIONS: dict[Correction, dict[str, Any]] = {
     "bypass_ppo_clip_geo_rs": _bypass_ppo(**_GEOMETRIC),
     "bypass_ppo_clip_k3_rs": _bypass_ppo(**_K3),
     "bypass_pg_is": _bypass_pg(_SEQUENCE),
+    "bypass_pg_token_icepop": _bypass_pg(_ICEPOP),
     "bypass_pg_geo_rs": _bypass_pg(_NONE, **_GEOMETRIC),
     "bypass_pg_geo_rs_seq_tis": _bypass_pg(_SEQUENCE, **_GEOMETRIC),
     "bypass_pg_geo_rs_token_tis": _bypass_pg(_TOKEN, **_GEOMETRIC),

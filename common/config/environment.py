@@ -29,6 +29,9 @@ class EnvironmentConfig(Section):
     gateway_host: str = Field("127.0.0.1", min_length=1)
     """The address of this machine at which agents reach the model: for those in containers, that of their
     bridge. Any but 127.0.0.1 can be reached by others too, who then need a session's key."""
+    structured_output: Literal["sample", "refuse"] = "sample"
+    """An agent that asks for a form of the answer (`response_format`, a forced call): sample freely, as it is
+    trained, and let the agent validate; or refuse the request."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class or factory that `use` names; of an OpenEnv server, see agents.md."""
     call_format: CallFormat = "auto"

@@ -27,7 +27,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass, in the trainer and in the engine. Master weights are float32."""
     max_model_len: int = Field(2048, ge=8, le=1 << 20)
-    """Prompt plus completion, in tokens; at most the model's context."""
+    """Prompt plus completion, in tokens; at most the model's context. Where a model has positions for short
+    and for long sequences (LongRoPE), this chooses them, in trainer and engines."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of the model's config.json that this run replaces, such as `{rope_scaling: {rope_type: yarn,
     factor: 4.0}, max_position_embeddings: 32768}`: in the trainer, in engines, and in exports."""
@@ -340,30 +341,37 @@ class RunConfig(Section):
                 "punishes what comes near rollout.sampling.max_tokens: choose one"
             )
 
-    def _algorithm_fits(self) -> None:
-        sampling, trainer = self.rollout.sampling, self.trainer
+    def _sampling_is_corrected(self) -> None:
+        """Filtered sampling gives each token a rollout logprob above the policy's: what takes the gap for a
+        moved policy is refused."""
+        sampling, algorithm = self.rollout.sampling, self.trainer.algorithm
         own = [(source.sampling.top_p or 1.0, source.sampling.top_k or 0) for source in self.data.sources]
-        is_filtered = any(
-            top_p < 1.0 or top_k > 0 for top_p, top_k in ((sampling.top_p, sampling.top_k), *own)
-        )
-        if is_filtered and trainer.algorithm.old_logprobs == "rollout":
-            raise ValueError(
-                "rollout.sampling.top_p < 1 or top_k > 0 needs trainer.algorithm.old_logprobs: recompute. "
-                "The rollout logprobs are those of the filtered distribution, so a ratio against them would "
-                "be clipped for tokens that have not moved"
-            )
-        if is_filtered and trainer.algorithm.rollout_penalty:
-            raise ValueError(
-                "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "
-                "distribution, and trainer.algorithm.rollout_penalty would pull the policy towards that; "
-                "leave it out"
-            )
-        if is_filtered and trainer.algorithm.kl.place == "reward":
-            raise ValueError(
-                "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "
-                "distribution, and trainer.algorithm.kl.place: reward would take their distance from the "
-                "reference for KL; put the penalty into the loss"
-            )
+        if not any(top_p < 1.0 or top_k > 0 for top_p, top_k in ((sampling.top_p, sampling.top_k), *own)):
+            return
+        rejecting = [name for name in algorithm.rejection.of_sequences if name != "veto"]
+        level, mode = algorithm.importance.level, algorithm.importance_mode
+        is_of_sequences = level == "sequence" or (level == "geometric" and mode == "mask")
+        for field, is_wrong, effect in (
+            ("old_logprobs: rollout", algorithm.old_logprobs == "rollout",
+             "would clip the ratio of tokens that have not moved; take recompute"),
+            ("rollout_penalty", algorithm.rollout_penalty, "would pull the policy towards it; leave it out"),
+            ("kl.place: reward", algorithm.kl.place == "reward",
+             "would take their distance from the reference for KL; put the penalty into the loss"),
+            (f"rejection.{rejecting[0]}" if rejecting else "", rejecting,
+             "would reject nearly every sequence for it; sample unfiltered, or leave the criterion out"),
+            (f"importance.level: {level}", mode != "off" and is_of_sequences,
+             "would multiply the gaps of all tokens of a sequence, until next to nothing is left of its "
+             "weight; sample unfiltered, or take level token"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise ValueError(
+                    "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "
+                    f"distribution, and trainer.algorithm.{field} {effect}"
+                )
+
+    def _algorithm_fits(self) -> None:
+        trainer = self.trainer
+        self._sampling_is_corrected()
         if trainer.evaluation.samples > 1 and trainer.evaluation.temperature == 0.0:
             raise ValueError(
                 f"trainer.evaluation.samples is {trainer.evaluation.samples}, but at temperature 0 all of "

@@ -76,6 +76,8 @@ class DiagnosticsConfig(Section):
     importance_bounded: HealthyRange = HealthyRange(high=0.2)
     """`sampling/importance_sampling_ratio/bounded_mean`: a bound is for outliers, not for every fifth
     token."""
+    rejected: HealthyRange = HealthyRange(high=0.5)
+    """`sampling/rejected_mean`: a criterion is for outliers; above this, most tokens teach nothing."""
     zero_variance: HealthyRange = HealthyRange(high=0.8)
     """`frac_reward_zero_std`: such groups teach nothing; above this, four of five completions are wasted."""
     groups_dropped: HealthyRange = HealthyRange(high=0.7)

@@ -16,12 +16,12 @@ from typing import TypeVar
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest, gaps
 from tidemill.common.redis.broker import Broker
-from tidemill.common.store import ClaimStore
+from tidemill.common.store import ClaimStore, resolved
 from tidemill.common.streams import has_claim, length, memory_bytes, read_back, read_range
 from tidemill.common.streams.entries import START, Entry, Garbled, entry_id_of, id_after, id_before, id_order
 from tidemill.common.streams.selection import ALL, Selection, StreamName, numbered, time_of
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
+from tidemill.common.wire.messages import Claims, Commit, Lane, Message, Ticket, WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,10 @@ class History:
         self.run_id, self.run_dir, self.broker = run_id, run_dir, broker
         self.keys = Keys(run_id)
         self._checked: set[StreamName] = set()
-        self._claims = ClaimStore(run_dir or Path(run_id))  # pointers to object stores need no folder
-        if broker is not None and broker.claims is None:
-            broker.claims = self._claims
+        claims: Claims = ClaimStore(run_dir or Path(run_id))  # pointers to object stores need no folder
+        if broker is not None:
+            broker.claims = claims = broker.claims or claims
+        self._claims, self._is_patient = claims, broker is not None and broker.waits_for_claims
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -267,9 +268,8 @@ class History:
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             for record in part:
                 if isinstance(record, Entry) and has_claim(record.message):
-                    record = Entry(
-                        record.entry_id, await asyncio.to_thread(self._claims.resolve, record.message)
-                    )
+                    message = await resolved(self._claims, record.message, self._is_patient)
+                    record = Entry(record.entry_id, message)
                 yield record
 
 

@@ -89,6 +89,8 @@ class Broker:
         self.redis = redis
         self.claims: Claims | None = None
         """Reads the payloads that lie beside the streams, where the run's folder is known."""
+        self.waits_for_claims = True
+        """While they cannot be read; a person is shown that instead."""
         self.waited_s = 0.0
         self.round_trips = RoundTrips()
         self.is_stopping = False

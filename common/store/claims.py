@@ -2,11 +2,14 @@
 
 The file is in the run's folder, or an object in a store that all services reach; its pointer says which, so
 that whoever reads an entry needs no config. Guarantees: a file is whole and durable before the entry that
-claims it. A reader gets the record as it would have come through the stream, byte for byte, or the entry's
-own few fields with `fault` saying what is wrong: that sample has failed, and no other. A file goes only when
-no entry claims it and none can any more.
+claims it. A reader gets the record as it would have come through the stream, byte for byte, or, where the
+payload is missing or wrong, the entry's own few fields with `fault` saying so: that sample has failed, and no
+other. A store that is away is waited for, as Redis is. A file goes only when no entry claims it and none can
+any more.
 """
 
+import asyncio
+import random
 import re
 import time
 from collections.abc import Iterable
@@ -15,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 import xxhash
 
 from tidemill.common.errors import CodecError, ConfigError, StoreError
-from tidemill.common.files import write_atomically
+from tidemill.common.files import storage_errors, write_atomically
 from tidemill.common.store.objects import Objects
 from tidemill.common.wire import codec
-from tidemill.common.wire.messages import Claim, Message, Trajectory
+from tidemill.common.wire.messages import Claim, Claims, Message, Trajectory
+
+log = structlog.get_logger(__name__)
 
 CLAIMS_FOLDER = "claims"
 """Below the run's folder."""
@@ -31,6 +37,8 @@ RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
 AWAY_S = 30.0
 """Trajectories go through the stream for so long after the store took none: a worker's slots must not wait
 for it one after the other."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+"""Between two looks whether a store that is away is back."""
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
@@ -46,7 +54,7 @@ class ClaimStore:
         self.folder, self.least_bytes = run_dir / CLAIMS_FOLDER, least_bytes
         self.url = f"{url.rstrip('/')}/{run_dir.name}/{CLAIMS_FOLDER}" if url else ""
         self._opened: dict[str, Objects] = {}
-        self._away_until = 0.0
+        self._away_until, self._has_folder = 0.0, False
         if self.url:
             self._objects(self.url)
 
@@ -84,20 +92,27 @@ class ClaimStore:
         return Trajectory.model_construct(**(sample.__dict__ | without))
 
     def resolve(self, message: Message) -> Message:
-        """The whole trajectory of a claim, or the claim with its `fault`; any other message as it is."""
-        if not isinstance(message, Trajectory) or message.claim is None:
+        """The whole trajectory of a claim, or the claim with its `fault`; any other message as it is.
+
+        Raises:
+            StoreError: the store is away, which says nothing of the payload.
+        """
+        if not isinstance(message, Trajectory) or (claim := message.claim) is None:
             return message
         try:
-            return self._read(message, message.claim)
-        except (OSError, ValueError, CodecError, StoreError, ConfigError) as error:
-            pointer, reason = message.claim.pointer, getattr(error, "strerror", None) or str(error)
-            place = pointer if "://" in pointer else self.folder / pointer
-            return message.model_copy(update={"fault": f"payload {place} cannot be had: {reason}"})
+            return self._whole(message, claim, self._read(claim))
+        except (FileNotFoundError, ValueError, CodecError) as error:
+            return with_fault(message, f"payload {self._place(claim)} cannot be had: {_reason(error)}")
 
     def _write(self, name: str, payload: bytes) -> None:
         if not self.url:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / name, payload)
+            with storage_errors("a large trajectory", self.folder):
+                # Made once, in a run's folder that is there: one that has vanished since is away, and with an
+                # empty one in its place all that it holds would pass for missing.
+                if not self._has_folder:
+                    self.folder.mkdir(exist_ok=True)
+                self._has_folder = True
+                write_atomically(self.folder / name, payload)
             return
         try:
             self._objects(self.url).write(name, payload)
@@ -105,9 +120,25 @@ class ClaimStore:
             self._away_until = time.monotonic() + AWAY_S
             raise
 
-    def _read(self, message: Trajectory, claim: Claim) -> Trajectory:
+    def _read(self, claim: Claim) -> bytes:
+        """Raises FileNotFoundError: the store is there, the payload is not; StoreError: the store is away."""
         url, _, name = claim.pointer.rpartition("/")
-        payload = self._objects(url).read_all(name) if url else (self.folder / name).read_bytes()
+        try:
+            payload = self._objects(url).read_all(name) if url else (self.folder / name).read_bytes()
+        except (OSError, StoreError, ConfigError) as error:
+            cause = error.__cause__ if url else error
+            if isinstance(cause, FileNotFoundError) and (url or self.folder.is_dir()):
+                raise FileNotFoundError(_reason(error)) from None
+            raise StoreError(f"{self._place(claim)} cannot be read now: {_reason(error)}") from error
+        self._has_folder |= not url
+        return payload
+
+    def _place(self, claim: Claim) -> str | Path:
+        return claim.pointer if "://" in claim.pointer else self.folder / claim.pointer
+
+    @staticmethod
+    def _whole(message: Trajectory, claim: Claim, payload: bytes) -> Trajectory:
+        """Raises ValueError or CodecError: it is not what was claimed."""
         if len(payload) != claim.num_bytes:
             raise ValueError(f"it has {len(payload):,} bytes instead of {claim.num_bytes:,}")
         if xxhash.xxh3_128_hexdigest(payload) != claim.digest:
@@ -145,3 +176,27 @@ class ClaimStore:
         if url not in self._opened:  # twice by two threads does no harm
             self._opened[url] = Objects(url, "streams.claim_check_url", retries=RETRIES)
         return self._opened[url]
+
+
+async def resolved(claims: Claims, message: Any, is_patient: bool = True) -> Any:
+    """As `ClaimStore.resolve`, on a thread. A store that is away is waited for; a person, who `is_patient`
+    not, is shown that instead."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return await asyncio.to_thread(claims.resolve, message)
+        except StoreError as error:
+            if not is_patient:
+                return with_fault(message, str(error))
+            log.warning("waiting for the store of large trajectories", error=str(error))
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def with_fault(claim: Trajectory, fault: str) -> Trajectory:
+    """The claim as a failed sample."""
+    return claim.model_copy(update={"fault": fault})
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from tidemill.common.process.service import ServiceContext
+from tidemill.common.store import resolved
 from tidemill.common.streams.consumer import Consumer
 from tidemill.common.streams.dead_letters import dead_letter
 from tidemill.common.streams.entries import Delivery, Garbled
@@ -100,13 +101,31 @@ class LaneWorker(ABC, Generic[M]):
         """
         deliveries = await self.consumer.fetch(count, self._block_s)
         self._block_s = BLOCK_S if deliveries else min(2 * self._block_s, self._longest_block_s)
-        await asyncio.gather(*map(self._resolve, deliveries))
-        return deliveries
+        claimed = [held for held in deliveries if isinstance(held, Delivery) and has_claim(held.message)]
+        if not claimed:
+            return deliveries
+        whole = await self.context.unless_stopping(self._resolve(claimed)) or []
+        return [held for held in deliveries if held in whole or held not in claimed]
 
-    async def _resolve(self, held: Delivery[M] | Garbled) -> None:
+    async def _resolve(self, claimed: list[Delivery[M]]) -> list[Delivery[M]]:
+        """Read payloads; returns the messages that have theirs. Where the store stays away from here for a
+        lease, others get the rest, and this worker takes no more before it is back."""
         claims = self.context.broker.claims
-        if claims is not None and isinstance(held, Delivery) and has_claim(held.message):
-            held.message = await asyncio.to_thread(claims.resolve, held.message)
+        if claims is None:
+            return claimed
+        reading = [(held, asyncio.ensure_future(resolved(claims, held.message))) for held in claimed]
+        try:
+            await asyncio.wait([task for _, task in reading], timeout=self.consumer.lease_s)
+            if late := [(held, task) for held, task in reading if not task.done()]:
+                await self.consumer.hand_back([held for held, _ in late])
+                await late[0][1]
+        finally:
+            for _, task in reading:
+                task.cancel()
+        whole = [one for one in reading if one not in late]
+        for held, task in whole:
+            held.message = task.result()
+        return [held for held, _ in whole]
 
     def begin(self, delivery: Delivery[M], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Work on a message in a task, which ends with the message's lease: another worker has it then."""

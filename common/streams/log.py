@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from redis import exceptions as redis_errors
 
+from tidemill.common import store
 from tidemill.common.errors import TidemillError
 from tidemill.common.redis.broker import MAX_BLOCK_S, Broker
 from tidemill.common.streams.entries import (
@@ -149,12 +150,12 @@ async def resolved(broker: Broker, records: list[Entry[M] | Garbled]) -> list[En
     """The same, with the payloads that they only claim, read on threads."""
     if broker.claims is None or not any(isinstance(r, Entry) and has_claim(r.message) for r in records):
         return records
-    resolve = broker.claims.resolve
+    claims, is_patient = broker.claims, broker.waits_for_claims
 
     async def whole(record: Entry[M] | Garbled) -> Entry[M] | Garbled:
         if isinstance(record, Garbled) or not has_claim(record.message):
             return record
-        return Entry(record.entry_id, await asyncio.to_thread(resolve, record.message))
+        return Entry(record.entry_id, await store.resolved(claims, record.message, is_patient))
 
     return await asyncio.gather(*map(whole, records))
 

@@ -93,6 +93,11 @@ TOOL_CALLS = Counter(
     "Calls of tools that models made, and those that were wrong",
     ["result"],
 )
+AGENT_WISHES = Counter(
+    "tidemill_agent_wishes_total",
+    "Requests of agents for a form of the answer or a forced call, which is sampled freely, by field",
+    ["field"],
+)
 ENVIRONMENT_FAULTS = Counter(
     "tidemill_environment_faults_total", "Plays of a session that an environment's fault ended", ["kind"]
 )

@@ -15,7 +15,7 @@ tensors.
 The arithmetic is that of int64 with wrap-around, which numpy and torch have alike: arrays of both go in.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,8 +32,8 @@ ROW = 1 << 16
 """Words of a row."""
 _LANES = 2
 _MASK = (1 << 64) - 1
-_CPU_ROWS, _GPU_ROWS = 4, 256
-"""Rows that are summed at once: int64 copies of them must fit the cache, or fill a GPU."""
+_CPU_ROWS, _GPU_ROWS = 4, 64
+"""Rows that are summed at once: int64 copies of them must fit the cache of a core, or of a GPU (32 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,53 +73,66 @@ def header_digest(info: TensorInfo) -> Digest:
     return Digest(number & _MASK, number >> 64)
 
 
+class DigestSum:
+    """Adds up the digests of parts. What lies on a device is summed there, with keys made there: nothing
+    waits for the device until `read` asks it for one number."""
+
+    def __init__(self) -> None:
+        self._on_host = Digest()
+        self._devices: dict[Any, _DeviceKeys] = {}
+
+    def add_run(self, info: TensorInfo, start: int, bits: Any, sign: int = 1) -> None:
+        """Consecutive elements from flat position `start` on. `bits` is flat and contiguous: numpy's unsigned
+        integers, or a torch tensor viewed as integers."""
+        words = _as_words(bits)
+        self._add(words, _run_sums(info, start, words, self._keys(words)), sign)
+
+    def add_change(self, info: TensorInfo, positions: Any, old: Any, new: Any) -> None:
+        """Elements that changed: `positions` are int64, flat, ascending; `old` and `new` as in `add_run`."""
+        if not len(positions):
+            return
+        words, before = _as_words(new), _as_words(old)
+        if _is_numpy(words) and not _is_numpy(positions):
+            positions = positions.numpy()
+        change = _as_int64(words) - _as_int64(before)
+        self._add(words, _sparse_sums(info, positions, change, self._keys(words)))
+
+    def read(self) -> Digest:
+        """The sum so far."""
+        total = self._on_host
+        for keys in self._devices.values():
+            low, high = keys.total.tolist()
+            total += Digest(low & _MASK, high & _MASK)
+        return total
+
+    def _keys(self, words: Any) -> "_HostKeys | _DeviceKeys":
+        if _is_numpy(words):
+            return _HOST_KEYS
+        if words.device not in self._devices:
+            self._devices[words.device] = _DeviceKeys(words)
+        return self._devices[words.device]
+
+    def _add(self, words: Any, sums: Sequence[Any], sign: int = 1) -> None:
+        if _is_numpy(words):
+            low, high = (sign * int(value) & _MASK for value in sums)
+            self._on_host += Digest(low, high)
+            return
+        for lane, value in enumerate(sums):
+            self._devices[words.device].total[lane] += sign * value
+
+
 def run_digest(info: TensorInfo, start: int, bits: Any) -> Digest:
-    """Of consecutive elements from flat position `start` on. `bits` is flat and contiguous: numpy's unsigned
-    integers, or a torch tensor viewed as int16 (as uint8 where elements have one byte)."""
-    words, first = _as_words(bits), start * _words_per_element(info)
-    sums, end, at_once = [0] * _LANES, first + len(words), _CPU_ROWS if _is_numpy(words) else _GPU_ROWS
-    begin = first
-    while first < end:
-        num_rows = min(at_once, (end - first) // ROW)
-        if first % ROW or not num_rows:  # a ragged end of the run is a part of a row
-            num_rows, stop = 1, min(end, first - first % ROW + ROW)
-        else:
-            stop = first + num_rows * ROW
-        block = _as_int64(words[first - begin : stop - begin]).reshape(num_rows, -1)
-        for lane in range(_LANES):
-            columns = _like(block, _column_keys(lane)[first % ROW :][: block.shape[1]])
-            rows = _like(block, _row_keys(info.name, lane, first // ROW, num_rows))
-            # Only CPUs have matrix products of integers.
-            row_sums = block @ columns if _is_numpy(block) else (block * columns).sum(-1)
-            sums[lane] += int((row_sums * rows).sum())
-        first = stop
-    return Digest(sums[0] & _MASK, sums[1] & _MASK)
-
-
-def sparse_digest(info: TensorInfo, positions: Any, bits: Any) -> Digest:
-    """Of single elements: `positions` are int64, flat, ascending; `bits` as in `run_digest`."""
-    return _sparse(info, positions, _as_int64(_as_words(bits)))
+    """Of consecutive elements, as in `DigestSum.add_run`."""
+    total = DigestSum()
+    total.add_run(info, start, bits)
+    return total.read()
 
 
 def updated(digest: Digest, info: TensorInfo, positions: Any, old: Any, new: Any) -> Digest:
-    """The digest after the elements at `positions` changed from `old` to `new`."""
-    return digest + _sparse(info, positions, _as_int64(_as_words(new)) - _as_int64(_as_words(old)))
-
-
-def _sparse(info: TensorInfo, positions: Any, words: Any) -> Digest:
-    if not len(positions):
-        return Digest()
-    per_element = _words_per_element(info)
-    positions = positions.numpy() if _is_numpy(words) and not _is_numpy(positions) else positions
-    if per_element > 1:
-        positions = positions[:, None] * per_element + _like(positions, np.arange(per_element))
-        positions = positions.reshape(-1)
-    first, last = int(positions[0]) // ROW, int(positions[-1]) // ROW
-    rows, columns, sums = (positions >> 16) - first, positions & (ROW - 1), []
-    for lane in range(_LANES):
-        keys = _like(words, _row_keys(info.name, lane, first, last - first + 1))[rows]
-        sums.append(int((keys * _like(words, _column_keys(lane))[columns] * words).sum()))
-    return Digest(sums[0] & _MASK, sums[1] & _MASK)
+    """The digest after elements changed, as in `DigestSum.add_change`."""
+    total = DigestSum()
+    total.add_change(info, positions, old, new)
+    return digest + total.read()
 
 
 def digest_of(tensors: Iterable[tuple[TensorInfo, Any]]) -> Digest:
@@ -130,6 +143,40 @@ def digest_of(tensors: Iterable[tuple[TensorInfo, Any]]) -> Digest:
     return total
 
 
+def _run_sums(info: TensorInfo, start: int, words: Any, keys: "_HostKeys | _DeviceKeys") -> list[Any]:
+    """What a run counts in each lane."""
+    sums: list[Any] = [0] * _LANES
+    begin = first = start * _words_per_element(info)
+    end, at_once = first + len(words), _CPU_ROWS if _is_numpy(words) else _GPU_ROWS
+    while first < end:
+        num_rows = min(at_once, (end - first) // ROW)
+        if first % ROW or not num_rows:  # a ragged end of the run is a part of a row
+            num_rows, stop = 1, min(end, first - first % ROW + ROW)
+        else:
+            stop = first + num_rows * ROW
+        block = _as_int64(words[first - begin : stop - begin]).reshape(num_rows, -1)
+        for lane in range(_LANES):
+            columns = keys.columns(lane)[first % ROW :][: block.shape[1]]
+            # Only CPUs have matrix products of integers.
+            row_sums = block @ columns if _is_numpy(block) else (block * columns).sum(-1)
+            of_block = (row_sums * keys.rows(info.name, lane, first // ROW, num_rows)).sum()
+            sums[lane] = sums[lane] + (int(of_block) if _is_numpy(block) else of_block)
+        first = stop
+    return sums
+
+
+def _sparse_sums(info: TensorInfo, positions: Any, words: Any, keys: "_HostKeys | _DeviceKeys") -> list[Any]:
+    """What single elements, given as int64 words, count in each lane."""
+    if (per_element := _words_per_element(info)) > 1:
+        positions = positions[:, None] * per_element + _counted(positions, 0, per_element)
+        positions = positions.reshape(-1)
+    columns = positions & (ROW - 1)
+    return [
+        (keys.rows_of(info.name, lane, positions >> 16) * keys.columns(lane)[columns] * words).sum()
+        for lane in range(_LANES)
+    ]
+
+
 def _words_per_element(info: TensorInfo) -> int:
     return max(1, WIDTHS[info.dtype] // 2)
 
@@ -138,11 +185,15 @@ def _is_numpy(array: Any) -> bool:
     return isinstance(array, np.ndarray)
 
 
+def _is_on_device(tensor: Any) -> bool:
+    return bool(tensor.device.type != "cpu")
+
+
 def _as_words(bits: Any) -> Any:
     """Flat words; a tensor in the CPU's memory as numpy's, which sums integers faster."""
     if not _is_numpy(bits):
-        if bits.device.type != "cpu":
-            return bits
+        if _is_on_device(bits):
+            return bits if bits.element_size() <= 2 else bits.view(bits[:0].short().dtype)
         bits = bits.numpy()
     return bits.view(np.uint8 if bits.dtype.itemsize == 1 else np.dtype("<u2"))
 
@@ -152,25 +203,77 @@ def _as_int64(words: Any) -> Any:
     return words.astype(np.int64) if _is_numpy(words) else words.long() & 0xFFFF
 
 
-def _like(array: Any, values: np.ndarray[Any, Any]) -> Any:
-    """The values where `array` lives."""
-    return values if _is_numpy(array) else array.new_tensor(values)
+class _HostKeys:
+    """Keys of rows and columns for numpy."""
+
+    def columns(self, lane: int) -> Any:
+        return _column_keys(lane)
+
+    def rows(self, name: str, lane: int, first: int, count: int) -> Any:
+        return _mixed(_row_seed(name, lane), np.arange(first, first + count))
+
+    def rows_of(self, name: str, lane: int, numbers: Any) -> Any:
+        """Of rows in ascending order."""
+        first, last = int(numbers[0]), int(numbers[-1])
+        return self.rows(name, lane, first, last - first + 1)[numbers - first]
+
+
+_HOST_KEYS = _HostKeys()
+
+
+class _DeviceKeys:
+    """The same on a device, and the sum there. Nothing is copied to it: a copy would wait for its work."""
+
+    def __init__(self, like: Any) -> None:
+        self._like = like[:0].long()
+        self.total = self._like.new_zeros(_LANES)
+        self._columns = [_mixed(_column_seed(lane), _counted(self._like, 0, ROW)) for lane in range(_LANES)]
+
+    def columns(self, lane: int) -> Any:
+        return self._columns[lane]
+
+    def rows(self, name: str, lane: int, first: int, count: int) -> Any:
+        return _mixed(_row_seed(name, lane), _counted(self._like, first, count))
+
+    def rows_of(self, name: str, lane: int, numbers: Any) -> Any:
+        """Of rows in any order."""
+        return _mixed(_row_seed(name, lane), numbers)
+
+
+def _counted(like: Any, first: int, count: int) -> Any:
+    """int64 [count]: first, first + 1, ..., where `like`, which is of that dtype, lives."""
+    if _is_numpy(like):
+        return np.arange(first, first + count)
+    return like.new_ones(count).cumsum(0) + (first - 1)
 
 
 @cache
 def _column_keys(lane: int) -> np.ndarray[Any, Any]:
-    return _keys(0x9E3779B97F4A7C15 * (lane + 1), 0, ROW)
+    keys: np.ndarray[Any, Any] = _mixed(_column_seed(lane), np.arange(ROW))
+    return keys
 
 
-def _row_keys(name: str, lane: int, first: int, count: int) -> np.ndarray[Any, Any]:
-    """Of rows [first, first + count) of a tensor."""
-    return _keys(xxhash.xxh3_64_intdigest(name.encode(), seed=lane + 1), first, count)
+def _column_seed(lane: int) -> int:
+    return 0x9E3779B97F4A7C15 * (lane + 1)
 
 
-def _keys(seed: int, first: int, count: int) -> np.ndarray[Any, Any]:
-    """Odd pseudo-random int64 of the counters [first, first + count): splitmix64 (Steele et al. 2014)."""
-    state = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    state += np.uint64(seed & _MASK)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((state ^ (state >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+def _row_seed(name: str, lane: int) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode(), seed=lane + 1)
+
+
+def _mixed(seed: int, numbers: Any) -> Any:
+    """Odd pseudo-random int64 of these counters: splitmix64 (Steele et al. 2014)."""
+    state = (numbers + 1) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
+    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
+    return (state ^ _shifted(state, 31)) | 1
+
+
+def _shifted(values: Any, places: int) -> Any:
+    """To the right, without the sign."""
+    return (values >> places) & ((1 << 64 - places) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same bits."""
+    return ((number & _MASK) ^ (1 << 63)) - (1 << 63)

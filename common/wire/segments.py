@@ -77,7 +77,9 @@ class Session(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
     environment: str = Field(description="as `rollout.environment.use` names it")
     turns: tuple[Turn, ...] = Field((), description="those of the first segment")
-    forks: tuple[Segment, ...] = Field((), description="further segments, where the history was rewritten")
+    forks: tuple[Segment, ...] = Field(
+        (), description="further ones, by their last answers: the last is the final one"
+    )
     messages: tuple[dict[str, Any], ...] = Field(
         (), description="what was said after the prompt, by the model and the environment, as chat messages"
     )

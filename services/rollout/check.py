@@ -166,7 +166,9 @@ class ScriptedChat:
         """As the model's."""
         return self._inner.encode(text)
 
-    def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+    def parse(
+        self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), is_cut: bool = False
+    ) -> Parsed:
         """The next line of the script."""
         message: dict[str, Any] = {"role": "assistant", "content": SAYS}
         place, self._num_said = self._num_said, self._num_said + 1

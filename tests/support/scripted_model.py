@@ -39,9 +39,12 @@ class ByteChat:
     ) -> list[int]:
         return ([] if is_stopped else [END]) + self.render(messages)
 
-    def parse(self, turn_ids: Sequence[int], tools: Sequence[Any] = ()) -> Parsed:
+    def parse(self, turn_ids: Sequence[int], tools: Sequence[Any] = (), is_cut: bool = False) -> Parsed:
         text, *calls = self.decode(turn_ids).split(CALL)
         return Parsed({"role": "assistant", "content": text}, tuple(_call(call) for call in calls))
+
+    def shorten(self, text: str, max_tokens: int) -> str:
+        return text[:max_tokens]
 
 
 class ScriptedModel:

@@ -59,6 +59,14 @@ SESSIONS = Row(
             "stacked",
         ),
         Panel(
+            "Wishes of agents",
+            "short",
+            "Requests that ask for a form of the answer or a forced call, which is sampled freely, by field.",
+            "Rewards stay low: programs whose format the prompt does not describe; see docs/agents.md.",
+            HEADING,
+            (Query(increase("tidemill_agent_wishes_total", "field"), "{{field}}"),),
+        ),
+        Panel(
             "Faults of environments",
             "short",
             "Plays that an environment's fault ended, by what failed. They are played again, never scored 0.",

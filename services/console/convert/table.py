@@ -74,13 +74,6 @@ def missing(option: str, note: str, off: Any = None) -> Row:
     return Row(option, "missing", note=note, off=off)
 
 
-def same_where_known(
-    option: str, target: str, note: str, off: Any = None, words: Callable[[Any], Any] | None = None
-) -> Row:
-    """`same` where our config has the field, else `missing` with the note."""
-    return same(option, target, words=words) if is_field(target) else missing(option, note, off)
-
-
 def section_of(annotation: Any) -> Any:
     """The section that a field holds, also where it may be null; None where it holds a value."""
     found = [kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")]

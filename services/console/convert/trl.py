@@ -17,6 +17,7 @@ DEFAULTS = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "num_generations": 8,
+    "num_iterations": 1,
     PROCESSES: 1,
     "max_steps": -1,
     "num_train_epochs": 3,
@@ -80,7 +81,8 @@ def convert_trl(options: Mapping[str, Any]) -> Draft:
 
 
 def _updates(draft: Draft) -> int:
-    return int(draft.fields["trainer.mini_batches"])
+    """Optimizer updates of one of our steps, which are TRL's steps: each pass has its own."""
+    return int(draft.fields["trainer.mini_batches"] * draft.take("num_iterations"))
 
 
 def _convert_batches(draft: Draft) -> None:

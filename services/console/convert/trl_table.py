@@ -6,13 +6,13 @@ from tidemill.services.console.convert.table import (
     computed,
     missing,
     same,
-    same_where_known,
 )
 
 PROCESSES = "num_processes"
 """Of accelerate or torchrun, no option of TRL: it is found in a script, or given beside the file."""
 FILE = "file"
 """The Python file that the options are from."""
+UPDATES = "updates there: / (mini_batches * passes)"
 WORDS = "DeepSpeed, FSDP and data loaders are the trainer's own here"
 
 
@@ -39,11 +39,9 @@ ROWS = (
         "is steps_per_generation / gradient_accumulation_steps",
     ),
     same("num_generations", "trainer.group_size", default=8),
-    computed("max_steps", "trainer.steps", "updates there: / mini_batches"),
+    computed("max_steps", "trainer.steps", UPDATES),
     computed("num_train_epochs", "trainer.epochs", "max_steps wins"),
-    same_where_known(
-        "num_iterations", "trainer.passes", "each group is trained on once; nearest: more mini_batches", off=1
-    ),
+    same("num_iterations", "trainer.passes"),
     computed("max_completion_length", "rollout.sampling.max_tokens"),
     computed(
         "max_prompt_length, vllm_max_model_length",
@@ -94,14 +92,8 @@ ROWS = (
         off="sum_then_normalize",
     ),
     same("mask_truncated_completions", "trainer.algorithm.mask_truncated"),
-    same_where_known(
-        "top_entropy_quantile", "trainer.algorithm.top_entropy_quantile", "all tokens are trained", off=1
-    ),
-    same_where_known(
-        "off_policy_mask_threshold",
-        "trainer.algorithm.off_policy_threshold",
-        "importance.mode mask leaves out tokens or sequences",
-    ),
+    same("top_entropy_quantile", "trainer.algorithm.top_entropy_quantile"),
+    same("off_policy_mask_threshold", "trainer.algorithm.off_policy_threshold"),
     same(
         "entropy_coef",
         "trainer.algorithm.entropy_coefficient",
@@ -126,7 +118,7 @@ ROWS = (
     computed("adam_beta1, adam_beta2", "trainer.optimizer.betas"),
     same("adam_epsilon", "trainer.optimizer.eps"),
     same("lr_scheduler_type", "trainer.optimizer.schedule", default="linear", words=schedule),
-    computed("warmup_steps, warmup_ratio", "trainer.optimizer.warmup_steps", "updates there: / mini_batches"),
+    computed("warmup_steps, warmup_ratio", "trainer.optimizer.warmup_steps", UPDATES),
     missing("optim, optim_args, lr_scheduler_kwargs", "the optimizer is AdamW", off="adamw_torch_fused"),
     computed(
         "bf16, fp16, dtype, torch_dtype, model_init_kwargs.dtype, model_init_kwargs.torch_dtype",
@@ -146,12 +138,12 @@ ROWS = (
     same("vllm_tensor_parallel_size", "rollout.vllm.tensor_parallel_size"),
     same("seed", "seed"),
     same("shuffle_dataset", "data.shuffle"),
-    computed("eval_strategy, eval_steps", "trainer.evaluation.every", "updates there: / mini_batches"),
+    computed("eval_strategy, eval_steps", "trainer.evaluation.every", UPDATES),
     missing(
         "num_generations_eval, per_device_eval_batch_size",
         "trainer.evaluation.samples, at a temperature of its own",
     ),
-    computed("save_steps, save_strategy", "trainer.checkpoint_every", "updates there: / mini_batches"),
+    computed("save_steps, save_strategy", "trainer.checkpoint_every", UPDATES),
     same("save_total_limit", "trainer.keep_checkpoints"),
     computed("report_to", "trainer.loggers", "wandb, mlflow, trackio, tensorboard"),
     computed("run_name", "run_id"),

@@ -126,7 +126,8 @@ def _convert_loss(draft: Draft) -> None:
     if ours not in LOSSES:
         draft.lose(A + "policy_loss.loss_mode", f"no such loss here: ppo in place of {theirs}")
         ours = "ppo"
-    moves = draft.fields["trainer.mini_batches"] > 1 or _is_rollout(draft)
+    updates = draft.fields["trainer.mini_batches"] * (draft.take(A + "ppo_epochs") or 1)
+    moves = updates > 1 or _is_rollout(draft)
     if LOSSES[ours].is_idle_at_one and not moves:
         draft.explain(
             A + "policy_loss.loss_mode", f"with one update a step the ratio is 1, and {ours} is ppo"

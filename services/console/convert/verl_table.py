@@ -6,7 +6,6 @@ from tidemill.services.console.convert.table import (
     computed,
     missing,
     same,
-    same_where_known,
 )
 
 A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
@@ -132,10 +131,9 @@ ROWS = (
         "trainer.algorithm.filter_zero_variance",
         "on the score before the punishment for length",
     ),
-    same_where_known(
+    same(
         "algorithm.filter_groups.max_num_gen_batches",
         "trainer.algorithm.max_filter_rounds",
-        "groups are replaced without a bound",
         words=lambda count: count or None,
     ),
     automatic("algorithm.filter_groups.metric", "groups are judged by their rewards"),
@@ -198,12 +196,7 @@ ROWS = (
         "trainer.micro_batch_tokens",
         "without dynamic batches: sequences * (prompt + response)",
     ),
-    same_where_known(
-        A + "ppo_epochs",
-        "trainer.passes",
-        "each group is trained on once; nearest: more mini_batches",
-        off=1,
-    ),
+    same(A + "ppo_epochs", "trainer.passes"),
     same(M + "path", "model.path", default="MODEL"),
     same(
         A + "fsdp_config.dtype",

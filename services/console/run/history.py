@@ -106,6 +106,7 @@ async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> t
         broker = await connect(folder)
         stack.push_async_callback(broker.close)
         broker.is_stopping = True  # a person is waiting: an outage ends the command after seconds
+        broker.waits_for_claims = False
         if await run_exists(broker, History(folder.run_id, None, broker).keys):
             return broker, LIVE, folder.address() or ""
         problem = ConfigError(f"the Redis that is asked for run {folder.run_id} does not know it.")

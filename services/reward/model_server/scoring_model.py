@@ -23,6 +23,7 @@ from transformers import (
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import exact_attention
+from tidemill.common.run.rope import freeze_rope
 from tidemill.services.reward.model_server.options import Dtype, Head
 
 HEADS = {
@@ -46,6 +47,7 @@ class ScoringModel:
         dtype: Dtype = "auto",
         device: str = "auto",
         is_offloaded: bool = False,
+        max_model_len: int = 0,
     ) -> None:
         """Load the model; with `is_offloaded` into the CPU's memory, until `restore`.
 
@@ -55,11 +57,15 @@ class ScoringModel:
         self.path = path
         with _explained(path):
             config = AutoConfig.from_pretrained(path)
+        context = _context_tokens(config)
+        self.max_model_len = min(max_model_len or context, context)
+        """Longest input; that of the model where none is given."""
         self.kind = _kind_of(config, head, path)
         self.device = torch.device(_device(device))
         with _explained(path):
             loaded, info = HEADS[self.kind][1].from_pretrained(
                 path,
+                config=freeze_rope(config, self.max_model_len),
                 dtype=_dtype(dtype, self.device),
                 output_loading_info=True,
                 attn_implementation=exact_attention(config),
@@ -80,15 +86,6 @@ class ScoringModel:
             self._compute_head_in_float32()
         if not is_offloaded:
             self.restore()
-
-    @property
-    def context_tokens(self) -> int:
-        """Longest input the positions allow; very large where they set no limit."""
-        text = self.config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", None) or NO_LIMIT_TOKENS
-        # RoBERTa and its kin count positions from behind the padding id.
-        is_offset = "roberta" in text.model_type or text.model_type in ("camembert", "longformer")
-        return int(positions) - (self._pad_id + 1 if is_offset else 0)
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -187,6 +184,15 @@ def _dtype(name: Dtype, device: torch.device) -> Any:
     if name == "auto":  # as it was saved, where that is fast
         return "float32" if device.type == "cpu" else "auto"
     return name
+
+
+def _context_tokens(config: Any) -> int:
+    """Longest input the positions allow; very large where they set no limit."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or NO_LIMIT_TOKENS
+    # RoBERTa and its kin count positions from behind the padding id.
+    is_offset = "roberta" in text.model_type or text.model_type in ("camembert", "longformer")
+    return int(positions) - (_pad_id(config) + 1 if is_offset else 0)
 
 
 def _pad_id(config: Any) -> int:

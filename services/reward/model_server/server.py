@@ -53,9 +53,9 @@ def run_server(options: ServerOptions, template: str | None) -> int:
             dtype=options.dtype,
             device=options.device,
             is_offloaded=options.share_device,
+            max_model_len=options.max_model_len,
         )
-        max_len = min(options.max_model_len or model.context_tokens, model.context_tokens)
-        inputs = Inputs(options.model, model.vocab_size, max_len, template)
+        inputs = Inputs(options.model, model.vocab_size, model.max_model_len, template)
         return run_main(_serve(options, model, inputs, listener))
 
 

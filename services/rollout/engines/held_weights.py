@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from tidemill.common.errors import WeightsError
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.delta import Patch
-from tidemill.common.weights.digest import Digest, updated
+from tidemill.common.weights.digest import Digest, DigestSum
 from tidemill.common.weights.merge import merge
 from tidemill.services.rollout.engines.tensors import DTYPES, as_bits, as_tensor
 
@@ -47,24 +47,29 @@ class Piece:
     tensor: Tensor
     """A view, of the shape `key.sizes`."""
 
-    def local(self, positions: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Which of the flat checkpoint positions (int64) are in this piece [bool], and where in `tensor` they
-        lie, one index a dimension."""
+    def local(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the flat checkpoint positions (int64) are in this piece [bool], and where in `memory`
+        those lie."""
         rest = positions - self.key.offset
-        inside = rest >= 0
-        indices: dict[int, Tensor] = {}
+        inside, places = rest >= 0, torch.zeros_like(rest)
         for axis in _by_stride(self.key):
-            indices[axis] = rest // self.key.strides[axis]
-            inside &= indices[axis] < self.key.sizes[axis]
-            rest = rest - indices[axis] * self.key.strides[axis]
+            index = rest // self.key.strides[axis]
+            inside &= index < self.key.sizes[axis]
+            rest = rest - index * self.key.strides[axis]
+            places += index * self.tensor.stride(axis)
         inside &= rest == 0
-        every = [indices.get(axis, torch.zeros_like(positions)) for axis in range(len(self.key.sizes))]
-        return inside, tuple(index[inside] for index in every)
+        return inside, places[inside]
 
-    def values(self, where: tuple[Tensor, ...]) -> Tensor:
+    def memory(self) -> Tensor:
+        """The parameter's memory from the first value to the last, flat."""
+        span = 1 + sum(
+            (size - 1) * step for size, step in zip(self.tensor.shape, self.tensor.stride(), strict=True)
+        )
+        return self.tensor.as_strided((span,), (1,))
+
+    def values(self, places: Tensor) -> Tensor:
         """Bits of the values there, in the checkpoint's dtype."""
-        found = self.tensor[where] if where else self.tensor.reshape(-1)
-        return as_bits(found.to(DTYPES[self.info.dtype]))
+        return as_bits(self.memory()[places].to(DTYPES[self.info.dtype]))
 
     def num_wrong(self, whole: Tensor) -> int:
         """How many of its values are not those of the checkpoint's tensor, in their own precision."""
@@ -73,47 +78,86 @@ class Piece:
         expected = part.to(self.tensor.device).to(self.tensor.dtype)
         return int((as_bits(expected) != as_bits(self.tensor)).sum())
 
-    def change(self, patch: Patch) -> "Change":
-        """What of a patch lies in this piece."""
-        if patch.info != self.info:
-            raise WeightsError(f"a delta has {patch.info}, the engine {self.info}")
-        device = self.tensor.device
-        positions = torch.from_numpy(patch.all_positions()).to(device)
-        inside, _ = self.local(positions)
-        flat = replace(patch.info, shape=(len(patch.values),))
-        return Change(self, positions[inside], as_bits(as_tensor(flat, patch.values).to(device))[inside])
-
 
 class Change(NamedTuple):
-    """New values (bits) of a piece at flat checkpoint positions."""
+    """New values (bits, as the parameter has them) at places of a piece's memory."""
 
     piece: Piece
-    positions: Tensor
+    places: Tensor
     values: Tensor
-
-    def kept(self) -> "Change":
-        """As small as it can be, and in host memory where the device has no room."""
-        positions, values = self.positions, self.values
-        if self.piece.info.num_elements <= torch.iinfo(torch.int32).max:
-            positions = positions.int()
-        if values.is_cuda and torch.cuda.mem_get_info(values.device)[0] < DEVICE_RESERVE_BYTES:
-            positions, values = positions.cpu(), values.cpu()
-        return Change(self.piece, positions, values)
 
     def write(self) -> None:
         """Overwrite the values."""
-        values = self._here(self.values).view(DTYPES[self.piece.info.dtype])
-        self.piece.tensor[self._where()] = values.to(self.piece.tensor.dtype)
+        as_bits(self.piece.memory())[self._here(self.places)] = self._here(self.values)
 
-    def num_wrong(self) -> int:
-        """How many are not what the parameter holds now."""
-        return int((self.piece.values(self._where()) != self._here(self.values)).sum())
-
-    def _where(self) -> tuple[Tensor, ...]:
-        return self.piece.local(self._here(self.positions).long())[1]
+    def num_wrong(self) -> Tensor:
+        """How many are not what the parameter holds now: one number, on its device."""
+        return (as_bits(self.piece.memory())[self._here(self.places)] != self._here(self.values)).sum()
 
     def _here(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.piece.tensor.device)
+        return tensor.to(self.piece.tensor.device, non_blocking=True)
+
+
+class _Staging:
+    """The change of one piece while the windows of a delta come. Once its device is full, all of it goes to
+    host memory: the parts are put together in the end."""
+
+    def __init__(self, piece: Piece, total: DigestSum | None) -> None:
+        """`total` adds up how digests change."""
+        self._piece, self._total, self._is_full = piece, total, False
+        self._places: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def add(self, patch: Patch) -> None:
+        """What of a patch lies in the piece."""
+        piece = self._piece
+        if patch.info != piece.info:
+            raise WeightsError(f"a delta has {patch.info}, the engine {piece.info}")
+        device = piece.tensor.device
+        positions = torch.from_numpy(patch.all_positions()).to(device)
+        inside, places = piece.local(positions)
+        flat = replace(patch.info, shape=(len(patch.values),))
+        values = as_tensor(flat, patch.values).to(device)[inside]
+        if self._total is not None:
+            positions = positions[inside]
+            self._total.add_change(piece.info, positions, piece.values(places), as_bits(values))
+        if piece.memory().numel() <= torch.iinfo(torch.int32).max:
+            places = places.int()
+        self._is_full = self._is_full or not _has_room(device)
+        self._places.append(self._placed(places))
+        self._values.append(self._placed(as_bits(values.to(piece.tensor.dtype))))
+
+    def change(self) -> Change:
+        """All of it, in one place."""
+        return Change(self._piece, self._together(self._places), self._together(self._values))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return _to_host(tensor) if self._is_full else tensor
+
+    def _together(self, parts: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat([self._placed(part) for part in parts])
+        is_far = self._is_full and self._piece.tensor.is_cuda
+        return whole.pin_memory() if is_far else whole  # so that writing need not wait for its copy
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.cpu()
+
+
+def _has_room(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= DEVICE_RESERVE_BYTES
+
+
+def apply(changes: Sequence[Change]) -> int:
+    """Write changes; returns how many values the parameters do not hold afterwards. A device is waited for
+    once, in the end."""
+    counts: dict[torch.device, Tensor] = {}
+    for change in changes:
+        change.write()
+    for change in changes:
+        number = change.num_wrong()
+        counts[number.device] = counts.get(number.device, 0) + number
+    return sum(int(count) for count in counts.values())
 
 
 class HeldWeights:
@@ -141,16 +185,15 @@ class HeldWeights:
             WeightsError: a delta is damaged, or of another model.
         """
         is_counted = {id(piece): place not in disowned for place, piece in enumerate(self)}
-        digest, changes = Digest(), []
-        for patch in merge(deltas):
-            for piece in self.pieces.get(patch.info.name, []):
-                change = piece.change(patch)
-                if is_counted[id(piece)]:
-                    _, where = piece.local(change.positions)
-                    digest = updated(digest, piece.info, change.positions, piece.values(where), change.values)
-                if len(change.positions):
-                    changes.append(change.kept())
-        return digest, changes
+        total, changes = DigestSum(), []
+        for name, patches in groupby(merge(deltas), key=lambda patch: patch.info.name):
+            pieces = self.pieces.get(name, [])
+            parts = [_Staging(piece, total if is_counted[id(piece)] else None) for piece in pieces]
+            for patch in patches:
+                for part in parts:
+                    part.add(patch)
+            changes += [part.change() for part in parts]
+        return total.read(), [change for change in changes if len(change.places)]
 
     def reason_not_to_patch(self) -> str:
         """Why values of the checkpoint cannot be told from parameters: one is less precise, or has two of its

@@ -18,6 +18,7 @@ from tidemill.common.config.run import ModelConfig, is_path
 from tidemill.common.errors import ConfigError, EngineError, WeightsError
 from tidemill.common.run.chat_template import exact_attention
 from tidemill.common.run.model_overrides import with_overrides
+from tidemill.common.run.rope import freeze_rope
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.services.rollout.engines.engine import GenerationRequest, check_ids, check_length
 
@@ -142,6 +143,7 @@ def load_model(model: ModelConfig, device: str) -> Any:
     try:
         hf_config = AutoConfig.from_pretrained(model.path, local_files_only=is_local)
         hf_config = with_overrides(hf_config, model, local_files_only=is_local)
+        hf_config = freeze_rope(hf_config, model.max_model_len)
         attention = exact_attention(hf_config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model.path,

@@ -243,10 +243,10 @@ class TransformersEngine:
         change, changes = held.stage(deltas)
         proven = prove(self._digest, change, digest)
 
+        from tidemill.services.rollout.engines.held_weights import apply
+
         def write() -> None:
-            for change in changes:
-                change.write()
-            if wrong := sum(change.num_wrong() for change in changes):
+            if wrong := apply(changes):
                 self._held = None
                 raise EngineError(f"{wrong:,} values were not there when they were read back")
             self._digest = proven

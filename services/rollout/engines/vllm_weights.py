@@ -1,12 +1,13 @@
 """What one rank of vLLM does with new weights: stage, apply, and prove. Runs in vLLM's worker processes.
 
 Full versions, and chains of deltas over one, go through the model's loader as at the start; on GPUs through
-vLLM's layerwise reload, which converts layouts again. Deltas over what the engine holds are vLLM's checkpoint
-weight patches. Either way parameters are written in place, and read back afterwards, bit by bit.
+vLLM's layerwise reload, which converts layouts again. Deltas over what the engine holds are written where the
+loader put the values that they change. Either way parameters are written in place, and read back afterwards,
+bit by bit.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tidemill.common.weights.bits import Bits, TensorInfo
 from tidemill.services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
-from tidemill.services.rollout.engines.held_weights import Change, HeldWeights, trace
+from tidemill.services.rollout.engines.held_weights import Change, HeldWeights, apply, trace
 from tidemill.services.rollout.engines.tensors import DTYPES
 from tidemill.services.rollout.engines.vllm_layers import is_cpu, reason_to_refuse, refresh
 
@@ -71,7 +72,8 @@ class RankWeights:
             return {}
         if not self._is_plain:
             raise ValueError("what this engine holds cannot be read back, so it takes whole versions only")
-        change, self._changes = self.held.stage(paths, self._disowned)
+        with _beside(next(self.model.parameters()).device):
+            change, self._changes = self.held.stage(paths, self._disowned)
         return {"low": change.low, "high": change.high}
 
     def apply(self) -> int:
@@ -92,22 +94,9 @@ class RankWeights:
         self._disowned = set(pieces)
 
     def _patch(self, changes: Sequence[Change]) -> int:
-        from vllm.model_executor.model_loader.checkpoint_weight_patch import (
-            CheckpointWeightPatch,
-            load_checkpoint_weight_patches,
-        )
-
-        patches = []
-        for name, group in groupby(changes, key=lambda change: change.piece.key.name):
-            parts = list(group)
-            info = parts[0].piece.info
-            values = torch.cat([change.values for change in parts]).view(DTYPES[info.dtype])
-            indices = torch.cat([change.positions for change in parts])
-            patches.append(CheckpointWeightPatch(name, info.shape, values.dtype, values, indices))
-        # Positions are unique: `merge` gives them in ascending order.
-        load_checkpoint_weight_patches(self.model, patches, validate_unique_indices=False)
+        wrong = apply(changes)
         self._refresh()
-        return sum(change.num_wrong() for change in changes)
+        return wrong
 
     def _load(self, base: Mapping[str, tuple[TensorInfo, Bits]], deltas: Sequence[Sequence[Path]]) -> int:
         tensors = checkpoint_tensors(base, deltas)
@@ -157,3 +146,16 @@ class RankWeights:
         return sum(
             piece.num_wrong(tensor) for name, tensor in tensors for piece in self.held.pieces.get(name, [])
         )
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """On a GPU, work on a stream of its own, complete at the end: what reads its results is vLLM's stream,
+    which knows nothing of this one. This thread's stream would be that of device 0, or vLLM's own."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

@@ -6,6 +6,7 @@ played again; what a program started is killed as its play ends, however it ends
 """
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from tidemill.services.rollout.sessions.chat import ChatFormat
 from tidemill.services.rollout.sessions.player import Ask, Played
 
 SWEEP_S = 5.0
+NOT_IN_ALIAS = re.compile(r"[^A-Za-z0-9._-]+")
+"""Clients read a slash or a colon in a model's name as the end of a provider's."""
 
 
 class AgentPlayer:
@@ -46,7 +49,10 @@ class AgentPlayer:
         self._budget = Budget.of(config)
         self._max_tokens = config.rollout.environment.max_tokens
         self._program: Program = program_of(config.rollout.environment.agent)
-        self._gateway = Gateway(config.model.path, config.rollout.environment.gateway_host)
+        section = config.rollout.environment
+        self._gateway = Gateway(
+            alias_of(config.model.path), section.gateway_host, section.structured_output == "refuse"
+        )
         self._chat: ChatFormat | None = None
         self._played: Counter[str] = Counter()
         """Names of the sessions that are played now."""
@@ -131,7 +137,7 @@ class AgentPlayer:
             now = time.monotonic()
             silent_s = 0.0 if session.num_running else now - session.active_at
             if now >= deadline and session.histories.recorded:
-                session.end = "timeout"
+                session.reach("timeout")
                 return Result()
             if silent_s >= self._budget.call_timeout_s or now >= deadline:
                 if session.end != "done":
@@ -154,3 +160,8 @@ class AgentPlayer:
             if session.end == "done":
                 raise
             return Result()  # a limit has ended its loop, in whatever way it takes an error
+
+
+def alias_of(path: str) -> str:
+    """What agents call the model: the last part of its path."""
+    return NOT_IN_ALIAS.sub("-", path.rstrip("/").rpartition("/")[2]).strip("-") or "model"

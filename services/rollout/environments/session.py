@@ -96,9 +96,9 @@ class Playing:
 
     async def _hear(self, generation: Generation, recorder: SegmentRecorder) -> SessionEnd | None:
         """What the environment says to it goes to `_answers`; returns how the session ends, if it does."""
-        parsed = self._chat.parse(generation.token_ids, self._kind.tools)
-        self._messages.append(parsed.message)
         is_cut = generation.finish == "length"
+        parsed = self._chat.parse(generation.token_ids, self._kind.tools, is_cut)
+        self._messages.append(parsed.message)
         if is_cut and not self._kind.takes_text:
             return "max_tokens"  # half a call is none
         begun = time.monotonic()

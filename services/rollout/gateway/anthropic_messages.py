@@ -11,6 +11,8 @@ from tidemill.services.rollout.gateway.dialogue import (
     RequestError,
     Tool,
     ToolCall,
+    allows_calls,
+    arguments_of,
     limit_of,
     named_results,
     objects,
@@ -28,11 +30,6 @@ UNREAD = ("thinking", "redacted_thinking")
 
 def question_of(body: Mapping[str, Any]) -> Question:
     """What a request asks. Raises RequestError: it cannot be answered."""
-    choice = (body.get("tool_choice") or {}).get("type", "auto")
-    if choice not in ("auto", "none"):
-        raise RequestError(f"tool_choice {choice!r} forces a call, which is not supported; use auto or none")
-    if (body.get("output_config") or {}).get("format") or body.get("output_format"):
-        raise RequestError("a format of the output is not supported: answers are sampled freely")
     messages = _system(body.get("system"))
     num_system = len(messages)
     for number, message in enumerate(objects(body, "messages")):
@@ -42,7 +39,7 @@ def question_of(body: Mapping[str, Any]) -> Question:
     return Question(
         named_results(messages),
         tuple(_tool(tool) for tool in objects(body, "tools")),
-        allows_calls=choice != "none",
+        allows_calls=allows_calls(body),
         max_tokens=limit_of(body, "max_tokens"),
         stop=stops_of(body.get("stop_sequences")),
     )
@@ -99,7 +96,9 @@ def _blocks(answer: Answer) -> list[Event]:
 
 
 def _system(system: Any) -> list[Message]:
-    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or []
+    if isinstance(system, str):
+        system = [{"type": "text", "text": system}]
+    blocks = objects({"system": system}, "system")
     kept = [block for block in blocks if not str(block.get("text", "")).startswith(BILLING)]
     text = text_of(kept, "system")
     return [{"role": "system", "content": text}] if text else []
@@ -130,7 +129,7 @@ def _result(block: Mapping[str, Any], where: str) -> Message:
 
 def _calls(uses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     calls = [
-        ToolCall(str(use.get("id") or ""), str(use.get("name")), json.dumps(use.get("input") or {}))
+        ToolCall(str(use.get("id") or ""), str(use.get("name")), arguments_of(use.get("input")))
         for use in uses
     ]
     return {"tool_calls": [call.to_message() for call in calls]} if calls else {}

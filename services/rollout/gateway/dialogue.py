@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from xxhash import xxh3_128_digest
+
 from tidemill.common.wire.codec import sendable
 
 Message = dict[str, Any]
@@ -44,10 +46,12 @@ class Question:
     """Text or ids in place of messages."""
 
     @property
-    def key(self) -> Any:
-        """Equal where the same is asked again."""
-        prompt = tuple(self.prompt) if isinstance(self.prompt, list) else self.prompt
-        return prompt, self.tools_key, self.identities
+    def key(self) -> bytes:
+        """Equal where the same is asked again, within the same limits; no longer than that: each question
+        has the whole history in it."""
+        within = (self.allows_calls, self.max_tokens, self.stop)
+        asked = repr((self.prompt, self.tools_key, self.identities, within))
+        return xxh3_128_digest(asked.encode())
 
     @property
     def tools_key(self) -> str:
@@ -140,9 +144,39 @@ def text_of(content: Any, where: str) -> str:
 
 
 def tool_of(name: Any, description: Any, parameters: Any) -> Tool:
-    """A tool in OpenAI's form."""
-    function: dict[str, Any] = {"name": name, "description": description or ""}
+    """A tool in OpenAI's form. Raises RequestError: its fields are not what they should be."""
+    if not isinstance(name, str) or not isinstance(parameters or {}, dict):
+        raise RequestError(f"a tool needs a name, and an object as its parameters; got {name!r}")
+    function: dict[str, Any] = {"name": name, "description": str(description or "")}
     return {"type": "function", "function": function | {"parameters": parameters or {"type": "object"}}}
+
+
+def arguments_of(given: Any) -> str:
+    """The arguments of a call as JSON. Some clients send the object itself."""
+    return given if isinstance(given, str) and given else json.dumps(given or {})
+
+
+def tool_choice_of(body: Mapping[str, Any]) -> str:
+    """Whether the model may call, need not, or should: `auto`, `none`, or the word for the rest."""
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = choice.get("mode") or choice.get("type")
+    if not isinstance(choice, str | None):
+        raise RequestError(f"tool_choice must be a word or an object with a type, got {choice!r}")
+    return choice or "auto"
+
+
+def allows_calls(body: Mapping[str, Any]) -> bool:
+    """Whether calls of tools are handed to the client as such."""
+    return tool_choice_of(body) != "none"
+
+
+def object_in(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object in a field of a request; empty where the field is absent."""
+    value = body.get(name) or {}
+    if not isinstance(value, dict):
+        raise RequestError(f"`{name}` must be an object, got {type(value).__name__}")
+    return value
 
 
 def objects(body: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
@@ -157,7 +191,7 @@ def limit_of(body: Mapping[str, Any], *names: str) -> int | None:
     """The client's limit of tokens, under the first of the names that is there."""
     for name in names:
         if (value := body.get(name)) is not None:
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise RequestError(f"`{name}` must be a whole number from 1, got {value!r}")
             return value
     return None

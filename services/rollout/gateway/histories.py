@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tidemill.common.wire.segments import SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.gateway.dialogue import (
     Answer,
@@ -44,7 +45,8 @@ class History:
     is_busy: bool = False
     """A turn of it is being generated: nothing else can continue it."""
     answered_at: float = 0.0
-
+    end: SessionEnd = "done"
+    """How the session would end with its last answer: `max_tokens` where a limit of the run cut that."""
     last_answer: Answer | None = None
 
     def hold(self, question: Question, answer: Answer) -> None:
@@ -88,7 +90,7 @@ class Continuation:
 
 
 class Histories:
-    """All segments of one session, in the order in which they began."""
+    """All segments of one session; `all` has them in the order in which they began."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
@@ -101,8 +103,9 @@ class Histories:
 
     @property
     def recorded(self) -> list[History]:
-        """Those in which the model has spoken."""
-        return [history for history in self.all if history.recorder.turns]
+        """Those in which the model has spoken, in the order of their last answers."""
+        spoken = [history for history in self.all if history.recorder.turns]
+        return sorted(spoken, key=lambda history: history.answered_at)
 
     def find(self, question: Question) -> Continuation:
         """How the history that the question continues goes on.

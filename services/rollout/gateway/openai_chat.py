@@ -11,6 +11,8 @@ from tidemill.services.rollout.gateway.dialogue import (
     RequestError,
     Tool,
     ToolCall,
+    allows_calls,
+    arguments_of,
     limit_of,
     named_results,
     objects,
@@ -20,37 +22,29 @@ from tidemill.services.rollout.gateway.dialogue import (
 )
 
 Event = dict[str, Any]
-FREE_CHOICES = (None, "auto", "none")
 
 
 def chat_question(body: Mapping[str, Any]) -> Question:
     """What a request for a chat completion asks. Raises RequestError: it cannot be answered."""
     if body.get("n") not in (None, 1):
         raise RequestError("n must be 1: a session has one history; ask again for another answer")
-    form = body.get("response_format")
-    if form and form.get("type") != "text":
-        raise RequestError(
-            "response_format is not supported: answers are sampled freely, as they are trained"
-        )
     if body.get("functions"):
         raise RequestError("`functions` is not supported; give them as `tools`")
     messages = objects(body, "messages")
     if not messages:
         raise RequestError("`messages` is empty; send at least one message")
+    continues = body.get("continue_final_message")
+    if continues is not None and bool(continues) != (messages[-1].get("role") == "assistant"):
+        raise RequestError(
+            "a last message of the assistant is continued, and no other; leave out continue_final_message"
+        )
     return Question(
         named_results([_message(message, number) for number, message in enumerate(messages)]),
         tuple(_tool(tool) for tool in objects(body, "tools")),
-        allows_calls=check_choice(body.get("tool_choice")) != "none",
+        allows_calls=allows_calls(body),
         max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
         stop=stops_of(body.get("stop")),
     )
-
-
-def check_choice(choice: Any) -> Any:
-    """The `tool_choice` of a request. Raises RequestError: it forces a call."""
-    if choice not in FREE_CHOICES:
-        raise RequestError(f"tool_choice {choice!r} forces a call, which is not supported; use auto or none")
-    return choice
 
 
 def chat_answer(answer: Answer, model: str) -> Event:
@@ -141,14 +135,14 @@ def _message(message: Mapping[str, Any], number: int) -> Message:
         plain["tool_calls"] = [_call(call, where).to_message() for call in calls]
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         plain["reasoning_content"] = text_of(reasoning, where)
-    return plain | {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}
+    return plain | {name: str(message[name]) for name in ("tool_call_id", "name") if message.get(name)}
 
 
 def _call(call: Mapping[str, Any], where: str) -> ToolCall:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} has a call without a function's name")
-    return ToolCall(str(call.get("id") or ""), function["name"], str(function.get("arguments") or "{}"))
+    return ToolCall(str(call.get("id") or ""), function["name"], arguments_of(function.get("arguments")))
 
 
 def _tool(tool: Mapping[str, Any]) -> Tool:

@@ -10,13 +10,15 @@ from tidemill.services.rollout.gateway.dialogue import (
     Question,
     RequestError,
     ToolCall,
+    allows_calls,
+    arguments_of,
     limit_of,
     named_results,
     objects,
     text_of,
     tool_of,
 )
-from tidemill.services.rollout.gateway.openai_chat import Event, check_choice
+from tidemill.services.rollout.gateway.openai_chat import Event
 
 
 def question_of(body: Mapping[str, Any]) -> Question:
@@ -27,9 +29,6 @@ def question_of(body: Mapping[str, Any]) -> Question:
                 f"`{name}` is not supported: nothing is stored here. Send the whole history as `input`, "
                 "with the items of earlier responses"
             )
-    form = (body.get("text") or {}).get("format") or {}
-    if form.get("type", "text") != "text":
-        raise RequestError("text.format is not supported: answers are sampled freely, as they are trained")
     if body.get("background"):
         raise RequestError("`background` is not supported")
     messages = _messages(body)
@@ -38,7 +37,7 @@ def question_of(body: Mapping[str, Any]) -> Question:
     return Question(
         named_results(messages),
         tuple(_tool(tool) for tool in objects(body, "tools")),
-        allows_calls=check_choice(body.get("tool_choice")) != "none",
+        allows_calls=allows_calls(body),
         max_tokens=limit_of(body, "max_output_tokens"),
     )
 
@@ -143,7 +142,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
 
 def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
     """An item goes into a message of its own, or into the assistant's that it is a part of."""
-    kind, role = item.get("type", "message"), item.get("role")
+    kind, role = item.get("type") or "message", item.get("role")
     if kind == "reasoning":
         return
     if kind == "function_call_output":
@@ -151,7 +150,7 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
         messages.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": output})
     elif kind == "function_call":
         call = ToolCall(
-            str(item.get("call_id") or ""), str(item.get("name")), str(item.get("arguments") or "{}")
+            str(item.get("call_id") or ""), str(item.get("name")), arguments_of(item.get("arguments"))
         )
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})

@@ -33,11 +33,17 @@ def cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Gene
 
 
 def read(
-    generation: Generation, question: Question, chat: ChatFormat, decode: Decode, num_prompt_tokens: int
+    generation: Generation,
+    question: Question,
+    chat: ChatFormat,
+    decode: Decode,
+    num_prompt_tokens: int,
+    is_cut: bool = False,
 ) -> tuple[Answer, Parsed]:
-    """The answer, and all calls in it, those that cannot be made too."""
+    """The answer, and all calls in it, those that cannot be made too. It `is_cut` where a limit or a client's
+    stop sequence has ended it, not the model."""
     ids = generation.token_ids
-    parsed = chat.parse(ids, question.tools) if question.messages else Parsed({})
+    parsed = chat.parse(ids, question.tools, is_cut) if question.messages else Parsed({})
     made = [call for call in parsed.calls if not call.error] if question.allows_calls else []
     if not question.messages or (parsed.calls and not made):
         # Calls that cannot be made are text for the client: its own loop answers the model.

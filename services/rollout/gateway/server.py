@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -20,9 +20,11 @@ from starlette.routing import Route
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.listening import listen
+from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.gateway import anthropic_messages, openai_chat, openai_responses
-from tidemill.services.rollout.gateway.dialogue import RequestError
+from tidemill.services.rollout.gateway.dialogue import Answer, Question, RequestError, object_in
 from tidemill.services.rollout.gateway.session import GatewaySession
+from tidemill.services.rollout.gateway.wishes import ignored_in, wishes_in
 
 log = structlog.get_logger(__name__)
 
@@ -32,41 +34,27 @@ Endpoint = Callable[[GatewaySession, Body, bool | None], Awaitable[Response]]
 RETRY_COUNT = "x-stainless-retry-count"
 """The header in which the clients of OpenAI and Anthropic do."""
 
-IGNORED = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "logprobs",
-        "top_logprobs",
-        "parallel_tool_calls",
-        "reasoning",
-        "reasoning_effort",
-        "thinking",
-    ]
-)
-"""What a client may send and the run decides: the trainer's numerics rest on the run's own sampling."""
 KEEP_ALIVE_S = 600
 """Clients keep connections while their tools run; closing one earlier looks like a fault."""
 MAX_BODY_BYTES = 64 << 20
 """One program must not take the memory of all sessions of its worker."""
+MAX_NOTED = 256
+"""So many parameters are named in the log; what names they have is the clients' affair."""
 NO_RETRY = {"x-should-retry": "false"}
 """For both clients: asking again cannot mend this."""
 
 
 class Gateway:
-    """Serves the sessions that are open; `model` is what it calls the model."""
+    """Serves the sessions that are open; `model` is what it calls the model.
 
-    def __init__(self, model: str, host: str = "127.0.0.1") -> None:
+    With `refuses_wishes`, a request that asks for a form of the answer or for a call is refused.
+    """
+
+    def __init__(self, model: str, host: str = "127.0.0.1", refuses_wishes: bool = False) -> None:
         self.model, self.host, self.root = model, host, ""
+        self._refuses_wishes = refuses_wishes
         self._sessions: dict[str, GatewaySession] = {}
-        self._ignored: set[str] = set()
+        self._noted: set[str] = set()
         self._serving: asyncio.Task[None] | None = None
         posts: dict[str, Endpoint] = {
             "chat/completions": self._chat,
@@ -79,7 +67,11 @@ class Gateway:
             Route(f"/s/{{token}}/v1/{path}", self._endpoint(post), methods=["POST"])
             for path, post in posts.items()
         ]
-        routes.append(Route("/s/{token}/v1/models", self._endpoint(self._models), methods=["GET"]))
+        gets = {"models": self._models, "models/{name:path}": self._one_model}
+        routes += [
+            Route(f"/s/{{token}}/v1/{path}", self._endpoint(get), methods=["GET"])
+            for path, get in gets.items()
+        ]
         config = uvicorn.Config(
             Starlette(routes=routes),
             log_config=None,
@@ -144,42 +136,62 @@ class Gateway:
             )
         return session
 
-    def _note_ignored(self, body: Mapping[str, Any]) -> None:
+    async def _answer(
+        self, session: GatewaySession, body: Body, is_retry: bool | None, ask: Callable[[Body], Question]
+    ) -> Answer:
+        """The model's answer to a request, once all of the request is read."""
+        wishes, question = wishes_in(body), ask(body)
+        _has_usage(body)  # what is malformed is refused before a turn is generated
+        if wishes and self._refuses_wishes:
+            raise RequestError(
+                f"{' and '.join(wishes)} cannot be promised: answers are sampled freely, as they are trained "
+                "(rollout.environment.structured_output)"
+            )
+        for wish in wishes:
+            metrics.AGENT_WISHES.labels(wish).inc()
+        self._note("an agent asks for a form of the answer; it is sampled freely", wishes)
+        self._note("an agent's parameters are ignored: rollout.sampling holds", ignored_in(body))
+        return await session.answer(question, is_retry)
+
+    def _note(self, what: str, names: Sequence[str]) -> None:
         """Say once for every parameter that the run's own holds."""
-        if new := sorted(name for name in IGNORED - self._ignored if body.get(name) is not None):
-            self._ignored.update(new)
-            log.info("an agent's parameters are ignored: rollout.sampling holds", parameters=new)
+        new = [name for name in names if name not in self._noted]
+        if new and len(self._noted) < MAX_NOTED:
+            self._noted.update(new)
+            log.info(what, parameters=new)
 
     async def _models(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "tidemill"}
-        shown = {"type": "model", "display_name": self.model, "created_at": "1970-01-01T00:00:00Z"}
         pages = {"has_more": False, "first_id": self.model, "last_id": self.model}
-        return JSONResponse({"object": "list", "data": [model | shown], **pages})
+        return JSONResponse({"object": "list", "data": [self._shown], **pages})
+
+    async def _one_model(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
+        return JSONResponse(self._shown)  # it answers to any name
+
+    @property
+    def _shown(self) -> dict[str, Any]:
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "tidemill"}
+        return model | {"type": "model", "display_name": self.model, "created_at": "1970-01-01T00:00:00Z"}
 
     async def _chat(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
-        self._note_ignored(body)
-        answer = await session.answer(openai_chat.chat_question(body), is_retry)
+        answer = await self._answer(session, body, is_retry, openai_chat.chat_question)
         if not body.get("stream"):
             return JSONResponse(openai_chat.chat_answer(answer, self.model))
         return _stream([*openai_chat.chat_events(answer, self.model, _has_usage(body)), "[DONE]"])
 
     async def _completion(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
-        self._note_ignored(body)
-        answer = await session.answer(openai_chat.text_question(body), is_retry)
+        answer = await self._answer(session, body, is_retry, openai_chat.text_question)
         if not body.get("stream"):
             return JSONResponse(openai_chat.text_answer(answer, self.model))
         return _stream([*openai_chat.text_events(answer, self.model, _has_usage(body)), "[DONE]"])
 
     async def _response(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
-        self._note_ignored(body)
-        answer = await session.answer(openai_responses.question_of(body), is_retry)
+        answer = await self._answer(session, body, is_retry, openai_responses.question_of)
         if not body.get("stream"):
             return JSONResponse(openai_responses.response(answer, self.model, body))
         return _stream(openai_responses.response_events(answer, self.model, body))
 
     async def _message(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
-        self._note_ignored(body)
-        answer = await session.answer(anthropic_messages.question_of(body), is_retry)
+        answer = await self._answer(session, body, is_retry, anthropic_messages.question_of)
         if not body.get("stream"):
             return JSONResponse(anthropic_messages.message_answer(answer, self.model))
         return _stream(anthropic_messages.message_events(answer, self.model))
@@ -212,7 +224,7 @@ async def _body(request: Request) -> Body:
 
 
 def _has_usage(body: Body) -> bool:
-    return bool((body.get("stream_options") or {}).get("include_usage"))
+    return bool(object_in(body, "stream_options").get("include_usage"))
 
 
 def _stream(events: Iterable[Mapping[str, Any] | str]) -> Response:

@@ -1,9 +1,11 @@
 """One session behind an address of its own: questions in, answers out, ids kept.
 
 Invariants: a question that comes again while its answer is being made, or before anything followed it, gets
-the same answer, so a client's retry is no second turn; where it says that it does not retry, an answered one
-gets a new answer. Whatever limit is reached ends the loop of the agent with an error in words; the session
-counts as truncated from then on, unless it goes on with a shorter history.
+the same answer, so a client's retry is no second turn; where the client says that it does not retry, each
+question gets an answer of its own. Segments are in the order of their last answers, so text, messages and end
+of the session are those of the answer that was given last. Whatever limit is reached ends the loop of the
+agent with an error in words; the session counts as truncated from then on, unless it goes on with a shorter
+history. When it is closed, nothing of it runs and nothing more is answered.
 """
 
 import asyncio
@@ -11,7 +13,6 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from tidemill.common.config.environment import AGENT
 from tidemill.common.wire.messages import SamplingParams
@@ -49,6 +50,14 @@ class _Given:
     history: History
     num_repeats: int = 0
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the answer is still to come, or nothing has followed it: the client may have missed it."""
+        if not self.task.done():
+            return True
+        failed = self.task.cancelled() or self.task.exception() is not None
+        return not failed and self.history.last_answer is self.task.result()
+
 
 class GatewaySession:
     """Answers the questions of one session's programs."""
@@ -59,16 +68,37 @@ class GatewaySession:
         self.token, self.key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self.histories = Histories(chat)
         self.counts: Counter[str] = Counter()
-        self.end: SessionEnd = "done"
         self.num_turns = 0
-        self.num_running = 0
         self.active_at = time.monotonic()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails as the engine fails: nothing the session does can mend that."""
         self._chat, self._decode, self._ask = chat, decode, ask
         self._sampling, self._limits = sampling, limits
-        self._given: dict[Any, _Given] = {}
+        self._given: dict[bytes, list[_Given]] = {}
+        self._running: set[asyncio.Task[Answer]] = set()
+        self._has_ended = asyncio.Event()
+        """A turn has, and what it had reserved is free."""
         self._reserved_tokens = 0
+        self._is_closed = False
+        self._reached: SessionEnd | None = None
+        """The limit that refused a question, until one that was asked later is answered."""
+        self._num_refused = 0
+
+    @property
+    def num_running(self) -> int:
+        """Turns that are being generated."""
+        return len(self._running)
+
+    @property
+    def end(self) -> SessionEnd:
+        """How it ended: at the limit that refused it, else as its last answer did."""
+        recorded = self.histories.recorded
+        return self._reached or (recorded[-1].end if recorded else "done")
+
+    def reach(self, limit: SessionEnd) -> None:
+        """It is truncated, unless a question that is asked after this one is answered."""
+        self._reached = limit
+        self._num_refused += 1
 
     async def answer(self, question: Question, is_retry: bool | None = None) -> Answer:
         """One turn. Clients that count their retries say whether this is one; of others it is None.
@@ -76,28 +106,28 @@ class GatewaySession:
         Raises:
             RequestError: it cannot be answered.
         """
+        if self._is_closed:
+            raise RequestError("the session is over", "session_over", 404)
         key = question.key
-        given = self._given.get(key)
-        if given is None or not _is_current(given, is_retry) or given.num_repeats >= MAX_REPEATS:
-            self._check_turns()
-            found = self.histories.find(question)
-            max_tokens = self._room(found, question.max_tokens)
-            if found.kind in ("new", "forked"):
-                self.histories.all.append(found.history)
-            if found.kind != "new":
-                self.counts[found.kind] += 1
-            given = self._given[key] = _Given(self._start(found, question, max_tokens), found.history)
+        known = [given for given in self._given.get(key, ()) if given.is_current]
+        repeatable = [given for given in known if given.num_repeats < MAX_REPEATS and is_retry is not False]
+        # Of several that wait for the same, each retry takes an answer of its own, the newest first.
+        given = min(reversed(repeatable), key=lambda given: given.num_repeats, default=None)
+        if given is None:
+            given = self._start(question)
+            self._given[key] = [*known, given]
         else:
             given.num_repeats += 1
         # A client that gives up must not stop what its retry will ask for.
         return await asyncio.shield(given.task)
 
     async def close(self) -> None:
-        """Stop what is being generated."""
-        tasks = [given.task for given in self._given.values()]
-        for task in tasks:
+        """Stop what is being generated; nothing more is answered."""
+        self._is_closed = True
+        running = list(self._running)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         if not self.failed.cancel() and not self.failed.cancelled():
             self.failed.exception()  # seen, also where nobody waits any more
 
@@ -124,44 +154,49 @@ class GatewaySession:
         return Played(first, text, "stop" if self.end == "done" else "length", session)
 
     def _said(self) -> list[Message]:
-        """All messages after the first prompt; of a further segment, those that no earlier one has."""
+        """All messages after the first prompt, segment by segment; of each, those that no earlier one has."""
         said: list[Message] = []
         recorded = self.histories.recorded
+        opening = next((history for history in self.histories.all if history in recorded), None)
         for number, history in enumerate(recorded):
+            start = history.num_prompt_messages if history is opening else 0
             shared = [num_shared(history.identities, earlier.identities) for earlier in recorded[:number]]
-            said += history.messages[max(shared) if shared else history.num_prompt_messages :]
+            said += history.messages[max([start, *shared]) :]
         return said
 
-    def _start(self, found: Continuation, question: Question, max_tokens: int) -> "asyncio.Task[Answer]":
-        found.history.is_busy = True
-        self.num_turns += 1
-        self.num_running += 1
-        reserved = found.num_added + max_tokens
-        self._reserved_tokens += reserved
-        task = asyncio.create_task(self._generate(found, question, max_tokens))
-
-        def ended(task: "asyncio.Task[Answer]") -> None:
-            found.history.is_busy = False
-            self.num_running -= 1
-            self._reserved_tokens -= reserved
-            self.active_at = time.monotonic()
-            if not found.history.recorder.turns:
-                self.histories.all.remove(found.history)
-            error = None if task.cancelled() else task.exception()
-            if error and not isinstance(error, RequestError) and not self.failed.done():
-                self.failed.set_exception(error)
-
-        task.add_done_callback(ended)
-        return task
-
-    def _check_turns(self) -> None:
+    def _start(self, question: Question) -> _Given:
         if self.num_turns >= self._limits.max_turns:
             raise self._limit(
                 "max_turns", f"the session has had its {self._limits.max_turns} turns (max_turns)"
             )
+        found = self.histories.find(question)
+        history = found.history
+        if found.kind in ("new", "forked"):
+            self.histories.all.append(history)
+        history.is_busy = True
+        self.num_turns += 1
+        task = asyncio.create_task(self._generate(found, question))
+        self._running.add(task)
 
-    def _room(self, found: Continuation, wanted: int | None) -> int:
-        """Tokens that the turn may have."""
+        def ended(task: "asyncio.Task[Answer]") -> None:
+            history.is_busy = False
+            self._running.discard(task)
+            self._has_ended.set()
+            self.active_at = time.monotonic()
+            if not history.recorder.turns:
+                self.histories.all.remove(history)
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, RequestError):
+                self.num_turns -= 1
+            elif error and not self.failed.done():
+                self.failed.set_exception(error)
+
+        task.add_done_callback(ended)
+        return _Given(task, history)
+
+    async def _room(self, found: Continuation, asked: int | None) -> int:
+        """Tokens that the turn may have. Where turns that run may use up the session's, it waits for their
+        end: none is refused, or cut, for tokens that another one may leave."""
         num_prompt = len(found.ids)
         room = min(self._sampling.max_tokens, self._limits.max_model_len - num_prompt)
         if room < 1:
@@ -170,19 +205,38 @@ class GatewaySession:
                 f"the history has {num_prompt} tokens, and the model reads {self._limits.max_model_len} "
                 "(model.max_model_len)",
             )
-        if self._limits.max_tokens:
-            used = self.histories.num_tokens + self._reserved_tokens + found.num_added
-            room = min(room, self._limits.max_tokens - used)
-        if room < 1:
-            limit = self._limits.max_tokens
-            raise self._limit("max_tokens", f"the session has used its {limit} tokens (max_tokens)")
-        return min(room, wanted) if wanted else room
+        room = min(room, asked or room)
+        limit = self._limits.max_tokens
+        while limit and (left := self._left(limit) - found.num_added) < room:
+            if not self._reserved_tokens:
+                if left < 1:
+                    raise self._limit("max_tokens", f"the session has used its {limit} tokens (max_tokens)")
+                return left
+            self._has_ended.clear()
+            await self._has_ended.wait()
+        return room
+
+    def _left(self, limit: int) -> int:
+        return limit - self.histories.num_tokens - self._reserved_tokens
 
     def _limit(self, end: SessionEnd, what: str) -> RequestError:
-        self.end = end
+        self.reach(end)
         return RequestError(f"{what}; it ends here", SESSION_LIMIT)
 
-    async def _generate(self, found: Continuation, question: Question, max_tokens: int) -> Answer:
+    async def _generate(self, found: Continuation, question: Question) -> Answer:
+        num_refused = self._num_refused
+        max_tokens = await self._room(found, question.max_tokens)
+        reserved = found.num_added + max_tokens
+        self._reserved_tokens += reserved
+        try:
+            answer = await self._say(found, question, max_tokens)
+        finally:
+            self._reserved_tokens -= reserved
+        if num_refused == self._num_refused:
+            self._reached = None
+        return answer
+
+    async def _say(self, found: Continuation, question: Question, max_tokens: int) -> Answer:
         started = time.monotonic()
         ids, history = found.ids, found.history
         sampling = self._sampling.model_copy(update={"max_tokens": max_tokens})
@@ -190,26 +244,21 @@ class GatewaySession:
             whole = await self._ask(ids, sampling)
         except ValueError as error:
             raise RequestError(f"the engine refuses the prompt: {error}") from None
+        if found.kind != "new":
+            self.counts[found.kind] += 1
         generation = cut_at(whole, question.stop, self._decode)
         if history.recorder.turns:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
         found.record(generation, time.monotonic() - started)
         history.answered_at = time.monotonic()
         history.is_closed = generation is whole and whole.finish == "stop"
-        is_truncated = generation.finish == "length" and max_tokens != question.max_tokens
-        self.end = "max_tokens" if is_truncated else "done"
-        answer, parsed = read(generation, question, self._chat, self._decode, len(ids))
+        runs = min(self._sampling.max_tokens, self._limits.max_model_len - len(ids))
+        is_clients_limit = max_tokens == question.max_tokens and max_tokens < runs
+        is_truncated = generation.finish == "length" and not is_clients_limit
+        history.end = "max_tokens" if is_truncated else "done"
+        is_cut = not history.is_closed
+        answer, parsed = read(generation, question, self._chat, self._decode, len(ids), is_cut)
         num_wrong = sum(1 for call in parsed.calls if call.error)
         history.recorder.describe_last_turn(num_calls=len(parsed.calls), num_wrong_calls=num_wrong)
         history.hold(question, answer)
         return answer
-
-
-def _is_current(given: _Given, is_retry: bool | None) -> bool:
-    """Whether the answer is still to come, or nothing has followed it and the client may have missed it."""
-    if not given.task.done():
-        return True
-    if is_retry is False:
-        return False
-    failed = given.task.cancelled() or given.task.exception() is not None
-    return not failed and given.history.last_answer is given.task.result()

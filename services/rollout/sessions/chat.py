@@ -1,8 +1,11 @@
 """A model's chat format: from messages to token ids, and back from what the model wrote."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from tidemill.common.wire.codec import pack
 
 ChatMessage = Mapping[str, Any]
 
@@ -14,6 +17,17 @@ class Call:
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+
+
+def checked(call: Call) -> Call:
+    """The call, with an error where its arguments are JSON to Python alone: integers above 64 bits, NaN and
+    infinities. Wherever a tool runs, the model is told so."""
+    try:
+        pack(call.arguments)
+        json.dumps(call.arguments, allow_nan=False)
+    except (ValueError, OverflowError, RecursionError) as error:
+        return Call(call.name, error=f"the arguments of a call must be JSON with numbers of 64 bits: {error}")
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +65,11 @@ class ChatFormat(Protocol):
     def encode(self, text: str) -> list[int]:
         """The ids of a text that follows other ids."""
 
-    def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
-        """The message and the calls in what the model sampled."""
+    def parse(
+        self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), is_cut: bool = False
+    ) -> Parsed:
+        """The message and the calls in what the model sampled. Of a turn that was cut off, a call without its
+        end has an error: it is not the one that the model was writing."""
 
     def shorten(self, text: str, max_tokens: int) -> str:
         """A text of at most about so many tokens: a longer one loses its middle, and says so."""

@@ -34,7 +34,9 @@ class SimulatedChat:
         """The ids of the words."""
         return self.render([{"content": text}])
 
-    def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+    def parse(
+        self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), is_cut: bool = False
+    ) -> Parsed:
         """The tokens as words."""
         return Parsed({"role": "assistant", "content": " ".join(f"t{token}" for token in turn_ids)})
 

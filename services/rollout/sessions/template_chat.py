@@ -13,11 +13,12 @@ from typing import Any
 
 from tidemill.common.config.run import RunConfig
 from tidemill.services.rollout.sessions.calls import find_calls, format_of, read_call
-from tidemill.services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed
+from tidemill.services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed, checked
 
 MARK = "MODELSTURN"
 """Stands for what the model said. No template changes a plain word."""
 THINK, THOUGHT = "<think>", "</think>"
+CALL, CALLED = "<tool_call>", "</tool_call>"
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -88,17 +89,20 @@ class TemplateChat:
             return after
         return after[place + 1 :] if last is not None else after[place:]
 
-    def parse(self, turn_ids: Sequence[int], tools: Tools = ()) -> Parsed:
-        """The message and the calls in what the model sampled. Calls are looked for where there are tools."""
+    def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
+        """The message and the calls in what the model sampled. Calls are looked for where there are tools; of
+        a turn that was cut off, a call without its end has an error."""
         if tools and self._own_parser:
-            return self._parse_own(turn_ids, tools)
+            return self._parse_own(turn_ids, tools, is_cut)
         text: str = self._tokenizer.decode(
             self._without_end(turn_ids), skip_special_tokens=not tools, clean_up_tokenization_spaces=False
         )
         thought, text = self._split_thought(text)
         calls: tuple[Call, ...] = ()
         if tools:
+            is_open = is_cut and text.rfind(CALL) > text.rfind(CALLED)
             text, calls = find_calls(text, self._call_format)
+            calls = _whole(calls, is_open)
         return Parsed(_message(text, thought, calls), calls)
 
     def shorten(self, text: str, max_tokens: int) -> str:
@@ -127,7 +131,7 @@ class TemplateChat:
         thought, _, said = text.partition(THOUGHT)
         return thought.replace(THINK, "", 1).strip(), said.lstrip("\n")
 
-    def _parse_own(self, turn_ids: Sequence[int], tools: Tools) -> Parsed:
+    def _parse_own(self, turn_ids: Sequence[int], tools: Tools, is_cut: bool) -> Parsed:
         """As the model's own response template says, which transformers reads."""
         text: str = self._tokenizer.decode(list(turn_ids), skip_special_tokens=False)
         try:
@@ -135,7 +139,8 @@ class TemplateChat:
         except Exception as error:  # parsers of users' templates raise anything
             call = Call("", error=f"the call cannot be read: {error}")
             return Parsed(_message(text, "", (call,)), (call,))
-        calls = tuple(read_call(call) for call in found.get("tool_calls") or ())
+        # The template does not say whether the last call has its end.
+        calls = _whole([read_call(call) for call in found.get("tool_calls") or ()], is_open=is_cut)
         thought = str(found.get("reasoning_content") or found.get("thinking") or "")
         return Parsed(_message(str(found.get("content") or ""), thought, calls), calls)
 
@@ -256,6 +261,14 @@ def _with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
                 function["arguments"] = {}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
+
+
+def _whole(calls: Sequence[Call], is_open: bool) -> tuple[Call, ...]:
+    """The calls, where `is_open` the last of them with an error: it has no end."""
+    read = [checked(call) for call in calls]
+    if is_open and read:
+        read[-1] = Call(read[-1].name, error="the answer was cut off within this call")
+    return tuple(read)
 
 
 def _message(text: str, thought: str, calls: Sequence[Call]) -> dict[str, Any]:

@@ -219,12 +219,15 @@ class Replayer:
     async def _groups_of(self, commit: Commit, cursor: GroupCursor) -> dict[int, CompleteGroup]:
         """What the step was trained on, from the archive and from Redis behind it."""
         try:
-            found = await cursor.groups(commit.groups)
+            # Their payloads may lie in a store that is away: it is waited for, unless the service must stop.
+            found = await self.context.unless_stopping(cursor.groups(commit.groups))
         except MissingRecordsError as error:
             raise TidemillError(
                 f"step {commit.step} was committed, but {error}. Restore Redis, and the run's archive, from "
                 "their backup, or continue from a later checkpoint."
             ) from None
+        if found is None:
+            raise StoppedError
         cursor.close(commit.groups)
         return {
             ticket: CompleteGroup(ticket, commit.step, group.trajectories, group.scores)

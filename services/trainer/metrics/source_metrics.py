@@ -27,7 +27,7 @@ def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshol
 def _metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:
     rewards = np.concatenate([group.rewards for group in groups])
     versions = [versions for group in groups for versions in group.trained_versions()]
-    staleness = step - np.concatenate(versions) if versions else np.empty(0)
+    staleness = step - np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
     return {
         "groups": float(len(groups)),
         "reward": float(rewards.mean()),

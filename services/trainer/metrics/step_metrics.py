@@ -125,7 +125,7 @@ def step_metrics(
     return metrics | _policy_metrics(result)
 
 
-def staleness_shares(staleness: NDArray[np.int64]) -> dict[str, float]:
+def staleness_shares(staleness: NDArray[np.signedinteger]) -> dict[str, float]:
     """A histogram: `staleness/share_<n>`, the share of trained tokens n steps old; what is older than the
     last bucket is in that. Buckets up to the oldest token are there, also empty ones. A token of a version
     after its step, which no step trains on, would count as new."""

@@ -69,6 +69,13 @@ CHECKS = (
         "Lower max_staleness or the learning rate, or widen trainer.algorithm.importance.",
     ),
     Check(
+        "rejected",
+        "sampling/rejected_mean",
+        "trainer.algorithm.rejection leaves out most tokens",
+        "Trainer and engine may compute two distributions: compare dtype, temperature, top_p and top_k. "
+        "Else widen the bounds of the criterion, or lower max_staleness or the learning rate.",
+    ),
+    Check(
         "zero_variance",
         "frac_reward_zero_std",
         "in most groups all rewards are equal, and such groups teach nothing",

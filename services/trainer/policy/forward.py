@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tidemill.common.errors import ConfigError
 from tidemill.common.wire.arrays import Float32, Int32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
@@ -32,7 +33,7 @@ from tidemill.services.trainer.policy.packing import (
     TokenRow,
     block_mask,
     choose_layout,
-    make_tiles,
+    make_tile,
 )
 from tidemill.services.trainer.policy.routers import Routers
 
@@ -273,46 +274,62 @@ def _joined(samples: Sequence[Sample], places: Sequence[Int32], field: str) -> N
 MAX_DIFFERENCE = 0.1
 """Of a token's last hidden state, relative to its norm. Rounding in bfloat16 makes 0.01 to 0.03; the first
 token of a sequence that sees its neighbour differs by about 1."""
+SHORT = 7
+"""Tokens of the sequence that is looked at."""
 
 
-def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, device: torch.device) -> Layout:
-    """The layout of this model's tiles on this device: that of `choose_layout`, if it holds."""
+def pick_layout(
+    model: PreTrainedModel, scorer: TokenScorer, packing: bool, device: torch.device, longest: int
+) -> Layout:
+    """The layout of this model's tiles on this device: that of `choose_layout`, if it holds.
+
+    Raises:
+        ConfigError: what a sequence's tokens get depends on the length of those beside it, of up to `longest`
+            tokens, in padded tiles too.
+    """
     config = model.config.get_text_config()
     layout = choose_layout(packing, device, config, bool(getattr(model, "_is_stateful", False)))
-    if layout == "padded":
-        return layout
-    problem = _find_leak(scorer, layout, config.vocab_size)
-    if not problem:
-        return layout
-    log.warning(
-        "sequences are padded instead of packed, this model does not keep packed ones apart",
-        model=str(model.config.model_type),
-        reason=problem,
-    )
-    return "padded"
+    if layout != "padded" and (problem := _find_leak(scorer, layout, config.vocab_size, longest)):
+        log.warning(
+            "sequences are padded instead of packed, this model does not keep packed ones apart",
+            model=str(model.config.model_type),
+            reason=problem,
+        )
+        layout = "padded"
+    if layout == "padded" and (problem := _find_leak(scorer, layout, config.vocab_size, longest)):
+        raise ConfigError(
+            f"model.path: a {model.config.model_type} computes a sequence of {SHORT} tokens otherwise beside "
+            f"one of {longest} ({problem}), so that its logprobs are not those of the engine; lower "
+            "model.max_model_len, or train another model"
+        )
+    return layout
 
 
 @torch.no_grad()
-def _find_leak(scorer: TokenScorer, layout: Layout, vocab_size: int) -> str:
-    """What is wrong with two packed sequences; empty where they come out as they do alone."""
-    rows = [_made_up_row(i, length, vocab_size) for i, length in enumerate((9, 7))]
+def _find_leak(scorer: TokenScorer, layout: Layout, vocab_size: int, longest: int) -> str:
+    """What is wrong with a short sequence behind one of full length; empty where it comes out as it does
+    alone."""
+    long, short = (_made_up_row(i, length, vocab_size) for i, length in enumerate((longest, SHORT)))
+    lines = [[long], [short]] if layout == "padded" else [[long, short]]
     try:
-        packed, alone = _hidden(scorer, rows, layout), _hidden(scorer, rows, "padded")
+        beside = _hidden(scorer, make_tile(lines, layout))[-SHORT:]
+        alone = _hidden(scorer, make_tile([[short]], "padded"))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        if layout == "padded":
+            raise
         return " ".join(str(error).split())[:200]
-    difference = float(((packed - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
+    difference = float(((beside - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
     return "" if difference < MAX_DIFFERENCE else f"its hidden states differ by {difference:.0%}"
 
 
-def _hidden(scorer: TokenScorer, rows: list[TokenRow], layout: Layout) -> Tensor:
-    (tile,) = make_tiles(rows, layout, max_tokens=64)
+def _hidden(scorer: TokenScorer, tile: Tile) -> Tensor:
     hidden_NH = scorer.score(tile, 1.0, keep_hidden=True).hidden_NH
     assert hidden_NH is not None, "they were asked for"
     return hidden_NH.float()
 
 
 def _made_up_row(sample: int, length: int, vocab_size: int) -> TokenRow:
-    """No token twice, none of them 0, and other ones in each row."""
-    ids = (np.arange(1, length + 1) + 10 * sample) % vocab_size
-    places = np.arange(length, dtype=np.int32)
-    return TokenRow(sample, ids.astype(np.int32), places, ids.astype(np.int32), places)
+    """Other ids in each row; its last `SHORT` tokens are scored."""
+    ids = ((np.arange(1, length + 1) + 10 * sample) % vocab_size).astype(np.int32)
+    places = np.arange(max(0, length - SHORT), length, dtype=np.int32)
+    return TokenRow(sample, ids, places, ids[places], places)

@@ -24,6 +24,7 @@ from tidemill.common.config.run import ModelConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_overrides import with_overrides
+from tidemill.common.run.rope import freeze_rope
 from tidemill.services.trainer.policy.attention import choose_attention
 from tidemill.services.trainer.policy.experts import follow_autocast
 from tidemill.services.trainer.weights.pretrained import (
@@ -87,6 +88,7 @@ def open_model(
     follow_autocast()
     try:
         model_config = with_overrides(AutoConfig.from_pretrained(config.path), config)
+        model_config = freeze_rope(model_config, config.max_model_len)
         _disable_dropout(model_config)
         attention = choose_attention(model_config, device, compute_dtype(config))
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}

@@ -93,6 +93,7 @@ def policy_options(
         "temperature": config.rollout.sampling.temperature,
         "max_completion_tokens": config.max_completion_tokens,
         "adapters": adapters,
+        "max_model_len": config.model.max_model_len,
     }
 
 
@@ -108,6 +109,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         temperature: float,
         max_completion_tokens: int,
         adapters: Adapters | None = None,
+        max_model_len: int = 64,
     ) -> None:
         self._model, self._adapters, self._device = model, adapters, self._find_device(model)
         self._config = config
@@ -139,7 +141,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         )
         self._num_updates = 0
         self._held: dict[str, Tensor] | None = None
-        self.layout = pick_layout(model, self._scorer, config.packing, model.device)
+        self.layout = pick_layout(model, self._scorer, config.packing, model.device, max_model_len)
         # What looks at a whole sequence needs all segments of a session in one forward pass.
         self._keeps_samples = algorithm.needs_whole_sequences
         self._tile_tokens = config.tile_tokens

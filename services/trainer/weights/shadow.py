@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tidemill.common.weights.bits import Bits, TensorInfo
-from tidemill.common.weights.delta import WINDOW, DeltaWriter
-from tidemill.common.weights.digest import Digest, header_digest, run_digest, updated
+from tidemill.common.weights.delta import DeltaWriter
+from tidemill.common.weights.digest import Digest, DigestSum, header_digest
 from tidemill.services.trainer.weights.exported import ExportPlan, exported_dtype
+from tidemill.services.trainer.weights.host_copies import HostCopies
 
-CHUNK = 1 << 20
-"""Elements compared at once: what is converted for it stays in a CPU's cache."""
+CHUNK, DEVICE_CHUNK = 1 << 20, 1 << 24
+"""Elements compared at once: what is converted for it stays in a CPU's cache; a GPU is waited for once a
+chunk, for the number of changes."""
 DENSE_SHARE = 0.4
 """Of a chunk: where more has changed, its values are written as they stand, without positions."""
 
@@ -89,6 +91,7 @@ class Shadow:
     _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
     """For the weights of a chunk in the dtype of the export: fresh memory each time would cost more."""
     _changes: list[Change] = field(default_factory=list)
+    _copies: HostCopies = field(default_factory=HostCopies)
 
     @property
     def is_held(self) -> bool:
@@ -106,10 +109,11 @@ class Shadow:
                     if any(part.source == name for part in self.parts):
                         self._held[name] = flat.to(exported_dtype(flat, self.dtype), copy=True)
         else:
-            digest, flats = before, _flats(tensors, converted)
+            flats, total = _flats(tensors, converted), DigestSum()
             for part in self.parts:
-                for offset in range(0, part.count, CHUNK):
-                    digest = self._compare_chunk(part, offset, flats[part.source], digest)
+                for offset, count in _chunks(part, flats[part.source]):
+                    self._compare_chunk(part, offset, count, flats[part.source], total)
+            digest = before + total.read()
         self._digest = digest
         num_bytes = sum(part.count * part.info.bits_dtype.itemsize for part in self.parts)
         return Comparison(digest, before, self.num_changed, self._num_elements, num_bytes)
@@ -118,37 +122,40 @@ class Shadow:
         """The digest of the weights as they are, of what this rank holds; the shadow stays as it is."""
         if not self.parts:
             self._begin(tensors)
-        flats, digest = _flats(tensors, converted), Digest()
+        flats, total = _flats(tensors, converted), DigestSum()
         for part in self.parts:
             flat = flats[part.source]
-            for offset in range(0, part.count, WINDOW):
-                begin = part.first + offset
-                values = flat[begin : min(begin + WINDOW, part.first + part.count)]
+            for offset, count in _chunks(part, flat):
+                values = flat[part.first + offset :][:count]
                 bits = _as_bits(values.to(exported_dtype(values, self.dtype)))
-                digest += run_digest(part.info, part.start + offset, _words(bits))
-        return sum((header_digest(info) for info in self.plan.infos), digest) if self.is_leader else digest
+                total.add_run(part.info, part.start + offset, bits)
+        headers = (header_digest(info) for info in self.plan.infos if self.is_leader)
+        return sum(headers, total.read())
 
-    def _compare_chunk(self, part: Part, offset: int, flat: Tensor, digest: Digest) -> Digest:
-        count = min(CHUNK, part.count - offset)
+    def _compare_chunk(self, part: Part, offset: int, count: int, flat: Tensor, total: DigestSum) -> None:
         begin = part.first + offset
         values = self._held[part.source]
         if values.dtype not in self._buffers:
-            self._buffers[values.dtype] = values.new_empty(CHUNK)
+            self._buffers[values.dtype] = values.new_empty(DEVICE_CHUNK if _is_on_device(values) else CHUNK)
         held = _as_bits(values[begin : begin + count])
         now = _as_bits(self._buffers[values.dtype][:count].copy_(flat[begin : begin + count]))
         places = _unlike(now, held)
         if not len(places):
-            return digest
-        old, new = held[places], now[places]
-        digest = updated(digest, part.info, places + (part.start + offset), _words(old), _words(new))
-        held.copy_(now)
+            return
         self.num_changed += len(places)
-        if len(places) > DENSE_SHARE * count or self.num_changed > self.max_share * self._num_elements:
+        start, is_dense = part.start + offset, len(places) > DENSE_SHARE * count
+        if is_dense:
+            total.add_run(part.info, start, held, sign=-1)
+            total.add_run(part.info, start, now)
+        else:
+            new = now[places]
+            total.add_change(part.info, places + start, held[places], new)
+        held.copy_(now)
+        if is_dense or self.num_changed > self.max_share * self._num_elements:
             self._changes.append(Change(part, offset, count))
         else:
             positions = places.to(torch.int32).cpu().numpy()
             self._changes.append(Change(part, offset, count, positions, _numpy(new, part.info)))
-        return digest
 
     @property
     def _num_elements(self) -> int:
@@ -159,22 +166,32 @@ class Shadow:
         for name in list(self._held):
             self._held[name] = moved(self._held[name])
 
+    def follow(self) -> None:
+        """What is written from now on is what was taken in; called by the thread that took it in."""
+        self._copies.follow(self._held.values())
+
     def write_changes(self, writer: DeltaWriter) -> None:
         """What the last comparison found."""
+        dense = (self._bits(c.part, c.offset, c.count) for c in self._changes if c.values is None)
+        runs = self._copies.read(dense)
         for change in self._changes:
-            start = change.part.start + change.offset
+            info, start = change.part.info, change.part.start + change.offset
             if change.positions is None or change.values is None:
-                values = self._bits(change.part)[change.offset : change.offset + change.count]
-                writer.add_run(change.part.info, start, _numpy(values, change.part.info))
+                writer.add_run(info, start, _numpy(next(runs), info))
             else:
-                writer.add(change.part.info, change.positions.astype(np.int64) + start, change.values)
+                writer.add(info, change.positions.astype(np.int64) + start, change.values)
 
     def runs(self) -> Iterator[tuple[TensorInfo, int, Bits]]:
-        """All that this rank holds, at most `WINDOW` elements at once: tensor, first position, values."""
-        for part in self.parts:
-            for offset in range(0, part.count, WINDOW):
-                values = self._bits(part)[offset : min(offset + WINDOW, part.count)]
-                yield part.info, part.start + offset, _numpy(values, part.info)
+        """All that this rank holds, chunk by chunk: tensor, first position, values, which stay as they are
+        until the next are asked for."""
+        chunks = [
+            (part, offset, min(DEVICE_CHUNK, part.count - offset))
+            for part in self.parts
+            for offset in range(0, part.count, DEVICE_CHUNK)
+        ]
+        values = self._copies.read(self._bits(*chunk) for chunk in chunks)
+        for (part, offset, _), found in zip(chunks, values, strict=True):
+            yield part.info, part.start + offset, _numpy(found, part.info)
 
     def _begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Find out what of the published tensors this rank holds."""
@@ -188,13 +205,24 @@ class Shadow:
             infos = self.plan.converted
             self.parts += [Part(info, 0, _own_name(info.name), 0, info.num_elements) for info in infos]
 
-    def _bits(self, part: Part) -> Tensor:
-        return _as_bits(self._held[part.source][part.first : part.first + part.count])
+    def _bits(self, part: Part, offset: int, count: int) -> Tensor:
+        return _as_bits(self._held[part.source][part.first + offset :][:count])
+
+
+def _is_on_device(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def _chunks(part: Part, flat: Tensor) -> Iterator[tuple[int, int]]:
+    """Offset and number of elements of what is compared at once."""
+    size = DEVICE_CHUNK if _is_on_device(flat) else CHUNK
+    for offset in range(0, part.count, size):
+        yield offset, min(size, part.count - offset)
 
 
 def _unlike(now: Tensor, held: Tensor) -> Tensor:
     """Where they differ, ascending. In the CPU's memory numpy finds it in half the time."""
-    if now.device.type != "cpu":
+    if _is_on_device(now):
         return torch.nonzero(now != held).squeeze(1)
     return torch.from_numpy(np.flatnonzero(now.numpy() != held.numpy()))
 
@@ -238,11 +266,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _as_bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-def _words(bits: Tensor) -> Tensor:
-    """As the digest takes them."""
-    return bits if bits.element_size() <= 2 else bits.view(torch.int16)
 
 
 def _numpy(bits: Tensor, info: TensorInfo) -> Any:

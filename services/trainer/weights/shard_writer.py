@@ -92,6 +92,7 @@ class ShardWriter:
         The result, on rank 0, are the files; it raises StorageError where a rank's disk did not take its own.
         """
         self.wait()
+        self.shadow.follow()
         self._pending = self._thread.submit(self._write, folder, version, parent)
         return self._pending
 

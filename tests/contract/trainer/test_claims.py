@@ -9,11 +9,12 @@ import pytest
 from tests.conftest import SERVERS
 from tests.support.training import commits_of, make_score
 from tests.support.trajectories import make_trajectory
+from tests.support.waiting import wait_until
 from tests.support.whole_trainer import GROUPS, crash_after_commit, run
 from tidemill.common.archive import stream_folder
 from tidemill.common.history import History, StreamName
 from tidemill.common.redis.broker import Broker
-from tidemill.common.store import ClaimStore
+from tidemill.common.store import ClaimStore, claims
 from tidemill.common.streams import OffsetReader, append, read_raw
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
@@ -81,6 +82,36 @@ async def test_a_run_of_claims_trains_archives_replays_and_leaves_no_files_behin
             whole = large(tickets[sample.ticket], sample.index)
             assert codec.encode_payload(sample) == codec.encode_payload(whole)
     assert stream_folder(context.run_dir, StreamName.TRAJECTORIES).is_dir()
+
+
+async def test_a_trainer_that_starts_while_the_store_is_away_waits_and_trains_on_all_samples(
+    make, broker, keys, capfd, monkeypatch
+) -> None:
+    monkeypatch.setattr(claims, "LONGEST_PAUSE_S", claims.FIRST_PAUSE_S)
+    options: dict[str, Any] = {"checkpoint_every": 100, "group_size": 3}
+    context = make(**options)
+    store = broker.claims = ClaimStore(context.run_dir, 1000)
+    working = asyncio.create_task(answer(broker, keys, store))
+    await crash_after_commit(context, 3)
+    working.cancel()
+    store.folder.rename(store.folder.with_name("away"))
+
+    def waits() -> bool:
+        return "waiting for the store" in capfd.readouterr().out
+
+    stopped = make(**options)
+    running = asyncio.create_task(run(stopped))
+    await wait_until(waits)
+    stopped.stopping.set()
+    await running
+    running = asyncio.create_task(run(make(**options)))
+    await wait_until(waits)
+    store.folder.with_name("away").rename(store.folder)
+    working = asyncio.create_task(answer(broker, keys, store))
+    await running
+    working.cancel()
+    assert capfd.readouterr().out.count("step replayed, same weights") == 4
+    assert not [one for commit in await commits_of(broker, keys) for one in commit.dropped]
 
 
 def _pointer(entry: Any) -> str:

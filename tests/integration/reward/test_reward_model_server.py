@@ -47,7 +47,7 @@ class StandingModel:
 
 
 def client_of(model: Any, path: Path, batcher: Batcher) -> httpx.AsyncClient:
-    inputs = Inputs(str(path), model.vocab_size, model.context_tokens)
+    inputs = Inputs(str(path), model.vocab_size, model.max_model_len)
     app = ScoringApp("rm", model, inputs, batcher, gate=None)
     transport = httpx.ASGITransport(app=Starlette(routes=app.routes()))
     return httpx.AsyncClient(transport=transport, base_url="http://server")

@@ -8,13 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
 
 from tests.support.late_imports import late
 from tests.support.scripted_model import END, ByteChat, ScriptedModel, call_line
+from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Segment
 from tidemill.services.rollout.gateway.server import RETRY_COUNT, Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+from tidemill.services.rollout.gateway.wishes import READ
 
 anthropic, openai = late("anthropic"), late("openai")
 
@@ -62,10 +65,12 @@ class Opened:
 
 
 @contextlib.asynccontextmanager
-async def opened(*lines: str, limits: Limits = LIMITS, max_tokens: int = 200) -> AsyncIterator[Opened]:
+async def opened(
+    *lines: str, limits: Limits = LIMITS, max_tokens: int = 200, refuses_wishes: bool = False
+) -> AsyncIterator[Opened]:
     model = ScriptedModel(*lines)
     session = GatewaySession(CHAT, CHAT.decode, model.ask, SamplingParams(max_tokens=max_tokens), limits)
-    gateway = Gateway("m")
+    gateway = Gateway("m", refuses_wishes=refuses_wishes)
     await gateway.start()
     try:
         with gateway.serving(session) as root:
@@ -254,8 +259,6 @@ async def test_limits_end_the_loop_in_words_and_truncate_the_session() -> None:
     ("more", "words"),
     [
         ({"n": 2}, "n must be 1"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "forces a call"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "reads text"),
         ({"max_tokens": 0}, "whole number from 1"),
     ],
@@ -268,9 +271,104 @@ async def test_what_cannot_be_done_is_answered_in_words_and_not_tried_again(more
         assert not run.model.seen
 
 
+@pytest.mark.parametrize("max_tokens", [5, 9])
+async def test_a_turn_cut_at_the_runs_limit_is_truncated_also_where_the_client_asked_for_as_many(
+    max_tokens: int,
+) -> None:
+    async with opened("a longer line", max_tokens=5) as run:
+        assert (await run.say([USER], max_tokens=max_tokens)).content == "a lon"
+        assert run.session.played(None, {}).finish == "length"
+    async with opened("a longer line", max_tokens=max_tokens + 1) as run:
+        await run.say([USER], max_tokens=max_tokens)
+        assert run.session.played(None, {}).finish == "stop"
+
+
+SCHEMA = {"name": "n", "schema": {"type": "object"}}
+WISHES: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": SCHEMA}}, "response_format"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+    ({"extra_body": {"guided_json": {"type": "object"}}}, "guided_json"),
+]
+
+
+@pytest.mark.parametrize(("more", "field"), WISHES)
+async def test_a_form_that_a_client_asks_for_is_sampled_freely_and_counted(more: Any, field: str) -> None:
+    before = metrics.AGENT_WISHES.labels(field)._value.get()
+    async with opened("free", "text") as run:
+        assert (await run.say([USER], **more)).content == "free"
+        assert metrics.AGENT_WISHES.labels(field)._value.get() == before + 1
+        run.check_ids()
+    async with opened("free", refuses_wishes=True) as run:
+        with pytest.raises(openai.BadRequestError, match=field):
+            await run.say([USER], **more)
+        assert not run.model.seen and (await run.say([USER])).content == "free"
+
+
+async def test_forms_are_wishes_in_responses_and_in_messages_too() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    async with opened("one", call_line("add", a=1)) as run:
+        said = await run.openai.responses.create(model="m", input="1?", text={"format": form})
+        assert said.output_text == "one"
+        tool = {"name": "add", "input_schema": ADD["parameters"]}
+        asked: dict[str, Any] = {"model": "m", "max_tokens": 99, "messages": [USER], "tools": [tool]}
+        called = await run.anthropic.messages.create(tool_choice={"type": "tool", "name": "add"}, **asked)
+        assert called.content[0].input == {"a": 1}
+
+
+async def test_what_does_nothing_here_is_named_in_the_log_once() -> None:
+    async with opened("one", "two") as run:
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(2):
+                await run.say(
+                    [USER], temperature=0.1, user="u", extra_body={"chat_template_kwargs": {"a": 1}}
+                )
+        assert [entry["parameters"] for entry in logs] == [["chat_template_kwargs", "temperature"]]
+
+
+async def test_arguments_that_come_as_an_object_are_the_call_that_the_model_made() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": 7}}}
+    history = [USER, {"role": "assistant", "tool_calls": [call]}]
+    async with opened("one", "two") as run:
+        await run.say([*history, {"role": "tool", "tool_call_id": "x", "content": "7"}], tools=[TOOL])
+        assert json.dumps(json.dumps({"a": 7})) in CHAT.decode(run.model.seen[0])
+        items = [{"type": "function_call", "call_id": "x", "name": "add", "arguments": {"a": 8}}]
+        await run.openai.responses.create(model="m", input=items)
+        assert json.dumps(json.dumps({"a": 8})) in CHAT.decode(run.model.seen[1])
+
+
+ODD: list[Any] = [5, True, "x", [5], ["x"], [[]], {"a": 1}, {"type": 5}, {"type": "x"}, [{"type": 5}], [{}]]
+ODD += [{"format": 5}, {"format": {"type": 5}}, [{"role": "user", "content": 5}], [{"role": []}]]
+ODD += [[{"role": "assistant", "tool_calls": 5}], [{"role": "tool", "tool_call_id": {}, "content": "x"}]]
+ODD += [[{"role": "assistant", "tool_calls": [{"id": [], "function": {"name": [], "arguments": []}}]}]]
+ODD += [[{"role": "user", "content": [{"type": []}]}], [{"type": "function", "function": {"name": 5}}]]
+ODD += [[{"role": "assistant", "content": [{"type": "tool_use", "id": [], "name": [], "input": "x"}]}]]
+ODD += [
+    [{"type": "function", "function": {"name": "f", "parameters": 5}}],
+    [{"name": "f", "input_schema": 5}],
+]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+async def test_fields_of_another_type_are_no_failure_of_the_server(path: str) -> None:
+    fields = READ | {"temperature"}
+    whole: dict[str, Any] = {"model": "m", "max_tokens": 5}
+    whole |= {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path, {"messages": [USER]})
+    async with opened(*["a"] * 2000, limits=Limits(2000, 0, 4096)) as run, httpx.AsyncClient() as http:
+        headers = {"authorization": f"Bearer {run.session.key}"}
+        for field in sorted(fields):
+            for value in ODD:
+                answer = await http.post(
+                    f"{run.openai.base_url}{path}", json=whole | {field: value}, headers=headers
+                )
+                assert answer.status_code in (200, 400), (field, value, answer.text)
+
+
 async def test_without_the_sessions_key_nothing_is_answered() -> None:
     async with opened("a") as run:
         assert [model.id async for model in await run.openai.models.list()] == ["m"]
+        assert (await run.openai.models.retrieve("m")).id == "m"
+        assert (await run.anthropic.models.retrieve("folder/any")).id == "m"
         with pytest.raises(openai.AuthenticationError):
             await run.openai.with_options(api_key="another").chat.completions.create(
                 model="m", messages=[USER]

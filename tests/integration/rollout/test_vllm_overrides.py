@@ -17,7 +17,12 @@ need_vllm()
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
-OVERRIDES = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "max_position_embeddings": 1024}
+LONGROPE = {"short_factor": [1.0] * 16, "long_factor": [2.0 + 0.25 * i for i in range(16)]}
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    # Long, as the run's sequences may be, although those that are sampled are short.
+    "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 256, **LONGROPE},
+}
 SHAPE = {
     "vocab_size": 256,
     "hidden_size": 128,
@@ -30,9 +35,11 @@ SHAPE = {
 PROMPT = [6 + (j * 29) % 50 for j in range(12)]
 
 
-async def test_the_engine_computes_with_the_overrides(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rope", ROPES)
+async def test_the_engine_computes_with_the_overrides(rope: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, 0, **SHAPE)
-    section = {"path": str(folder), "max_model_len": 512, "overrides": OVERRIDES}
+    overrides = {"rope_scaling": ROPES[rope], "max_position_embeddings": 1024}
+    section = {"path": str(folder), "max_model_len": 512, "overrides": overrides}
     config = RunConfig.model_validate(
         {
             "model": section,

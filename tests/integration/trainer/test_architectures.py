@@ -54,7 +54,7 @@ def test_logprobs_and_gradients_are_those_of_one_sequence_at_a_time(family):
     dtype, tolerance = (torch.float32, 1e-4) if family in FLOAT32_ONLY else (torch.float64, 1e-6)
     policy = make_policy(dtype, model=make_model(family))
     # That of a GPU without flash attention; the policy itself has chosen the CPU's, padded rows.
-    on_gpu = pick_layout(policy._model, policy._scorer, True, torch.device("cuda"))
+    on_gpu = pick_layout(policy._model, policy._scorer, True, torch.device("cuda"), 64)
     assert policy.layout == "padded"
     accumulate_all(policy, [one_batch([sample]) for sample in samples])
     expected = gradients_of(policy).clone()
@@ -72,7 +72,7 @@ def test_logprobs_and_gradients_are_those_of_one_sequence_at_a_time(family):
 def test_packing_on_gpus_is_chosen_where_every_layer_attends_to_everything():
     models = {name: make_model(name) for name in FAMILIES}
     layouts = {
-        name: pick_layout(model, TokenScorer(model, torch.float32), True, torch.device("cuda"))
+        name: pick_layout(model, TokenScorer(model, torch.float32), True, torch.device("cuda"), 64)
         for name, model in models.items()
     }
     padded = {name for name, layout in layouts.items() if layout == "padded"}

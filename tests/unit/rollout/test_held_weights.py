@@ -2,16 +2,20 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.waits import Waits
 from tidemill.common.weights.bits import TensorInfo
-from tidemill.common.weights.delta import DeltaWriter
+from tidemill.common.weights.delta import WINDOW, DeltaWriter
 from tidemill.common.weights.digest import Digest, digest_of
-from tidemill.services.rollout.engines.held_weights import HeldWeights, trace
+from tidemill.services.rollout.engines import held_weights
+from tidemill.services.rollout.engines.held_weights import HeldWeights, apply, trace
+from tidemill.services.rollout.engines.vllm_weights import RankWeights
 
 Q, K, DOWN = (TensorInfo(name, "BF16", (4, 6)) for name in ("q", "k", "down"))
 INFOS = [Q, K, DOWN]
@@ -98,14 +102,41 @@ def test_ranks_together_prove_a_delta_before_it_is_written(tmp_path: Path) -> No
     deltas = write_delta(tmp_path / "d", values, {"q": [0, 11, 12, 23], "k": [5], "down": [2, 3, 20]})
     staged = [traced(rank).stage(deltas) for rank in ranks]
     assert sum((change for change, _ in staged), before) == digest_over(values)
-    assert [sum(len(change.positions) for change in changes) for _, changes in staged] == [5, 3]
+    assert [sum(len(change.places) for change in changes) for _, changes in staged] == [5, 3]
     for _, changes in staged:
-        assert sum(change.num_wrong() for change in changes) == sum(len(c.positions) for c in changes)
-        for change in changes:
-            change.write()
+        assert sum(change.num_wrong() for change in changes) == sum(len(c.places) for c in changes)
+        assert apply(changes) == 0
         assert not any(change.num_wrong() for change in changes)
     for rank in ranks:
         assert [piece.num_wrong(values[piece.key.name]) for piece in traced(rank)] == [0, 0, 0]
+
+
+def test_a_change_that_half_fits_on_the_device_lies_in_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of the tensor fits, the next does not. Memory without contents stands in for the host's."""
+    info = TensorInfo("q", "BF16", (2, WINDOW))
+    weight = torch.zeros(info.shape, dtype=torch.bfloat16)
+    held, _ = trace(lambda weights: {n for n, w in weights if weight.copy_(w) is not None}, [info])
+    writer = DeltaWriter(tmp_path / "d", 2, 1)
+    writer.add(info, np.array([1, WINDOW + 1]), np.array([1, 2], "<u2"))
+    writer.close()
+    room = iter([True, False])
+    monkeypatch.setattr(held_weights, "_has_room", lambda _: next(room))
+    monkeypatch.setattr(held_weights, "_to_host", lambda tensor: tensor.to("meta"))
+    (change,) = held.stage([[tmp_path / "d"]])[1]
+    assert change.values.is_meta and change.places.is_meta
+    assert len(change.values) == len(change.places) == 2
+
+
+def test_a_pause_waits_for_the_device_once(tmp_path: Path) -> None:
+    rank, values = Rank(0), random_values()
+    rank.load(values.items())
+    deltas = write_delta(tmp_path / "d", values, {"q": [0, 11], "k": [5], "down": [2, 3, 20]})
+    changes = traced(rank).stage(deltas)[1]
+    with Waits() as waits:
+        assert apply(changes) == 0
+    assert len(changes) == 3 and waits.count == 1
 
 
 def test_a_value_that_is_not_what_was_committed_shows_in_the_digest(tmp_path: Path) -> None:
@@ -157,3 +188,35 @@ def test_parameters_that_two_tensors_share_or_that_round_are_not_proven() -> Non
     held, _ = trace(lambda weights: {n for n, w in weights if coarse.copy_(w) is not None}, [Q])
     assert "bfloat16 in the files" in held.reason_not_to_patch()
     assert not traced(Rank(0)).reason_not_to_patch()
+
+
+def test_what_is_staged_has_arrived_before_it_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's stream in name only: what comes in which order is recorded."""
+    events: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            assert device == torch.device("cuda", 1), "the model's device, whatever the thread's is"
+
+        def synchronize(self) -> None:
+            events.append("complete")
+
+    class OnStream:
+        def __init__(self, stream: Stream) -> None:
+            events.append("on its own stream")
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", OnStream)
+    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 1))]))
+    weights = RankWeights(model, None)
+    weights._is_plain, weights.held = True, traced(Rank(0))
+    stage = weights.held.stage
+    monkeypatch.setattr(weights.held, "stage", lambda *args: events.append("staged") or stage(*args))
+    deltas = write_delta(tmp_path / "d", random_values(), {"q": [1], "k": [], "down": []})
+    weights.stage([], [[str(path) for path in paths] for paths in deltas])
+    assert events == ["on its own stream", "staged", "complete"]

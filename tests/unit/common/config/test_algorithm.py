@@ -44,7 +44,15 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ({"kl": {"place": "loss"}}, {}, "needs a reference model"),
         ({"kl": {"place": "reward"}}, {}, "set reference.model to frozen or updated"),
         ({"kl": {"place": "reward"}, **FROZEN}, FILTERED, "put the penalty into the loss"),
-        ({**ROLLOUT}, FILTERED, "needs trainer.algorithm.old_logprobs: recompute"),
+        ({**ROLLOUT}, FILTERED, "trainer.algorithm.old_logprobs: rollout would clip"),
+        ({"rejection": {"seq_mean_k1": [0.99, 1.01]}}, FILTERED, "rejection.seq_mean_k1 would reject"),
+        ({"correction": "decoupled_geo_rs"}, FILTERED, "rejection.seq_mean_k1 would reject"),
+        ({"importance": {"level": "sequence"}}, FILTERED, "importance.level: sequence would multiply"),
+        (
+            {"importance": {"mode": "mask", "level": "geometric", "low": 0.99, "high": 1.01}},
+            FILTERED,
+            "importance.level: geometric would multiply",
+        ),
         ({"loss": "gspo"}, {}, "importance.level: token would weigh or mask single tokens"),
         (
             {"loss": "gspo", "importance": {"mode": "mask"}},

@@ -1,5 +1,9 @@
 """A large trajectory lies beside the stream; what comes back is the same, or says what is wrong."""
 
+import errno
+import os
+from pathlib import Path
+
 import msgpack
 import numpy as np
 import pytest
@@ -8,8 +12,9 @@ import xxhash
 from tests.support.sessions import played
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
+from tidemill.common.errors import StoreError
 from tidemill.common.files import StorageError
-from tidemill.common.store import ClaimStore
+from tidemill.common.store import ClaimStore, resolved
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import ScoreStatus, Trajectory, fault_of
 from tidemill.services.trainer.groups.group_filter import (
@@ -82,6 +87,72 @@ def test_a_claim_of_another_sample_is_a_fault(tmp_path):
     assert "is of sample (3, 1), claimed for (4, 1)" in fault_of(
         store.resolve(claim.model_copy(update={"ticket": 4}))
     )
+
+
+def moved(folder: Path) -> None:
+    folder.rename(folder.with_name("away"))
+
+
+def replaced_by_a_file(folder: Path) -> None:
+    moved(folder)
+    folder.write_text("what somebody left here")
+
+
+def replaced_by_a_link_to_nowhere(folder: Path) -> None:
+    moved(folder)
+    folder.symlink_to("nowhere")
+
+
+AWAY = [moved, replaced_by_a_file, replaced_by_a_link_to_nowhere]
+
+
+@pytest.mark.parametrize("go_away", AWAY)
+def test_while_the_folder_is_away_nothing_is_said_of_any_payload(tmp_path, go_away):
+    store, folder = ClaimStore(tmp_path, 1000), tmp_path / "claims"
+    claim = store.check_in(large())
+    go_away(folder)
+    with pytest.raises(StoreError):
+        store.resolve(sent(claim))
+    folder.unlink(missing_ok=True)
+    folder.with_name("away").rename(folder)
+    assert codec.encode_payload(store.resolve(sent(claim))) == codec.encode_payload(large())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
+def test_a_file_that_cannot_be_read_just_now_is_not_missing(tmp_path, monkeypatch, number):
+    store = ClaimStore(tmp_path, 1000)
+    claim = store.check_in(large())
+
+    def fail(_: Path) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(StoreError):
+        store.resolve(sent(claim))
+
+
+@pytest.mark.parametrize("go_away", AWAY)
+def test_a_folder_that_is_away_takes_nothing_and_none_is_made_in_its_place(tmp_path, go_away):
+    """What it holds would pass for missing. A trajectory that it does not take goes through the stream."""
+    store = ClaimStore(tmp_path, 1000)
+    store.check_in(large(1))
+    go_away(tmp_path / "claims")
+    with pytest.raises(StorageError):
+        store.check_in(large(2))
+    assert not (tmp_path / "claims").is_dir()
+
+
+def test_a_worker_that_does_not_see_the_runs_folder_makes_none(tmp_path):
+    with pytest.raises(StorageError):
+        ClaimStore(tmp_path / "not mounted", 1000).check_in(large())
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_person_does_not_wait_for_a_store_that_is_away(tmp_path):
+    store = ClaimStore(tmp_path, 1000)
+    claim = store.check_in(large())
+    moved(tmp_path / "claims")
+    assert fault_of(await resolved(store, claim, is_patient=False))
 
 
 def test_half_a_file_never_has_a_name_that_a_claim_could_give(tmp_path, monkeypatch):

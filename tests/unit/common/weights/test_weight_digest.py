@@ -7,8 +7,17 @@ import pytest
 import torch
 import xxhash
 
+from tidemill.common.weights import digest as digest_module
 from tidemill.common.weights.bits import TensorInfo
-from tidemill.common.weights.digest import Digest, digest_of, header_digest, is_additive, run_digest, updated
+from tidemill.common.weights.digest import (
+    Digest,
+    DigestSum,
+    digest_of,
+    header_digest,
+    is_additive,
+    run_digest,
+    updated,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -72,6 +81,36 @@ def test_changes_update_it(dtype: str) -> None:
     assert before != after == updated(before, info, positions, old[positions], new[positions])
     pair = torch.from_numpy(positions), torch.from_numpy(old[positions]), torch.from_numpy(new[positions])
     assert updated(before, info, *pair) == after
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "U8"])
+def test_a_device_sums_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = TensorInfo("w", dtype, (700_000,))
+    old = RNG.integers(0, 250, 700_000).astype(info.bits_dtype)
+    positions = np.sort(RNG.choice(700_000, 999, replace=False))
+    new = old.copy()
+    new[positions] += 1
+    expected = run_digest(info, 11, old[11:]) - run_digest(info, 5, old[5:11])
+    change = updated(Digest(), info, positions, old[positions], new[positions])
+    monkeypatch.setattr(digest_module, "_is_on_device", lambda _: True)
+    total, bits = DigestSum(), torch.from_numpy(old.view(f"i{old.itemsize}" if old.itemsize > 1 else "u1"))
+    total.add_run(info, 11, bits[11:])
+    total.add_run(info, 5, bits[5:11], sign=-1)
+    assert total.read() == expected
+    places = torch.from_numpy(positions)
+    total.add_change(info, places, bits[places], bits[places] + 1)
+    assert total.read() == expected + change
+
+
+def test_a_device_is_not_waited_for_before_the_sum_is_read() -> None:
+    """A tensor without memory has no value to wait for: who asks for one gets an error."""
+    total = DigestSum()
+    bits = torch.empty(300_000, dtype=torch.int16, device="meta")
+    places = torch.empty(5, dtype=torch.int64, device="meta")
+    total.add_run(INFO, 70_000, bits)
+    total.add_change(INFO, places, bits[:5], bits[5:10])
+    with pytest.raises(NotImplementedError):
+        total.read()
 
 
 def test_names_shapes_and_moved_values_count() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tidemill.common.process.programs import ROOT
 from tidemill.services.console.__main__ import main
 from tidemill.services.console.convert.aliases import TABLES, names_elsewhere
-from tidemill.services.console.convert.table import Row, Table, is_field, same_where_known
+from tidemill.services.console.convert.table import Row, Table, is_field
 from tidemill.services.console.reference.option_tables import HEADING, as_markdown
 
 ROWS = [(table, row) for table in TABLES for row in table.rows]
@@ -63,8 +63,3 @@ def test_fields_are_found_by_their_dotted_names() -> None:
     known = ("seed", "trainer.lora.rank", "reward.rewards.<name>.model.local_replicas.model", "data.eval")
     assert [is_field(name) for name in known] == [True] * 4
     assert not is_field("trainer.lora.ranks") and not is_field("nothing.at.all")
-
-
-def test_a_field_that_this_release_lacks_is_missing() -> None:
-    assert same_where_known("a", "trainer.zzz", "none").kind == "missing"
-    assert same_where_known("a", "trainer.steps", "none").kind == "same"

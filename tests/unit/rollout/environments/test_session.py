@@ -129,6 +129,14 @@ async def test_tools_answer_in_order_and_wrong_calls_are_observations() -> None:
     assert played.session.reward is None
 
 
+async def test_an_integer_above_64_bits_is_an_observation() -> None:
+    script = Script(call("multiply", a=1 << 64, b=7), "sorry")
+    played = await play(script, use="tools", tools=(f"{THIS}:multiply",))
+    assert played.session is not None and played.session.num_faults == 0
+    (answer,) = [m["content"] for m in played.session.messages if m["role"] == "tool"]
+    assert answer.startswith("error:") and played.session.turns[0].num_wrong_calls == 1
+
+
 async def test_trls_class_plays_unchanged() -> None:
     lines = call("add", amount=9), call("add", amount=9), call("add", amount=1), "done"
     played = await play(Script(*lines), use=f"{THIS}:Counter", ground_truth=18)

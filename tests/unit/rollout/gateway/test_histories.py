@@ -31,9 +31,10 @@ class Run:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     async def ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        turn = self.turns[len(self.seen)]
+        whole = self.turns[len(self.seen)]
+        turn = whole[: sampling.max_tokens]
         self.seen.append(list(ids))
-        return Generation(turn, [-1.0] * len(turn), ((0, 0),), "stop")
+        return Generation(turn, [-1.0] * len(turn), ((0, 0),), "stop" if turn == whole else "length")
 
     async def say(self, *messages: Message, tools: Any = ()) -> Message:
         answer = await self.session.answer(Question(messages, tuple(tools)))
@@ -109,3 +110,22 @@ async def test_other_tools_are_another_history_and_a_refused_chat_is_said_in_wor
     strict = Run("gemma3", "50<end_of_turn>")
     with pytest.raises(Exception, match="chat template refuses these messages"):
         await strict.say(USER, USER)
+
+
+BUILD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+DELETE = "\n<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\nif STOP"
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 100}, {"stop": ("STOP",)}])
+async def test_a_call_that_a_limit_or_a_stop_has_cut_is_not_handed_out(more: dict[str, Any]) -> None:
+    run = Run("qwen3", f"{BUILD}{DELETE} it exists<|im_end|>")
+    answer = await run.session.answer(Question((USER,), tuple(TOOLS), **more))
+    assert [call.arguments for call in answer.calls] == ['{"a": 1}']
+    (turn,) = run.session.played(None, {}).first.turns
+    assert (turn.num_calls, turn.num_wrong_calls) == (2, 1)
+
+
+async def test_a_call_with_nan_is_text_for_the_client() -> None:
+    run = Run("qwen3", BUILD.replace("1", "NaN") + "<|im_end|>")
+    answer = await run.session.answer(Question((USER,), tuple(TOOLS)))
+    assert answer.calls == () and "NaN" in answer.text

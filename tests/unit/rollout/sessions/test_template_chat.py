@@ -213,3 +213,27 @@ def test_without_tools_nothing_is_read_as_a_call() -> None:
     chat, _ = chat_of("gemma3")
     parsed = chat.parse(chat.encode(CALL))
     assert (parsed.calls, parsed.message) == ((), {"role": "assistant", "content": CALL})
+
+
+@pytest.mark.parametrize(
+    "number", ["18446744073709551616", "-9223372036854775809", "NaN", "1e999", "[Infinity]"]
+)
+def test_a_number_that_only_python_reads_is_a_wrong_call(number: str) -> None:
+    chat, _ = chat_of("qwen3")
+    text = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>'
+    (call,) = chat.parse(chat.encode(text), TOOLS).calls
+    assert (call.name, call.arguments) == ("add", {}) and call.error
+
+
+PARTIAL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nrm"
+WHOLE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("last", [PARTIAL, WHOLE.removesuffix("\n</tool_call>")])
+def test_a_call_that_was_cut_off_is_not_made_with_the_parameters_that_are_there(last: str) -> None:
+    chat, _ = chat_of("qwen3")
+    first, second = chat.parse(chat.encode(f"{WHOLE}\n{last}"), TOOLS, is_cut=True).calls
+    assert (first.arguments, first.error) == ({"a": 1}, "")
+    assert second.arguments == {} and second.error
+    (whole,) = chat.parse(chat.encode(WHOLE), TOOLS, is_cut=True).calls
+    assert not whole.error

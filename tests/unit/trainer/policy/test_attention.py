@@ -1,5 +1,6 @@
 """The attention that models are loaded with computes what their authors wrote, in every service."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
 from tests.support.models import make_policy, make_samples, run_config, write_tokenizer
+from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import exact_attention
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 from tidemill.services.rollout.engines.decoding import score_completion
 from tidemill.services.rollout.engines.model import load_model as load_for_engine
-from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy import attention
 from tidemill.services.trainer.policy.attention import VARLEN, choose_attention, why_no_varlen
+from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
 from tidemill.services.trainer.policy.model_loading import load_model
 from tidemill.services.trainer.policy.transformers_policy import load_policy
 
@@ -60,6 +63,66 @@ def test_reward_models_cap_attention_scores(tmp_path):
         expected = [plain(input_ids=torch.tensor([row])).logits[0].item() for row in rows]
     scores = ScoringModel(str(tmp_path), device="cpu").score(rows)
     np.testing.assert_allclose([score.item() for score in scores], expected, atol=1e-5)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 6.0],
+    "original_max_position_embeddings": 16,
+}
+
+
+def long_and_short() -> tuple[Sample, Sample]:
+    """A sample of 40 tokens, and one of 12: above and below the original context of `LONGROPE`."""
+    long, short = make_samples(2, max_prompt=1)
+    ids = np.arange(3, 15, dtype=np.int32)
+    return (
+        replace(long, prompt_ids=np.resize(ids, 41 - len(long.completion_ids))),
+        replace(short, prompt_ids=np.resize(ids, 13 - len(short.completion_ids))),
+    )
+
+
+@pytest.mark.parametrize(("max_model_len", "chosen"), [(64, "long_factor"), (16, "short_factor")])
+def test_positions_depend_on_the_longest_sequence_of_the_run_alone(max_model_len, chosen, tmp_path):
+    make_model("Llama", rope_parameters=LONGROPE).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    factors = {name: LONGROPE[chosen] for name in ("short_factor", "long_factor")}
+    plain = make_model("Llama", rope_parameters=LONGROPE | factors)
+    lengths = {"max_model_len": max_model_len, "dtype": "float32"}
+    config = run_config(
+        tmp_path,
+        model=lengths,
+        trainer={"device": "cpu"},
+        data={"max_prompt_tokens": 4},
+        rollout={"sampling": {"max_tokens": 8}},
+    )
+    policy, engine = load_policy(config), load_for_engine(config.model, "cpu")
+    long, short = long_and_short()
+    ids = short.prompt_ids.tolist(), short.completion_ids.tolist()
+    expected = score_completion(plain, *ids)
+    for samples in ([short], [short, long]):
+        np.testing.assert_allclose(policy.logprobs(samples)[0], expected, atol=1e-5)
+    np.testing.assert_allclose(score_completion(engine, *ids), expected, atol=1e-5)
+
+
+def test_a_reward_model_scores_a_row_alike_beside_any_other(tmp_path):
+    torch.manual_seed(0)
+    config = make_config("Llama", rope_parameters=LONGROPE)
+    config.num_labels, config.architectures = 1, ["LlamaForSequenceClassification"]
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    model = ScoringModel(str(tmp_path), device="cpu")
+    short, long = [3, 4, 5, 6, 7, 8, 9], list(range(3, 27))
+    np.testing.assert_allclose(model.score([short])[0], model.score([short, long])[0], atol=1e-5)
+
+
+def test_a_model_that_computes_otherwise_beside_a_long_sequence_is_refused():
+    model = make_model("Llama", rope_parameters=LONGROPE)
+    scorer = TokenScorer(model, torch.float32)
+    assert pick_layout(model, scorer, True, CUDA, 16) == "block"
+    with pytest.raises(ConfigError):
+        pick_layout(model, scorer, True, CUDA, 17)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""The folder of large trajectories is away for a while: everybody waits for it, and no sample has failed."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import SERVERS
+from tests.support.archives import archive, scanned
+from tests.support.reward_worker import num_pending, scores, worker
+from tests.support.trajectories import make_trajectory
+from tests.support.waiting import wait_until
+from tidemill.common.errors import StoreError
+from tidemill.common.history import History
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.store import ClaimStore, claims
+from tidemill.common.streams import OffsetReader, append, length
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Message, ScoreStatus, Trajectory
+
+pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
+
+
+class CountingStore(ClaimStore):
+    """Counts how often it was asked while it was away."""
+
+    num_refused = 0
+
+    def resolve(self, message: Message) -> Message:
+        try:
+            return super().resolve(message)
+        except StoreError:
+            self.num_refused += 1
+            raise
+
+
+@pytest.fixture
+def store(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingStore:
+    monkeypatch.setattr(claims, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(claims, "LONGEST_PAUSE_S", 0.01)
+    broker.claims = store = CountingStore(tmp_path, 1)
+    return store
+
+
+async def publish(broker: Broker, keys: Keys, store: ClaimStore, count: int = 4) -> list[Trajectory]:
+    samples = [make_trajectory(0, index, text=f"#### {index}", group_size=count) for index in range(count)]
+    await append(broker, keys.trajectories(), *map(store.check_in, samples))
+    return samples
+
+
+def go_away(store: ClaimStore) -> None:
+    store.folder.rename(store.folder.with_name("away"))
+
+
+def come_back(store: ClaimStore) -> None:
+    store.folder.with_name("away").rename(store.folder)
+
+
+@pytest.mark.parametrize("reward", [{}, {"group": "rank"}], ids=["samples", "groups"])
+async def test_a_reward_worker_waits_and_scores_what_it_holds(
+    broker: Broker, keys: Keys, store: CountingStore, reward: dict[str, Any]
+) -> None:
+    await publish(broker, keys, store)
+    go_away(store)
+    async with worker(broker, keys, **reward):
+        await wait_until(lambda: store.num_refused > 8)
+        come_back(store)
+        found = await scores(broker, keys, 4)
+    assert [score.status for score in found] == [ScoreStatus.OK] * 4
+    assert await length(broker, keys.dead) == 0
+
+
+async def test_a_worker_that_is_asked_to_stop_meanwhile_hands_back_what_it_holds(
+    broker: Broker, keys: Keys, store: CountingStore
+) -> None:
+    await publish(broker, keys, store)
+    go_away(store)
+    async with worker(broker, keys):
+        await wait_until(lambda: store.num_refused > 0)
+    assert await length(broker, keys.scores()) == await length(broker, keys.dead) == 0
+    come_back(store)
+    async with worker(broker, keys, "w2"):
+        assert [score.attempts for score in await scores(broker, keys, 4)] == [1] * 4
+
+
+async def test_what_one_worker_cannot_read_for_a_lease_another_one_scores(
+    broker: Broker, keys: Keys, store: CountingStore, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    await publish(broker, keys, store)
+    elsewhere = await Broker.connect(redis_server.url)
+    elsewhere.claims = blind = CountingStore(tmp_path / "not mounted", 1)
+    try:
+        async with worker(elsewhere, keys, "blind"):
+            await wait_until(lambda: blind.num_refused > 0)
+            async with worker(broker, keys, "seeing"):
+                found = await scores(broker, keys, 4)
+    finally:
+        await elsewhere.close()
+    assert {(score.worker, score.status) for score in found} == {("seeing", ScoreStatus.OK)}
+    assert await num_pending(broker, keys) == 0
+
+
+async def test_a_reader_by_offset_gives_whole_trajectories_once_the_store_is_back(
+    broker: Broker, keys: Keys, store: CountingStore
+) -> None:
+    samples = await publish(broker, keys, store)
+    go_away(store)
+    reading = asyncio.create_task(OffsetReader(broker, keys.trajectories(), Trajectory).read())
+    await wait_until(lambda: store.num_refused > 8)
+    assert not reading.done()
+    come_back(store)
+    assert [entry.message for entry in await reading] == samples  # type: ignore[union-attr]
+
+
+async def test_the_archiver_leaves_in_redis_what_it_cannot_read_just_now(
+    broker: Broker, keys: Keys, store: CountingStore, tmp_path: Path
+) -> None:
+    samples = await publish(broker, keys, store)
+    go_away(store)
+    with pytest.raises(StoreError):
+        await archive(broker, keys, tmp_path)
+    history = History(keys.run_id, tmp_path, None)
+    assert await scanned(history) == []
+    come_back(store)
+    assert await archive(broker, keys, tmp_path) == len(samples)
+    go_away(store)
+    assert [record.message for record in await scanned(history)] == samples  # type: ignore[union-attr]

@@ -1,0 +1,188 @@
+"""Sessions behind the gateway whose questions overlap: what is answered, and what they come to."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.scripted_model import END, ByteChat
+from tidemill.common.wire.messages import Lane, SamplingParams, Trajectory
+from tidemill.common.wire.segments import Session
+from tidemill.services.reward.sample import RewardSample
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.gateway.dialogue import Answer, Message, Question, RequestError
+from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+from tidemill.services.trainer.groups.samples import make_sample
+
+CHAT = ByteChat()
+USER = {"role": "user", "content": "go"}
+ON = {"role": "user", "content": "on"}
+SUB = [{"role": "system", "content": "sub"}, USER]
+
+
+class Asked:
+    """What the engine was asked and has not answered yet."""
+
+    def __init__(self, ids: Sequence[int], sampling: SamplingParams) -> None:
+        self.prompt, self.max_tokens = CHAT.decode(ids), sampling.max_tokens
+        self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+
+    def say(self, text: str) -> None:
+        """The engine answers; a text that is too long is cut."""
+        ids = [*text.encode(), END]
+        cut = ids[: self.max_tokens]
+        self.answer.set_result(
+            Generation(cut, [-0.5] * len(cut), ((0, 0),), "stop" if cut == ids else "length")
+        )
+
+
+class Run:
+    """A session whose engine answers when the test says so."""
+
+    def __init__(self, limits: Limits | None = None, max_tokens: int = 2000) -> None:
+        self.asked: list[Asked] = []
+        self.session = GatewaySession(
+            CHAT,
+            CHAT.decode,
+            self._ask,
+            SamplingParams(max_tokens=max_tokens),
+            limits or Limits(max_turns=99, max_tokens=0, max_model_len=4096),
+        )
+
+    async def _ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        self.asked.append(Asked(ids, sampling))
+        return await self.asked[-1].answer
+
+    async def begin(
+        self, *messages: Message, is_retry: bool | None = None, **more: Any
+    ) -> asyncio.Task[Answer]:
+        """Ask, and go on as far as the engine lets it."""
+        asking = asyncio.create_task(self.session.answer(Question(messages, **more), is_retry))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return asking
+
+    async def turn(self, text: str, *messages: Message, **more: Any) -> Message:
+        """A whole turn, in which the model says this."""
+        asking = await self.begin(*messages, **more)
+        self.asked[-1].say(text)
+        return (await asking).message
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """What the session comes to."""
+        fields = self.session.played(None, {}).fields()
+        return Trajectory(ticket=1, index=0, step=1, group_size=1, **fields)
+
+    @property
+    def came_to(self) -> Session:
+        session = self.session.played(None, {}).session
+        assert session is not None
+        return session
+
+
+async def test_the_answer_that_was_given_last_is_the_sessions_also_where_a_sub_agent_began_later() -> None:
+    run = Run()
+    planned = await run.turn("plan", USER)
+    await run.turn("sub answer is 7", *SUB)
+    await run.turn("FINAL 42", USER, planned, ON)
+    trajectory = run.trajectory
+    assert trajectory.text.endswith("FINAL 42")
+    assert [CHAT.decode(s.completion_ids.tolist())[-8:] for s in trajectory.segments][-1] == "FINAL 42"
+    sample = RewardSample.from_trajectory(trajectory, Lane.TRAIN)
+    assert sample.solution_str == trajectory.text
+    assert sample.completion_ids.tolist()[-9:] == [*b"FINAL 42", END]
+    said = [message["content"] for message in run.came_to.messages]
+    assert said[-1] == "FINAL 42" and said.count("go") == 1  # the sub-agent's prompt, not the session's
+    # What a discounted return or an estimate of the value begins from: the last trained token.
+    assert make_sample(trajectory).completion_ids.tolist()[-9:] == [*b"FINAL 42", END]
+
+
+@pytest.mark.parametrize(
+    ("answers", "end"), [(("it is cut off", "ok"), "done"), (("ok", "it is cut off"), "max_tokens")]
+)
+async def test_a_session_is_truncated_where_its_last_answer_is(answers: tuple[str, str], end: str) -> None:
+    run = Run(max_tokens=6)
+    main, sub = await run.begin(USER), await run.begin(*SUB)
+    for asked, text in zip(run.asked, answers, strict=True):
+        asked.say(text)
+        await asyncio.sleep(0)
+    await asyncio.gather(main, sub)
+    assert (run.came_to.end, run.trajectory.finish) == (end, "stop" if end == "done" else "length")
+
+
+async def test_a_refused_limit_stays_while_answers_that_were_asked_for_before_arrive() -> None:
+    run = Run(Limits(max_turns=1, max_tokens=0, max_model_len=4096))
+    asking = await run.begin(USER)
+    with pytest.raises(RequestError):
+        await run.session.answer(Question((*SUB,)))
+    run.asked[0].say("ok")
+    await asking
+    assert run.came_to.end == "max_turns"
+
+
+async def test_a_session_that_goes_on_after_a_limit_is_not_truncated() -> None:
+    run = Run(Limits(max_turns=9, max_tokens=0, max_model_len=80))
+    first = await run.turn("ok", USER)
+    with pytest.raises(RequestError):
+        await run.session.answer(Question((USER, first, {"role": "user", "content": "x" * 80})))
+    ends = [run.came_to.end]
+    await run.turn("short", ON)
+    assert [*ends, run.came_to.end] == ["max_tokens", "done"]
+
+
+async def test_parallel_samples_of_one_prompt_are_answers_of_their_own() -> None:
+    run = Run()
+    asking = [await run.begin(USER, is_retry=False) for _ in range(4)]
+    for number, asked in enumerate(run.asked):
+        asked.say(f"answer {number}")
+    answers = await asyncio.gather(*asking)
+    assert {answer.text for answer in answers} == {f"answer {number}" for number in range(4)}
+    # Each of their retries gets another one of these.
+    again = [await run.session.answer(Question((USER,)), True) for _ in range(4)]
+    assert {answer.text for answer in again} == {answer.text for answer in answers}
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 9}, {"stop": ("x",)}, {"allows_calls": False}])
+async def test_a_question_within_other_limits_is_another_question(more: dict[str, Any]) -> None:
+    run = Run()
+    first = await run.turn("cut", USER, max_tokens=3)
+    again = await run.turn("whole", USER, **more)
+    assert [first["content"], again["content"]] == ["cut", "whole"]
+
+
+async def test_calls_in_parallel_wait_for_tokens_that_others_may_leave() -> None:
+    run = Run(Limits(max_turns=9, max_tokens=2048, max_model_len=4096))
+    asking = [await run.begin(USER, is_retry=False) for _ in range(3)]
+    for number in range(3):
+        run.asked[number].say("fine.")
+        await asking[number]
+        await asyncio.sleep(0.0)
+    assert [answer.result().text for answer in asking] == ["fine."] * 3
+    assert sum(len(s.completion_ids) for s in run.trajectory.segments) == 18
+    used_up = Run(Limits(max_turns=9, max_tokens=3, max_model_len=4096))
+    await used_up.turn("four", USER)
+    with pytest.raises(RequestError):  # nothing runs that could leave it a token
+        await used_up.session.answer(Question((*SUB,)))
+
+
+async def test_the_record_of_what_was_asked_grows_with_the_session_and_not_with_its_square() -> None:
+    run = Run(Limits(max_turns=999, max_tokens=0, max_model_len=1 << 20))
+    history: list[Message] = [{"role": "user", "content": "x" * 1000}]
+    for _ in range(8):
+        history += [await run.turn("y" * 1000, *history), ON]
+    held = [len(key) for key in run.session._given]
+    assert held == [16] * 8
+
+
+async def test_nothing_runs_or_is_answered_after_a_session_is_closed() -> None:
+    run = Run()
+    asking = [await run.begin(USER, is_retry=None) for _ in range(12)]  # more than one answer is repeated
+    await run.session.close()
+    assert all(asked.answer.cancelled() for asked in run.asked) and run.session.num_running == 0
+    await asyncio.gather(*asking, return_exceptions=True)
+    assert all(task.cancelled() for task in asking)
+    with pytest.raises(RequestError) as refused:
+        await run.session.answer(Question((ON,)))
+    assert refused.value.code == "session_over" and run.session.num_turns <= 2
