@@ -72,12 +72,16 @@ class Judge:
         elif isinstance(message, Commit):
             self._newest = max(self._newest, message.version)
             self.broken += self._judge_commit(message)
-        elif isinstance(ticket := message, Ticket) and record.stream == "prompts":
-            if ticket.replaces < 0 and ticket.step > self._newest + self.trainer.max_staleness:
-                self.broken.append(
-                    f"admission: ticket {ticket.ticket} of step {ticket.step} was issued when "
-                    f"{self._newest} steps were committed and max_staleness is {self.trainer.max_staleness}"
-                )
+        elif isinstance(message, Ticket) and record.stream == "prompts":
+            self.broken += self._judge_admission(message)
+
+    def _judge_admission(self, ticket: Ticket) -> list[str]:
+        if ticket.replaces >= 0 or ticket.step <= self._newest + self.trainer.max_staleness:
+            return []
+        return [
+            f"admission: ticket {ticket.ticket} of step {ticket.step} was issued when {self._newest} steps "
+            f"were committed and max_staleness is {self.trainer.max_staleness}"
+        ]
 
     def _is_read(self, record: Record, kind: type[Message]) -> bool:
         try:
@@ -124,7 +128,7 @@ class Judge:
             found += self._judge_history()
             found += self._judge_records()
             found += costs.dropped_without_need(self.schedule, self._commits())
-            found += costs.left_behind(self.world)
+            found += costs.left_behind(self.world, self.schedule)
         elif "empty" not in self.kinds:
             found += self._judge_digests(self._commits())
         found += self._judge_letters()

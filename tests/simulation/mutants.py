@@ -76,7 +76,7 @@ def edited(mutant: Mutant, root: Path) -> str:
 
 
 @contextmanager
-def copied_tree() -> Iterator[Path]:
+def copied_tree(root: Path) -> Iterator[Path]:
     """A copy of what the simulation imports, on a disk in memory where there is one."""
     memory = Path("/dev/shm")
     parent = str(memory) if memory.is_dir() else None
@@ -84,17 +84,17 @@ def copied_tree() -> Iterator[Path]:
     try:
         for name in COPIED:
             # With the compiled files: their sources keep their times, but for the one that is edited.
-            shutil.copytree(ROOT / name, folder / name, symlinks=True)
+            shutil.copytree(root / name, folder / name, symlinks=True)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def examine(mutant: Mutant, num_schedules: int) -> Outcome:
-    """Plant the bug, and run schedules until one fails."""
+def examine(mutant: Mutant, root: Path, num_schedules: int) -> Outcome:
+    """Plant the bug in a copy of the tree at `root`, and run schedules until one fails."""
     context = multiprocessing.get_context("forkserver")
     answer, answering = context.Pipe(duplex=False)
-    with copied_tree() as tree:
+    with copied_tree(root) as tree:
         (tree / mutant.file).write_text(edited(mutant, tree), encoding="utf-8")
         process = context.Process(target=_run_in, args=(tree, mutant.kept, num_schedules, answering))
         process.start()
@@ -131,9 +131,10 @@ def _run_in(tree: Path, kept: str, num_schedules: int, answering: Connection) ->
 def main() -> int:
     """Examine all planted bugs; returns the exit code."""
     from tests.simulation.planted import PLANTED
+    from tests.simulation.reverted import REVERTED
 
     options = _parser().parse_args()
-    mutants = [one for one in PLANTED if options.only in one.name]
+    mutants = [one for one in (*PLANTED, *REVERTED) if options.only in f"{one.name} {one.kept}"]
     try:
         for mutant in mutants:
             edited(mutant, ROOT)
@@ -142,8 +143,9 @@ def main() -> int:
         return 2
     multiprocessing.set_forkserver_preload(list(HEAVY))
     num_caught = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(lambda one: examine(one, options.schedules), mutants):
+    # A copy of what stands there now: it may be edited before the last bug has its turn.
+    with copied_tree(ROOT) as tree, ThreadPoolExecutor(options.jobs) as pool:
+        for outcome in pool.map(lambda one: examine(one, tree, options.schedules), mutants):
             num_caught += bool(outcome.problem)
             schedules = f"{outcome.num_schedules:4}" if outcome.problem else "   -"
             print(f"{schedules}  {outcome.mutant.name}: {outcome.problem[:110] or 'not seen'}", flush=True)

@@ -1,7 +1,7 @@
 """The bugs that `mutants.py` plants: each takes one guard out, or moves a bound by one.
 
-Where a guard stands behind another, a run may end well without it: then it is time, waste or counters that show
-it. `FEW` are those of `make test-long`.
+Where a guard stands behind another, a run may end well without it: then it is time, waste or counters that
+show it. `FEW` are those of `make test-long`.
 """
 
 from tests.simulation.mutants import Mutant
@@ -139,7 +139,8 @@ PLANTED = (
     Mutant(
         "after an outage leases are taken at once",
         CONSUMER,
-        "            await self.renew()\n            self._next_reclaim = time.monotonic() + at_random(self.lease_s)\n"
+        "            await self.renew()\n"
+        "            self._next_reclaim = time.monotonic() + at_random(self.lease_s)\n"
         "            if unanswered:",
         "            self._next_reclaim = 0.0\n            if unanswered:",
     ),
@@ -159,7 +160,7 @@ PLANTED = (
         "who takes a group over generates what is there already",
         f"{ROLLOUT}/group.py",
         "missing = sorted(set(range(ticket.group_size)) - done)",
-        "missing = sorted(set(range(ticket.group_size)) - (done if len(done) == ticket.group_size else set()))",
+        "missing = list(range(ticket.group_size)) if len(done) < ticket.group_size else []",
     ),
     Mutant(
         "a worker that leaves keeps what it holds",
@@ -293,7 +294,7 @@ PLANTED = (
     Mutant(
         "a checkpoint's positions are those of all that was read",
         f"{BATCH}/stream_join.py",
-        "return id_before(min(entry_ids, key=id_order)) if entry_ids else self._readers[stream].safe_position",
+        "return id_before(min(entry_ids, key=id_order)) if entry_ids else ",
         "return self._readers[stream].safe_position",
     ),
     Mutant(
@@ -305,8 +306,8 @@ PLANTED = (
     Mutant(
         "commits that Redis has lost do not come back",
         TRAINER,
-        "                await self._save()\n                await self._restore_commits(below=commit.step)\n",
         "                await self._restore_commits(below=commit.step)\n",
+        "                await self._restore_commits(below=0)\n",
     ),
     Mutant(
         "a run is over without its last commit",

@@ -12,10 +12,11 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from tests.simulation import costs
 from tests.simulation.faults import Injector
 from tests.simulation.fleet import Fleet, names
 from tests.simulation.install import installed
@@ -60,9 +61,29 @@ def run(schedule: Schedule, is_traced: bool = False) -> Verdict:
         verdict = Verdict(schedule)
         _freeze()
         _live(schedule, folder, verdict, is_traced)
+        if not verdict.problem and schedule.faults and verdict.virtual_s > costs.allowed_s(schedule, 0.0):
+            verdict.violations += _lateness(verdict, _undisturbed_s(replace(schedule, faults=())))
         if next(_COUNTER) % COLLECT_EVERY == 0:
             gc.collect()
     return verdict
+
+
+def _lateness(verdict: Verdict, undisturbed_s: float) -> list[str]:
+    allowed_s = costs.allowed_s(verdict.schedule, undisturbed_s)
+    if verdict.virtual_s <= allowed_s:
+        return []
+    return [
+        f"slow: the run took {verdict.virtual_s:.0f} s, {undisturbed_s:.0f} s without faults; "
+        f"with them at most {allowed_s:.0f} s"
+    ]
+
+
+def _undisturbed_s(schedule: Schedule) -> float:
+    """How long the run takes without faults; asked for only where that can matter."""
+    with _folder() as folder:
+        verdict = Verdict(schedule)
+        _live(schedule, folder, verdict, is_traced=False)
+    return verdict.virtual_s
 
 
 def _live(schedule: Schedule, folder: Path, verdict: Verdict, is_traced: bool) -> None:

@@ -15,8 +15,8 @@ def write(world: World, stream: str, what: str, rng: random.Random) -> bool:
     """Append one entry under an id of the server's; False where there is nothing to make it of.
 
     `garbage` cannot be decoded, `copied` has the bytes of an entry of the stream. The others are trajectories
-    of a ticket that is in flight: `future` from a version that is not there yet, `old` from one that is too old by
-    one, `nan` with a logprob that is no number; `nan_score` is a score without a finite value.
+    of a ticket that is in flight: `future` from a version that is not there yet, `old` from one that is too
+    old by one, `nan` with a logprob that is no number; `nan_score` is a score without a finite value.
     """
     fields = _fields(world, stream, what, rng)
     if fields is None:

@@ -1,4 +1,4 @@
-"""Looks at what services do while they do it: what is trained, what is generated again, whose leases are taken.
+"""Looks at what services do while they do it: what is trained, generated again, and whose leases are taken.
 
 Each run has one. What is wrong goes into `broken`, as words that begin with their kind.
 """
@@ -36,7 +36,7 @@ class Watch:
     world: World
     broken: list[str] = field(default_factory=list)
     trained: dict[str, list[dict[Key, bytes]]] = field(default_factory=dict)
-    """By digest of the weights that came of it: the completion ids of each sample, of each time it was trained."""
+    """By digest of the weights that came of it: completion ids of each sample, each time it was trained."""
     published: dict[tuple[str, Key], Record] = field(default_factory=dict)
     """By lane and key: the entry that came last."""
     num_generated: int = 0
@@ -120,7 +120,11 @@ class Watch:
                 continue
             now = self.world.loop.now
             is_fine = not holder.is_dead and not holder.is_frozen
-            if is_fine and now - self.in_contact_since(holder) > CONTACT_S:
+            if (
+                is_fine
+                and now - self.in_contact_since(holder) > CONTACT_S
+                and not (holder.disturbed_at or self.world.cluster.disturbed_at)
+            ):
                 name = self.world.keys.name_of(key.decode())
                 self.broken.append(
                     f"lease: {taker.name} took {name} {entry_id.decode()} from {holder.name}, which lives"
