@@ -70,7 +70,7 @@ class EngineError(TidemillError):
 class EnvironmentFaultError(TidemillError):
     """An environment could not start, did not answer in time, or died: no fault of the model's.
 
-    `kind` says in a word what failed, for counts: start, reset, step, reward, close, timeout or died.
+    `kind` says in a word what failed, for counts: start, reset, step, reward, close, timeout, program, died.
     """
 
     def __init__(self, message: str, kind: str = "step") -> None:

@@ -14,6 +14,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 import xxhash
@@ -94,6 +95,36 @@ def write_atomically(path: Path, data: bytes | str) -> None:
                 aside.unlink(missing_ok=True)
             raise
         fsync_folder(path.parent)
+
+
+def append_durably(path: Path, data: bytes, what: str = "a file", end: int | None = None) -> None:
+    """Append to the file at `path`, or create it; with `end`, there, and what lies behind goes.
+
+    Raises:
+        StorageError: the disk is full, read-only, or not there. The file is as it was.
+    """
+    with storage_errors(what, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: closing a buffered file writes what a full disk has not taken, behind the cut.
+        with open(path, "ab", buffering=0) as file:
+            append_whole(file, data, end, is_durable=True)
+
+
+def append_whole(file: FileIO, data: bytes, end: int | None = None, is_durable: bool = False) -> None:
+    """Append all of `data` to a file that is not buffered, or nothing. Raises OSError."""
+    size = os.fstat(file.fileno()).st_size
+    end = size if end is None else min(end, size)
+    try:
+        if size > end:
+            os.ftruncate(file.fileno(), end)
+        rest = memoryview(data)
+        while rest:  # a write may take a part only; the next one takes more, or says why not
+            rest = rest[file.write(rest) :]
+        if is_durable:
+            os.fsync(file.fileno())
+    except OSError:
+        os.ftruncate(file.fileno(), end)
+        raise
 
 
 @contextmanager

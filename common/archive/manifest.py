@@ -7,7 +7,6 @@ again.
 """
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.errors import ArchiveError
-from tidemill.common.files import storage_errors, write_atomically
+from tidemill.common.files import append_durably, write_atomically
 from tidemill.common.streams.entries import START, id_before, id_order
 
 MANIFEST_FILE = "_manifest.jsonl"
@@ -134,10 +133,7 @@ class Manifest:
         if self.is_torn or not self.segments:
             return self._rewritten((*self.segments, segment), self.removed)
         path = self.folder / MANIFEST_FILE
-        with storage_errors("the archive's manifest", path), open(path, "ab") as file:
-            file.write(_line(asdict(segment)))
-            file.flush()
-            os.fsync(file.fileno())
+        append_durably(path, _line(asdict(segment)), "the archive's manifest")
         return replace(self, segments=(*self.segments, segment))
 
     def including(self, found: Iterable[Segment]) -> "Manifest":

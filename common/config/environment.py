@@ -32,6 +32,14 @@ class EnvironmentConfig(Section):
     structured_output: Literal["sample", "refuse"] = "sample"
     """An agent that asks for a form of the answer (`response_format`, a forced call): sample freely, as it is
     trained, and let the agent validate; or refuse the request."""
+    on_program_error: Literal["fault", "truncated", "value"] = "fault"
+    """What an exception of the agent's program means, once the model has answered it: a fault, and the
+    session is played again; a truncated session, scored by what was said; or one with `program_error_value`.
+    Of classes by which frameworks say that the model was wrong (agents.md), `fault` truncates too. Exceptions
+    of the machine, such as OSError, are faults always."""
+    program_error_value: float | None = None
+    """The own reward of a session whose program failed, or was ended at a limit, where `on_program_error` is
+    `value`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class or factory that `use` names; of an OpenEnv server, see agents.md."""
     call_format: CallFormat = "auto"
@@ -41,10 +49,14 @@ class EnvironmentConfig(Section):
     max_tokens: int = Field(0, ge=0, le=1 << 20)
     """Completion tokens of one session, those of the environment included; then it is truncated. 0: as many
     as `model.max_model_len` leaves."""
+    max_segments: int = Field(32, ge=1, le=10_000)
+    """Histories of one agent session: the first, and one for each that does not go on where another ended;
+    then it is truncated. The trainer reads all of them, each of up to `model.max_model_len` tokens."""
     max_result_tokens: int = Field(0, ge=0, le=1 << 20)
     """A longer answer of the environment is cut in its middle, and says so. 0: no limit of its own."""
     call_timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
-    """One call of the environment may take this long, in seconds; longer is a fault of it."""
+    """One call of the environment may take this long, in seconds; longer is a fault of it. An agent may be
+    silent for so long: before its first answer that is a fault, later the session is truncated."""
     session_timeout_s: float = Field(1800.0, gt=0.0, le=864_000.0)
     """A whole session may take this long, in seconds; then it is truncated."""
     attempts: int = Field(6, ge=1, le=100)
@@ -69,6 +81,12 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 "use: agent needs `agent`: a function such as my_agent.py:run, "
                 "or a command such as `$ python my_agent.py`"
+            )
+        if (self.on_program_error == "value") != (self.program_error_value is not None):
+            raise ValueError(
+                "program_error_value and on_program_error: value belong together; give both, or neither "
+                f"(on_program_error is {self.on_program_error}, program_error_value is "
+                f"{self.program_error_value})"
             )
         if self.tools and self.use != TOOLS:
             raise ValueError(f"`tools` goes with use: tools, and use is {self.use}")

@@ -40,6 +40,27 @@ class RecordedGroup:
     scores: dict[int, Score] = field(default_factory=dict)
     size: int = 0
     """Samples of the group, as its trajectories say; 0 before the first."""
+    other_scores: list[Score] = field(default_factory=list)
+    """Of keys that have a score already; where that is of other tokens than the trajectory, one of these
+    counts."""
+
+    def take_trajectory(self, sample: Trajectory) -> None:
+        """Keep the first one of its key, and of its scores the first one of its tokens."""
+        if self.trajectories.setdefault(sample.index, sample) is not sample:
+            return
+        first = self.scores.get(sample.index)
+        if first is not None and not first.is_of(sample.tokens_digest):
+            del self.scores[sample.index]
+            for score in [score for score in self.other_scores if score.index == sample.index]:
+                self.take_score(score)
+
+    def take_score(self, score: Score) -> None:
+        """Keep the first one of its key, unless it is of other tokens than the trajectory."""
+        made = self.trajectories.get(score.index)
+        if made is None and score.index in self.scores:
+            self.other_scores.append(score)
+        elif made is None or score.is_of(made.tokens_digest):
+            self.scores.setdefault(score.index, score)
 
 
 class GroupCursor:
@@ -120,9 +141,9 @@ class GroupCursor:
             group = self.open.setdefault(ticket, RecordedGroup(ticket))
             if isinstance(message, Trajectory):
                 group.size = group.size or min(message.group_size, self.group_size)
-                group.trajectories.setdefault(message.index, message)
+                group.take_trajectory(message)
             else:
-                group.scores.setdefault(message.index, message)
+                group.take_score(message)
         return ticket
 
 

@@ -192,7 +192,8 @@ def samples_of(
             sample.later_trajectories.append(trajectory)
     for score in scored:
         sample = samples.setdefault(score.index, SampleRecord(score.index))
-        if sample.score is None:
+        tokens = sample.trajectory.tokens_digest if sample.trajectory else ""
+        if sample.score is None and score.is_of(tokens):
             sample.score = score
         else:
             sample.later_scores.append(score)
@@ -246,6 +247,7 @@ class SampleFacts:
     error: str = ""
     session: SessionFacts | None = None
     """None for a single turn."""
+    tokens_digest: str = ""
 
     @property
     def asked_at(self) -> float:
@@ -353,7 +355,8 @@ async def read_samples(
     issued = {ticket.ticket: ticket.issued_at async for ticket in tickets}
     scores: dict[TrajectoryKey, Score] = {}
     async for score in history.messages(stream, Score, await near_tickets(history, stream, first, last)):
-        scores.setdefault(score.key, score)
+        if score.key in found and score.is_of(found[score.key].tokens_digest):
+            scores.setdefault(score.key, score)
     return {key: _scored(sample, issued.get(key[0], 0.0), scores.get(key)) for key, sample in found.items()}
 
 
@@ -367,6 +370,7 @@ def _generated(made: Trajectory) -> SampleFacts:
         made.started_at,
         made.finished_at,
         session=session_facts(made),
+        tokens_digest=made.tokens_digest,
     )
 
 

@@ -87,10 +87,10 @@ def become_child(descriptor: int, parent: int, may_outlive: bool = False) -> soc
 
     With `may_outlive`, a parent that dies does not take it along: it sees the socket's end, and has to end.
     """
-    if sys.platform == "linux" and not may_outlive:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit()  # it died before the line above
+    if not may_outlive:
+        end_with_parent(parent)
+    elif os.getppid() != parent:
+        sys.exit()
     # Nobody can send it Ctrl-C; with Python's own handler `asyncio.run` would want the main thread.
     signal.signal(signal.SIGINT, lambda *_: None)
     for stream in (sys.stdout, sys.stderr):
@@ -98,6 +98,14 @@ def become_child(descriptor: int, parent: int, may_outlive: bool = False) -> soc
             stream.reconfigure(errors="backslashreplace")  # printing must not fail a call
     os.set_inheritable(descriptor, False)  # what users' code starts must not keep the socket open
     return socket.socket(fileno=descriptor)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when the thread that started it, in the process `parent`, ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit()  # it died before the line above
 
 
 def read_frame(frames: BinaryIO) -> dict[str, Any] | None:

@@ -92,6 +92,8 @@ class Broker:
         self.waits_for_claims = True
         """While they cannot be read; a person is shown that instead."""
         self.waited_s = 0.0
+        self.num_interruptions = 0
+        """Calls whose first attempt failed. Redis may have done them, and only the answer is lost."""
         self.round_trips = RoundTrips()
         self.is_stopping = False
         """Set when the service must stop: it waits for Redis no longer than `STOP_PATIENCE_S` then."""
@@ -250,6 +252,7 @@ class Broker:
             raise BrokerError(f"the Redis user of this process lacks a permission: {error}") from None
         if not _is_passing(error):
             raise error
+        self.num_interruptions += 1
         self._leave_replica(error)
         attempts = AsyncRetrying(
             retry=retry_if_exception(_is_passing),

@@ -16,13 +16,13 @@ from typing import Any, Generic, TypeVar
 import structlog
 from redis import exceptions as redis_errors
 
-from tidemill.common.errors import LeaseLostError
+from tidemill.common.errors import CodecError, LeaseLostError
 from tidemill.common.process.stand_in import StandIn
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.client import ServerClock
-from tidemill.common.streams.entries import Delivery, Fields, Garbled, at_random, decoded, in_parts
+from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded, in_parts
 from tidemill.common.streams.log import block_ms, ensure_group, fields_of, is_without_group
 from tidemill.common.streams.read_ahead import ReadAhead
+from tidemill.common.streams.takeover import Takeover
 from tidemill.common.streams.unanswered import read_unanswered
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
@@ -32,9 +32,6 @@ from tidemill.common.wire.messages import Message, Trajectory
 log = structlog.get_logger(__name__)
 
 RENEWALS_PER_LEASE = 3
-RECLAIMS_PER_LEASE = 2
-EVERYWHERE = "-"
-"""Where deliveries from the future are looked for at the start, and once the clock was set back."""
 
 M = TypeVar("M", bound=Message)
 
@@ -69,14 +66,15 @@ class Consumer(Generic[M]):
         self._read = ("XREADGROUP", "GROUP", group, name, "COUNT")
         self._ahead: ReadAhead[M] = ReadAhead(broker, self._hold_new)
         self._num_deliveries = metrics.DELIVERIES.labels(self.label)
-        self._next_reclaim, self._clock = 0.0, ServerClock(lease_s)
-        self._place = EVERYWHERE
-        self._waited_s, self._stand_in = broker.waited_s, stand_in
+        self.takeover = Takeover(broker, key, group, name, lease_s, self.label)
+        self._stand_in = stand_in
         self._renewal: asyncio.Task[None] | None = None
         self.renewed_at = time.monotonic()
 
     async def __aenter__(self) -> "Consumer[M]":
         await ensure_group(self.broker, self.key, self.group)
+        # An outage may have just ended: whoever lives has to renew first. Its leases do not tell.
+        self.takeover.be_patient()
         self._renewal = asyncio.create_task(self._renew_forever(), name=f"renew {self.label}")
         self.renewed_at = time.monotonic()
         if self._stand_in:
@@ -134,8 +132,16 @@ class Consumer(Generic[M]):
 
         Raises:
             LeaseLostError: another worker has taken the ticket over; nothing was published.
+            CodecError: no reader would take it: it is larger than a message may be.
         """
-        rest = (sample.index, sample.group_size, SCHEMA, codec.encode_payload(sample))
+        payload = codec.encode_payload(sample)
+        num_bytes = sample.claim.num_bytes if sample.claim else len(payload)
+        if num_bytes > self.max_bytes:
+            raise CodecError(
+                f"sample {sample.index} has {num_bytes:,} bytes in {len(sample.segments)} segments, and a "
+                f"message {self.max_bytes:,} (streams.max_message_mb)"
+            )
+        rest = (sample.index, sample.group_size, SCHEMA, payload)
         return await self._publish_sample(delivery, out_key, progress_key, rest)
 
     async def settle_group(
@@ -227,8 +233,13 @@ class Consumer(Generic[M]):
         if not deliveries:
             return
         ids = [delivery.entry_id for delivery in deliveries]
-        args = [self.group, self.name, int(self.lease_s * 1000) + 1, 0 if is_counted else 1, *ids]
-        await self._script("hand_back", args, None)
+        taken_off = 0 if is_counted else 1
+        args = [self.group, self.name, int(self.lease_s * 1000) + 1, taken_off, NOBODY, *ids]
+        self._settling.update(ids)
+        try:
+            await self._script("hand_back", args, None)
+        finally:
+            self._settled(ids)
         for entry_id in ids:
             self.held.pop(entry_id, None)
         metrics.HANDED_BACK.labels(self.label).inc(len(ids))
@@ -257,7 +268,8 @@ class Consumer(Generic[M]):
         self._ahead.clear()
         await self.hand_back(list(self.held.values()))
         # One unit: Redis may lose an acknowledgement; what is pending again must not go with the consumer.
-        await self._script("leave", [self.group, self.name], None)
+        for name in (self.name, NOBODY):
+            await self._script("leave", [self.group, name], None)
 
     async def _script(
         self, name: str, args: list[Any], without_group: Any, *other_keys: str, about: Sequence[Any] = ()
@@ -357,37 +369,18 @@ class Consumer(Generic[M]):
             log.warning("lease lost, another worker took over", stream=self.label, entry=entry_id)
 
     async def _reclaim(self, count: int) -> list[Delivery[M] | Garbled]:
-        """Take over messages whose holder has been silent for a lease, a few times a lease.
-
-        While Redis was away nobody could renew, so all leases look expired when it is back: everybody
-        gets one lease to renew before anything is taken, but for what is this consumer's own.
-        """
-        if self.broker.waited_s != self._waited_s:
-            self._waited_s = self.broker.waited_s
+        """What is this consumer's own without its knowing, and what others have abandoned."""
+        if self.takeover.was_interrupted():
             unanswered = [self._hold(*found) for found in await read_unanswered(self, count)]
+            # Redis counts them as delivered once more, and nobody has begun them.
+            await self.unpark([found for found in unanswered if isinstance(found, Delivery)])
             await self.renew()
-            self._next_reclaim = time.monotonic() + at_random(self.lease_s)
             if unanswered:
                 return unanswered
-        if time.monotonic() < self._next_reclaim:
-            return []
-        args = [self.group, self.name, int(self.lease_s * 1000), count, self._place, self._clock.latest_ms()]
-        now_ms, *found = await self.broker.script("reclaim", [self.key], args)
-        is_set_back = self._clock.tell(now_ms)
-        if not found:
-            log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self.label)
+        taken = await self.takeover.look(count)
+        if taken is None:
             await self.renew()
-            self._next_reclaim = time.monotonic() + at_random(self.lease_s)
-            return []
-        place, taken = found
-        self._place = EVERYWHERE if is_set_back else place.decode()
-        if len(taken) < count:
-            self._next_reclaim = time.monotonic() + at_random(self.lease_s / RECLAIMS_PER_LEASE)
-        deliveries = [
-            self._hold(entry_id, fields_of(raw), attempts)
-            for entry_id, raw, attempts in taken
-            if entry_id.decode() not in self.held
-        ]
+        deliveries = [self._hold(*found) for found in taken or () if found[0].decode() not in self.held]
         if deliveries:
             metrics.RECLAIMED.labels(self.label).inc(len(deliveries))
             log.info("took over abandoned messages", stream=self.label, count=len(deliveries))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams.entries import Entry, Fields, Garbled
+from tidemill.common.streams.entries import NOBODY, Entry, Fields, Garbled
 from tidemill.common.streams.log import append, scan
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import Keys
@@ -100,7 +100,7 @@ async def requeue(
     Whoever reclaims next takes it. Returns DONE, LETTER_GONE or MESSAGE_GONE.
     """
     version = "" if progress.started_version is None else progress.started_version
-    args = [letter_id, group, entry_id, int(lease_s * 1000) + 1, version, *progress.published]
+    args = [letter_id, group, entry_id, int(lease_s * 1000) + 1, version, NOBODY, *progress.published]
     return int(await broker.script("requeue", [dead_key, key, progress.key], args))
 
 

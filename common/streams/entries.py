@@ -16,6 +16,8 @@ from tidemill.common.wire.messages import Message
 START = "0-0"
 """Before every entry."""
 MAX_IN_ONE_CALL = 512
+NOBODY = "requeued"
+"""The holder of messages that were given back: no worker's name. What it holds is for whoever asks first."""
 
 M = TypeVar("M", bound=Message)
 Item = TypeVar("Item")

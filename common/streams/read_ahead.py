@@ -31,6 +31,7 @@ class ReadAhead(Generic[M]):
 
     def _receive(self, asked: asyncio.Future[list[Any]]) -> None:
         if asked.cancelled() or asked.exception() is not None:
+            self._broker.num_interruptions += 1  # Redis may have given messages that never came
             return
         (reply,) = asked.result()
         if not isinstance(reply, Exception):

@@ -32,7 +32,7 @@ async def read_unanswered(consumer: Holder, count: int) -> list[tuple[bytes, Fie
     broker, key = consumer.broker, consumer.key
     most = count + len(consumer.held)
     rows = await broker.execute("XPENDING", key, consumer.group, "-", "+", most, consumer.name)
-    attempts = {row[0]: int(row[3]) + 1 for row in rows if row[0].decode() not in consumer.held}
+    attempts = {row[0]: int(row[3]) for row in rows if row[0].decode() not in consumer.held}
     place = ("XREADGROUP", "GROUP", consumer.group, consumer.name, "COUNT", 1, "STREAMS", key)
     replies = await broker.pipeline([(*place, id_before(i.decode())) for i in list(attempts)[:count]])
     found = dict(entry for reply in replies if isinstance(reply, list) for entry in reply[0][1])

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tidemill.common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
@@ -129,7 +130,10 @@ class Trajectory(PromptFields):
     session: Session | None = Field(None, description="absent for a single turn")
     is_greedy: bool = Field(False, description="not sampled: a baseline for the others, never trained")
     claim: Claim | None = Field(None, description="to everything else but the key, where that is too large")
-    fault: str = Field("", description="why the claimed payload cannot be had: the sample has failed")
+    fault: str = Field(
+        "",
+        description="why there is nothing to score: its environment failed, or what it claims cannot be had",
+    )
 
     @property
     def key(self) -> TrajectoryKey:
@@ -174,6 +178,19 @@ class Trajectory(PromptFields):
         """The newest version that produced a token of this trajectory."""
         return max(version for spans in self._all_spans() for version, _ in spans)
 
+    @cached_property
+    def tokens_digest(self) -> str:
+        """Which tokens these are, over all segments: a reward belongs to no others. Empty where they are not
+        here."""
+        if self.claim is not None:
+            return ""
+        digest = xxhash.xxh3_64()
+        for segment in self.segments:
+            for ids in (segment.prompt_ids, segment.completion_ids):
+                digest.update(np.int64(len(ids)).tobytes())
+                digest.update(np.ascontiguousarray(ids).data)
+        return digest.hexdigest()
+
     def _all_spans(self) -> list[tuple[VersionSpan, ...]]:
         return [self.spans, *(fork.spans for fork in self.forks)]
 
@@ -195,9 +212,10 @@ class Trajectory(PromptFields):
 
 
 def fault_of(sample: Trajectory) -> str:
-    """Why the sample has failed whatever its score says: what it claims cannot be had. Empty for others."""
+    """Why the sample has failed whatever its score says: its environment has, or what it claims cannot be
+    had. Empty for others."""
     if sample.claim is None:
-        return ""
+        return sample.fault
     return sample.fault or "its payload lies in the run's folder, which was not looked into"
 
 
@@ -238,11 +256,18 @@ class Score(Message):
     teacher_logprobs: Float32Array | None = Field(
         None, description="of the tokens that the model sampled, over all segments; absent without a teacher"
     )
+    tokens_digest: str = Field(
+        "", max_length=16, description="the trajectory's; absent of older releases, and without its payload"
+    )
 
     @property
     def key(self) -> TrajectoryKey:
         """`(ticket, index)`."""
         return self.ticket, self.index
+
+    def is_of(self, tokens_digest: str) -> bool:
+        """Whether it can be the reward of these tokens: after a loss of Redis a key may come with others."""
+        return not self.tokens_digest or not tokens_digest or self.tokens_digest == tokens_digest
 
     @model_validator(mode="after")
     def _check_value(self) -> Self:

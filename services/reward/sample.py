@@ -55,6 +55,8 @@ class RewardSample:
     """The source of `data.train`, or the evaluation set, where the run has several sources."""
     segments: tuple[Segment, ...] = ()
     """All rows to train on, for teachers; functions in other processes do not get them."""
+    tokens_digest: str = ""
+    """The trajectory's, for the score."""
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory, lane: Lane) -> "RewardSample":
@@ -77,6 +79,7 @@ class RewardSample:
             last.loss_mask,
             trajectory.source,
             trajectory.segments,
+            trajectory.tokens_digest,
         )
 
     @property

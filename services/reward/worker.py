@@ -77,7 +77,7 @@ class Scorer:
         started = time.monotonic()
         sample = RewardSample.from_trajectory(trajectory, lane)
         total = self.reward.sum_up(await self.parts(sample))
-        return total.score(sample.key, self._worker, time.monotonic() - started)
+        return total.score(sample, self._worker, time.monotonic() - started)
 
     async def parts(self, sample: RewardSample) -> Parts:
         """What each reward says of one sample by itself."""

@@ -2,19 +2,23 @@
 
 Guarantees: no sample starts before the engine holds the ticket's `min_version`, nor an older version than
 the one at which the group was first started; after a takeover only the missing indices are generated;
-every published sample was generated under a lease that still held when it was published.
+every published sample was generated under a lease that still held when it was published. A sample whose
+environment fails ends no other one: the others are published, and it is played again by whoever gets the
+ticket next. After the last delivery it is published as failed, where enough others are left to train on.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
 from itertools import chain, count
+from typing import Any
 
 import structlog
 
-from tidemill.common.errors import StoreError
+from tidemill.common.errors import EnvironmentFaultError, StoreError
 from tidemill.common.files import StorageError
 from tidemill.common.process.service import ServiceContext
+from tidemill.common.store.claims import NO_IDS, NO_LOGPROBS
 from tidemill.common.streams import Consumer, Delivery
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
@@ -70,7 +74,7 @@ class GroupGenerator:
         follower: WeightFollower,
         player: Player,
     ) -> None:
-        self.player = player
+        self.player, self.config = player, context.config
         self.broker, self.keys, self.worker, self.lane = context.broker, context.keys, context.name, lane
         self.consumer, self.engine, self.follower = consumer, engine, follower
         self.counts = SampleCounts(lane)
@@ -102,9 +106,34 @@ class GroupGenerator:
             missing = sorted(set(range(ticket.group_size)) - done)
             if not missing:
                 await self.consumer.settle_group(delivery, *self._keys_of(ticket), ticket.group_size)
+            faults: dict[int, EnvironmentFaultError] = {}
             async with asyncio.TaskGroup() as samples:
                 for index in missing:
-                    samples.create_task(self._generate_sample(delivery, index))
+                    samples.create_task(self._generate_sample(delivery, index, faults))
+            if faults:
+                await self._give_up(delivery, faults)
+
+    async def _give_up(self, delivery: Delivery[Ticket], faults: dict[int, EnvironmentFaultError]) -> None:
+        """Publish the samples whose environments failed as failed ones, after the last delivery of a ticket.
+
+        Raises:
+            EnvironmentFaultError: others shall try it, or too few samples would be left.
+        """
+        ticket, config = delivery.message, self.config
+        is_last = delivery.attempts >= config.streams.max_attempts
+        if not is_last or ticket.group_size - len(faults) < config.reward.min_group_size:
+            raise next(iter(faults.values()))
+        for index, fault in faults.items():
+            failed = Trajectory(
+                **self._of_ticket(ticket, index),
+                prompt_ids=ticket.prompt_ids,
+                completion_ids=NO_IDS,
+                logprobs=NO_LOGPROBS,
+                spans=((self.engine.version, 0),),
+                fault=f"an environment failed: {fault}",
+            )
+            await self.consumer.publish_sample(delivery, *self._keys_of(ticket), failed)
+            log.warning("a sample has failed for good", ticket=ticket.ticket, index=index, error=str(fault))
 
     async def _begin(self, ticket: Ticket) -> set[int]:
         """Wait until the engine is young enough for the group; returns the indices published already."""
@@ -141,7 +170,14 @@ class GroupGenerator:
         """Remove the progress of a group that will never be complete."""
         await self.broker.execute("DEL", self.keys.progress(ticket, self.lane))
 
-    async def _generate_sample(self, delivery: Delivery[Ticket], index: int) -> None:
+    def _of_ticket(self, ticket: Ticket, index: int) -> dict[str, Any]:
+        """The fields of a trajectory that are known before it is generated."""
+        known = {name: getattr(ticket, name) for name in OF_THE_TICKET}
+        return known | {"index": index, "is_greedy": index < ticket.num_greedy, "worker": self.worker}
+
+    async def _generate_sample(
+        self, delivery: Delivery[Ticket], index: int, faults: dict[int, EnvironmentFaultError]
+    ) -> None:
         ticket, started_at, history = delivery.message, time.time(), self.follower.history
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
         num_turns, is_greedy = count(1), index < ticket.num_greedy
@@ -155,16 +191,16 @@ class GroupGenerator:
         self.num_playing += 1
         try:
             played = await self.player.play(ticket, name, ask)
+        except EnvironmentFaultError as fault:
+            faults[index] = fault
+            return
         finally:
             self.num_playing -= 1
         if history != self.follower.history:
             return  # of weights that the run never had: generated again
         sample = Trajectory(
-            **{name: getattr(ticket, name) for name in OF_THE_TICKET},
+            **self._of_ticket(ticket, index),
             **played.fields(),
-            index=index,
-            is_greedy=is_greedy,
-            worker=self.worker,
             started_at=started_at,
             finished_at=time.time(),
         )

@@ -3,6 +3,7 @@ only those import them that ask."""
 
 import os
 import time
+import urllib.request
 from typing import Any
 
 
@@ -42,11 +43,45 @@ def raising() -> None:
     raise LookupError("the page is gone")
 
 
+def _ask_once() -> str:
+    import openai
+
+    return str(openai.OpenAI().completions.create(model="m", prompt="x").choices[0].text)
+
+
+def raising_as_frameworks_do() -> None:
+    """Reads what the model said with pydantic, whose class of error says that it was wrong."""
+    import pydantic
+
+    pydantic.TypeAdapter(dict[str, int]).validate_json(_ask_once())
+
+
+def raising_once_answered() -> None:
+    raise KeyError(_ask_once())
+
+
+def exiting_once_answered() -> None:
+    raise SystemExit(_ask_once())
+
+
+def raising_of_the_machine() -> None:
+    raise LookupError(_ask_once()) from ConnectionError("no database")
+
+
 def dying() -> None:
     os._exit(3)
 
 
 def silent() -> None:
+    time.sleep(3600)
+
+
+def endless(base_url: str, api_key: str) -> None:
+    """Runs what the model wrote, which has no end."""
+    headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+    body = b'{"model": "m", "prompt": "Write."}'
+    with urllib.request.urlopen(urllib.request.Request(f"{base_url}/completions", body, headers)) as answer:
+        answer.read()
     time.sleep(3600)
 
 

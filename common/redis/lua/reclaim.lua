@@ -1,6 +1,6 @@
 -- Take over what silent consumers hold, with the number of times each entry was delivered.
 -- KEYS: input stream.  ARGV: group, consumer, idle milliseconds, count, where to look for deliveries from the future
--- (empty for nowhere), latest time that it can be.
+-- (empty for nowhere), latest time that it can be, the only holder to take from (empty for any).
 -- Returns the server's time, where to look next, then (id, fields, deliveries) for each entry taken; and nothing
 -- but the time where the server's clock has jumped ahead: leases look expired then that are not.
 local WINDOW = 256
@@ -23,10 +23,14 @@ if ARGV[5] ~= '' then
     place = '(' .. rows[#rows][1]
   end
 end
--- The server looks through all that the group holds, which takes it some 70 ns an entry. None is found twice.
-local taken, wanted, rows = {}, tonumber(ARGV[4]), nil
+-- The server looks through all that the group holds, which takes it some 70 ns an entry. None is found twice: what is
+-- claimed has been idle for 0 ms since. Both bounds hold whatever the caller sends, NaN included: with an idle time of
+-- 0 the loop would find its own claims for ever, and a script that has written cannot be killed.
+local idle = math.max(1, tonumber(ARGV[3]) or 1)
+local taken, wanted, rows = {}, math.min(1000, tonumber(ARGV[4]) or 0), nil
+local holder = ARGV[7] ~= '' and {ARGV[7]} or {}
 repeat
-  rows = redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', wanted - #taken)
+  rows = redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', idle, '-', '+', wanted - #taken, unpack(holder))
   for _, held in ipairs(rows) do
     local id = held[1]
     local entry = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id)[1]

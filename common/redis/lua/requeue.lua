@@ -2,7 +2,7 @@
 -- The message is still in its stream, under its own id and with its own bytes: it only needs a holder, and
 -- gets one that is silent for longer than a lease, so that the next worker that reclaims takes it.
 -- KEYS: dead letters, input stream, progress hash of its group.
--- ARGV: letter's id, group, input's id, idle milliseconds, version at which the group was started or '',
+-- ARGV: letter's id, group, input's id, idle milliseconds, version at which the group was started or '', holder,
 -- then the indices that are published already.
 -- Returns 1 done, 0 the letter is gone, -1 the stream does not hold the message any more.
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
@@ -11,12 +11,12 @@ end
 if #redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3]) == 0 then
   return -1
 end
-redis.call('XCLAIM', KEYS[2], ARGV[2], 'requeued', 0, ARGV[3],
+redis.call('XCLAIM', KEYS[2], ARGV[2], ARGV[6], 0, ARGV[3],
   'IDLE', ARGV[4], 'RETRYCOUNT', 0, 'FORCE', 'JUSTID')
 if ARGV[5] ~= '' then
   redis.call('HSETNX', KEYS[3], 'version', ARGV[5])
 end
-for i = 6, #ARGV do
+for i = 7, #ARGV do
   redis.call('HSETNX', KEYS[3], ARGV[i], '')
 end
 redis.call('XDEL', KEYS[1], ARGV[1])

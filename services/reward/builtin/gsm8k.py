@@ -25,7 +25,9 @@ _NUMBER = r"[-−]?\$?[-−]?(?:\d[\d,]*+(?:\.\d*+)?+|\.\d++)"
 # A completion that names several numbers must not be paid for having the right one among them.
 _HEDGE = rf"[ \t]*(?:(?<=,)|[-\u2010-\u2015−~:;/*+\u00d7\u00f7=^&|]|\b(?:or|and|to)\b)[ \t]*{_NUMBER}"
 _AT_START = re.compile(rf"[ \t]*({_NUMBER})(?![\w/^])(?!{_HEDGE})")
-_ANYWHERE = re.compile(rf"(?<![\w.]){_NUMBER}(?![\w/^])")
+# What is no plain number is matched too, without a group, and so passed over as a whole: were each of its
+# digits tried as a beginning, time would grow with the square of its length.
+_ANYWHERE = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w/^])|{_NUMBER})")
 
 
 def compute_score(
@@ -64,7 +66,7 @@ def _strict(text: str) -> Decimal | None:
 
 
 def _flexible(text: str) -> Decimal | None:
-    found = _ANYWHERE.findall(text)
+    found = [number for number in _ANYWHERE.findall(text) if number]
     return _parse(found[-1]) if found else None
 
 

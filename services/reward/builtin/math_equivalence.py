@@ -17,9 +17,10 @@ from tidemill.services.reward.outcome import AttemptError
 
 BOX = "\\boxed"
 # math-verify reads neither `####18`, where no number begins at a word's border, nor `-$5`, whose dollar it
-# takes for the beginning of a formula. A dollar that another one closes is a formula, and stays.
+# takes for the beginning of a formula. A dollar that another one closes is a formula, and stays. A number is
+# tried whole only (`++`): every shorter one would read the rest again.
 _MARK = re.compile(r"(?<!#)#{2,}(?=\S)")
-_DEBT = re.compile(r"(?<![\w$)\]}])[-−][ \t]?\\?\$(?=(\d[\d,]*(?:\.\d+)?|\.\d+)(?![\d.,]*[ \t]*\\?\$))")
+_DEBT = re.compile(r"(?<![\w$)\]}])[-−][ \t]?\\?\$(?=(?:\d[\d,]*+(?:\.\d++)?+|\.\d++)(?![\d.,]*[ \t]*\\?\$))")
 
 
 def compute_score(
@@ -34,7 +35,7 @@ def compute_score(
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
-    truth, solution_str = (_readable(text) for text in (str(ground_truth), solution_str))
+    truth, solution_str = (readable(text) for text in (str(ground_truth), solution_str))
     boxed = truth if BOX in truth else f"{BOX}{{{truth}}}"
     latex, plain = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
     with _limit(limit_s):
@@ -47,7 +48,7 @@ def compute_score(
         return float(bool(answer) and verify(gold, answer, timeout_seconds=0))
 
 
-def _readable(text: str) -> str:
+def readable(text: str) -> str:
     """The text with its marks and its sums of money as math-verify reads them."""
     return _DEBT.sub("-", _MARK.sub(r"\g<0> ", text))
 

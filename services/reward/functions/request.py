@@ -15,7 +15,8 @@ from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.sample import RewardSample
 
 FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s")
-SAMPLE_FIELDS = tuple(field.name for field in fields(RewardSample) if field.name != "segments")
+UNSENT_FIELDS = ("segments", "tokens_digest")
+SAMPLE_FIELDS = tuple(field.name for field in fields(RewardSample) if field.name not in UNSENT_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,14 @@ from tidemill.services.reward.outcome import AttemptError, RewardOutcome, interp
 from tidemill.services.reward.remote.faults import FaultKind, RemoteFault
 
 SHOWN_CHARS = 200
-NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?(?![\w%]|\.\d)")
+# What is no plain number is matched too, without a group, so that no part of it is tried again.
+_NUMBER = r"[-+]?(?:\d++(?:,\d++)*+(?:\.\d++)?+|\.\d++)(?:[eE][-+]?\d++)?+%?+"
+NUMBER = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w%]|\.\d)|{_NUMBER})")
 
-LAST_WORD = re.compile(r"\S+\Z")
+OBJECT_START = re.compile(r'\{(?=\s*["}])')
+MAX_BROKEN = 100
+"""Each may have been read to the end of the text."""
+LAST_WORD = re.compile(r"(?<!\S)\S+\Z")
 CUT = ", and the answer was cut off (max_tokens)"
 
 NONCE = "{nonce}"
@@ -173,13 +178,15 @@ def _at(tree: Any, path: str) -> Any:
 
 def _objects(words: str) -> list[tuple[str, Any]]:
     """The JSON objects in the text, whatever is around them: how they are spelled, and what they are."""
-    decoder, found, position = json.JSONDecoder(), [], 0
-    while (start := words.find("{", position)) >= 0:
+    decoder, found, position, num_broken = json.JSONDecoder(), [], 0, 0
+    while start := OBJECT_START.search(words, position):
         try:
-            tree, position = decoder.raw_decode(words, start)
-            found.append((words[start:position], tree))
+            tree, position = decoder.raw_decode(words, start.start())
+            found.append((words[start.start() : position], tree))
         except (ValueError, RecursionError):
-            position = start + 1
+            position, num_broken = start.end(), num_broken + 1
+        if num_broken > MAX_BROKEN:
+            raise _none(words, f"more than {MAX_BROKEN} JSON objects in it are broken")
     return found
 
 
@@ -205,7 +212,7 @@ def _number(found: Any, is_all: bool) -> float | None:
         return float(found)
     if not isinstance(found, str):
         return None
-    numbers = {_parsed(match[0]) for match in NUMBER.finditer(found)}
+    numbers = {_parsed(match[1]) for match in NUMBER.finditer(found) if match[1]}
     is_plain = NUMBER.fullmatch(found.strip()) is not None
     return numbers.pop() if len(numbers) == 1 and (is_all or is_plain) else None
 

@@ -40,6 +40,7 @@ class GroupResult(Message):
     parts: dict[str, dict[str, Any]]
     worker: str = ""
     latency_s: float = 0.0
+    tokens_digest: str = ""
 
     @classmethod
     def of(cls, sample: RewardSample, parts: Parts, worker: str, latency_s: float) -> "GroupResult":
@@ -54,6 +55,7 @@ class GroupResult(Message):
             parts={name: asdict(part) for name, part in parts.items()},
             worker=worker,
             latency_s=latency_s,
+            tokens_digest=sample.tokens_digest,
         )
 
     def sample(self, last: RewardSample) -> RewardSample:
@@ -66,6 +68,7 @@ class GroupResult(Message):
             completion_ids=self.completion_ids,
             session=cast(SessionFacts | None, self.session),
             loss_mask=self.loss_mask,
+            tokens_digest=self.tokens_digest,
         )
 
     def part(self, name: str) -> Part:
@@ -135,6 +138,6 @@ class GroupScoring:
         else:
             sums = [self._reward.sum_up(part) for part in parts]
         return [
-            total.score(sample.key, result.worker, result.latency_s)
+            total.score(sample, result.worker, result.latency_s)
             for sample, total, result in zip(samples, sums, results, strict=True)
         ]

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,7 +210,8 @@ class SandboxJobs:
         return f"{state}:{beat!r}" if state == JobStatus.STARTED else state
 
 
-FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+FENCE = "```"
+LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
 PYTHON = ("python", "python3", "py")
 
 
@@ -243,8 +245,17 @@ class SandboxReward:
 
 def extract_code(text: str) -> str:
     """The last block fenced as Python, else the last fenced block, else the whole text."""
-    blocks = FENCE.findall(text)
+    blocks = list(_blocks(text))
     marked = [body for language, body in blocks if language.lower() in PYTHON]
-    if marked:
-        return str(marked[-1])
-    return str(blocks[-1][1]) if blocks else text
+    return marked[-1] if marked else blocks[-1][1] if blocks else text
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and body of each fenced block; the last one may lack its end."""
+    place = 0
+    while (fence := text.find(FENCE, place)) >= 0 and (line_end := text.find("\n", fence)) >= 0:
+        language = LANGUAGE.match(text, fence + len(FENCE), line_end)
+        end = text.find(FENCE, line_end)
+        end = len(text) if end < 0 else end
+        yield language[1] if language else "", text[line_end + 1 : end]
+        place = end + len(FENCE)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.common.config import RewardConfig
-from tidemill.common.wire.messages import OnFailure, Score, ScoreStatus, TrajectoryKey, Try
+from tidemill.common.wire.messages import OnFailure, Score, ScoreStatus, Try
 from tidemill.services.reward.outcome import Detail, Part
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.cache import RewardCache
@@ -38,10 +38,11 @@ class Total:
     detail: Detail = field(default_factory=dict)
     teacher_logprobs: bytes | None = None
 
-    def score(self, key: TrajectoryKey, worker: str, latency_s: float) -> Score:
+    def score(self, sample: RewardSample, worker: str, latency_s: float) -> Score:
         """The score to publish."""
         own = {name: getattr(self, name) for name in self.__slots__}
-        return Score(ticket=key[0], index=key[1], worker=worker, latency_s=latency_s, **own)
+        of = {"ticket": sample.key[0], "index": sample.key[1], "tokens_digest": sample.tokens_digest}
+        return Score(worker=worker, latency_s=latency_s, **of, **own)
 
 
 class WeightedSum:

@@ -1,8 +1,8 @@
 """`use: agent`: sessions of a program that only knows an address and a key.
 
 Guarantees: every play has an address of its own, and all ids, logprobs and versions that pass it are kept; a
-program that fails, says nothing for `call_timeout_s` or never asks the model is an environment's fault, and
-played again; what a program started is killed as its play ends, however it ends.
+program that fails or never asks the model is an environment's fault, and played again; one that never ends
+once the model has answered is truncated; what a program started is killed as its play ends, however it ends.
 """
 
 import asyncio
@@ -10,7 +10,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import structlog
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EnvironmentFaultError
@@ -26,12 +29,17 @@ from tidemill.services.rollout.environments.budget import Budget
 from tidemill.services.rollout.environments.opening import row_of
 from tidemill.services.rollout.environments.player import play_again
 from tidemill.services.rollout.environments.session import observe
+from tidemill.services.rollout.gateway.program_errors import ProgramError
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
 from tidemill.services.rollout.sessions.chat import ChatFormat
 from tidemill.services.rollout.sessions.player import Ask, Played
 
+log = structlog.get_logger(__name__)
+
 SWEEP_S = 5.0
+PROGRAM_ERROR = "program_error"
+"""The session's metric: 1 where an error of the program ended it."""
 NOT_IN_ALIAS = re.compile(r"[^A-Za-z0-9._-]+")
 """Clients read a slash or a colon in a model's name as the end of a provider's."""
 
@@ -48,8 +56,9 @@ class AgentPlayer:
         self._open_chat, self._decode = open_chat, decode
         self._budget = Budget.of(config)
         self._max_tokens = config.rollout.environment.max_tokens
-        self._program: Program = program_of(config.rollout.environment.agent)
-        section = config.rollout.environment
+        self._max_segments = config.rollout.environment.max_segments
+        self._program: Program = program_of(config.rollout.environment.agent, alias_of(config.model.path))
+        section = self._section = config.rollout.environment
         self._gateway = Gateway(
             alias_of(config.model.path), section.gateway_host, section.structured_output == "refuse"
         )
@@ -122,12 +131,12 @@ class AgentPlayer:
         played = session.played(result.reward, result.metrics, num_faults)
         assert played.session is not None
         observe(played.session, played.first)
-        return played
+        return replace(played, finish="length") if result.is_truncated else played
 
     def _session(self, ticket: Ticket, ask: Ask) -> GatewaySession:
         assert self._chat is not None, "the player was never started"
         budget = self._budget
-        limits = Limits(budget.max_turns, self._max_tokens, budget.max_model_len)
+        limits = Limits(budget.max_turns, self._max_tokens, budget.max_model_len, self._max_segments)
         return GatewaySession(self._chat, self._decode, ask, ticket.sampling, limits)
 
     async def _watched(self, program: "asyncio.Task[Result]", session: GatewaySession) -> Result:
@@ -136,12 +145,12 @@ class AgentPlayer:
         while not program.done():
             now = time.monotonic()
             silent_s = 0.0 if session.num_running else now - session.active_at
-            if now >= deadline and session.histories.recorded:
-                session.reach("timeout")
-                return Result()
             if silent_s >= self._budget.call_timeout_s or now >= deadline:
-                if session.end != "done":
-                    return Result()  # it was told of a limit, and does not end
+                if session.histories.recorded:
+                    # Once the model has answered, what runs may be its doing, and that it never ends too.
+                    if session.end == "done":
+                        session.reach("timeout")
+                    return Result(self._section.program_error_value)
                 raise EnvironmentFaultError(
                     f"the agent neither asked the model nor ended for {silent_s:.0f} s "
                     "(rollout.environment.call_timeout_s, session_timeout_s)",
@@ -156,10 +165,24 @@ class AgentPlayer:
             session.failed.result()
         try:
             return program.result()
-        except EnvironmentFaultError:
-            if session.end == "done":
-                raise
-            return Result()  # a limit has ended its loop, in whatever way it takes an error
+        except ProgramError as error:
+            return self._ended_by(error, session)
+
+    def _ended_by(self, error: ProgramError, session: GatewaySession) -> Result:
+        """What a session comes to whose program failed. Raises ProgramError: it is played again."""
+        policy, is_cut = self._section.on_program_error, session.end != "done"
+        is_models = error.cause == "model" or (policy != "fault" and error.cause == "unknown")
+        if not session.histories.recorded or error.cause == "machine" or not (is_models or is_cut):
+            raise error
+        log.warning(
+            "a program ended with an error, at a limit or because the model was wrong",
+            end=session.end,
+            outcome="value" if policy == "value" else "truncated",
+            error=str(error).rstrip().splitlines()[-1],
+        )
+        if policy == "value":
+            return Result(self._section.program_error_value, {PROGRAM_ERROR: 1.0})
+        return Result(metrics={PROGRAM_ERROR: 1.0}, is_truncated=True)
 
 
 def alias_of(path: str) -> str:

@@ -22,10 +22,14 @@ from tidemill.common.process.children import become_child, read_frame, sender
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.users_code import load_users
 from tidemill.services.rollout.environments.users_code import metrics_of, number_of
+from tidemill.services.rollout.gateway.placeholder import Placeholder
+from tidemill.services.rollout.gateway.program_errors import cause_of
 
 FIELD = "rollout.environment.agent"
 OFFERED = ("row", "base_url", "anthropic_base_url", "api_key", "model")
 """What a function may take, by name."""
+QUIET = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""Libraries ask servers on the internet unless told not to, which takes seconds where there are none."""
 MAX_TRACE_CHARS = 4000
 BACKLOG = 4096
 PR_SET_PDEATHSIG = 1
@@ -38,6 +42,8 @@ def main(descriptor: int, parent: int) -> None:
         spec = read_frame(channel.makefile("rb"))
         if spec is None:
             return
+        placeholder = Placeholder()
+        os.environ.update(variables_of(placeholder.root, placeholder.key, spec["model"]))
         try:
             function = load_agent(spec["agent"])
         except ConfigError as error:
@@ -55,7 +61,7 @@ def main(descriptor: int, parent: int) -> None:
                     if os.fork() == 0:
                         channel.close()
                         listener.close()
-                        _serve(connection, function)
+                        _serve(connection, function, placeholder)
 
 
 def load_agent(reference: str) -> Callable[..., Any]:
@@ -85,7 +91,19 @@ def load_agent(reference: str) -> Callable[..., Any]:
     return call
 
 
-def _serve(connection: socket.socket, function: Callable[..., Any]) -> NoReturn:
+def variables_of(root: str, key: str, model: str) -> dict[str, str]:
+    """By which programs and their libraries find the model at an address."""
+    return {
+        "OPENAI_BASE_URL": f"{root}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": root,
+        "ANTHROPIC_API_KEY": key,
+        "TIDEMILL_MODEL": model,
+        **QUIET,
+    }
+
+
+def _serve(connection: socket.socket, function: Callable[..., Any], placeholder: Placeholder) -> NoReturn:
     """One session, from its frame to its result."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -96,7 +114,9 @@ def _serve(connection: socket.socket, function: Callable[..., Any]) -> NoReturn:
     asked = read_frame(connection.makefile("rb"))
     if asked is not None:
         os.environ.update(asked["variables"])
-        send(_result(function, asked["offered"]))
+        offered = asked["offered"]
+        placeholder.route(offered["anthropic_base_url"], offered["api_key"])
+        send(_result(function, offered))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -110,9 +130,9 @@ def _result(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[st
             returned = run_main(returned)
         return result_of(returned, "it returned")
     except EnvironmentFaultError as error:
-        return {"error": str(error)}
-    except BaseException:
-        return {"error": traceback.format_exc()[-MAX_TRACE_CHARS:]}
+        return {"error": str(error), "cause": "machine"}
+    except BaseException as error:
+        return {"error": traceback.format_exc()[-MAX_TRACE_CHARS:], "cause": cause_of(error)}
 
 
 def result_of(returned: Any, verb: str) -> dict[str, Any]:

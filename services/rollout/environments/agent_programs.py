@@ -19,7 +19,8 @@ import structlog
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.children import frame_of, kill_group, receive, spawn
 from tidemill.common.process.programs import Child, ending_in_words
-from tidemill.services.rollout.environments.agent_host import result_of
+from tidemill.services.rollout.environments.agent_host import result_of, variables_of
+from tidemill.services.rollout.gateway.program_errors import ProgramError, cause_in
 
 log = structlog.get_logger(__name__)
 
@@ -58,11 +59,7 @@ class Assignment:
     def variables(self) -> dict[str, str]:
         """The variables of its process."""
         return {
-            "OPENAI_BASE_URL": f"{self.root}/v1",
-            "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": self.root,
-            "ANTHROPIC_API_KEY": self.key,
-            "TIDEMILL_MODEL": self.model,
+            **variables_of(self.root, self.key, self.model),
             SESSION: self.name,
             WORKER: _mark_of(psutil.Process()),
         }
@@ -74,6 +71,8 @@ class Result:
 
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    is_truncated: bool = False
+    """An error ended it, and the session is scored by what is there."""
 
 
 class Program(Protocol):
@@ -89,9 +88,11 @@ class Program(Protocol):
         """End what was started."""
 
 
-def program_of(agent: str) -> Program:
-    """That of the config's field."""
-    return CommandProgram(agent.removeprefix(COMMAND)) if agent.startswith(COMMAND) else HostedFunction(agent)
+def program_of(agent: str, model: str = "model") -> Program:
+    """That of the config's field, for a model of that name."""
+    if agent.startswith(COMMAND):
+        return CommandProgram(agent.removeprefix(COMMAND))
+    return HostedFunction(agent, model)
 
 
 class CommandProgram:
@@ -127,9 +128,8 @@ class CommandProgram:
                 task.cancel()
         said = errors.decode(errors="replace").strip()[-TAIL_CHARS:]
         if code:
-            raise EnvironmentFaultError(
-                f"the agent's command ended with {ending_in_words(code)}: {said}", "died"
-            )
+            cause = cause_in(errors.decode(errors="replace"), code)
+            raise ProgramError(f"the agent's command ended with {ending_in_words(code)}: {said}", cause)
         return _last_line(output)
 
     async def close(self) -> None:
@@ -139,8 +139,8 @@ class CommandProgram:
 class HostedFunction:
     """A Python function, plain or async, that a host process runs in a fork of its own for each session."""
 
-    def __init__(self, reference: str) -> None:
-        self._reference = reference
+    def __init__(self, reference: str, model: str) -> None:
+        self._reference, self._model = reference, model
         self._folder: Path | None = None
         self._host: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -151,7 +151,8 @@ class HostedFunction:
         self._folder = Path(tempfile.mkdtemp(prefix="tidemill-agent-"))
         self._host, channel = spawn(Child.AGENTS)
         reader, self._writer = await asyncio.open_unix_connection(sock=channel)
-        self._writer.write(frame_of({"agent": self._reference, "path": str(self._socket)}))
+        spec = {"agent": self._reference, "path": str(self._socket), "model": self._model}
+        self._writer.write(frame_of(spec))
         try:
             error = (await receive(reader)).get("error", "")
         except asyncio.IncompleteReadError:
@@ -185,7 +186,7 @@ class HostedFunction:
                 "died",
             ) from None
         if error := result.get("error"):
-            raise EnvironmentFaultError(f"the agent {self._reference} failed: {error}")
+            raise ProgramError(f"the agent {self._reference} failed: {error}", result["cause"])
         return Result(**result)
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ parts, null for no text, new ids of calls, arguments written as other JSON, drop
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from xxhash import xxh3_128_digest
@@ -32,7 +33,7 @@ class RequestError(Exception):
         self.message, self.code, self.status = message, code, status
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Question:
     """One request to the model: the whole history as the client has it."""
 
@@ -50,13 +51,21 @@ class Question:
         """Equal where the same is asked again, within the same limits; no longer than that: each question
         has the whole history in it."""
         within = (self.allows_calls, self.max_tokens, self.stop)
-        asked = repr((self.prompt, self.tools_key, self.identities, within))
+        asked = repr((self.prompt, sorted(self.tool_keys), self.identities, within))
         return xxh3_128_digest(asked.encode())
 
+    @cached_property
+    def tool_keys(self) -> frozenset[str]:
+        """The tools, for comparisons."""
+        return frozenset(json.dumps(tool, sort_keys=True, default=str) for tool in self.tools)
+
     @property
-    def tools_key(self) -> str:
-        """Equal where the tools are."""
-        return json.dumps(self.tools, sort_keys=True, default=str)
+    def prefill(self) -> str | None:
+        """The beginning of the answer, where the client has written it."""
+        last = self.messages[-1] if self.messages else {}
+        return (
+            str(last["content"]) if last.get("role") == "assistant" and not last.get("tool_calls") else None
+        )
 
     @property
     def identities(self) -> tuple[Identity, ...]:
@@ -206,9 +215,9 @@ def stops_of(value: Any) -> tuple[str, ...]:
 
 
 def _same_json(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        try:
+    try:
+        if isinstance(arguments, str):
             arguments = json.loads(arguments or "{}")
-        except ValueError:
-            return str(arguments)
-    return json.dumps(arguments if arguments is not None else {}, sort_keys=True)
+        return json.dumps(arguments if arguments is not None else {}, sort_keys=True)
+    except (ValueError, RecursionError):
+        return str(arguments)

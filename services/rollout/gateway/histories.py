@@ -1,10 +1,12 @@
 """The histories of one session, and which of them a request continues.
 
 A client sends its whole history every time. Where it is what was recorded, and new messages, the recorded
-ids are extended and nothing is rendered again (clean). Where only the model's last answer differs, in less
-than `MAX_DRIFT_TOKENS`, that answer is cut where it differs and the client's version follows as context
-(realigned). Anything else is a segment of its own, whole and rendered anew (forked). Several histories may
-take turns, as those of sub-agents do: each is found again by the longest match.
+ids are extended and nothing is rendered again (clean). Where only the text of the model's last answer
+differs, the ids of what both have at their start are kept, the client's own text follows as context, and what
+was sampled after that is dropped (realigned): never more than half of an answer, nor `MAX_DRIFT_TOKENS`.
+Anything else is a segment of its own, whole and rendered anew (forked). Several histories may take turns, as
+those of sub-agents do: each is found again by the longest match. A history goes on with any tools that its
+prompt describes.
 """
 
 from collections.abc import Sequence
@@ -21,10 +23,13 @@ from tidemill.services.rollout.gateway.dialogue import (
     RequestError,
     identity,
 )
+from tidemill.services.rollout.gateway.reading import Decode, num_within
 from tidemill.services.rollout.sessions.chat import ChatFormat
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder
 
 MAX_DRIFT_TOKENS = 1024
+MIN_SHARE_KEPT = 0.5
+"""Of the tokens of an answer that a client has changed; with less, a fork is better than to drop the rest."""
 
 Kind = Literal["new", "clean", "realigned", "forked"]
 
@@ -34,12 +39,15 @@ class History:
     """One segment while it grows, and the messages that it holds."""
 
     recorder: SegmentRecorder
-    tools_key: str = ""
+    tools: frozenset[str] = frozenset()
+    """What its prompt says of tools."""
     text: str = ""
     """Of a segment without messages: prompt and answers, as the client has them."""
     messages: list[Message] = field(default_factory=list)
     identities: list[Identity] = field(default_factory=list)
     num_prompt_messages: int = 0
+    prefill: str = ""
+    """What the client had written of the first answer."""
     is_closed: bool = True
     """Whether the last answer ended by itself; else what follows has to close it."""
     is_busy: bool = False
@@ -49,14 +57,24 @@ class History:
     """How the session would end with its last answer: `max_tokens` where a limit of the run cut that."""
     last_answer: Answer | None = None
 
+    @property
+    def turn_ids(self) -> list[int]:
+        """Ids of the last turn."""
+        return self.recorder.completion_ids[self.recorder.turns[-1].first :]
+
     def hold(self, question: Question, answer: Answer) -> None:
         """The history is what was asked and answered now."""
         self.last_answer = answer
         if isinstance(question.prompt, str):
             self.text = question.prompt + answer.text
         if question.messages:
-            self.num_prompt_messages = self.num_prompt_messages or len(question.messages)
-            self.messages = [*question.messages, answer.message]
+            before, message = list(question.messages), answer.message
+            if question.prefill is not None:  # the model went on with it: one message, as clients keep it
+                message = message | {"content": question.prefill + answer.text}
+                before.pop()
+            if not self.num_prompt_messages:
+                self.num_prompt_messages, self.prefill = len(before), question.prefill or ""
+            self.messages = [*before, message]
             self.identities = [identity(message) for message in self.messages]
 
 
@@ -76,6 +94,11 @@ class Continuation:
         return recorder.prompt_ids + recorder.completion_ids[: self.num_kept] + self.context
 
     @property
+    def num_shared(self) -> int:
+        """Recorded tokens that it goes on with."""
+        return len(self.history.recorder.prompt_ids) + self.num_kept
+
+    @property
     def num_added(self) -> int:
         """Tokens by which the completion grows before the model speaks."""
         return self.num_kept + len(self.context) - len(self.history.recorder.completion_ids)
@@ -92,8 +115,8 @@ class Continuation:
 class Histories:
     """All segments of one session; `all` has them in the order in which they began."""
 
-    def __init__(self, chat: ChatFormat) -> None:
-        self._chat = chat
+    def __init__(self, chat: ChatFormat, decode: Decode) -> None:
+        self._chat, self._decode = chat, decode
         self.all: list[History] = []
 
     @property
@@ -116,16 +139,15 @@ class Histories:
         if question.prompt is not None:
             return self._find_text(question.prompt)
         asked = question.identities
-        known = [h for h in self.all if h.identities and not h.is_busy and h.tools_key == question.tools_key]
+        known = [h for h in self.all if h.identities and not h.is_busy and question.tool_keys <= h.tools]
         known.sort(key=lambda history: len(history.identities), reverse=True)
         for history in known:
             goes_on = len(asked) > len(history.identities) and _begins(asked, history.identities)
             if goes_on and (continuation := self._extended(history, question)) is not None:
                 return continuation
-        for history in known:
-            if (continuation := self._realigned(history, question, asked)) is not None:
-                return continuation
-        return self._begun(self._rendered(question.messages, question), question.tools_key)
+        realigned = (self._realigned(history, question, asked) for history in known)
+        longest = max(filter(None, realigned), key=lambda found: found.num_shared, default=None)
+        return longest or self._begun(self._rendered(question), question.tool_keys)
 
     def _find_text(self, prompt: str | list[int]) -> Continuation:
         """The same for a prompt without messages: text or ids that go on where a segment ended."""
@@ -141,52 +163,63 @@ class Histories:
                 context = prompt[len(ids) :]
             if context:
                 return Continuation("clean", history, len(history.recorder.completion_ids), context)
-        return self._begun(self._chat.encode(prompt) if isinstance(prompt, str) else prompt, "")
+        return self._begun(self._chat.encode(prompt) if isinstance(prompt, str) else prompt, frozenset())
 
-    def _begun(self, prompt_ids: list[int], tools_key: str) -> Continuation:
+    def _begun(self, prompt_ids: list[int], tools: frozenset[str]) -> Continuation:
         if not prompt_ids:
             raise RequestError("the prompt is empty")
         kind: Kind = "forked" if self.all else "new"
-        return Continuation(kind, History(SegmentRecorder(prompt_ids), tools_key), 0, [])
+        return Continuation(kind, History(SegmentRecorder(prompt_ids), tools), 0, [])
 
     def _extended(self, history: History, question: Question) -> Continuation | None:
         """None where the template cannot render the new messages there."""
-        recorder = history.recorder
-        last = recorder.turns[-1]
         new = question.messages[len(history.identities) :]
-        turn_ids = recorder.completion_ids[last.first :]
         try:
-            context = self._chat.extend(turn_ids, history.is_closed, new, question.tools)
+            context = self._chat.extend(history.turn_ids, history.is_closed, new, question.tools)
         except ValueError:
             return None
-        return Continuation("clean", history, len(recorder.completion_ids), context)
+        return Continuation("clean", history, len(history.recorder.completion_ids), context)
 
     def _realigned(
         self, history: History, question: Question, asked: tuple[Identity, ...]
     ) -> Continuation | None:
-        """None unless the last answer alone is another one, and begins as what was sampled."""
-        num_before = len(history.identities) - 1
-        is_last = len(asked) > num_before + 1 and _begins(asked, history.identities[:num_before])
-        if not is_last or asked[num_before][0] != "assistant":
+        """None unless the text of the last answer alone is another one, and begins as what was sampled."""
+        place = len(history.identities) - 1
+        if len(asked) <= place or not _begins(asked, history.identities[:place]):
             return None
-        changed = dict(question.messages[num_before])
-        if reasoning := history.messages[-1].get("reasoning_content"):
-            changed.setdefault("reasoning_content", reasoning)  # clients drop it; the model did say it
-        before = self._rendered(question.messages[:num_before], question)
-        messages = [*question.messages[:num_before], changed, *question.messages[num_before + 1 :]]
-        whole = self._rendered(messages, question)
-        if whole[: len(before)] != before:
+        (role, _, calls), (_, ours, made) = asked[place], history.identities[place]
+        if role != "assistant" or calls or made:
             return None
-        theirs = whole[len(before) :]
-        ours = history.recorder.completion_ids[(first := history.recorder.turns[-1].first) :]
-        num_common = num_shared(ours, theirs)
-        if not num_common or len(ours) - num_common >= MAX_DRIFT_TOKENS or num_common == len(theirs):
+        turn_ids = history.turn_ids
+        kept, added = self._shared(history, turn_ids, ours, question.messages[place]["content"].lstrip())
+        if kept < max(MIN_SHARE_KEPT * len(turn_ids), len(turn_ids) - MAX_DRIFT_TOKENS, 1):
             return None
-        return Continuation("realigned", history, first + num_common, theirs[num_common:])
+        context = self._chat.encode(added) if added else []
+        if new := question.messages[place + 1 :]:
+            try:
+                context += self._chat.extend(turn_ids[:kept] + context, False, new, question.tools)
+            except ValueError:
+                return None
+        return Continuation("realigned", history, history.recorder.turns[-1].first + kept, context)
 
-    def _rendered(self, messages: Sequence[Message], question: Question) -> list[int]:
+    def _shared(self, history: History, turn_ids: list[int], ours: str, theirs: str) -> tuple[int, str]:
+        """Tokens of the turn whose text the client has too, and what its text goes on with. What comes before
+        the answer in the turn, such as thinking, it has: clients drop it."""
+        assert history.last_answer is not None
+        said = history.last_answer.text.strip()
+        text = self._decode(turn_ids)
+        start = text.rfind(said) - (len(ours) - len(said))  # before the turn where its answer was prefilled
+        num_common = num_shared(ours, theirs)
+        if num_common == len(ours):  # only the token that ended the turn goes
+            is_ended = history.is_closed and not self._decode(turn_ids[-1:])
+            return len(turn_ids) - is_ended, theirs[num_common:].removeprefix(text[start + len(ours) :])
+        kept = num_within(turn_ids, start + num_common, self._decode) if start + num_common > 0 else 0
+        num_kept_chars = len(self._decode(turn_ids[:kept])) - start
+        return (kept, theirs[num_kept_chars:]) if num_kept_chars > 0 else (0, "")
+
+    def _rendered(self, question: Question) -> list[int]:
         try:
-            return self._chat.render(messages, question.tools)
+            return self._chat.render(question.messages, question.tools)
         except ValueError as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}") from None
 

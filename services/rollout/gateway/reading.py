@@ -21,8 +21,7 @@ def cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Gene
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if not found:
         return generation
-    num_fitting = bisect_right(range(len(ids)), min(found), key=lambda i: len(decode(ids[: i + 1])))
-    num_tokens = max(1, num_fitting)
+    num_tokens = max(1, num_within(ids, min(found), decode))
     return replace(
         generation,
         token_ids=ids[:num_tokens],
@@ -30,6 +29,11 @@ def cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Gene
         spans=tuple(span for span in generation.spans if span[1] < num_tokens),
         finish="stop",
     )
+
+
+def num_within(ids: Sequence[int], num_chars: int, decode: Decode) -> int:
+    """Tokens at the start whose text is not longer."""
+    return bisect_right(range(len(ids)), num_chars, key=lambda i: len(decode(ids[: i + 1])))
 
 
 def read(

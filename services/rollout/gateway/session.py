@@ -40,6 +40,7 @@ class Limits:
     max_turns: int
     max_tokens: int
     max_model_len: int
+    max_segments: int = 32
 
 
 @dataclass
@@ -66,7 +67,7 @@ class GatewaySession:
         self, chat: ChatFormat, decode: Decode, ask: Ask, sampling: SamplingParams, limits: Limits
     ) -> None:
         self.token, self.key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        self.histories = Histories(chat)
+        self.histories = Histories(chat, decode)
         self.counts: Counter[str] = Counter()
         self.num_turns = 0
         self.active_at = time.monotonic()
@@ -161,7 +162,10 @@ class GatewaySession:
         for number, history in enumerate(recorded):
             start = history.num_prompt_messages if history is opening else 0
             shared = [num_shared(history.identities, earlier.identities) for earlier in recorded[:number]]
-            said += history.messages[max([start, *shared]) :]
+            messages = history.messages[max([start, *shared]) :]
+            if history is opening and history.prefill:  # a part of the prompt
+                messages[0] = messages[0] | {"content": messages[0]["content"].removeprefix(history.prefill)}
+            said += messages
         return said
 
     def _start(self, question: Question) -> _Given:
@@ -172,6 +176,8 @@ class GatewaySession:
         found = self.histories.find(question)
         history = found.history
         if found.kind in ("new", "forked"):
+            if len(self.histories.all) >= (most := self._limits.max_segments):
+                raise self._limit("max_tokens", f"the session has {most} histories already (max_segments)")
             self.histories.all.append(history)
         history.is_busy = True
         self.num_turns += 1

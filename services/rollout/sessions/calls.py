@@ -16,11 +16,15 @@ from tidemill.services.rollout.sessions.chat import Call
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\A<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
+# The ends of a parameter, each found alone, and names are bounded: so the time is linear in the text.
+_PARAMETER_MARK = re.compile(r"<parameter=([^<>\n]{1,200})>|</parameter>")
+_FENCE = "```"
 _PYTHON_TAG = "<|python_tag|>"
+_TOO_DEEP = "a call must be JSON with name and arguments; this one is too deep"
 _DECODER = json.JSONDecoder(strict=False)
 _SHOWN = 80
+MAX_DEPTH = 100
+"""Lists and objects in each other: what is deeper cannot be encoded everywhere that a call goes."""
 
 
 def format_of(template: str) -> str:
@@ -39,8 +43,8 @@ def find_calls(text: str, call_format: str) -> tuple[str, tuple[Call, ...]]:
     body = text.strip()
     has_tag = call_format == "llama3" and _PYTHON_TAG in body
     said, body = (part.strip() for part in body.split(_PYTHON_TAG, 1)) if has_tag else ("", body)
-    if fenced := _FENCE.match(body):
-        body = fenced[1]
+    if body.startswith(_FENCE) and body.endswith(_FENCE) and len(body) >= 2 * len(_FENCE):
+        body = body.removeprefix(_FENCE).removesuffix(_FENCE).removeprefix("json").strip()
     if not has_tag and body[:1] not in ("{", "["):
         return text, ()
     calls = tuple(_calls_in(body, is_meant=has_tag))
@@ -71,15 +75,27 @@ def _looks_meant(text: str) -> bool:
 
 def _call(body: str) -> Call:
     if function := _FUNCTION.match(body.strip()):
-        given = {name.strip(): _value(text) for name, text in _PARAMETER.findall(function[2])}
-        return Call(function[1].strip(), given)
+        given = {name.strip(): _value(text) for name, text in _parameters(function[2])}
+        return _checked(function[1].strip(), given)
     try:
         value = _DECODER.decode(body.strip())
     except ValueError as error:
         return Call("", error=f"a call must be JSON with name and arguments ({error}): {_shown(body)}")
     except RecursionError:
-        return Call("", error="a call must be JSON with name and arguments; this one is too deep")
+        return Call("", error=_TOO_DEEP)
     return read_call(value)
+
+
+def _parameters(text: str) -> Iterator[tuple[str, str]]:
+    """Names and values; a value goes to the next end of one, whatever is in it."""
+    opened: re.Match[str] | None = None
+    for mark in _PARAMETER_MARK.finditer(text):
+        if opened is None:
+            opened = mark if mark[1] else None
+        elif not mark[1]:
+            value = text[opened.end() : mark.start()]
+            yield opened[1], value.removeprefix("\n").removesuffix("\n")
+            opened = None
 
 
 def _value(text: str) -> Any:
@@ -87,13 +103,15 @@ def _value(text: str) -> Any:
     if text.strip()[:1] in ("[", "{"):
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
     return text
 
 
 def read_call(value: Any) -> Call:
     """One call; some models wrap it in `function`, and some write its arguments as text."""
+    if is_deeper(value, MAX_DEPTH):
+        return Call("", error=_TOO_DEEP)
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name") if isinstance(value, dict) else None
@@ -103,13 +121,26 @@ def read_call(value: Any) -> Call:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return Call(name, error=f"the arguments must be a JSON object, got {_shown(repr(arguments))}")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
         return Call(name, error=f"the arguments must be a JSON object, got {_shown(repr(arguments))}")
-    return Call(name, arguments)
+    return _checked(name, arguments)
+
+
+def _checked(name: str, arguments: dict[str, Any]) -> Call:
+    return Call(name, error=_TOO_DEEP) if is_deeper(arguments, MAX_DEPTH) else Call(name, arguments)
+
+
+def is_deeper(value: Any, limit: int) -> bool:
+    """Whether lists and objects lie in each other more than `limit` deep."""
+    level = [value]
+    for _ in range(limit):
+        nested = (one for one in level if isinstance(one, dict | list))
+        level = [inner for one in nested for inner in (one.values() if isinstance(one, dict) else one)]
+    return any(isinstance(one, dict | list) for one in level)
 
 
 def _shown(text: str) -> str:

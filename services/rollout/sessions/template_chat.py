@@ -77,7 +77,9 @@ class TemplateChat:
         if not self._has_template:
             return self.encode(_text_of(messages))
         caller = _called_by(messages)
-        after = self.encode(self._after_mark([*_marked(caller), *_readable(messages)], tools, speaks=True))
+        is_prefilled = messages[-1].get("role") == "assistant"
+        chat = [*_marked(caller), *_readable(messages)]
+        after = self.encode(self._after_mark(chat, tools, speaks=not is_prefilled, continues=is_prefilled))
         ending = self._ending(caller)
         shared = next(
             (i for i, (a, b) in enumerate(zip(after, ending, strict=False)) if a != b),
@@ -162,8 +164,10 @@ class TemplateChat:
         """What follows the mark in a chat that ends with it."""
         return self.encode(self._after_mark(_marked(caller), (), speaks=False))
 
-    def _after_mark(self, messages: Sequence[ChatMessage], tools: Tools, speaks: bool) -> str:
-        text = self._rendered(messages, tools, speaks=speaks)
+    def _after_mark(
+        self, messages: Sequence[ChatMessage], tools: Tools, speaks: bool, continues: bool = False
+    ) -> str:
+        text = self._rendered(messages, tools, speaks=speaks, continues=continues)
         _, mark, after = text.partition(MARK)
         if not mark:
             what = "calls of tools" if messages[1].get("tool_calls") else "what the model said"
@@ -188,7 +192,7 @@ class TemplateChat:
         for arguments_are_text in (False, True):
             try:
                 text: str = self._tokenizer.apply_chat_template(
-                    [_with_arguments(message, arguments_are_text) for message in messages],
+                    [with_arguments(message, arguments_are_text) for message in messages],
                     tools=list(tools) or None,
                     tokenize=False,
                     add_generation_prompt=speaks,
@@ -198,7 +202,7 @@ class TemplateChat:
             except TypeError as error:
                 if arguments_are_text:
                     raise ValueError(f"the chat template refuses these messages: {error}") from None
-            except (TemplateError, ValueError, KeyError, AttributeError) as error:
+            except (TemplateError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(f"the chat template refuses these messages: {error}") from None
         raise AssertionError("unreachable")
 
@@ -244,7 +248,7 @@ def _readable(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return [dict(message) for message in messages]
 
 
-def _with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
+def with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
     """OpenAI's form has arguments as text, templates mostly want the object."""
     if not message.get("tool_calls"):
         return message
@@ -257,7 +261,7 @@ def _with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
         elif not as_text and isinstance(arguments, str):
             try:
                 function["arguments"] = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 function["arguments"] = {}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from tidemill.common.errors import WeightsError
 from tidemill.common.files import (
     StorageError,
+    append_whole,
     aside_folder,
     file_checksum,
     publish_folder,
@@ -117,13 +118,12 @@ class WeightDownload:
         noted = notes.read_text().split() if notes.exists() else []
         done = {int(note) for note in noted if note.isdecimal()}
         missing = [start for start in range(0, file.num_bytes, PIECE_BYTES) if start not in done]
-        with open(partial / file.name, "r+b" if done else "wb") as output, open(notes, "a") as note:
+        with open(partial / file.name, "r+b" if done else "wb") as output, open(notes, "ab", 0) as note:
 
             def fetch(start: int) -> None:
                 data = self._piece(path, start, min(PIECE_BYTES, file.num_bytes - start))
                 os.pwrite(output.fileno(), data, start)
-                note.write(f"{start}\n")
-                note.flush()
+                append_whole(note, f"{start}\n".encode())
 
             with ThreadPoolExecutor(STREAMS) as streams:
                 futures = [streams.submit(fetch, start) for start in missing]

@@ -3,10 +3,16 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import structlog
+
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.groups.group_filter import ZERO_VARIANCE
 
+log = structlog.get_logger(__name__)
+
+LEAST_WARN = 8
+"""So many groups, or a step's worth, replaced in a row are a warning; twice as many the next one."""
 LEAST_GIVE_UP, STEPS_GIVE_UP = 256, 8
 """This many groups, or steps' worth of them, replaced in a row end the run: none will ever be trained."""
 
@@ -17,6 +23,7 @@ class ReplacementLimit:
     def __init__(self, trainer: TrainerConfig) -> None:
         self._groups_per_step, self._rounds = trainer.groups_per_step, trainer.algorithm.max_filter_rounds
         self._in_a_row, self._num_filtered = 0, 0
+        self._warns_at = max(LEAST_WARN, self._groups_per_step)
         self._rewards: Counter[float] = Counter()
         """What every reward of a group was, of groups without variance since the last one with some."""
 
@@ -30,7 +37,7 @@ class ReplacementLimit:
 
     def note_trained(self) -> None:
         """A group can be trained."""
-        self._in_a_row = 0
+        self._in_a_row, self._warns_at = 0, max(LEAST_WARN, self._groups_per_step)
         self._rewards.clear()
 
     def note_replaced(self, reason: str, detail: str, rewards: Sequence[float]) -> None:
@@ -41,6 +48,14 @@ class ReplacementLimit:
             self._num_filtered += 1
             self._rewards.update(rewards[:1])
         size = self._groups_per_step
+        if self._in_a_row >= self._warns_at:
+            self._warns_at = 2 * self._in_a_row
+            log.warning(
+                "no group could be trained of late; each is replaced",
+                groups_in_a_row=self._in_a_row,
+                last_reason=reason,
+                detail=detail,
+            )
         if self._rounds is not None and self._num_filtered > (self._rounds - 1) * size:
             raise ConfigError(
                 f"a step of {size} groups needs more than {self._rounds} times as many "

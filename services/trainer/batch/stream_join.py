@@ -59,6 +59,8 @@ class PendingGroup:
     group_size: int
     trajectories: dict[int, Entry[Trajectory]] = field(default_factory=dict)
     scores: dict[int, Entry[Score]] = field(default_factory=dict)
+    other_scores: list[Entry[Score]] = field(default_factory=list)
+    """Of keys that have a score already, which is of other tokens: the trajectory will tell which counts."""
     started_version: int = -1
     oldest_sampled: int = UNKNOWN_VERSION
     """Of the tokens that have arrived."""
@@ -101,6 +103,7 @@ class PendingGroup:
         """Everything that has arrived, to read it again."""
         self.trajectories.clear()
         self.scores.clear()
+        self.other_scores.clear()
         self.started_version, self.oldest_sampled = -1, UNKNOWN_VERSION
         self.precomputed, self.is_ahead = None, False
 
@@ -174,13 +177,15 @@ class StreamJoin:
         }
         while True:
             reader = self._readers[stream]
-            entries = await reader.read(READ_COUNT, BLOCK_S)
-            if reader is self._readers[stream]:  # or `reread` has put another in its place meanwhile
-                for entry in entries:
-                    if isinstance(entry, Garbled):
-                        await self._take_garbled(stream, entry)
-                    else:
-                        takers[stream](entry)
+            for entry in await reader.read(READ_COUNT, BLOCK_S):
+                # At each entry, because a letter is waited for in between: `reread` may have put another
+                # reader in this one's place meanwhile, and what this one has is of a history that is gone.
+                if reader is not self._readers[stream]:
+                    break
+                if isinstance(entry, Garbled):
+                    await self._take_garbled(stream, entry)
+                else:
+                    takers[stream](entry)
 
     def reread(self, history: int = 0) -> None:
         """Forget what has arrived of groups that no step has taken, and read it again.
@@ -255,7 +260,7 @@ class StreamJoin:
     def _low_water(self, groups: Iterable[PendingGroup]) -> dict[str, str]:
         groups = list(groups)
         trajectories = [entry.entry_id for group in groups for entry in group.trajectories.values()]
-        scores = [entry.entry_id for group in groups for entry in group.scores.values()]
+        scores = [e.entry_id for group in groups for e in (*group.scores.values(), *group.other_scores)]
         return {TRAJECTORIES: self._below(TRAJECTORIES, trajectories), SCORES: self._below(SCORES, scores)}
 
     def _below(self, stream: str, entry_ids: list[str]) -> str:
@@ -277,14 +282,45 @@ class StreamJoin:
         if self._is_new(TRAJECTORIES, entry.entry_id):
             self.num_trajectories += 1
         group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
+        if group is not None and sample.index not in group.trajectories:
+            self._choose_score(group, sample)
         if group is not None and self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES):
             group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
             group.is_ahead |= sample.max_version > self.version
 
     def _take_score(self, entry: Entry[Score]) -> None:
-        group = self._group_of(entry.message.ticket, SCORES, entry.entry_id)
-        if group is not None:
-            self._join(group, group.scores, entry.message.index, entry, SCORES)
+        score = entry.message
+        group = self._group_of(score.ticket, SCORES, entry.entry_id)
+        if group is None:
+            return
+        trajectory, first = group.trajectories.get(score.index), group.scores.get(score.index)
+        if trajectory is not None and not score.is_of(trajectory.message.tokens_digest):
+            self._refuse(entry)
+        elif (
+            trajectory is None
+            and first is not None
+            and not score.is_of(first.message.tokens_digest)
+            and len(group.other_scores) < group.group_size  # whatever is in the stream, memory is bounded
+        ):
+            group.other_scores.append(entry)
+        else:
+            self._join(group, group.scores, score.index, entry, SCORES)
+
+    def _choose_score(self, group: PendingGroup, sample: Trajectory) -> None:
+        """Of the scores that came before their trajectory, keep the first one of its tokens."""
+        came = [entry for entry in group.other_scores if entry.message.index == sample.index]
+        first = group.scores.get(sample.index)
+        if first is not None and not first.message.is_of(sample.tokens_digest):
+            self._refuse(group.scores.pop(sample.index))
+            if fitting := [entry for entry in came if entry.message.is_of(sample.tokens_digest)]:
+                group.scores[sample.index] = fitting[0]
+        group.other_scores = [entry for entry in group.other_scores if entry not in came]
+
+    def _refuse(self, entry: Entry[Score]) -> None:
+        """Drop the reward of other tokens than those that the key has here."""
+        self._count_duplicate(SCORES, entry.entry_id)
+        score = entry.message
+        log.warning("score of other tokens refused", ticket=score.ticket, index=score.index)
 
     def _take_dead(self, entry: Entry[DeadLetter]) -> None:
         if entry.message.origin not in ("prompts", "trajectories"):

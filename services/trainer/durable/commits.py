@@ -17,7 +17,7 @@ import structlog
 import xxhash
 
 from tidemill.common.errors import TidemillError
-from tidemill.common.files import storage_errors
+from tidemill.common.files import append_durably, storage_errors
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import (
@@ -40,6 +40,8 @@ log = structlog.get_logger(__name__)
 
 JOURNAL_FILE = "commits.jsonl"
 """Below the run's folder: a line for each step."""
+CUT_OFF_FILE = "commits.cut-off.jsonl"
+"""Beside it: what was not whole at the start of a trainer, and all behind it."""
 
 
 class CommitJournal:
@@ -80,16 +82,7 @@ class CommitJournal:
         text = b64encode(codec.encode_payload(commit)).decode()
         document = {"step": commit.step, "commit": text, "checksum": xxhash.xxh3_128_hexdigest(text.encode())}
         line = json.dumps(document).encode() + b"\n"
-        with storage_errors("the journal of commits", self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab") as file:
-                try:
-                    file.write(line)
-                    file.flush()
-                    os.fsync(file.fileno())
-                except OSError:
-                    os.ftruncate(file.fileno(), end)
-                    raise
+        append_durably(self.path, line, "the journal of commits", end)
         self._ends.append(end + len(line))
 
     def read(self, step: int) -> Commit:
@@ -114,7 +107,8 @@ class CommitJournal:
         del self._ends[keep:]
 
     def _open(self) -> None:
-        """Find the lines, and cut off what is not whole."""
+        """Find the lines, and cut off from the first on that is not whole. What is cut off is kept: whole
+        commits may stand behind, which Redis may lose."""
         if not self.path.exists():
             return
         end, problem = 0, ""
@@ -132,7 +126,14 @@ class CommitJournal:
                 end += len(line)
                 self._ends.append(end)
         if problem:
-            log.warning("the journal of commits is cut off where it is not whole", problem=problem, left=end)
+            kept = self.path.with_name(CUT_OFF_FILE)
+            log.warning(
+                "the journal of commits is cut off where it is not whole",
+                problem=problem,
+                left=end,
+                kept=str(kept),
+            )
+            append_durably(kept, self.path.read_bytes()[end:], "what is cut off the journal of commits")
             with storage_errors("the journal of commits", self.path):
                 os.truncate(self.path, end)
 

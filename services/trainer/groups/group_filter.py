@@ -24,7 +24,7 @@ from tidemill.services.trainer.groups.samples import (
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS, UNTAUGHT = "bad_numbers", "no_teacher_logprobs"
-NO_PAYLOAD = "no_payload"
+NO_PAYLOAD, ENVIRONMENT_FAULT = "no_payload", "environment_fault"
 NO_BASELINE = "no_greedy_baseline"
 GREEDY = "greedy_baseline"
 """Why a sample is left out that was not sampled."""
@@ -131,7 +131,9 @@ class GroupFilter:
         faults = {index: fault for index, one in group.trajectories.items() if (fault := fault_of(one))}
         usable = {index: score for index, score in group.scores.items() if index not in faults}
         rewards, left_out = self._rewards(usable, teacher is not None)
-        left_out += [(index, NO_PAYLOAD) for index in sorted(faults)]
+        for index in sorted(faults):
+            is_claimed = group.trajectories[index].claim is not None
+            left_out.append((index, NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT))
         for index, _ in left_out:
             # A reward of its own policy says so in the score; the others leave it to the run's.
             if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":

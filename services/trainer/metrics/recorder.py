@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 
-from tidemill.common.files import storage_errors, write_atomically
+from tidemill.common.files import append_whole, storage_errors, write_atomically
 from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, Record, read_records
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.metrics.trackers import Sender
@@ -113,16 +113,8 @@ class Recorder:
 
     def _append(self, record: Record) -> None:
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        size = os.fstat(self._file.fileno()).st_size
         with storage_errors("metrics", self.path):
-            try:
-                written = self._file.write(line)
-                if written != len(line):
-                    # A short write means a full disk; writing the rest gives its error.
-                    self._file.write(line[written:])
-            except OSError:
-                os.ftruncate(self._file.fileno(), size)
-                raise
+            append_whole(self._file, line)
 
     def _send(self, record: Record) -> None:
         for sender in self._senders:

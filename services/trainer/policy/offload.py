@@ -59,7 +59,7 @@ class OffloadedAdamW(AdamW):
         if not self.state[parameter]:
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{name: on_host(torch.zeros_like(parameter)) for name in MOMENTS},
+                **{name: host_like(parameter).zero_() for name in MOMENTS},
             }
         assert parameter.grad is not None, "parameters without a gradient stay as they are"
         state, weight, gradient = self.state[parameter], _flat(parameter), _flat(parameter.grad)
@@ -152,17 +152,17 @@ def _flat(tensor: Tensor) -> Tensor:
     return own.view(-1)
 
 
+def host_like(tensor: Tensor) -> Tensor:
+    """Room for a copy in the host's memory, pinned where the tensor is on a GPU; for a DTensor, a DTensor."""
+    return torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
+
+
 @torch.no_grad()
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, pinned where it comes from a GPU; of a DTensor, a DTensor."""
-    if tensor.device.type != "cuda":
-        return tensor.detach().to("cpu", copy=True)
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach())
-    copied = tensor.detach().to("cpu")
-    own = local(copied)
-    own.data = own.pin_memory()
-    return copied
+    """A copy in the host's memory, as `host_like` makes it."""
+    room = host_like(tensor)
+    local(room).copy_(local(tensor.detach()))
+    return room
 
 
 class LeavesDevice:

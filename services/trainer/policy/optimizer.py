@@ -2,7 +2,7 @@
 
 Guarantees: the learning rate is a function of the number of updates alone, so a restart needs no scheduler
 state but that number; a gradient that is not finite never reaches a weight or a moment; `optimizer_tensors`
-and `load_optimizer_tensors` are inverse to each other, bit by bit.
+and `load_optimizer` are inverse to each other, bit by bit.
 """
 
 import math
@@ -17,7 +17,8 @@ from torch.optim import AdamW
 
 from tidemill.common.config.trainer import OptimizerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.policy.offload import OffloadedAdamW, on_host
+from tidemill.services.trainer.policy.offload import OffloadedAdamW, host_like
+from tidemill.services.trainer.policy.state import StateSource, fill
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -108,26 +109,34 @@ def optimizer_tensors(optimizer: AdamW, parameters: NamedParameters) -> dict[str
     }
 
 
-def load_optimizer_tensors(
-    optimizer: AdamW, parameters: NamedParameters, tensors: Mapping[str, Tensor]
-) -> None:
-    """Replace the optimizer's state by copies of what `optimizer_tensors` gave. Raises ConfigError: a tensor
-    belongs to no parameter, or has another shape."""
-    by_name = dict(parameters)
-    offloads = isinstance(optimizer, OffloadedAdamW)
-    optimizer.state.clear()
-    for key, value in tensors.items():
-        name, _, moment = key.rpartition(".")
-        parameter = by_name.get(name)
-        if parameter is None or (moment != "step" and value.shape != parameter.shape):
+OPTIMIZER = "optimizer."
+"""Before the names of its tensors, in a checkpoint."""
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: AdamW, parameters: NamedParameters, source: StateSource) -> None:
+    """Replace the optimizer's state by what `optimizer_tensors` gave: each tensor is read into its place, so
+    that no two of them are beside each other. Raises ConfigError: a tensor belongs to no parameter, or has
+    another shape; nothing is changed."""
+    by_name, shapes = dict(parameters), source.shapes
+    keys = [key for key in shapes if key.startswith(OPTIMIZER)]
+    for key in keys:
+        name, _, moment = key.removeprefix(OPTIMIZER).rpartition(".")
+        if name not in by_name or (moment != "step" and shapes[key] != tuple(by_name[name].shape)):
             raise ConfigError(
-                f"the checkpoint's optimizer state {key} of shape {tuple(value.shape)} does not fit the "
-                "model; resume with the model the run was started with"
+                f"the checkpoint's optimizer state {key} of shape {shapes[key]} does not fit the model; "
+                "resume with the model the run was started with"
             )
-        # The step counter stays float32: AdamW's fused kernel wants it beside the parameter.
-        dtype = torch.float32 if moment == "step" else parameter.dtype
-        optimizer.state[parameter][moment] = (
-            on_host(value.to(dtype))
-            if offloads and moment != "step"
-            else value.detach().to(device=parameter.device, dtype=dtype, copy=True)
-        )
+    optimizer.state.clear()
+    for key in keys:
+        name, _, moment = key.removeprefix(OPTIMIZER).rpartition(".")
+        parameter = by_name[name]
+        if moment == "step":
+            # It stays float32: AdamW's fused kernel wants it beside the parameter.
+            value = source.read(key).to(device=parameter.device, dtype=torch.float32, copy=True)
+        else:
+            offloads = isinstance(optimizer, OffloadedAdamW)
+            value = fill(
+                host_like(parameter) if offloads else torch.empty_like(parameter.detach()), source, key
+            )
+        optimizer.state[parameter][moment] = value

@@ -129,7 +129,7 @@ class SimulatedPolicy(HasCoefficients, SavesState):
 
     def load_state(self, source: PolicyState | Path) -> None:
         """Continue the chain of a checkpoint."""
-        state = source if isinstance(source, PolicyState) else PolicyState.read(source)
+        state = source if isinstance(source, PolicyState) else PolicyState.open(source)
         if state.values.get("policy") != "simulated" or "simulated" not in state.tensors:
             raise ConfigError(
                 f"the checkpoint is of policy {state.values.get('policy')!r}, trainer.policy is simulated; "

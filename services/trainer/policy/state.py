@@ -8,14 +8,17 @@ its rows of every sharded tensor; where they belong is in the file's own metadat
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tidemill.common.errors import ConfigError
 
@@ -49,38 +52,89 @@ class Shard:
         return {"first_rows": json.dumps(first, sort_keys=True)}
 
 
-class ShardReader:
-    """Reads rows of tensors out of a state's files. Raises ConfigError: the folder holds no state."""
-
-    def __init__(self, folder: Path) -> None:
-        self._pieces: dict[str, list[tuple[int, Path]]] = {}
-        for path in sorted(folder.glob(PATTERN)):
-            with safe_open(path, "pt") as file:
-                first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
-                for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                    self._pieces.setdefault(name, []).append((first_rows.get(name, 0), path))
-        if not self._pieces:
-            raise ConfigError(f"{folder} holds no state of a policy; resume from another checkpoint")
+class StateSource(Protocol):
+    """A state that is read tensor by tensor."""
 
     @property
-    def names(self) -> list[str]:
-        """Of all tensors."""
-        return sorted(self._pieces)
+    def values(self) -> dict[str, Any]:
+        """See `PolicyState`."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, whole, by name."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor, or all of it; in this process's memory, or a view."""
+
+
+class _Piece(NamedTuple):
+    first: int
+    """Row of the whole tensor."""
+    file: Any
+    shape: tuple[int, ...]
+
+
+class ShardReader:
+    """A state in a folder. Raises ConfigError: the folder holds none that is readable."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pieces: dict[str, list[_Piece]] = {}
+        with _told(folder):
+            for path in sorted(folder.glob(PATTERN)):
+                # Not mapped: pages of a mapping would count as this process's memory.
+                file = safe_open(path, "pt", backend="pread")
+                first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
+                for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                    piece = _Piece(first_rows.get(name, 0), file, tuple(file.get_slice(name).get_shape()))
+                    self._pieces.setdefault(name, []).append(piece)
+        if not self._pieces:
+            raise ConfigError(_NO_STATE.format(folder, "no file of tensors"))
+        for pieces in self._pieces.values():
+            pieces.sort(key=lambda piece: piece.first)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Of rank 0."""
+        return PolicyState.read_values(self._folder)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, whole."""
+        lasts = {name: pieces[-1] for name, pieces in sorted(self._pieces.items())}
+        return {
+            name: (last.first + last.shape[0], *last.shape[1:]) if last.shape else ()
+            for name, last in lasts.items()
+        }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor, or all of it."""
         parts: list[Tensor] = []
-        for first, path in sorted(set(self._pieces[name])):
-            with safe_open(path, "pt") as file:
-                piece = file.get_slice(name)
-                if not piece.get_shape():
+        with _told(self._folder):
+            for first, file, shape in self._pieces[name]:
+                if not shape:
                     scalar: Tensor = file.get_tensor(name)
                     return scalar
-                end = first + piece.get_shape()[0]
+                end = first + shape[0]
                 low = min(max(start, first), end)
                 high = max(low, end if stop is None else min(stop, end))
-                parts.append(piece[low - first : high - first])
-        return torch.cat(parts)
+                if low < high:
+                    parts.append(file.get_slice(name)[low - first : high - first])
+            if not parts:  # slices of no rows are refused at an end
+                nothing: Tensor = file.get_slice(name)[:0] if shape[0] else file.get_tensor(name)
+                return nothing
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def fill(tensor: Tensor, source: StateSource, name: str) -> Tensor:
+    """The tensor, with what this process holds of it read from a state: all, or its rows."""
+    if isinstance(tensor, DTensor):
+        axis = tensor.device_mesh.ndim - 1  # before it come copies of the model
+        rank, size = tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis)
+        tensor.to_local().copy_(source.read(name, *rows_of(tensor.shape[0], rank, size)))
+    else:
+        tensor.copy_(source.read(name))
+    return tensor
 
 
 TENSORS_FILE = "policy.safetensors"
@@ -99,10 +153,10 @@ class PolicyState:
     shard: Shard | None = None
     """None of a whole one."""
 
-    def part(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin with it, without it."""
-        found = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
-        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of its tensors."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def write(self, folder: Path) -> None:
         """Write tensors and values, where there are any; the same state gives the same bytes. Tensors are on
@@ -119,18 +173,17 @@ class PolicyState:
                 json.dumps(self.values, sort_keys=True) + "\n", encoding="utf-8"
             )
 
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """See `StateSource`."""
+        tensor = self.tensors[name]
+        return tensor[start:stop] if tensor.ndim else tensor
+
     @classmethod
-    def read(cls, folder: Path) -> "PolicyState":
-        """Read what `write` wrote, or what ranks wrote, each its shard. Raises ConfigError: the folder holds
-        no readable state."""
-        values = cls.read_values(folder)
-        try:
-            if (folder / TENSORS_FILE).exists():
-                return cls(load_file(folder / TENSORS_FILE), values)
-            reader = ShardReader(folder)
-            return cls({name: reader.read(name) for name in reader.names}, values)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(_NO_STATE.format(folder, error)) from error
+    def open(cls, folder: Path) -> "PolicyState":
+        """All of what `write` wrote, or of what ranks wrote, each its shard. Raises ConfigError: the folder
+        holds no readable state."""
+        reader = ShardReader(folder)
+        return cls({name: reader.read(name) for name in reader.shapes}, reader.values)
 
     @staticmethod
     def read_values(folder: Path) -> dict[str, Any]:
@@ -140,3 +193,11 @@ class PolicyState:
         except (OSError, ValueError) as error:
             raise ConfigError(_NO_STATE.format(folder, error)) from error
         return values
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(_NO_STATE.format(folder, error)) from error

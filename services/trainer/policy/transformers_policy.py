@@ -47,10 +47,11 @@ from tidemill.services.trainer.policy.model_loading import (
 )
 from tidemill.services.trainer.policy.offload import LeavesDevice
 from tidemill.services.trainer.policy.optimizer import (
+    OPTIMIZER,
     build_optimizer,
     finish_gradients,
     learning_rate,
-    load_optimizer_tensors,
+    load_optimizer,
     optimizer_tensors,
 )
 from tidemill.services.trainer.policy.packing import (
@@ -65,7 +66,7 @@ from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
-from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
 from tidemill.services.trainer.weights.store import model_tensors
 
 
@@ -336,7 +337,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         """Master weights, moments, random state; and the number of updates, which fixes the rate."""
         tensors = self._saved_weights()
         moments = optimizer_tensors(self._optimizer, self._parameters)
-        tensors.update((f"optimizer.{name}", tensor) for name, tensor in moments.items())
+        tensors.update((f"{OPTIMIZER}{name}", tensor) for name, tensor in moments.items())
         tensors["rng.cpu"] = torch.get_rng_state()
         if self._device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
@@ -355,35 +356,40 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
 
     @torch.no_grad()
     def load_state(self, source: PolicyState | Path) -> None:
-        """Copy a state into this policy; the weights are checked before anything is changed."""
-        state = source if isinstance(source, PolicyState) else PolicyState.read(source)
-        own = self._saved_weights()
-        others = ("optimizer.", "rng.")
-        given = {name: value for name, value in state.tensors.items() if not name.startswith(others)}
+        """Read a state into this policy, tensor by tensor, on ranks each its rows; all is checked before
+        anything is changed."""
+        state = ShardReader(source) if isinstance(source, Path) else source
+        values, own = state.values, self._saved_weights()
+        self._check_state(values, state.shapes, own)
+        load_optimizer(self._optimizer, self._parameters, state)
+        for name, tensor in own.items():
+            fill(tensor, state, name)
+        self._num_updates = int(values["updates"])
+        self._set_coefficients(self._config.algorithm, values.get("coefficients"))
+        torch.set_rng_state(state.read("rng.cpu").cpu())
+        if self._device.type == "cuda" and "rng.cuda" in state.shapes:
+            torch.cuda.set_rng_state(state.read("rng.cuda").cpu(), self._device)
+        self.zero()
+
+    def _check_state(
+        self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], own: dict[str, Tensor]
+    ) -> None:
+        given = {name for name in shapes if not name.startswith((OPTIMIZER, "rng."))}
         wrong = sorted(
             name
-            for name in own.keys() | given.keys()
-            if name not in own or name not in given or own[name].shape != given[name].shape
+            for name in own.keys() | given
+            if name not in own or name not in given or tuple(own[name].shape) != shapes[name]
         )
-        if wrong or state.values.get("policy") != "transformers":
-            policy = state.values.get("policy")
+        policy = values.get("policy")
+        if wrong or policy != "transformers":
             raise ConfigError(
                 f"the checkpoint is of policy {policy!r} and {len(wrong)} of its weights do not fit the "
                 f"model ({', '.join(wrong[:3])}); resume with the model, the adapters, the value head and "
                 "the reference the run was started with"
             )
         base = self._adapters.identity if self._adapters else None
-        if state.values.get("base") != base:
+        if values.get("base") != base:
             raise ConfigError(
-                f"the checkpoint's adapters belong to the model {state.values.get('base')}, and this is "
+                f"the checkpoint's adapters belong to the model {values.get('base')}, and this is "
                 f"{base}; resume with the model.path and trainer.lora the run was started with"
             )
-        load_optimizer_tensors(self._optimizer, self._parameters, state.part("optimizer."))
-        for name, tensor in own.items():
-            tensor.copy_(given[name])
-        self._num_updates = int(state.values["updates"])
-        self._set_coefficients(self._config.algorithm, state.values.get("coefficients"))
-        torch.set_rng_state(state.tensors["rng.cpu"].cpu())
-        if self._device.type == "cuda" and "rng.cuda" in state.tensors:
-            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._device)
-        self.zero()

@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.reward_worker import group, num_pending, scores, worker
@@ -38,7 +39,10 @@ def write(tmp_path: Path) -> Callable[[str], str]:
 async def test_a_group_is_published_at_once_when_its_last_score_is_in(
     broker: Broker, keys: Keys, write: Any
 ) -> None:
-    first, *others = group("4", "1", "3", "1")
+    first, *others = [
+        sample.model_copy(update={"completion_ids": np.array([place, 7, 8], np.int32)})
+        for place, sample in enumerate(group("4", "1", "3", "1"))
+    ]
     async with worker(broker, keys, function=f"{write(NUMBER)}:compute_score", group="rank"):
         await append(broker, keys.trajectories(), *others)
         await wait_until(lambda: _is_settled(broker, keys))
@@ -47,6 +51,8 @@ async def test_a_group_is_published_at_once_when_its_last_score_is_in(
         made = await scores(broker, keys, SIZE)
     assert [score.value for score in made] == pytest.approx([1.0, 1 / 6, 2 / 3, 1 / 6])
     assert [score.components["before_group"] for score in made] == [4.0, 1.0, 3.0, 1.0]
+    assert [score.tokens_digest for score in made] == [sample.tokens_digest for sample in (first, *others)]
+    assert len({score.tokens_digest for score in made}) == SIZE
     assert await num_pending(broker, keys) == 0
 
 

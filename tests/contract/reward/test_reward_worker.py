@@ -120,6 +120,7 @@ async def test_every_trajectory_of_both_lanes_gets_exactly_one_score(broker: Bro
         assert sorted(score.key for score in made) == wanted
         assert {score.key: score.value for score in made} == {k: float(k[0] + k[1] & 1) for k in wanted}
         assert {(score.status, score.worker, score.attempts) for score in made} == {(ScoreStatus.OK, "w1", 1)}
+        assert {score.tokens_digest for score in made} == {trajectories[0].tokens_digest} != {""}
         assert await num_pending(broker, keys, lane) == 0
 
 

@@ -24,7 +24,8 @@ from tidemill.common.errors import EnvironmentFaultError, LeaseLostError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import group_status
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
-from tidemill.common.wire.messages import DeadLetter, Lane, Trajectory
+from tidemill.common.wire.messages import DeadLetter, Lane, Trajectory, fault_of
+from tidemill.services.rollout.environments.single_turn import SingleTurn
 from tidemill.services.rollout.worker import RolloutWorker
 
 
@@ -268,3 +269,49 @@ async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_bu
         await loop._work(again)
         (letter,) = await messages(broker, keys.dead, DeadLetter)
     assert "the board is broken" in letter.error
+
+
+class PartlyFailingPlayer(SingleTurn):
+    """A player whose environment fails for one sample."""
+
+    async def play(self, ticket: Any, name: str, ask: Any) -> Any:
+        if name.split("-")[2] == "2":
+            raise EnvironmentFaultError("the board is broken")
+        return await super().play(ticket, name, ask)
+
+
+@pytest.mark.parametrize("least", [3, 4])
+async def test_a_sample_whose_environment_fails_ends_no_other_and_the_least_group_decides(
+    make, broker, keys, least
+):
+    await issue(broker, keys)
+    async with make(streams__max_attempts=2, reward__min_group_size=least) as worker:
+        player = PartlyFailingPlayer(worker.engine.decode)
+        loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, player)
+        loop.consumer = loop.generator.consumer = worker.consumer
+        delivery = await worker.fetch()
+        await loop._work(delivery)
+        assert {sample.index for sample in await samples_of(broker, keys)} == {0, 1, 3}
+        worker.engine.asked.clear()
+        await loop._work(await take_over(broker, keys, delivery, worker))
+        assert worker.engine.asked == []
+    letters = await messages(broker, keys.dead, DeadLetter)
+    failed = [sample for sample in await samples_of(broker, keys) if sample.index == 2]
+    assert [letter.ticket for letter in letters] == ([0] if least == 4 else [])
+    assert [fault_of(sample) != "" for sample in failed] == ([] if least == 4 else [True])
+    assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
+
+
+async def test_a_sample_that_no_reader_would_take_is_not_published_and_its_ticket_buried(make, broker, keys):
+    await issue(broker, keys)
+    async with make() as worker:
+        loop = RolloutWorker(
+            worker.context, Lane.TRAIN, worker.engine, worker.follower, SingleTurn(worker.engine.decode)
+        )
+        loop.consumer = loop.generator.consumer = worker.consumer
+        delivery = await worker.fetch()
+        worker.consumer.max_bytes = 100
+        await loop._work(delivery)
+    assert await samples_of(broker, keys) == []
+    (letter,) = await messages(broker, keys.dead, DeadLetter)
+    assert (letter.ticket, letter.origin) == (0, "prompts") and "max_message_mb" in letter.error

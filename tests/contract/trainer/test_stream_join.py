@@ -1,20 +1,26 @@
 """Trajectories and scores joined from real streams: the first entry wins, and nothing needed is forgotten."""
 
+import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.training import lose_tail, make_score, outstanding, publish_group, reading
 from tests.support.trajectories import make_trajectory
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
+from tidemill.common.history import History
+from tidemill.common.history.groups import GroupCursor
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import START, append, id_order, last_id
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import DeadLetter
+from tidemill.common.wire.messages import DeadLetter, Message, Score, Trajectory
+from tidemill.services.trainer.batch import stream_join
 from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES, StreamJoin
 
 
@@ -384,3 +390,86 @@ class TestAfterRedisLostItsTail:
             await append(broker, keys.trajectories(), make_trajectory(0, 1, group_size=2))
             await wait_until(lambda: join.groups[0].trajectories)
         assert list(join.groups[0].trajectories) == [1]
+
+    async def test_no_score_is_taken_after_a_letter_that_took_until_redis_was_another(
+        self, make, broker, keys, monkeypatch
+    ):
+        """Of one answer the first entry cannot be decoded, and the second one is lost meanwhile."""
+        join: Any = make(0)
+        was_lost = asyncio.Event()
+
+        async def bury(*_: Any) -> None:
+            await lose_tail(broker, keys.scores(), START)
+            join.reread()
+            was_lost.set()
+
+        monkeypatch.setattr(stream_join, "bury_unread", bury)
+        garbled = ("XADD", keys.scores(), "*", "v", "1.0", "p", b"\xc1")
+        fields = [part for pair in codec.encode(make_score(0, 0, 0.25)).items() for part in pair]
+        await broker.pipeline([garbled, ("XADD", keys.scores(), "*", *fields)], atomic=True)
+        async with reading(join):
+            await asyncio.wait_for(was_lost.wait(), PATIENCE_S)
+            await append(broker, keys.scores(), make_score(0, 1, 0.75))
+            await wait_until(lambda: 1 in join.groups[0].scores)
+        assert list(join.groups[0].scores) == [1]
+
+
+class TestScoresOfOtherTokens:
+    """A key has come twice: `lost` was generated before Redis lost its tail, `again` after it."""
+
+    @staticmethod
+    def made(text: str, index: int = 0) -> tuple[Trajectory, Score]:
+        ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        logprobs = np.full(len(ids), -0.5, np.float32)
+        sample = make_trajectory(0, index, text, group_size=2, completion_ids=ids, logprobs=logprobs)
+        value = 0.25 if text == "lost" else 0.75
+        return sample, make_score(0, index, value, tokens_digest=sample.tokens_digest)
+
+    async def join_of(self, make, broker, keys, *in_order: Message) -> StreamJoin:
+        join: StreamJoin = make(0)
+        async with reading(join):
+            for message in in_order:
+                key = keys.scores() if isinstance(message, Score) else keys.trajectories()
+                await append(broker, key, message)
+                await read_all(broker, keys, join)
+        return join
+
+    async def test_are_refused_and_those_of_its_own_are_taken(self, make, broker, keys):
+        _, old = self.made("lost")
+        sample, own = self.made("again")
+        for in_order in itertools.permutations((sample, old, own)):
+            await broker.execute("DEL", keys.scores(), keys.trajectories())
+            join = await self.join_of(make, broker, keys, *in_order)
+            group = join.groups[0]
+            assert {i: entry.message.value for i, entry in group.scores.items()} == {0: 0.75}
+            assert not group.other_scores
+
+    async def test_do_not_complete_a_group(self, make, broker, keys):
+        (_, old), (again, _), (other, its) = self.made("lost"), self.made("again"), self.made("again", 1)
+        for in_order in ((old, other, its, again), (again, other, its, old)):
+            await broker.execute("DEL", keys.scores(), keys.trajectories())
+            join = await self.join_of(make, broker, keys, *in_order)
+            assert not join.complete
+            assert list(join.groups[0].scores) == [1]
+
+    async def test_of_an_older_release_say_nothing_and_are_taken(self, make, broker, keys):
+        sample, _ = self.made("again")
+        join = await self.join_of(make, broker, keys, sample, make_score(0, 0, 0.5))
+        assert join.groups[0].scores[0].message.value == 0.5
+
+    async def test_a_checkpoint_reads_again_what_waits_for_its_trajectory(self, make, broker, keys):
+        join = await self.join_of(make, broker, keys, self.made("lost")[1], self.made("again")[1])
+        assert len(join.groups[0].other_scores) == 1
+        held = [*join.groups[0].scores.values(), *join.groups[0].other_scores]
+        assert all(id_order(entry.entry_id) > id_order(join.positions()[SCORES]) for entry in held)
+
+    async def test_a_replay_takes_the_same_as_training_did(self, broker, keys):
+        (_, old), (sample, own) = self.made("lost"), self.made("again")
+        other, its = self.made("again", 1)
+        for scores in ((old, own, its), (own, old, its)):
+            await broker.execute("DEL", keys.scores(), keys.trajectories())
+            await append(broker, keys.trajectories(), sample, other)
+            await append(broker, keys.scores(), *scores)
+            async with GroupCursor(History(keys.run_id, None, broker), 2, 1) as cursor:
+                group = (await cursor.groups([0]))[0]
+            assert {index: score.value for index, score in group.scores.items()} == {0: 0.75, 1: 0.75}

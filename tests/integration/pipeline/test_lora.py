@@ -61,5 +61,5 @@ async def test_adapters_train_arith_and_survive_a_killed_trainer(tmp_path: Path)
     assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 0
     checkpoint = CheckpointStore(run.run_dir, keep=2).load_latest()
     assert checkpoint is not None
-    saved = PolicyState.read(checkpoint.folder).tensors
+    saved = PolicyState.open(checkpoint.folder).tensors
     assert all(".lora_" in name for name in saved if not name.startswith("rng."))

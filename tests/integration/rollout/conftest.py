@@ -1,10 +1,15 @@
 """vLLM's processes in little time."""
 
 import multiprocessing
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
+
+from tidemill.common.process.vllm_machine import NO_COMPILING, machine_environment
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +23,9 @@ def forked_engines() -> Iterator[None]:
     def forking(method: str | None = None) -> Any:
         return get_context("fork" if method == "spawn" else method)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(multiprocessing, "get_context", forking)
+        if machine_environment(os.environ).get(NO_COMPILING) == "1":
+            # Torch reads the variable when it is imported, which it is in the process that is forked.
+            stack.enter_context(torch._dynamo.config.patch(disable=True))
         yield

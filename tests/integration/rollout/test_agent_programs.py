@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import structlog
 
 from tests.support.models import run_config
 from tests.support.scripted_model import ByteChat, ScriptedModel
@@ -78,6 +79,17 @@ async def test_a_plain_function_gives_its_reward_and_all_that_it_heard_is_kept()
         assert said == ["2", "Sure?", "yes"] and played[0].finish == "stop"
 
 
+async def test_clients_made_as_the_file_is_imported_ask_their_own_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's own, for a provider")
+    async with player("tests.support.module_level_agent:with_clients_of_the_module") as agent:
+        models = [ScriptedModel(*"abcd"), ScriptedModel(*"abcx")]
+        played = await asyncio.gather(*(agent.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
+        assert [one.session.reward for one in played] == [1.0, 0.0]
+        assert [len(model.seen) for model in models] == [4, 4]
+
+
 async def test_an_async_function_with_anthropics_client_may_give_a_number() -> None:
     async with player(function("with_anthropic")) as agent:
         played = await agent.play(TICKET, "s", ScriptedModel("four").ask)
@@ -117,6 +129,58 @@ async def test_a_program_that_fails_is_a_fault_in_every_attempt_and_never_a_rewa
             await played.play(TICKET, "s", ScriptedModel("a", "b").ask)
 
 
+WRONG_MODEL = function("raising_as_frameworks_do")
+
+
+@pytest.mark.parametrize(
+    ("agent", "limits", "reward", "finish"),
+    [
+        (WRONG_MODEL, {}, None, "length"),
+        (WRONG_MODEL, {"on_program_error": "truncated"}, None, "length"),
+        (WRONG_MODEL, {"on_program_error": "value", "program_error_value": -1.0}, -1.0, "stop"),
+        (function("raising_once_answered"), {"on_program_error": "truncated"}, None, "length"),
+        (function("exiting_once_answered"), {"on_program_error": "truncated"}, None, "length"),
+    ],
+)
+async def test_a_program_that_raises_because_the_model_was_wrong_is_played_once(
+    agent: str, limits: dict[str, Any], reward: float | None, finish: str
+) -> None:
+    async with player(agent, attempts=2, **limits) as started:
+        played = await started.play(TICKET, "s", ScriptedModel("nonsense").ask)
+        assert played.session.reward == reward and played.finish == finish
+        assert played.session.metrics == {"program_error": 1.0} and played.session.num_faults == 0
+
+
+async def test_the_traceback_of_a_command_says_whose_fault_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import json, openai\n"
+        "text = openai.OpenAI().responses.create(model='m', input='x').output_text\n"
+        "json.loads(text)\n"
+    )
+    async with player(f"$ {sys.executable} {script}") as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("no json").ask)
+        assert played.finish == "length" and len(played.session.turns) == 1
+
+
+@pytest.mark.parametrize("name", ["raising_once_answered", "raising_of_the_machine", "raising"])
+async def test_other_exceptions_are_faults_and_those_of_the_machine_whatever_the_config_says(
+    name: str,
+) -> None:
+    policy = "fault" if name == "raising_once_answered" else "truncated"
+    async with player(function(name), on_program_error=policy) as agent:
+        with pytest.raises(EnvironmentFaultError):
+            await agent.play(TICKET, "s", ScriptedModel("a").ask)
+
+
+async def test_an_error_after_a_limit_is_in_the_log() -> None:
+    async with player(function("for_ever"), max_turns=1) as agent:
+        with structlog.testing.capture_logs() as logs:
+            played = await agent.play(TICKET, "s", ScriptedModel("a").ask)
+    assert played.session.end == "max_turns"
+    assert [entry["end"] for entry in logs if "end" in entry] == ["max_turns"]
+
+
 async def test_a_program_that_says_nothing_is_a_fault_and_is_killed() -> None:
     async with player("$ sleep 3600 & sleep 3600", call_timeout_s=0.3) as agent:
         with pytest.raises(EnvironmentFaultError, match="neither asked the model nor ended"):
@@ -140,6 +204,22 @@ async def test_a_session_over_its_time_is_truncated_and_keeps_what_was_said() ->
     async with player(function("for_ever"), session_timeout_s=5.0) as agent:
         played = await agent.play(TICKET, "s", ask)
         assert played.session.end == "timeout" and len(played.session.turns) == 1
+
+
+VALUE = {"on_program_error": "value", "program_error_value": -1.0}
+
+
+@pytest.mark.parametrize(("policy", "reward"), [({}, None), (VALUE, -1.0)])
+async def test_a_program_without_an_end_is_truncated_and_costs_what_the_config_says(
+    policy: dict[str, Any], reward: float | None
+) -> None:
+    async with player(function("endless"), call_timeout_s=2.0, **policy) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("while True: pass").ask)
+        assert (played.session.end, played.finish, played.session.num_faults) == ("timeout", "length", 0)
+        assert played.session.reward == reward
+    async with player(function("for_ever"), max_turns=1, **policy) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("a").ask)
+        assert (played.session.end, played.session.reward) == ("max_turns", reward)
 
 
 async def test_what_the_engine_raises_is_no_fault_of_the_program() -> None:

@@ -1,5 +1,9 @@
-"""What waits in host memory is bit for bit what it would be on the device. Here both are the CPU's."""
+"""What waits in host memory is bit for bit what it would be on the device. Here both are the CPU's.
 
+And what a resume takes: each tensor is read into its place.
+"""
+
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from tests.support.architectures import make_model
 from tests.support.models import make_samples
@@ -122,3 +127,38 @@ def test_moments_on_the_host_train_the_same(tmp_path):
 @pytest.mark.parametrize("size", [2, 4])
 def test_moments_on_the_hosts_of_ranks_train_the_same(size, tmp_path):
     assert all(on_ranks(size, partial(compare, folder=tmp_path), tmp_path))
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """The most that torch has allocated at once beside what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    held = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def resume(ranks: Ranks | None, folder: Path) -> list[tuple[int, int]]:
+    """What a resume takes beside the weights, and what it may: both moments and one tensor, twice where it is
+    joined of two files."""
+    trained(policy := make_policy(ranks), range(1))
+    policy.save_state(folder)
+    sizes = [4 * local(p).numel() for _, p in policy._parameters]
+    found = []
+    for fields in ({}, {"offload_optimizer": True}):
+        resumed = make_policy(ranks, **fields)
+        found.append((peak_bytes(partial(resumed.load_state, folder)), 2 * sum(sizes) + 2 * max(sizes)))
+    return found
+
+
+def assert_small(found: list[tuple[int, int]]) -> None:
+    for peak, allowed in found:
+        assert allowed // 2 < peak < allowed + 10_000  # steps of the optimizer, and random states
+
+
+def test_a_resume_holds_one_tensor_twice_and_no_more(tmp_path):
+    assert_small(resume(None, tmp_path / "alone"))
+    assert_small(on_ranks(2, partial(resume, folder=tmp_path / "ranks"), tmp_path))

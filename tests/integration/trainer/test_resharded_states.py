@@ -64,7 +64,7 @@ def test_states_are_the_same_bits_on_any_number_of_ranks(tmp_path):
     policy = alone()
     train(policy, config_of(), range(1))
     policy.save_state(tmp_path / "1")
-    expected = PolicyState.read(tmp_path / "1")
+    expected = PolicyState.open(tmp_path / "1")
     source = tmp_path / "1"
     for size, copies in ((2, 1), (4, 1), (4, 2)):
         target = tmp_path / f"{size} ranks, {copies} copies"
@@ -75,7 +75,7 @@ def test_states_are_the_same_bits_on_any_number_of_ranks(tmp_path):
         files = sorted(path.name for path in target.glob("*.safetensors"))
         parts = size // copies
         assert files == [f"policy-{rank:05}-of-{parts:05}.safetensors" for rank in range(parts)]
-        assert_same(PolicyState.read(target), expected)
+        assert_same(PolicyState.open(target), expected)
         source = target
     again = alone()
     again.load_state(source)

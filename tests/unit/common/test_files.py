@@ -8,9 +8,11 @@ import pytest
 import xxhash
 from safetensors import SafetensorError
 
+from tests.support.disks import largest_file
 from tidemill.common import files
 from tidemill.common.files import (
     StorageError,
+    append_durably,
     aside_folder,
     clear_aside,
     file_checksum,
@@ -156,3 +158,15 @@ def test_the_checksum_is_xxh3_128_of_all_bytes_however_they_are_read(
     data = bytes(i % 251 for i in range(size))
     (tmp_path / "f").write_bytes(data)
     assert file_checksum(tmp_path / "f") == xxhash.xxh3_128_hexdigest(data)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_what_a_full_disk_does_not_take_whole_is_not_appended_in_part(tmp_path: Path, share: float) -> None:
+    path, data = tmp_path / "lines", b"x" * 9999 + b"\n"
+    append_durably(path, data)
+    with largest_file(int((1 + share) * len(data))), pytest.raises(StorageError):
+        append_durably(path, data)
+    assert path.read_bytes() == data
+    append_durably(path, b"y")
+    append_durably(path, b"z", end=len(data))
+    assert path.read_bytes() == data + b"z"

@@ -48,7 +48,7 @@ TEACHER = Told(RewardOutcome(None, {"logprob": -1.0}, teacher_logprobs=LOGPROBS.
 
 async def score_of(**rewards: tuple[Any, dict[str, Any]]) -> Score:
     total = together(rewards)
-    return total.sum_up(await total.score(SAMPLE)).score((0, 0), "w", 0.1)
+    return total.sum_up(await total.score(SAMPLE)).score(SAMPLE, "w", 0.1)
 
 
 async def test_a_teacher_adds_nothing_to_the_sum_and_its_logprobs_stand_beside_it() -> None:

@@ -34,7 +34,7 @@ from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
-from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
+from tidemill.services.trainer.policy.state import PolicyState, Shard
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_options
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shard_writer import Peers
@@ -292,34 +292,6 @@ class RankPolicy(TransformersPolicy):
         }
         shard = Shard(ranks.shard, ranks.shard_size, num_rows)
         return PolicyState(tensors, state.values if ranks.is_leader else {}, shard)
-
-    def load_state(self, source: PolicyState | Path) -> None:
-        """This rank's rows of every tensor."""
-        assert isinstance(source, Path), "ranks read a state from a folder that all of them see"
-        reader = ShardReader(source)
-        owners = self._saved_weights() | {f"optimizer.{name}": weight for name, weight in self._parameters}
-        tensors = {name: self._read(reader, name, owners) for name in reader.names}
-        super().load_state(PolicyState(tensors, PolicyState.read_values(source)))
-
-    def _read(self, reader: ShardReader, name: str, owners: dict[str, Tensor]) -> Tensor:
-        """A tensor of a checkpoint, sharded as its owner is: a weight, or the one that moments belong to."""
-        own = owners.get(name)
-        if own is None and name.startswith("optimizer.") and not name.endswith(".step"):
-            own = owners.get(name.rpartition(".")[0])
-        if not isinstance(own, DTensor):
-            return reader.read(name)
-        ranks = self._ranks
-        tensor = DTensor.from_local(
-            reader.read(name, *rows_of(own.shape[0], ranks.shard, ranks.shard_size)).to(ranks.device),
-            ranks.mesh,
-            own.placements,
-            run_check=False,
-            shape=own.shape,
-            stride=own.stride(),
-        )
-        # Else the moments of all parameters would be on the device before the first of them leaves it.
-        is_kept_there = name in owners or not self._config.offload_optimizer
-        return tensor if is_kept_there else tensor.to("cpu")
 
 
 def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:

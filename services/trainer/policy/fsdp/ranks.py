@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import Program, run_own
+from tidemill.services.trainer.policy.fsdp.rank_watch import Heartbeats, RankWatch
 
 PATIENCE = timedelta(days=365)
+NCCL_TIMEOUT = timedelta(minutes=5)
+"""For ranks that live and hang: within one collective call they wait for each other's compute alone."""
 
 
 class RankLostError(TidemillError):
     """Another rank has ended in the middle of the run."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(f"{reason}. Start the trainer again: it goes on from its last checkpoint")
+        self.exit_code = exit_code
 
 
 class Ranks:
@@ -40,8 +48,9 @@ class Ranks:
     shard: int
     """Which copy this rank holds a part of, and which part."""
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, watch: RankWatch | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self._watch = watch or RankWatch()
         # One for each thread: in a group, all ranks make their calls in the same order.
         self._control, self._beside, self._states = (
             dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(3)
@@ -62,7 +71,7 @@ class Ranks:
 
     def broadcast(self, payload: bytes = b"") -> bytes:
         """The leader's bytes, on every rank. Raises RankLostError: another rank has ended."""
-        with _losses_told():
+        with self._losses_told():
             length = torch.tensor([len(payload)])
             dist.broadcast(length, 0, group=self._control)
             data = _tensor_of(payload) if self.is_leader else torch.empty(int(length), dtype=torch.uint8)
@@ -84,7 +93,7 @@ class Ranks:
         return self._gather(payload, self._states)
 
     def _gather(self, payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
-        with _losses_told():
+        with self._losses_told():
             lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
             sizes = [int(length) for length in lengths]
@@ -96,30 +105,33 @@ class Ranks:
             return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; rank 0 waits for those that it started."""
+        self._watch.stop()
         dist.destroy_process_group()
+        self._watch.join()
 
-
-@contextmanager
-def _losses_told() -> Iterator[None]:
-    """Torch raises a RuntimeError with the addresses of sockets where a peer is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RankLostError(
-            f"another rank of the trainer has ended, its log says why ({reason}). "
-            "Start the trainer again: it goes on from its last checkpoint"
-        ) from error
+    @contextmanager
+    def _losses_told(self) -> Iterator[None]:
+        """Torch raises a RuntimeError with the addresses of sockets where a peer is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            addresses = " ".join(str(error).split())[:200]
+            reason, code = self._watch.loss()
+            reason = reason or f"another rank has ended, its log says why ({addresses})"
+            raise RankLostError(reason, code) from error
 
 
 def _tensor_of(payload: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
 
 
-def join_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """Meet the other ranks, as torchrun's variables say. Raises ConfigError: there are more ranks on this
-    machine than GPUs."""
+def join_ranks(
+    environment: Mapping[str, str] = os.environ,
+    started: Mapping[int, "subprocess.Popen[bytes]"] | None = None,
+) -> Ranks:
+    """Meet the other ranks, as torchrun's variables say; `started` are those that this process has started.
+    Raises ConfigError: there are more ranks on this machine than GPUs."""
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -131,10 +143,18 @@ def join_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    address = f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
-    return Ranks(rank, size, device)
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    options: dict[str, Any] = {"rank": rank, "world_size": size, "init_method": f"tcp://{host}:{port}"}
+    watch = RankWatch(started)
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=NCCL_TIMEOUT, **options)
+    else:
+        dist.init_process_group("gloo", **options)
+    if int(environment.get("LOCAL_WORLD_SIZE", size)) < size:
+        # A connection of its own: the group's is taken while a call waits for a key.
+        store = dist.TCPStore(host, port, is_master=False)
+        watch.follow(Heartbeats(store, rank, size))
+    return Ranks(rank, size, device, watch)
 
 
 def lead_ranks(config: TrainerConfig) -> Ranks | None:
@@ -145,24 +165,28 @@ def lead_ranks(config: TrainerConfig) -> Ranks | None:
     Raises:
         ConfigError: torchrun started another number of ranks than `trainer.num_ranks`.
     """
-    started = int(os.environ.get("WORLD_SIZE", "0"))
-    if started > 1 and started != config.num_ranks:
+    size = int(os.environ.get("WORLD_SIZE", "0"))
+    if size > 1 and size != config.num_ranks:
         raise ConfigError(
-            f"torchrun started {started} ranks, trainer.num_ranks is {config.num_ranks}; make them equal"
+            f"torchrun started {size} ranks, trainer.num_ranks is {config.num_ranks}; make them equal"
         )
     if config.num_ranks == 1:
         return None
-    if started > 1:
+    if size > 1:
         return join_ranks()
     with_address = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(config.num_ranks),
     }
-    for rank in range(1, config.num_ranks):
-        variables = os.environ | with_address | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        subprocess.Popen(run_own(Program.TRAINER_RANK), env=variables)
-    return join_ranks(with_address | {"RANK": "0", "LOCAL_RANK": "0"})
+    started = {
+        rank: subprocess.Popen(
+            run_own(Program.TRAINER_RANK, str(os.getpid())),
+            env=os.environ | with_address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(1, config.num_ranks)
+    }
+    return join_ranks(with_address | {"RANK": "0", "LOCAL_RANK": "0"}, started)
 
 
 def _free_port() -> int:

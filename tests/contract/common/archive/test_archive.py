@@ -31,7 +31,7 @@ DEATHS = {
     "in the middle of a file": "tidemill.common.archive.writer.widen",
     "before the file has its name": "tidemill.common.archive.writer.publish_file",
     "between the name and the manifest": "tidemill.common.archive.manifest.Manifest.appended",
-    "in the middle of a line of the manifest": "tidemill.common.archive.manifest.os.fsync",
+    "in the middle of a line of the manifest": "tidemill.common.files.os.fsync",
     "after the manifest": "tidemill.common.archive.writer._write_segment",
 }
 MORTAL = """

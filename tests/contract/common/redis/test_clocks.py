@@ -41,7 +41,7 @@ async def test_a_live_consumer_keeps_its_lease_when_the_clock_is_set_back(broker
     await set_clock_back(broker, keys.trajectories(), REWARD_GROUP, TEN_MINUTES_S)
     for _ in range(3):
         assert await rival.fetch(10, 0) == []
-        rival._next_reclaim = 0.0
+        rival.takeover.next_at = 0.0
         await holder.renew()
     assert not held.is_lost
     assert await pending(broker, keys) == [held.entry_id]
@@ -54,10 +54,10 @@ async def test_who_has_looked_before_notices_that_the_clock_is_set_back(broker: 
     await publish(broker, keys, 1)
     (held,) = await fetched(make_consumer(broker, keys, "dead"), 1)
     await set_clock_back(broker, keys.trajectories(), REWARD_GROUP, TEN_MINUTES_S)
-    now_ms, asked_at = rival._clock._told
-    rival._clock._told = (now_ms + int(2000 * LEASE_S), asked_at)  # as if the server were behind now
+    now_ms, asked_at = rival.takeover._clock._told
+    rival.takeover._clock._told = (now_ms + int(2000 * LEASE_S), asked_at)  # as if the server were behind now
     for _ in range(2):  # the first look notices it, the second one begins the lease
-        rival._next_reclaim = 0.0
+        rival.takeover.next_at = 0.0
         assert await rival.fetch(10, 0) == []
     await asyncio.sleep(0.01)
     (row,) = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 10)
@@ -70,18 +70,21 @@ async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker: Broker, 
     holder, rival = make_consumer(broker, keys, "holder"), make_consumer(broker, keys, "rival")
     (held,) = await fetched(holder, 1)
     assert await rival.fetch(10, 0) == []
-    now_ms, asked_at = rival._clock._told
-    rival._clock._told = (now_ms - int(2000 * LEASE_S), asked_at)  # as if the server had jumped ahead
+    now_ms, asked_at = rival.takeover._clock._told
+    rival.takeover._clock._told = (
+        now_ms - int(2000 * LEASE_S),
+        asked_at,
+    )
     await fall_silent(broker, keys, "holder", [held.entry_id])
-    rival._next_reclaim = 0.0
+    rival.takeover.next_at = 0.0
     assert await rival.fetch(10, 0) == []
     await holder.renew()
-    rival._next_reclaim = 0.0
+    rival.takeover.next_at = 0.0
     assert await rival.fetch(10, 0) == []
     assert not held.is_lost
     # One that is not renewed is taken, if a lease later.
     await fall_silent(broker, keys, "holder", [held.entry_id])
-    rival._next_reclaim = 0.0
+    rival.takeover.next_at = rival.takeover.patient_until = 0.0
     (taken,) = await rival.fetch(10, 0)
     assert isinstance(taken, Delivery)
 

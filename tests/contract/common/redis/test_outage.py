@@ -4,10 +4,12 @@ import asyncio
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support.consumers import fall_silent, make_consumer
 from tests.support.preloaded import REPO
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
@@ -16,17 +18,9 @@ from tidemill.common.files import LockedError, locked
 from tidemill.common.redis import broker as broker_module
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import Consumer, append, ensure_group
+from tidemill.common.streams import append, ensure_group
+from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
-from tidemill.common.wire.messages import Trajectory
-
-LEASE_S = 0.4
-
-
-def make_consumer(broker: Broker, keys: Keys, name: str) -> Consumer[Trajectory]:
-    return Consumer(
-        broker, keys.trajectories(), REWARD_GROUP, name, Trajectory, lease_s=LEASE_S, dead_key=keys.dead
-    )
 
 
 def test_two_servers_never_write_the_same_data(tmp_path: Path) -> None:
@@ -102,12 +96,69 @@ async def test_after_an_outage_nobody_takes_what_another_could_not_renew(broker:
     healthy, rival = make_consumer(broker, keys, "healthy"), make_consumer(broker, keys, "rival")
     held = await healthy.fetch(3, 0)
     ids = [delivery.entry_id for delivery in held]
-    args = ("IDLE", int(5000 * LEASE_S), "JUSTID")
-    await broker.execute("XCLAIM", keys.trajectories(), REWARD_GROUP, "healthy", 0, *ids, *args)
+    await fall_silent(broker, keys, "healthy", ids)
     broker.waited_s += 1.0
+    broker.num_interruptions += 1
     assert await rival.fetch(3, 0) == []
     assert await healthy.fetch(3, 0) == []
     assert set(healthy.held) == set(ids)
+
+
+async def test_who_starts_after_an_outage_leaves_others_a_lease_to_renew(broker: Broker, keys: Keys) -> None:
+    """Three outages, and a worker started after each: nothing is taken from the one that lives."""
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
+    healthy = make_consumer(broker, keys, "healthy")
+    held = await healthy.fetch(3, 0)
+    for number in range(3):
+        await fall_silent(broker, keys, "healthy", [delivery.entry_id for delivery in held])
+        async with make_consumer(broker, keys, f"new{number}") as starting:
+            assert await starting.fetch(3, 0) == []
+            await healthy.renew()
+    rows = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 9)
+    assert [(row[1], row[3]) for row in rows] == [(b"healthy", 1)] * 3
+
+
+async def test_who_starts_takes_at_once_what_was_given_back(broker: Broker, keys: Keys) -> None:
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
+    leaving, silent = make_consumer(broker, keys, "leaving"), make_consumer(broker, keys, "silent")
+    given, kept = await leaving.fetch(2, 0), await silent.fetch(1, 0)
+    await leaving.leave()
+    await fall_silent(broker, keys, "silent", [delivery.entry_id for delivery in kept])
+    async with make_consumer(broker, keys, "new") as starting:
+        found = [(held.entry_id, held.attempts) for held in await starting.fetch(3, 0)]
+        assert found == [(delivery.entry_id, 1) for delivery in given]
+        starting.takeover.next_at = starting.takeover.patient_until = 0.0
+        assert [held.attempts for held in await starting.fetch(3, 0)] == [2]
+
+
+async def has_waiting_client(broker: Broker) -> bool:
+    return (await broker.info("clients"))["blocked_clients"] == "1"
+
+
+async def test_a_connection_that_is_back_at_once_costs_no_lease(tmp_path: Path, keys: Keys) -> None:
+    """The server is never away: only the answer of one call is lost with its connection."""
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    broker, other = await Broker.connect(server.url), await Broker.connect(server.url)
+    try:
+        await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+        consumer = make_consumer(broker, keys, "a")
+        fetching = asyncio.create_task(consumer.fetch(1, 0.2))
+        await wait_until(partial(has_waiting_client, other))
+        fields = [part for pair in codec.encode(make_trajectory()).items() for part in pair]
+        add = ("XADD", keys.trajectories(), "1-0", *fields)
+        read = ("XREADGROUP", "GROUP", REWARD_GROUP, "a", "COUNT", 1, "STREAMS", keys.trajectories(), ">")
+        kill = ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        await other.pipeline([add, read, kill], atomic=True)
+        assert await fetching == []
+        assert broker.waited_s == 0.0
+        assert [held.entry_id for held in await consumer.fetch(1, 0)] == ["1-0"]
+    finally:
+        await broker.close()
+        await other.close()
+        server.stop()
 
 
 async def test_what_an_answer_brought_that_was_lost_with_the_connection_is_begun_at_once(
@@ -121,10 +172,11 @@ async def test_what_an_answer_brought_that_was_lost_with_the_connection_is_begun
     read = ("XREADGROUP", "GROUP", REWARD_GROUP, "a", "COUNT", 2, "STREAMS", keys.trajectories(), ">")
     unseen = [entry_id.decode() for entry_id, _ in (await broker.execute(*read))[0][1]]
     broker.waited_s += 1.0
+    broker.num_interruptions += 1
     found = await consumer.fetch(5, 0)
     assert [delivery.entry_id for delivery in found] == unseen
     assert set(consumer.held) == {held.entry_id, *unseen} and consumer.holds(held)
-    assert [delivery.attempts for delivery in found] == [2, 2]
+    assert [delivery.attempts for delivery in found] == [1, 1], "nobody has begun them"
     rows = await broker.execute(
         "XPENDING", keys.trajectories(), REWARD_GROUP, held.entry_id, held.entry_id, 1
     )

@@ -2,6 +2,9 @@
 
 import asyncio
 import random
+from typing import Any
+
+import pytest
 
 from tests.support.consumers import (
     LEASE_S,
@@ -199,6 +202,36 @@ async def test_what_is_handed_back_is_there_for_others_at_once_and_not_counted(
     taken = await fetched(make_consumer(broker, keys, "next"), 2)
     assert [(delivery.entry_id, delivery.attempts) for delivery in taken] == [(ids[0], 1), (ids[1], 1)]
     await leaving.hand_back([])
+
+
+async def test_a_renewal_that_was_on_its_way_does_not_undo_a_hand_back(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 1)
+    leaving = make_consumer(broker, keys, "leaving")
+    held = await fetched(leaving, 1)
+    await leaving.hand_back(held)
+    late = await broker.script("renew", [keys.trajectories()], [REWARD_GROUP, "leaving", *ids])
+    assert [entry_id.decode() for entry_id in late] == ids
+    (taken,) = await fetched(make_consumer(broker, keys, "next"), 1)
+    assert (taken.entry_id, taken.attempts) == (ids[0], 1)
+
+
+async def test_a_renewal_beside_a_hand_back_calls_nothing_lost(
+    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(broker, keys, 1)
+    leaving = make_consumer(broker, keys, "leaving")
+    (held,) = await fetched(leaving, 1)
+    script = broker.script
+
+    async def renewed_before_the_answer(name: str, *args: Any) -> Any:
+        reply = await script(name, *args)
+        if name == "hand_back":
+            await leaving.renew()
+        return reply
+
+    monkeypatch.setattr(broker, "script", renewed_before_the_answer)
+    await leaving.hand_back([held])
+    assert not held.is_lost
 
 
 async def test_what_another_holds_cannot_be_handed_back(broker: Broker, keys: Keys) -> None:

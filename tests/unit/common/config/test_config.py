@@ -224,6 +224,7 @@ def fields_without_documentation(model: type[BaseModel], where: str = "") -> lis
 
 def test_every_number_has_bounds_but_rewards() -> None:
     assert numbers_without_bounds(RunConfig) == [
+        "rollout.environment.program_error_value",
         "reward.failure_value",
         "trainer.evaluation.success_threshold",
     ]

@@ -18,6 +18,7 @@ from tidemill.common.store import ClaimStore, resolved
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import ScoreStatus, Trajectory, fault_of
 from tidemill.services.trainer.groups.group_filter import (
+    ENVIRONMENT_FAULT,
     NO_PAYLOAD,
     CompleteGroup,
     GroupFilter,
@@ -197,6 +198,13 @@ def test_a_sample_without_its_payload_is_left_out_whatever_its_score_and_the_pol
     outcome = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
     assert isinstance(outcome, TrainableGroup)
     assert outcome.left_out == [(1, NO_PAYLOAD)] and [s.key[1] for s in outcome.samples] == [0, 2, 3]
+
+
+def test_a_sample_whose_environment_failed_has_no_score_and_is_left_out(tmp_path):
+    group = faulty_group(tmp_path, dict.fromkeys(range(4), ScoreStatus.OK))
+    group.trajectories[1] = sent(make_trajectory(0, 1, group_size=4, fault="the board is broken"))
+    outcome = GroupFilter(trainer_config(group_size=4)).apply(group, 0)
+    assert isinstance(outcome, TrainableGroup) and outcome.left_out == [(1, ENVIRONMENT_FAULT)]
 
 
 def test_a_group_that_failures_drop_says_what_is_missing(tmp_path):

@@ -1,5 +1,6 @@
 """Histories that clients send back, on the real templates of well-known models: what was sampled stays."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,20 +87,90 @@ async def test_a_result_after_a_call_extends_it_whatever_ids_the_client_gives_it
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma3"])
-async def test_an_answer_that_lost_its_end_is_realigned(name: str) -> None:
-    run = Run(name, f"50, I think{ENDS[name][0]}", f"75{ENDS[name][0]}")
+@pytest.mark.parametrize("thought", ["", THOUGHT])
+async def test_an_answer_that_lost_its_end_is_realigned(name: str, thought: str) -> None:
+    run = Run(name, f"{thought}50, I think{ENDS[name][0]}", f"75{ENDS[name][0]}")
     await run.say(USER)
-    await run.say(USER, {"role": "assistant", "content": "50"}, HIGHER)
+    await run.say(USER, {"role": "assistant", "content": "50, I t"}, HIGHER)
     run.check(realigned=1)
     kept = run.session.histories.all[0].recorder.segment()
-    assert run.decode(kept.completion_ids[kept.mask].tolist()) == "5075"
+    assert run.decode(kept.completion_ids[kept.mask].tolist()) == f"{thought}50, I t75"
 
 
-async def test_an_answer_that_lost_its_end_and_its_thinking_is_a_history_of_its_own() -> None:
-    run = Run("qwen3", f"{THOUGHT}50, I think<|im_end|>", "75<|im_end|>")
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma3"])
+@pytest.mark.parametrize("thought", ["", THOUGHT])
+async def test_where_a_client_only_appends_all_that_was_sampled_stays(name: str, thought: str) -> None:
+    end = ENDS[name][0]
+    run = Run(name, f"{thought}Code: add(1)\nSTOP and so on{end}", f"75{end}")
+    await run.session.answer(Question((USER,), stop=("STOP",)))
+    told = {"role": "assistant", "content": "Code: add(1)\n</code>"}
+    await run.say(USER, told, HIGHER)
+    run.check(realigned=1)
+    segment = run.session.histories.all[0].recorder.segment()
+    assert run.decode(segment.completion_ids[segment.mask].tolist()) == f"{thought}Code: add(1)\n75"
+    whole = run.tokenizer.decode(segment.completion_ids)
+    assert whole.startswith(f"{thought}Code: add(1)\n</code>{end}") and "Higher." in whole
+
+
+async def test_of_several_answers_to_one_question_the_one_with_the_longest_common_start_goes_on() -> None:
+    end = "<|im_end|>"
+    run = Run("qwen3", f"The one answer, at length{end}", f"The other answer, at length{end}", f"75{end}")
+    for _ in range(2):
+        await run.session.answer(Question((USER,)), is_retry=False)
+    await run.say(USER, {"role": "assistant", "content": "The other answer, at length!"}, HIGHER)
+    assert run.session.counts == {"forked": 1, "realigned": 1}
+    assert [len(history.recorder.turns) for history in run.session.histories.all] == [1, 2]
+    kept = run.session.histories.all[1].recorder.segment()
+    assert run.decode(kept.completion_ids[kept.mask].tolist()) == "The other answer, at length75"
+
+
+async def test_an_answer_that_shares_little_with_the_clients_is_kept_whole_and_forked() -> None:
+    run = Run("qwen3", "Thirty-one is what I would say here.<|im_end|>", "75<|im_end|>")
     await run.say(USER)
-    await run.say(USER, {"role": "assistant", "content": "50"}, HIGHER)
+    await run.say(USER, {"role": "assistant", "content": "That is too much."}, HIGHER)
     run.check(forked=1)
+    first = run.session.histories.all[0].recorder.segment()
+    assert run.decode(first.completion_ids.tolist()) == "Thirty-one is what I would say here."
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1"])
+async def test_an_answer_that_the_client_begins_goes_on_in_any_turn(name: str) -> None:
+    end = ENDS[name][0]
+    run = Run(name, f"50{end}", f"5{end}", f"80{end}")
+    history = [USER, await run.say(USER), HIGHER]
+    prefill = {"role": "assistant", "content": "It is 7"}
+    assert (await run.say(*history, prefill))["content"] == "5"
+    assert run.tokenizer.decode(run.seen[1]).endswith("It is 7")
+    await run.say(*history, {"role": "assistant", "content": "It is 75"}, HIGHER)
+    run.check(clean=2)
+
+
+async def test_an_answer_that_was_cut_goes_on_where_it_ended() -> None:
+    run = Run("qwen3", "seventy-five<|im_end|>", "-five<|im_end|>")
+    first = (await run.session.answer(Question((USER,), max_tokens=7))).message
+    await run.session.answer(Question((USER, first)))
+    assert run.seen[1][-7:] == run.chat.encode("seventy")
+    run.check(realigned=1)
+
+
+async def test_the_beginning_of_the_first_answer_is_a_part_of_the_prompt() -> None:
+    run = Run("qwen3", "5<|im_end|>", "80<|im_end|>")
+    await run.say(USER, {"role": "assistant", "content": "It is 7"})
+    await run.say(USER, {"role": "assistant", "content": "It is 75"}, HIGHER)
+    run.check(clean=1)
+    played = run.session.played(None, {})
+    assert played.session is not None
+    assert [message["content"] for message in played.session.messages] == ["5", "Higher.", "80"]
+
+
+async def test_a_list_of_tools_that_shrinks_or_changes_its_order_is_read_already() -> None:
+    other: Any = copy.deepcopy(TOOLS[0])
+    other["function"]["name"] = "sub"
+    run = Run("qwen3", *(f"{n}<|im_end|>" for n in range(4)))
+    history: list[Message] = [USER]
+    for tools in ([*TOOLS, other], [other, *TOOLS], TOOLS, [*TOOLS, other]):
+        history += [await run.say(*history, tools=tools), HIGHER]
+    run.check(clean=3)
 
 
 async def test_other_tools_are_another_history_and_a_refused_chat_is_said_in_words() -> None:

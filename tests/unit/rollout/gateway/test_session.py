@@ -167,6 +167,15 @@ async def test_calls_in_parallel_wait_for_tokens_that_others_may_leave() -> None
         await used_up.session.answer(Question((*SUB,)))
 
 
+async def test_a_program_that_changes_its_system_prompt_every_turn_reaches_a_limit() -> None:
+    run = Run(Limits(max_turns=99, max_tokens=0, max_model_len=4096, max_segments=3))
+    for number in range(3):
+        await run.turn("ok", {"role": "system", "content": f"It is {number} o'clock."}, USER)
+    with pytest.raises(RequestError):
+        await run.session.answer(Question(({"role": "system", "content": "It is late."}, USER)))
+    assert (len(run.trajectory.segments), run.came_to.end) == (3, "max_tokens")
+
+
 async def test_the_record_of_what_was_asked_grows_with_the_session_and_not_with_its_square() -> None:
     run = Run(Limits(max_turns=999, max_tokens=0, max_model_len=1 << 20))
     history: list[Message] = [{"role": "user", "content": "x" * 1000}]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import structlog
 
 from tests.support.training import trainer_config
 from tidemill.common.errors import ConfigError
@@ -49,6 +50,19 @@ def test_a_group_that_can_be_trained_does_not_make_the_reward_constant_and_not_t
     filtered(limit, 0.0)
     with pytest.raises(ConfigError, match="3 groups were replaced"):
         filtered(limit, 1.0)
+
+
+def test_groups_replaced_in_a_row_are_a_warning_that_names_the_reason_each_time_they_double() -> None:
+    limit = make()
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(20):
+            limit.note_replaced("no_reward", "why", ())
+        limit.note_trained()
+        for _ in range(7):
+            limit.note_replaced("no_reward", "why", ())
+    assert [(entry["groups_in_a_row"], entry["last_reason"]) for entry in logs] == (
+        [(8, "no_reward"), (16, "no_reward")]
+    )
 
 
 def test_each_step_begins_anew_and_other_reasons_do_not_count_as_rounds() -> None:

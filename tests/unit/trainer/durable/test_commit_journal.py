@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.disks import largest_file
+from tidemill.common.files import StorageError
 from tidemill.common.wire.messages import Commit
-from tidemill.services.trainer.durable.commits import JOURNAL_FILE, CommitJournal
+from tidemill.services.trainer.durable.commits import CUT_OFF_FILE, JOURNAL_FILE, CommitJournal
 
 
 def commit_of(step: int, digest: str = "0" * 32) -> Commit:
@@ -59,6 +61,37 @@ def test_what_a_crash_tore_off_is_cut_away(tmp_path: Path, num_cut: int) -> None
     assert journal.steps == range(2)
     journal.append(commit_of(2))
     assert CommitJournal(tmp_path).steps == range(3)
+
+
+@pytest.mark.parametrize("num_sizes", [3, 3000], ids=["less than a buffer", "more than a buffer"])
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_a_disk_that_is_full_in_the_middle_of_a_line_leaves_none_of_it(
+    tmp_path: Path, num_sizes: int, share: float
+) -> None:
+    sizes = {str(number): number for number in range(num_sizes)}
+    commits = [commit_of(step).model_copy(update={"sizes": sizes}) for step in range(3)]
+    journal, path = CommitJournal(tmp_path), tmp_path / JOURNAL_FILE
+    journal.append(commits[0])
+    before = path.read_bytes()
+    with largest_file(int((1 + share) * len(before))), pytest.raises(StorageError):
+        journal.append(commits[1])
+    assert path.read_bytes() == before
+    journal.append(commits[1])
+    journal.append(commits[2])
+    kept = CommitJournal(tmp_path)
+    assert [kept.read(step) for step in kept.steps] == commits
+
+
+def test_what_a_start_cuts_off_is_kept(tmp_path: Path) -> None:
+    filled(tmp_path, 0, 1, 2, 3)
+    path = tmp_path / JOURNAL_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][5:] + lines[2] + lines[3])
+    assert CommitJournal(tmp_path).steps == range(1)
+    assert (tmp_path / CUT_OFF_FILE).read_bytes() == lines[1][5:] + lines[2] + lines[3]
+    path.write_bytes(lines[0] + b"half of one")
+    assert CommitJournal(tmp_path).steps == range(1)
+    assert (tmp_path / CUT_OFF_FILE).read_bytes().endswith(lines[3] + b"half of one")
 
 
 def test_a_flipped_byte_ends_what_is_believed(tmp_path: Path) -> None:

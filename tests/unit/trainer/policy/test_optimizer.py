@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.architectures import FAMILIES, make_model
 from tidemill.common.config.trainer import OptimizerConfig
@@ -14,9 +16,10 @@ from tidemill.services.trainer.policy.optimizer import (
     finish_gradients,
     is_matrix,
     learning_rate,
-    load_optimizer_tensors,
+    load_optimizer,
     optimizer_tensors,
 )
+from tidemill.services.trainer.policy.state import PolicyState
 
 
 def rates(num_updates: int, **fields) -> list[float]:
@@ -125,11 +128,37 @@ def test_state_comes_back_as_it_was_and_not_as_an_alias():
 
     others, other = build()
     step(others, other, 2)
-    load_optimizer_tensors(other, others, saved)
+    load_optimizer(
+        other, others, PolicyState({f"optimizer.{name}": tensor for name, tensor in saved.items()})
+    )
     step(parameters, optimizer, 3)
     step(others, other, 3)
     for (_, mine), (_, theirs) in zip(parameters, others, strict=True):
         assert torch.equal(mine, theirs)
+
+
+class Pinned(TorchDispatchMode):
+    """Notes the shapes of what is made in page-locked memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (kwargs or {}).get("pin_memory"):
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_moments_beside_a_gpu_are_page_locked_after_a_resume_too():
+    with FakeTensorMode():  # tensors without data, which may be on a GPU that is not there
+        parameters = [("p", nn.Parameter(torch.zeros(3, 2, device="cuda")))]
+        optimizer = build_optimizer(parameters, OptimizerConfig(), offloads=True)
+        moments = {f"optimizer.p.{name}": torch.zeros(3, 2) for name in ("exp_avg", "exp_avg_sq")}
+        with Pinned() as pinned:
+            load_optimizer(optimizer, parameters, PolicyState(moments))
+    assert pinned.shapes == [(3, 2), (3, 2)]
+    assert {moment.device.type for moment in optimizer.state[parameters[0][1]].values()} == {"cpu"}
 
 
 @pytest.mark.parametrize("key", ["other.exp_avg", "p.exp_avg"])
@@ -137,7 +166,7 @@ def test_state_of_another_model_is_refused(key):
     parameters = [("p", nn.Parameter(torch.zeros(2)))]
     optimizer = build_optimizer(parameters, OptimizerConfig())
     with pytest.raises(ConfigError, match=key):
-        load_optimizer_tensors(optimizer, parameters, {key: torch.zeros(3)})
+        load_optimizer(optimizer, parameters, PolicyState({f"optimizer.{key}": torch.zeros(3)}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

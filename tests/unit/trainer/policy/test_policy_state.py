@@ -58,11 +58,11 @@ def test_what_was_copied_is_written_whatever_the_policy_has_become(tmp_path, mon
         with pytest.raises(StorageError, match=r"policy's state .*No space left on device; free some space"):
             policy.begin_saving(tmp_path / "full").result()
     policy.begin_saving(tmp_path / "copied").result()
-    written = PolicyState.read(tmp_path / "copied").tensors
+    written = PolicyState.open(tmp_path / "copied").tensors
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
     policy.save_state(tmp_path / "later")
-    later = PolicyState.read(tmp_path / "later").tensors
+    later = PolicyState.open(tmp_path / "later").tensors
     assert all(torch.equal(later[name], tensor) for name, tensor in policy.state().tensors.items())
     assert not torch.equal(later["model.model.norm.weight"], expected["model.model.norm.weight"])
 

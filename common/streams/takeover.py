@@ -1,0 +1,73 @@
+"""Which messages of others a consumer may take over, and when it looks for them.
+
+A message is abandoned when its holder has been silent for a lease. After an outage all look so: nobody
+could renew. A consumer that saw one, or that starts and cannot know, leaves everybody one lease to renew, and
+takes meanwhile only what was given back.
+"""
+
+import time
+
+import structlog
+
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import ServerClock
+from tidemill.common.streams.entries import NOBODY, Fields, at_random
+from tidemill.common.streams.log import fields_of
+
+log = structlog.get_logger(__name__)
+
+LOOKS_PER_LEASE = 2
+MAX_TAKEN = 1000
+"""Most messages of one look; `reclaim.lua` has the same bound, for callers that send another number."""
+EVERYWHERE = "-"
+"""Where deliveries from the future are looked for at the start, and once the clock was set back."""
+
+
+class Takeover:
+    """Looks for what other members of a group have abandoned, a few times a lease."""
+
+    def __init__(self, broker: Broker, key: str, group: str, name: str, lease_s: float, label: str) -> None:
+        self._broker, self._key, self._member = broker, key, (group, name)
+        self._lease_s, self._label = lease_s, label
+        self._clock, self._place = ServerClock(lease_s), EVERYWHERE
+        self._waited_s, self._num_interruptions = broker.waited_s, broker.num_interruptions
+        self.patient_until = 0.0
+        """Monotonic time from which on silent holders lose what they hold."""
+        self.next_at = 0.0
+        """Monotonic time of the next look."""
+
+    def be_patient(self) -> None:
+        """From now on, everybody gets one lease to renew."""
+        self.patient_until = time.monotonic() + at_random(self._lease_s)
+
+    def was_interrupted(self) -> bool:
+        """Whether a connection was lost since this was last asked; answers may have been lost with it."""
+        if self._broker.num_interruptions == self._num_interruptions:
+            return False
+        self._num_interruptions = self._broker.num_interruptions
+        if self._waited_s != self._broker.waited_s:  # a connection that is back at once is no outage
+            self._waited_s = self._broker.waited_s
+            self.be_patient()
+        return True
+
+    async def look(self, count: int) -> list[tuple[bytes, Fields, int]] | None:
+        """Take over up to `count` abandoned messages: id, fields, and how often each was delivered.
+
+        None where the clock of Redis has jumped ahead: leases look expired then that are not.
+        """
+        if time.monotonic() < self.next_at:
+            return []
+        holder = NOBODY if time.monotonic() < self.patient_until else ""
+        most, lease_ms, latest_ms = min(count, MAX_TAKEN), int(self._lease_s * 1000), self._clock.latest_ms()
+        args = [*self._member, lease_ms, most, self._place, latest_ms, holder]
+        now_ms, *found = await self._broker.script("reclaim", [self._key], args)
+        is_set_back = self._clock.tell(now_ms)
+        if not found:
+            log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self._label)
+            self.be_patient()
+            return None
+        place, taken = found
+        self._place = EVERYWHERE if is_set_back else place.decode()
+        if len(taken) < most:
+            self.next_at = time.monotonic() + at_random(self._lease_s / LOOKS_PER_LEASE)
+        return [(entry_id, fields_of(raw), attempts) for entry_id, raw, attempts in taken]

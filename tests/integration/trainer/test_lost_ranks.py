@@ -1,0 +1,75 @@
+"""A rank that dies is named and ends the others, also where a collective call would wait for it."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import run_config, tiny_model
+from tests.support.waiting import wait_until
+
+PROGRAM = """
+import sys, threading
+from pathlib import Path
+from tidemill.common.config import RunConfig
+from tidemill.services.trainer.policy.loading import open_policy
+
+policy = open_policy(RunConfig.model_validate_json(Path(sys.argv[1]).read_text()))
+print(*(process.pid for process in policy._ranks._watch._started.values()), flush=True)
+if sys.argv[2] == "collective":
+    policy._ranks.gather(b"")  # the others wait for calls
+threading.Event().wait()  # as a call on a GPU does
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    trainer = {"num_ranks": 3, "device": "cpu", "num_threads": 1}
+    path.write_text(run_config(tiny_model(tmp_path / "model"), trainer=trainer).model_dump_json())
+    return path
+
+
+@pytest.fixture
+def leader(request: pytest.FixtureRequest, config: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Rank 0, in a call that waits: for others, or for what only a GPU would end."""
+    waits_for = getattr(request, "param", "device")
+    command = [sys.executable, "-c", PROGRAM, str(config), waits_for]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def pids_of(leader: "subprocess.Popen[str]") -> list[int]:
+    assert leader.stdout is not None
+    return [int(pid) for pid in leader.stdout.readline().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("leader", ["collective", "device"], indirect=True)
+def test_rank_0_names_the_rank_that_died_and_ends_the_others(leader: "subprocess.Popen[str]") -> None:
+    first, second = pids_of(leader)
+    os.kill(second, signal.SIGKILL)
+    _, errors = leader.communicate(timeout=120)
+    assert leader.returncode == 1
+    assert "rank 2" in errors and "SIGKILL" in errors
+    assert not is_alive(first)
+
+
+async def test_ranks_die_with_rank_0(leader: "subprocess.Popen[str]") -> None:
+    others = pids_of(leader)
+    for pid in others:
+        os.kill(pid, signal.SIGSTOP)  # as blind to broken connections as a call on a GPU
+    leader.kill()
+    await wait_until(lambda: not any(map(is_alive, others)))

@@ -1,0 +1,120 @@
+"""What reads a model's text takes time in proportion to the text, whatever the text is, and never fails."""
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import product
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tidemill.common.config.reward_kinds import VerdictConfig
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import PromptFields
+from tidemill.services.console.web import chat, formats
+from tidemill.services.reward.builtin import exact_match, gsm8k, math_equivalence
+from tidemill.services.reward.remote.faults import RemoteFault
+from tidemill.services.reward.remote.verdict import make_verdict
+from tidemill.services.reward.rewards.sandbox import extract_code
+from tidemill.services.rollout.gateway.dialogue import identity
+from tidemill.services.rollout.sessions.calls import MAX_DEPTH, find_calls, read_call
+from tidemill.services.rollout.sessions.template_chat import with_arguments
+
+NUM_CHARACTERS = 100_000
+CPU_LIMIT_S = 0.5
+"""A hundred times what a linear reader takes; a quadratic one takes seconds."""
+
+STARTS = ("", "<tool_call><function=f>", '<|python_tag|>{"name": "f", "arguments": [', "#### -$1")
+UNITS = (
+    "a", " ", "\n", "\t ", "`", "```", "```json", "```python\n", "``` \n", "<", "<tool_call>", "<function=",
+    "<function=f>", "<parameter=", "<parameter=x>", "<parameter=x>\n", "</parameter>", "<think>", "</think>",
+    "<|python_tag|>", "<|im_start|>user\n", "[", "{", '{"name":', '{"score":[', '"', "\\", "\\boxed{", "1",
+    "1,", "1.", "-", "-$", "1e", "%", "#", "####", "####1,", "\ud800",
+)  # fmt: skip
+ENDS = ("x", "$", " ")
+SHAPES = [*product(STARTS, UNITS, ("",)), *product(STARTS[-1:], UNITS, ENDS)]
+
+
+class TooSlowError(BaseException):
+    """No `Exception`: readers make something of those."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """CPU seconds of this process, so that a busy machine changes nothing."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise TooSlowError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def called(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": arguments, "tool_calls": [call]}
+
+
+def judged(text: str, **config: Any) -> None:
+    for is_cut in (False, True):
+        with suppress(RemoteFault):
+            make_verdict(VerdictConfig(**config))(text, text, is_cut=is_cut)
+
+
+def shown_prompt(text: str) -> None:
+    chat.prompt_messages(PromptFields.model_construct(prompt_text=text, extra={}))
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "hermes calls": lambda text: find_calls(text, "hermes"),
+    "llama3 calls": lambda text: find_calls(text, "llama3"),
+    "json calls": lambda text: find_calls(text, "json"),
+    "arguments": lambda text: read_call({"name": "f", "arguments": text}),
+    "arguments in histories": lambda text: identity(called(text)),
+    "arguments in templates": lambda text: with_arguments(called(text), as_text=False),
+    "code": extract_code,
+    "gsm8k strict": lambda text: gsm8k.compute_score("", text, "1", method="strict"),
+    "gsm8k flexible": lambda text: gsm8k.compute_score("", text, "1", method="flexible"),
+    "exact match": lambda text: exact_match.compute_score("", text, "1", ignore_case=True),
+    "math": math_equivalence.readable,
+    "verdict": judged,
+    "verdict in a field": lambda text: judged(text, json_field="score"),
+    "verdict of choices": lambda text: judged(text, choices={"yes": 1.0, "no": 0.0}),
+    "sendable": codec.sendable,
+    "page of a sample": lambda text: formats.visible(text),
+    "page of a prompt": shown_prompt,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_hostile_texts_are_read_in_linear_time(name: str) -> None:
+    slow = []
+    for start, unit, end in SHAPES:
+        text = start + unit * ((NUM_CHARACTERS - len(start) - len(end)) // len(unit)) + end
+        try:
+            with limited():
+                READERS[name](text)
+        except TooSlowError:
+            slow.append((start, unit, end))
+    assert slow == []
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 900, 100_000])
+@pytest.mark.parametrize(
+    "call",
+    [
+        '<tool_call>{{"name": "f", "arguments": {{"x": {}}}}}</tool_call>',
+        "<tool_call><function=f><parameter=x>{}</parameter></function></tool_call>",
+    ],
+)
+def test_a_call_that_is_nested_too_deep_to_be_encoded_is_a_wrong_call(call: str, depth: int) -> None:
+    _, (found,) = find_calls(call.format("[" * depth + "]" * depth), "hermes")
+    json.dumps(found.arguments)
+    assert found.error or isinstance(found.arguments["x"], str)
