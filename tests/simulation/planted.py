@@ -7,6 +7,7 @@ show it. `FEW` are those of `make test-long`.
 from tests.simulation.mutants import Mutant
 
 CONSUMER = "common/streams/consumer.py"
+TAKEOVER = "common/streams/takeover.py"
 LUA = "common/redis/lua"
 ROLLOUT = "services/rollout"
 BATCH = "services/trainer/batch"
@@ -77,6 +78,12 @@ PLANTED = (
         "        self.trajectories.clear()\n",
     ),
     Mutant(
+        "a score is joined with whatever tokens have its key",
+        "common/wire/messages.py",
+        "return not self.tokens_digest or not tokens_digest or self.tokens_digest == tokens_digest",
+        "return True",
+    ),
+    Mutant(
         "trajectories of before a loss are kept",
         f"{BATCH}/stream_join.py",
         "        self.trajectories.clear()\n        self.scores.clear()\n",
@@ -132,17 +139,21 @@ PLANTED = (
     ),
     Mutant(
         "messages are taken from those who live",
-        CONSUMER,
-        "args = [self.group, self.name, int(self.lease_s * 1000), count, self._place",
-        "args = [self.group, self.name, int(self.lease_s * 250), count, self._place",
+        TAKEOVER,
+        "int(self._lease_s * 1000), self._clock.latest_ms()",
+        "int(self._lease_s * 250), self._clock.latest_ms()",
     ),
     Mutant(
         "after an outage leases are taken at once",
+        TAKEOVER,
+        "            self._waited_s = self._broker.waited_s\n            self.be_patient()\n",
+        "            self._waited_s = self._broker.waited_s\n",
+    ),
+    Mutant(
+        "only as many lost deliveries are found as slots are free",
         CONSUMER,
-        "            await self.renew()\n"
-        "            self._next_reclaim = time.monotonic() + at_random(self.lease_s)\n"
-        "            if unanswered:",
-        "            self._next_reclaim = 0.0\n            if unanswered:",
+        "                self.takeover.ask_again()\n",
+        "                pass\n",
     ),
     Mutant(
         "leases end when the server's clock jumps ahead",
@@ -339,4 +350,13 @@ PLANTED = (
         'np.array(sample.advantage, dtype="<f8").tobytes()',
         'np.array(-np.asarray(sample.advantage), dtype="<f8").tobytes()',
     ),
+)
+
+FEW = (
+    "a group starts before its engine holds the version that it needs",
+    "a ticket is dead-lettered after one redelivery",
+    "one step too many is admitted",
+    "the answers of a read-ahead are thrown away",
+    "a score is published without a lease",
+    "who takes a group over generates what is there already",
 )

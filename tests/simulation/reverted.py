@@ -55,8 +55,8 @@ REVERTED = (
         "a torn checkpoint counts among those that are kept",
         f"{DURABLE}/checkpoint.py",
         "                whole.append(_verified_state(self.folder / version_name(version), version))\n",
-        "                whole.append(_state_of(_read_document(self.folder / version_name(version) / STATE_FILE), "
-        "version))\n",
+        "                found = _read_document(self.folder / version_name(version) / STATE_FILE)\n"
+        "                whole.append(_state_of(found, version))\n",
         "a torn checkpoint is none that is kept",
     ),
     Mutant(
@@ -70,7 +70,7 @@ REVERTED = (
         "strangers stay among the commits",
         f"{BATCH}/strays.py",
         "    if not strays and not own and not _is_beyond(newest):\n        return 0\n",
-        "    if message_type is Commit or (not strays and not own and not _is_beyond(newest)):\n        return 0\n",
+        "    if message_type is Commit:\n        return 0\n",
         "a stranger among the commits",
     ),
     Mutant(
@@ -190,14 +190,15 @@ REVERTED = (
     Mutant(
         "a replay asks of copies when their version was committed",
         "common/history/groups.py",
-        "                group.trajectories.setdefault(message.index, message)\n",
-        "                group.trajectories[message.index] = message\n",
+        "        if self.trajectories.setdefault(sample.index, sample) is not sample:\n",
+        "        self.trajectories[sample.index] = sample\n        if False:\n",
         "a stranger's copy comes after its group was trained",
     ),
     Mutant(
         "an evaluation is trimmed before a checkpoint stands for its version",
         TRAINER,
-        "        if not await self.reconciler.may_lack_records():\n            await self.evaluator.trim(version)\n",
+        "        if not await self.reconciler.may_lack_records():\n"
+        "            await self.evaluator.trim(version)\n",
         "        await self.evaluator.trim(version)\n",
         "an evaluation is trimmed whose version goes back",
     ),

@@ -61,7 +61,8 @@ def run(schedule: Schedule, is_traced: bool = False) -> Verdict:
         verdict = Verdict(schedule)
         _freeze()
         _live(schedule, folder, verdict, is_traced)
-        if not verdict.problem and schedule.faults and verdict.virtual_s > costs.allowed_s(schedule, 0.0):
+        is_long = verdict.outcome == FINISHED and verdict.virtual_s > costs.allowed_s(schedule, 0.0)
+        if is_long and schedule.faults and not verdict.problem:
             verdict.violations += _lateness(verdict, _undisturbed_s(replace(schedule, faults=())))
         if next(_COUNTER) % COLLECT_EVERY == 0:
             gc.collect()

@@ -87,7 +87,7 @@ class Watch:
         self.num_again += key in self._begun
         self._begun.add(key)
         record, owner = self.published.get(key), OWNER.get(self.world.loop.world)
-        if record is None or record.is_lost:
+        if record is None or record.is_lost or self.world.was_emptied:
             return
         if max(record.at_s, self.in_contact_since(owner)) < self.world.loop.now - ON_ITS_WAY_S:
             self.broken.append(f"waste: sample {key[1]} is generated again although Redis holds it")
@@ -120,11 +120,7 @@ class Watch:
                 continue
             now = self.world.loop.now
             is_fine = not holder.is_dead and not holder.is_frozen
-            if (
-                is_fine
-                and now - self.in_contact_since(holder) > CONTACT_S
-                and not (holder.disturbed_at or self.world.cluster.disturbed_at)
-            ):
+            if is_fine and now - self.in_contact_since(holder) > CONTACT_S:
                 name = self.world.keys.name_of(key.decode())
                 self.broken.append(
                     f"lease: {taker.name} took {name} {entry_id.decode()} from {holder.name}, which lives"

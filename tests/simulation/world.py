@@ -46,6 +46,8 @@ class World:
         rng = random.Random(f"network {self.seed}")
         self.cluster = Cluster(self.loop, self.clocks, rng, self.kill, self._note_command)
         self.watch_server()
+        self.was_emptied = False
+        """Whether Redis once held nothing: what it holds later may be taken back."""
         self.on_append: Callable[[Any], None] | None = None
 
     @property
