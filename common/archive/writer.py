@@ -43,6 +43,7 @@ from tidemill.common.archive.manifest import (
 )
 from tidemill.common.files import aside_file, clear_aside, file_checksum, locked, publish_file
 from tidemill.common.redis.broker import Broker
+from tidemill.common.store import NAMES_A_CLAIM
 from tidemill.common.streams import has_claim, read_raw
 from tidemill.common.streams.entries import START, Entry, decoded, id_after, id_order
 from tidemill.common.streams.selection import StreamName
@@ -60,8 +61,8 @@ READ_BYTES = 2 << 20
 """Payload asked for at once; the number of entries is adapted to their size."""
 MAX_READ_COUNT = 1024
 COMPRESSION_LEVEL = 3
-CLAIM = b"\xa5claim"
-"""How a payload with a claim names it: no need to decode the others."""
+CLAIM = "claim"
+"""The column of what an entry claims."""
 
 
 @contextmanager
@@ -145,13 +146,22 @@ async def _whole(broker: Broker, entry: RawEntry) -> RawEntry:
     Raises:
         StoreError: the store of payloads is away. The entry stays in Redis, to be archived later.
     """
-    if broker.claims is None or CLAIM not in entry[1].get(PAYLOAD_FIELD, b""):
+    if broker.claims is None or NAMES_A_CLAIM not in entry[1].get(PAYLOAD_FIELD, b""):
         return entry
     record = decoded(entry[0].encode(), entry[1], Trajectory)
     if not isinstance(record, Entry) or not has_claim(record.message):
         return entry
     whole = await asyncio.to_thread(broker.claims.resolve, record.message)
     return entry if has_claim(whole) else (entry[0], codec.encode(whole))
+
+
+def num_claims(path: Path) -> int:
+    """Rows of a segment that claim a payload which was missing or wrong when they were archived."""
+    with pq.ParquetFile(path) as file:
+        if CLAIM not in file.schema_arrow.names:
+            return 0
+        column = file.read(columns=[CLAIM])[CLAIM]
+        return len(column) - int(column.null_count)
 
 
 def payload_bytes(entry: RawEntry) -> int:

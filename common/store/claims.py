@@ -31,7 +31,10 @@ log = structlog.get_logger(__name__)
 
 CLAIMS_FOLDER = "claims"
 """Below the run's folder."""
-_NAME = re.compile(r"^(?P<ticket>[0-9]+)-[0-9]+-[0-9a-f]{32}$")
+NAMES_A_CLAIM = b"\xa5claim"
+"""In the payload of every entry with a claim: no need to decode the others."""
+_NAME = re.compile(r"^\.?(?P<ticket>[0-9]+)-[0-9]+-[0-9a-f]{32}(\.[0-9a-f]{8}\.aside)?$")
+"""Of a payload, and of what a writer that was killed has left of one."""
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
 """How long a store that is away is asked again: some 25 s, and no longer than a minute."""
 AWAY_S = 30.0

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 from redis import exceptions as redis_errors
 
-from tidemill.common.errors import CodecError, LeaseLostError
+from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.stand_in import StandIn
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded, in_parts
@@ -131,36 +131,34 @@ class Consumer(Generic[M]):
         Returns whether the group is complete now.
 
         Raises:
-            LeaseLostError: another worker has taken the ticket over; nothing was published.
-            CodecError: no reader would take it: it is larger than a message may be.
+            LeaseLostError, CodecError: another worker has taken the ticket over; no reader would take it.
         """
-        payload = codec.encode_payload(sample)
-        num_bytes = sample.claim.num_bytes if sample.claim else len(payload)
-        if num_bytes > self.max_bytes:
-            raise CodecError(
-                f"sample {sample.index} has {num_bytes:,} bytes in {len(sample.segments)} segments, and a "
-                f"message {self.max_bytes:,} (streams.max_message_mb)"
-            )
-        rest = (sample.index, sample.group_size, SCHEMA, payload)
+        rest = (sample.index, sample.group_size, SCHEMA, codec.payload_of(sample, self.max_bytes))
         return await self._publish_sample(delivery, out_key, progress_key, rest)
 
     async def settle_group(
         self, delivery: Delivery[M], out_key: str, progress_key: str, group_size: int
     ) -> bool:
-        """Acknowledge a held ticket whose samples are all published; returns whether they are.
-
-        Raises:
-            LeaseLostError: another worker has taken the ticket over.
-        """
+        """Acknowledge a held ticket whose samples are all published; returns whether they are. Raises
+        LeaseLostError: another worker has taken the ticket over."""
         return await self._publish_sample(delivery, out_key, progress_key, ("", group_size, SCHEMA, b""))
 
     async def _publish_sample(
         self, delivery: Delivery[M], out_key: str, progress_key: str, rest: tuple[Any, ...]
     ) -> bool:
         reply = await self._settle("publish_sample", delivery, rest, out_key, progress_key)
-        if reply == 2:
+        if reply == 1:
+            delivery.attempts = 1
+        elif reply == 2:
             self.held.pop(delivery.entry_id, None)
         return bool(reply == 2)
+
+    async def start_group(
+        self, delivery: Delivery[M], progress_key: str, version: int, replaces: bool = False
+    ) -> None:
+        """Note the version at which a group was started, where none is or this one `replaces` it. Raises
+        LeaseLostError: another worker has taken the ticket over."""
+        await self._settle("start_group", delivery, (version, int(replaces)), progress_key)
 
     def holds(self, delivery: Delivery[M]) -> bool:
         """Whether this very delivery is held: neither settled nor lost, nor given to us a second time."""

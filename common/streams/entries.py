@@ -43,7 +43,8 @@ class Garbled:
 
 @dataclass(eq=False, slots=True)
 class Delivery(Generic[M]):
-    """A message held by this consumer. `attempts` counts deliveries, this one included."""
+    """A message held by this consumer. `attempts` counts deliveries, this one included; of a ticket, since a
+    sample of it was published."""
 
     entry_id: str
     fields: Fields

@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from tidemill.common.errors import CodecError
 from tidemill.common.wire.arrays import pack_bits
-from tidemill.common.wire.messages import Message
+from tidemill.common.wire.messages import Message, Trajectory
 
 _ERRORS = "tidemill-lost-characters"
 _LONE = re.compile("[\ud800-\udfff]")
@@ -78,6 +78,18 @@ def encode_payload(message: Message) -> bytes:
         if value is not default and (isinstance(value, np.ndarray) or value != default):
             tree[name] = value
     return pack(tree, as_plain)
+
+
+def payload_of(sample: Trajectory, max_bytes: int) -> bytes:
+    """What is published of a sample. Raises CodecError: it, or what it claims, is more than readers take."""
+    payload = encode_payload(sample)
+    num_bytes = sample.claim.num_bytes if sample.claim else len(payload)
+    if num_bytes > max_bytes:
+        raise CodecError(
+            f"sample {sample.index} has {num_bytes:,} bytes in {len(sample.segments)} segments, and a "
+            f"message at most {max_bytes:,} (streams.max_message_mb)"
+        )
+    return payload
 
 
 def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES) -> M:

@@ -65,6 +65,8 @@ class SamplingParams(BaseModel):
     top_k: int = Field(0, ge=0)
     # Left out where it is off: tickets stay as they were, and older workers know none.
     min_p: float = Field(0.0, ge=0.0, lt=1.0, exclude_if=lambda share: share == 0.0)
+    # Of a turn, never of a ticket: where an agent's client says so.
+    stop: tuple[str, ...] = Field((), exclude_if=lambda texts: not texts)
 
 
 Outcome = tuple[str, int, int, int]

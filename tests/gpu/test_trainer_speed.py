@@ -19,7 +19,7 @@ pytestmark = needs_gpu
 def policy_on_gpu(**trainer: object) -> TransformersPolicy:
     config = TrainerConfig.model_validate({"device": DEVICE, "liger": "off", **trainer})
     model = tiny_llama().to(DEVICE)
-    accelerate_model(model, config)
+    accelerate_model(model, config, torch.float32)
     return TransformersPolicy(model, config, dtype=torch.float32, temperature=1.0, max_completion_tokens=14)
 
 

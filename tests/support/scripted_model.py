@@ -54,10 +54,12 @@ class ScriptedModel:
         self.lines = list(lines)
         self.seen: list[list[int]] = []
         self.said: list[list[int]] = []
+        self.sampled: list[SamplingParams] = []
         self.version = 3
 
     async def ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         self.seen.append(list(ids))
+        self.sampled.append(sampling)
         line = self.lines.pop(0)
         said = [*line.encode(), END][: sampling.max_tokens]
         self.said.append(said)

@@ -117,6 +117,7 @@ class DecodingRow:
     sampling: SamplingParams
     noise_key: int
     is_wanted: Callable[[], bool] = lambda: True
+    reaches_stop: Callable[[Sequence[int]], bool] = lambda token_ids: False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
@@ -125,7 +126,7 @@ class DecodingRow:
         """Append a sampled token, and finish where it ends the completion."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        if token in eos_ids:
+        if token in eos_ids or self.reaches_stop(self.token_ids):
             self.finish = "stop"
         elif len(self.token_ids) >= self.sampling.max_tokens:
             self.finish = "length"

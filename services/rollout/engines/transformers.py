@@ -32,6 +32,7 @@ from tidemill.services.rollout.engines.model import (
     open_model,
     pieces_of,
 )
+from tidemill.services.rollout.engines.stop_texts import StopTexts
 from tidemill.services.rollout.engines.vllm_launch import share_cores
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class TransformersEngine:
         self._running_folder().check(request)
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         key = request_key(self._seed, request.request_id)
-        row = DecodingRow(request.prompt_ids, request.sampling, key, is_wanted=lambda: not done.done())
+        stops = StopTexts(request.sampling.stop, self.decode)
+        row = DecodingRow(request.prompt_ids, request.sampling, key, lambda: not done.done(), stops.reach)
         waiting = _Waiting(row, done, time.monotonic())
         self._queue.insert(0, waiting) if request.is_urgent else self._queue.append(waiting)
         self._arrived.set()

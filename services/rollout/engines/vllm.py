@@ -28,6 +28,7 @@ from tidemill.common.weights.digest import Digest, is_additive
 from tidemill.services.rollout.engines.checkpoint import check_given, prove
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate, check_ids
 from tidemill.services.rollout.engines.model import ModelFolder, open_model
+from tidemill.services.rollout.engines.stop_texts import StopTexts
 from tidemill.services.rollout.engines.vllm_launch import start_vllm
 
 if TYPE_CHECKING:
@@ -106,17 +107,14 @@ class VllmEngine:
         self._running_folder().check(request)
         self._num_running += 1
         try:
-            output = None
+            output, params = None, self._sampling_params(request)
+            priority = URGENT if request.is_urgent else NORMAL
             while output is None:
-                output = await self._submit(
-                    request.prompt_ids,
-                    self._sampling_params(request),
-                    request.request_id,
-                    priority=URGENT if request.is_urgent else NORMAL,
-                )
+                stops = StopTexts(request.sampling.stop, self.decode)
+                output = await self._submit(request.prompt_ids, params, request.request_id, priority, stops)
         finally:
             self._num_running -= 1
-        return _as_generation(request, output.outputs[0], output.num_cached_tokens)
+        return _as_generation(request, output.outputs[0], output.num_cached_tokens, stops.is_reached)
 
     async def load(
         self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
@@ -169,7 +167,7 @@ class VllmEngine:
             skip_reading_prefix_cache=True,
         )
         async with self._updating:  # no update may fall between the chunks of one prefill
-            final = await self._submit(token_ids, params, "score")
+            final = await self._submit(token_ids, params, "score", NORMAL, StopTexts((), self.decode))
         assert final is not None, "an update ran in spite of the lock"
         logprobs: Any = final.prompt_logprobs
         # The first token has no logprob, each later one exactly one.
@@ -220,7 +218,7 @@ class VllmEngine:
         self._llm = start_vllm(self._config, self._worker)
 
     async def _submit(
-        self, token_ids: Sequence[int], params: "SamplingParams", request_id: str, priority: int = 0
+        self, token_ids: Sequence[int], params: "SamplingParams", name: str, priority: int, stops: StopTexts
     ) -> "RequestOutput | None":
         """Run a request to its last output; None where an update took it back before its first token."""
         from vllm.inputs import tokens_input
@@ -229,7 +227,7 @@ class VllmEngine:
         llm = self._running_llm()
         # vLLM's ids are single use, and a request that is taken back comes again.
         self._num_submitted += 1
-        engine_id = f"{request_id}#{self._num_submitted}"
+        engine_id = f"{name}#{self._num_submitted}"
         prompt = tokens_input(list(token_ids), cache_salt=f"v{self._version}")
         self._unstarted[engine_id] = False
         final: RequestOutput | None = None
@@ -239,6 +237,8 @@ class VllmEngine:
                     if self._unstarted.pop(engine_id, False):
                         return None
                     final = output
+                    if not output.finished and stops.reach(output.outputs[0].token_ids):
+                        await llm.abort(engine_id)  # its last output has the tokens so far
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(
                 f"vLLM failed on request {engine_id}: {error!r}; restart this worker"
@@ -308,7 +308,7 @@ class VllmEngine:
         try:
             answers = await self._call("tidemill_apply")
             if wrong := sum(answer["wrong"] for answer in answers):
-                raise EngineError(f"{wrong:,} values were not there when they were read back")
+                raise EngineError(f"what was read back is not what was written ({wrong:,} differences)")
         except EngineError as error:
             if is_full or llm.errored:
                 raise
@@ -377,10 +377,10 @@ def _answered(report: str) -> list[Path]:
 
 
 def _as_generation(
-    request: GenerationRequest, output: "CompletionOutput", num_cached_tokens: int | None
+    request: GenerationRequest, output: "CompletionOutput", num_cached_tokens: int | None, is_stopped: bool
 ) -> Generation:
     """Check and convert a finished output of vLLM."""
-    if output.finish_reason not in ("stop", "length"):
+    if output.finish_reason not in ("stop", "length", *(["abort"] if is_stopped else [])):
         raise EngineError(
             f"vLLM ended request {request.request_id} with {output.finish_reason!r}; restart this worker"
         )
@@ -395,6 +395,6 @@ def _as_generation(
         token_ids=list(output.token_ids),
         logprobs=list(logprobs.logprobs),
         spans=tuple((int(span.version), span.start) for span in spans),
-        finish="stop" if output.finish_reason == "stop" else "length",
+        finish="length" if output.finish_reason == "length" else "stop",
         num_cached_tokens=-1 if num_cached_tokens is None else num_cached_tokens,
     )

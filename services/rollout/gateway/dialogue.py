@@ -45,12 +45,14 @@ class Question:
     stop: tuple[str, ...] = ()
     prompt: str | list[int] | None = None
     """Text or ids in place of messages."""
+    has_logprobs: bool = False
+    """Whether the client wants the logprob of each token of the answer."""
 
     @property
     def key(self) -> bytes:
         """Equal where the same is asked again, within the same limits; no longer than that: each question
         has the whole history in it."""
-        within = (self.allows_calls, self.max_tokens, self.stop)
+        within = (self.allows_calls, self.max_tokens, self.stop, self.has_logprobs)
         asked = repr((self.prompt, sorted(self.tool_keys), self.identities, within))
         return xxh3_128_digest(asked.encode())
 
@@ -58,6 +60,12 @@ class Question:
     def tool_keys(self) -> frozenset[str]:
         """The tools, for comparisons."""
         return frozenset(json.dumps(tool, sort_keys=True, default=str) for tool in self.tools)
+
+    @property
+    def num_characters(self) -> int:
+        """Of texts and calls: about what rendering them takes."""
+        parts = (message.get(name) for message in self.messages for name in ("content", "tool_calls"))
+        return len(self.prompt or "") + sum(len(str(part)) for part in parts if part)
 
     @property
     def prefill(self) -> str | None:
@@ -83,6 +91,8 @@ class Answer:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0
+    tokens: tuple[tuple[str, float], ...] = ()
+    """Text and logprob of each token, where they are asked for."""
 
     @property
     def text(self) -> str:

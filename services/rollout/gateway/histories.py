@@ -136,10 +136,13 @@ class Histories:
         Raises:
             RequestError: the chat template refuses the messages.
         """
+        # May run on a thread: `list` copies at once what turns that end are taken out of.
         if question.prompt is not None:
             return self._find_text(question.prompt)
         asked = question.identities
-        known = [h for h in self.all if h.identities and not h.is_busy and question.tool_keys <= h.tools]
+        known = [
+            h for h in list(self.all) if h.identities and not h.is_busy and question.tool_keys <= h.tools
+        ]
         known.sort(key=lambda history: len(history.identities), reverse=True)
         for history in known:
             goes_on = len(asked) > len(history.identities) and _begins(asked, history.identities)
@@ -151,7 +154,7 @@ class Histories:
 
     def _find_text(self, prompt: str | list[int]) -> Continuation:
         """The same for a prompt without messages: text or ids that go on where a segment ended."""
-        known = [h for h in self.all if not h.identities and not h.is_busy and h.last_answer]
+        known = [h for h in list(self.all) if not h.identities and not h.is_busy and h.last_answer]
         for history in sorted(known, key=lambda history: len(history.recorder.ids), reverse=True):
             ids = history.recorder.ids
             context: list[int] = []

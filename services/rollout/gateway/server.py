@@ -25,6 +25,7 @@ from tidemill.services.rollout.gateway import anthropic_messages, openai_chat, o
 from tidemill.services.rollout.gateway.dialogue import Answer, Question, RequestError, object_in
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.gateway.wishes import ignored_in, wishes_in
+from tidemill.services.rollout.sessions.calls import MAX_DEPTH, is_deeper
 
 log = structlog.get_logger(__name__)
 
@@ -111,7 +112,7 @@ class Gateway:
             try:
                 session = self._session(request)
                 count = request.headers.get(RETRY_COUNT)
-                body = await _body(request) if request.method == "POST" else {}
+                body = await _body(request, session) if request.method == "POST" else {}
                 return await endpoint(session, body, None if count is None else count != "0")
             except RequestError as error:
                 return _refusal(error)
@@ -197,7 +198,8 @@ class Gateway:
         return _stream(anthropic_messages.message_events(answer, self.model))
 
     async def _count(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
-        return JSONResponse({"input_tokens": session.count_tokens(anthropic_messages.question_of(body))})
+        num_tokens = await session.count_tokens(anthropic_messages.question_of(body))
+        return JSONResponse({"input_tokens": num_tokens})
 
 
 class _Server(uvicorn.Server):
@@ -208,18 +210,25 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _body(request: Request) -> Body:
-    content = bytearray()
+async def _body(request: Request, session: GatewaySession) -> Body:
+    """What a request brings. What is too long is read and not kept: then the client reads why."""
+    content, num_bytes = bytearray(), 0
     async for part in request.stream():
-        content += part
-        if len(content) > MAX_BODY_BYTES:
+        num_bytes += len(part)
+        if num_bytes <= session.max_body_bytes:
+            content += part
+        elif num_bytes > MAX_BODY_BYTES:
             raise RequestError(f"the request has more than {MAX_BODY_BYTES:,} bytes", "too_large", 413)
+    if num_bytes > session.max_body_bytes:
+        raise session.too_long()
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the request must be a JSON object")
+    if is_deeper(body, MAX_DEPTH):
+        raise RequestError(f"the request has lists or objects more than {MAX_DEPTH} deep")
     return body
 
 
@@ -240,6 +249,13 @@ def _stream(events: Iterable[Mapping[str, Any] | str]) -> Response:
 def _refusal(error: RequestError) -> Response:
     """In a form that both clients read."""
     kind = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
-    named = {"type": kind.get(error.status, "invalid_request_error"), "code": error.code, "param": None}
+    named: dict[str, Any] = {
+        "type": kind.get(error.status, "invalid_request_error"),
+        "code": error.code,
+        "param": None,
+    }
+    named["details"] = {
+        "error_code": error.code
+    }  # Anthropic's client then sends its history without a thread
     message = f"{error.message} ({error.code})"
     return JSONResponse({"type": "error", "error": {"message": message} | named}, error.status, NO_RETRY)

@@ -32,6 +32,12 @@ from tidemill.services.rollout.sessions.player import Ask, Played
 MAX_REPEATS = 8
 """How often one answer is given again. Clients retry twice; who asks more often wants another answer."""
 
+LONG_CHARACTERS = 20_000
+"""From here on the loop would notice how long templates and tokenizers take."""
+BODY_BYTES_PER_TOKEN = 32
+MIN_BODY_BYTES = 1 << 20
+"""Tools, and what a template leaves out of a history, are in a request too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -80,10 +86,17 @@ class GatewaySession:
         self._has_ended = asyncio.Event()
         """A turn has, and what it had reserved is free."""
         self._reserved_tokens = 0
+        self._finding = asyncio.Lock()
+        """Held while the history is sought that a question continues: it is rendered and tokenised."""
         self._is_closed = False
         self._reached: SessionEnd | None = None
         """The limit that refused a question, until one that was asked later is answered."""
         self._num_refused = 0
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request: what could be a history that the model reads, however it is written as JSON."""
+        return max(MIN_BODY_BYTES, self._limits.max_model_len * BODY_BYTES_PER_TOKEN)
 
     @property
     def num_running(self) -> int:
@@ -107,18 +120,20 @@ class GatewaySession:
         Raises:
             RequestError: it cannot be answered.
         """
-        if self._is_closed:
-            raise RequestError("the session is over", "session_over", 404)
+        self._check_open()
         key = question.key
-        known = [given for given in self._given.get(key, ()) if given.is_current]
-        repeatable = [given for given in known if given.num_repeats < MAX_REPEATS and is_retry is not False]
-        # Of several that wait for the same, each retry takes an answer of its own, the newest first.
-        given = min(reversed(repeatable), key=lambda given: given.num_repeats, default=None)
-        if given is None:
-            given = self._start(question)
-            self._given[key] = [*known, given]
-        else:
-            given.num_repeats += 1
+        async with self._finding:
+            known = [given for given in self._given.get(key, ()) if given.is_current]
+            repeatable = [
+                given for given in known if given.num_repeats < MAX_REPEATS and is_retry is not False
+            ]
+            # Of several that wait for the same, each retry takes an answer of its own, the newest first.
+            given = min(reversed(repeatable), key=lambda given: given.num_repeats, default=None)
+            if given is None:
+                given = await self._start(question)
+                self._given[key] = [*known, given]
+            else:
+                given.num_repeats += 1
         # A client that gives up must not stop what its retry will ask for.
         return await asyncio.shield(given.task)
 
@@ -132,9 +147,18 @@ class GatewaySession:
         if not self.failed.cancel() and not self.failed.cancelled():
             self.failed.exception()  # seen, also where nobody waits any more
 
-    def count_tokens(self, question: Question) -> int:
+    async def count_tokens(self, question: Question) -> int:
         """Tokens of the prompt that the question would have."""
-        return len(self.histories.find(question).ids)
+        async with self._finding:
+            return len((await self._find(question)).ids)
+
+    def too_long(self) -> RequestError:
+        """The error for a request of more than `max_body_bytes`."""
+        return self._limit(
+            "max_tokens",
+            f"the request has more than {self.max_body_bytes:,} bytes, and the model reads "
+            f"{self._limits.max_model_len} tokens (model.max_model_len)",
+        )
 
     def played(self, reward: float | None, metrics: dict[str, float], num_faults: int = 0) -> Played:
         """What the session came to. Raises ValueError: the model was never asked."""
@@ -168,12 +192,29 @@ class GatewaySession:
             said += messages
         return said
 
-    def _start(self, question: Question) -> _Given:
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RequestError("the session is over", "session_over", 404)
+
+    async def _find(self, question: Question) -> Continuation:
+        """The history that the question continues; a long question is tokenised beside the loop."""
+        if len(question.messages) > self._limits.max_model_len:
+            raise self._limit(
+                "max_tokens",
+                f"the history has {len(question.messages)} messages, and the model reads "
+                f"{self._limits.max_model_len} tokens (model.max_model_len)",
+            )
+        if question.num_characters < LONG_CHARACTERS:
+            return self.histories.find(question)
+        return await asyncio.to_thread(self.histories.find, question)
+
+    async def _start(self, question: Question) -> _Given:
         if self.num_turns >= self._limits.max_turns:
             raise self._limit(
                 "max_turns", f"the session has had its {self._limits.max_turns} turns (max_turns)"
             )
-        found = self.histories.find(question)
+        found = await self._find(question)
+        self._check_open()
         history = found.history
         if found.kind in ("new", "forked"):
             if len(self.histories.all) >= (most := self._limits.max_segments):
@@ -245,7 +286,7 @@ class GatewaySession:
     async def _say(self, found: Continuation, question: Question, max_tokens: int) -> Answer:
         started = time.monotonic()
         ids, history = found.ids, found.history
-        sampling = self._sampling.model_copy(update={"max_tokens": max_tokens})
+        sampling = self._sampling.model_copy(update={"max_tokens": max_tokens, "stop": question.stop})
         try:
             whole = await self._ask(ids, sampling)
         except ValueError as error:

@@ -21,6 +21,7 @@ from tidemill.common.process.programs import JobFunction, Program, run_own
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import memory_bytes
 from tidemill.common.streams.selection import StreamName
+from tidemill.services.trainer.durable.claim_files import claims_in
 
 if TYPE_CHECKING:
     from rq.job import Job
@@ -76,13 +77,16 @@ class ArchiveJobs:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _may_fill_a_segment(self, until: Mapping[StreamName, str]) -> bool:
-        """Whether some stream is large enough, by Redis's own estimate."""
+        """Whether some stream is large enough, by Redis's own estimate, or with the payloads beside it."""
         wanted = self.context.config.streams.archive.segment_mb * MIB
         broker, keys = self.context.broker, self.context.keys
         try:
             sizes = [await memory_bytes(broker, stream.key(keys)) for stream in until]
         except BrokerError:
             return True  # this user may not ask; the archiver looks for itself
+        if max(sizes, default=0) < wanted and StreamName.TRAJECTORIES in until:
+            last, key = until[StreamName.TRAJECTORIES], keys.trajectories()
+            sizes.append(sum([claim.num_bytes async for claim in claims_in(broker, key, last)]))
         return max(sizes, default=0) >= wanted
 
     async def _work(self) -> None:

@@ -19,17 +19,14 @@ from prometheus_client import Histogram
 
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest, note_needed, note_trim
-from tidemill.common.errors import ArchiveError, StoreError
+from tidemill.common.errors import ArchiveError
 from tidemill.common.files import StorageError
 from tidemill.common.process.service import ServiceContext, StoppedError
-from tidemill.common.store import ClaimStore
 from tidemill.common.streams import (
     START,
-    Entry,
     Mark,
     MarkLostError,
     Trail,
-    decoded,
     entry_id_of,
     id_after,
     id_before,
@@ -40,7 +37,6 @@ from tidemill.common.streams import (
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.streams.trimming import KEPT_COMMITS
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler, RunStreams
 from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES
@@ -48,6 +44,7 @@ from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
 from tidemill.services.trainer.durable.archived_history import ALIGNED, ArchivedHistory
 from tidemill.services.trainer.durable.beside import WorkBeside
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
+from tidemill.services.trainer.durable.claim_files import ClaimFiles
 from tidemill.services.trainer.durable.departed import Departed
 from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
 from tidemill.services.trainer.metrics.recorder import Recorder
@@ -55,7 +52,6 @@ from tidemill.services.trainer.step import StepRunner
 
 log = structlog.get_logger(__name__)
 
-READ_COUNT = 256
 CHECKPOINT = "checkpoint"
 """The activity while a checkpoint is copied or waited for."""
 
@@ -70,7 +66,7 @@ class Trimmer:
         self.context, self.reconciler = context, reconciler
         self.archives = context.config.streams.archive.enabled
         self.archived = ArchivedHistory(context)
-        self.jobs = ArchiveJobs(context, self.trim)
+        self.jobs, self.claims = ArchiveJobs(context, self.trim), ClaimFiles(context)
         self._below: dict[StreamName, str] = {}
         """Entries below these ids may go, and some are still there."""
         self._decided_in = self._aligned_in = 0
@@ -116,6 +112,7 @@ class Trimmer:
                     self._below.pop(stream, None)
         if removed:
             log.debug("streams trimmed", entries=removed)
+            await self.claims.collect()  # an archiver may be done long after the checkpoint that asked for it
         return removed
 
     async def _mark(self) -> Mark | None:
@@ -293,46 +290,22 @@ class Checkpointer:
         self._kept.extend(self.store.kept)
         if self.trimmer.archives:
             await self._note_needed(self._kept[0] if len(self._kept) == self._kept.maxlen else None)
-        if self.context.config.streams.trim and len(self._kept) == self._kept.maxlen:
-            await self._trim(self._kept[0])
         if len(self._kept) == self._kept.maxlen:
-            try:
-                await self._collect_claims(self._kept[0])
-            except StoreError as error:
-                log.warning("payloads that nobody needs stay for now", error=str(error))
+            self.trimmer.claims.first_ticket = _first_open_ticket(self._kept[0])
+            if self.context.config.streams.trim:
+                await self._trim(self._kept[0])
+            await self.trimmer.claims.collect()
         await self._departed.forget()
-
-    async def _collect_claims(self, oldest: TrainerState) -> None:
-        """Remove payloads that no entry claims, of tickets that were settled at the oldest checkpoint. No
-        state that Redis or a trainer may come back to needs them, and the archive has them in itself."""
-        context = self.context
-        outstanding = [item[0] for item in oldest.scheduler["outstanding"]]
-        first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
-        store = ClaimStore(context.run_dir, url=context.config.streams.claim_check_url)
-        settled = await asyncio.to_thread(store.settled, first_ticket)
-        if not settled:
-            return
-        claimed: set[str] = set()
-        key, first = context.keys.trajectories(), "-"
-        while entries := await read_raw(context.broker, key, first, count=READ_COUNT):
-            for entry_id, fields in entries:
-                record = decoded(entry_id.encode(), fields, Trajectory)
-                if isinstance(record, Entry) and record.message.claim is not None:
-                    claimed.add(record.message.claim.pointer)
-            first = f"({entries[-1][0]}"
-        await asyncio.to_thread(store.remove, settled - claimed)
 
     async def _trim(self, oldest: TrainerState, is_urgent: bool = False) -> None:
         """Remove entries below the positions of the oldest checkpoint that could be restored."""
         history = self.trimmer.history
         positions = await self._positions(oldest, history)
-        outstanding = [item[0] for item in oldest.scheduler["outstanding"]]
-        first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
         keep_from = max(0, oldest.version - self.context.config.trainer.keep_weights)
         below = {
             StreamName.TRAJECTORIES: positions[TRAJECTORIES],
             StreamName.SCORES: positions[SCORES],
-            StreamName.PROMPTS: entry_id_of(first_ticket),
+            StreamName.PROMPTS: entry_id_of(_first_open_ticket(oldest)),
             StreamName.WEIGHTS: entry_id_of(keep_from),
         }
         if self.trimmer.archives:
@@ -362,11 +335,16 @@ def settled_positions(state: TrainerState | None) -> dict[StreamName, str]:
     """Up to these ids, a run that continues from a checkpoint (or from its start) replays nothing."""
     if state is None:
         return dict.fromkeys(ALIGNED, START)
-    outstanding = [item[0] for item in state.scheduler["outstanding"]]
-    first_ticket = min(outstanding, default=state.scheduler["next_ticket"])
+    first_ticket = _first_open_ticket(state)
     return {
         StreamName.PROMPTS: entry_id_of(first_ticket - 1) if first_ticket else START,
         StreamName.TRAJECTORIES: state.positions[TRAJECTORIES],
         StreamName.SCORES: state.positions[SCORES],
         StreamName.COMMITS: entry_id_of(state.version - 1) if state.version else START,
     }
+
+
+def _first_open_ticket(state: TrainerState) -> int:
+    """All below it were settled then."""
+    outstanding = [item[0] for item in state.scheduler["outstanding"]]
+    return min(outstanding, default=state.scheduler["next_ticket"])

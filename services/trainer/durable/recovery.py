@@ -24,7 +24,7 @@ from tidemill.common.run.weight_files import read_chain, read_manifest, verified
 from tidemill.common.telemetry import metrics
 from tidemill.common.weights.whole import write_whole
 from tidemill.common.wire import codec
-from tidemill.common.wire.messages import Commit
+from tidemill.common.wire.messages import Commit, TrajectoryKey, fault_of
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import RunStreams
 from tidemill.services.trainer.durable.archived_history import ArchivedHistory
@@ -32,7 +32,7 @@ from tidemill.services.trainer.durable.checkpoint import CheckpointStore, NoneWh
 from tidemill.services.trainer.durable.checkpointing import settled_positions
 from tidemill.services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
 from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
-from tidemill.services.trainer.groups.group_filter import CompleteGroup
+from tidemill.services.trainer.groups.group_filter import GREEDY, CompleteGroup
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.model_loading import pick_device
@@ -228,11 +228,27 @@ class Replayer:
             ) from None
         if found is None:
             raise StoppedError
+        was_left_out = {(ticket, index) for ticket, index, reason in commit.dropped if reason != GREEDY}
+        for group in found.values():
+            for index, trajectory in group.trajectories.items():
+                if (fault := fault_of(trajectory)) and (group.ticket, index) not in was_left_out:
+                    raise LostPayloadError(commit.step, trajectory.key, fault)
         cursor.close(commit.groups)
         return {
             ticket: CompleteGroup(ticket, commit.step, group.trajectories, group.scores)
             for ticket, group in found.items()
         }
+
+
+class LostPayloadError(TidemillError):
+    """A sample that a committed step was trained on is in the streams, and what it claims is not."""
+
+    def __init__(self, step: int, key: TrajectoryKey, fault: str) -> None:
+        super().__init__(
+            f"step {step} was committed and has to be trained again, but the sample {key} of it has lost its "
+            f"tokens: {fault}. Put that payload back from a backup, with the same bytes, then start again; "
+            "without one, start a new run from the last version's weights (`tidemill export`)."
+        )
 
 
 def check_replay(

@@ -129,6 +129,11 @@ class TokenScorer:
         return has_plain_head(self._model)
 
     @property
+    def rounding(self) -> float:
+        """The relative rounding error of one number in a forward pass."""
+        return torch.finfo(self._compute_dtype).eps
+
+    @property
     def module(self) -> nn.Module:
         """All of the model, as one module."""
         return self._model
@@ -284,10 +289,15 @@ def pick_layout(
     """The layout of this model's tiles on this device: that of `choose_layout`, if it holds.
 
     Raises:
-        ConfigError: what a sequence's tokens get depends on the length of those beside it, of up to `longest`
-            tokens, in padded tiles too.
+        ConfigError: a token's prediction depends on later tokens, or what a sequence's tokens get on the
+            length of those beside it, of up to `longest` tokens, in padded tiles too.
     """
     config = model.config.get_text_config()
+    if _looks_ahead(scorer, config.vocab_size):
+        raise ConfigError(
+            f"model.path: a {model.config.model_type} predicts a token from later ones too, so its logprobs "
+            "are not those of text that is generated from left to right; take a causal language model"
+        )
     layout = choose_layout(packing, device, config, bool(getattr(model, "_is_stateful", False)))
     if layout != "padded" and (problem := _find_leak(scorer, layout, config.vocab_size, longest)):
         log.warning(
@@ -320,6 +330,20 @@ def _find_leak(scorer: TokenScorer, layout: Layout, vocab_size: int, longest: in
         return " ".join(str(error).split())[:200]
     difference = float(((beside - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
     return "" if difference < MAX_DIFFERENCE else f"its hidden states differ by {difference:.0%}"
+
+
+@torch.no_grad()
+def _looks_ahead(scorer: TokenScorer, vocab_size: int) -> bool:
+    """Whether the first half of a sequence is computed otherwise where the second half has other tokens."""
+    row, other = _made_up_row(0, 2 * SHORT, vocab_size), _made_up_row(1, 2 * SHORT, vocab_size)
+    places = np.arange(SHORT, dtype=np.int32)
+    hidden = []
+    for second in (row.ids, other.ids):
+        ids = np.concatenate([row.ids[:SHORT], second[SHORT:]])
+        hidden.append(_hidden(scorer, make_tile([[TokenRow(0, ids, places, ids[places], places)]], "padded")))
+    gap, norm = (hidden[0] - hidden[1]).norm(), hidden[0].norm()
+    # Not exactly equal: kernels that sort tokens by expert may round otherwise.
+    return bool(gap > norm * scorer.rounding**0.5)
 
 
 def _hidden(scorer: TokenScorer, tile: Tile) -> Tensor:

@@ -26,6 +26,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_overrides import with_overrides
 from tidemill.common.run.rope import freeze_rope
 from tidemill.services.trainer.policy.attention import choose_attention
+from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.experts import follow_autocast
 from tidemill.services.trainer.weights.pretrained import (
     PretrainedWeights,
@@ -41,6 +42,15 @@ log = structlog.get_logger(__name__)
 def compute_dtype(config: ModelConfig) -> torch.dtype:
     """The dtype of the forward pass and of exported weights."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+
+
+def use_device(name: str) -> torch.device:
+    """As `pick_device`, and make it this thread's own: what names no device, as torch's stager of
+    checkpoints, waits for that one."""
+    device = pick_device(name)
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def pick_device(name: str) -> torch.device:
@@ -155,14 +165,15 @@ def _check_context(config: ModelConfig, model: PreTrainedModel) -> None:
 
 
 def accelerate_model(
-    model: PreTrainedModel, config: TrainerConfig, device: torch.device | None = None
+    model: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, device: torch.device | None = None
 ) -> None:
-    """Apply `trainer.liger` and `trainer.compile` to a loaded model, in place; `device` is where the weights
-    will be that it has not yet. Raises ConfigError: `liger: on` where Liger cannot run."""
+    """Apply `trainer.liger` and `trainer.compile` to a loaded model, in place; it computes in `dtype`, and
+    `device` is where the weights will be that it has not yet. Raises ConfigError: `liger: on` where Liger
+    cannot run."""
     if wants_liger(config.liger, device or model.device):
         _apply_liger(model)
     if config.compile:
-        compile_model(model, device=device)
+        compile_model(model, dtype, device=device)
 
 
 def wants_liger(choice: str, device: torch.device) -> bool:
@@ -188,48 +199,6 @@ def _apply_liger(model: PreTrainedModel) -> None:
 
     _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
     log.info("using Liger's kernels", model=str(model.config.model_type))
-
-
-def compile_model(
-    model: PreTrainedModel,
-    backend: str | Callable[..., Any] = "inductor",
-    device: torch.device | None = None,
-) -> bool:
-    """Compile the model's layers for any shape, or its body where it names none; the head works by chunks and
-    stays as it is. Layers are alike, so that one is compiled for all; and ranks shard them one by one.
-
-    A small forward and backward pass is tried at once: where the compiler fails, for want of a C++ compiler
-    for instance, the model stays as it was, a warning says why, and the result is False. A model whose
-    weights will be on `device` cannot be tried yet; a linear layer there is.
-    """
-    body = model.base_model
-    parts = layers_of(model) or [body]
-    for part in parts:
-        part.compile(backend=backend, dynamic=True)
-    try:
-        if model.device.type == "meta":
-            layer = nn.Linear(8, 8, device=device)
-            layer.compile(backend=backend, dynamic=True)
-            layer(torch.ones((2, 8), device=device)).sum().backward()
-        else:
-            vocab_size = model.config.get_text_config().vocab_size
-            ids_BT = torch.arange(1, 9, device=model.device)[None].expand(2, -1) % vocab_size
-            body(input_ids=ids_BT, use_cache=False).last_hidden_state.sum().backward()
-    except RuntimeError as error:  # what the compiler and its backends raise derives from it
-        for part in parts:
-            part._compiled_call_impl = None
-        reason = " ".join(str(error).split())[:300]
-        log.warning("torch.compile does not work here, training without it", reason=reason)
-        return False
-    finally:
-        model.zero_grad(set_to_none=True)
-    return True
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that transformers keeps in one piece; ranks gather them one after the other."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def recompute_layers(model: PreTrainedModel) -> None:

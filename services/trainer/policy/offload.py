@@ -97,7 +97,7 @@ class _Lanes:
     """The way of moments to the device and back: places in turn, and on a GPU a stream for each direction."""
 
     def __init__(self, like: Tensor, size: int) -> None:
-        self._on_gpu = like.is_cuda
+        self._device = like.device
         self._coming, self._leaving = (torch.cuda.Stream(like.device) if like.is_cuda else None for _ in "io")
         self._places = [
             _Place((like.new_empty(size), like.new_empty(size)), torch.cuda.Event() if like.is_cuda else None)
@@ -105,7 +105,7 @@ class _Lanes:
         ]
         if self._coming is not None:
             # The buffers may be memory that work before this is still reading.
-            self._coming.wait_stream(torch.cuda.current_stream())
+            self._coming.wait_stream(self._updating())
 
     @contextmanager
     def passing(self, host: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -121,10 +121,10 @@ class _Lanes:
                 for buffer, own in zip(place.buffers, host, strict=True)
             ]
         if self._coming is not None:
-            torch.cuda.current_stream().wait_stream(self._coming)
+            self._updating().wait_stream(self._coming)
         yield device
         if self._leaving is not None:
-            self._leaving.wait_stream(torch.cuda.current_stream())
+            self._leaving.wait_stream(self._updating())
         with self._on(self._leaving):
             for own, moved in zip(host, device, strict=True):
                 own.copy_(moved, non_blocking=True)
@@ -135,6 +135,10 @@ class _Lanes:
         """Wait until all are back: checkpoints read them on the CPU."""
         if self._leaving is not None:
             self._leaving.synchronize()
+
+    def _updating(self) -> Any:
+        """The stream of the update: of the moments' device, which need not be this thread's."""
+        return torch.cuda.current_stream(self._device)
 
     def _on(self, stream: Any) -> Any:
         return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -83,7 +83,7 @@ class ShardReader:
         with _told(folder):
             for path in sorted(folder.glob(PATTERN)):
                 # Not mapped: pages of a mapping would count as this process's memory.
-                file = safe_open(path, "pt", backend="pread")
+                file: Any = safe_open(path, "pt", backend="pread")
                 first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
                 for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                     piece = _Piece(first_rows.get(name, 0), file, tuple(file.get_slice(name).get_shape()))

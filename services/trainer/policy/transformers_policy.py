@@ -41,9 +41,9 @@ from tidemill.services.trainer.policy.model_loading import (
     accelerate_model,
     compute_dtype,
     load_model,
-    pick_device,
     prepare_torch,
     recompute_layers,
+    use_device,
 )
 from tidemill.services.trainer.policy.offload import LeavesDevice
 from tidemill.services.trainer.policy.optimizer import (
@@ -74,7 +74,7 @@ def load_policy(config: RunConfig) -> "TransformersPolicy":
     """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
     used."""
     prepare_torch(config.trainer)
-    device = pick_device(config.trainer.device)
+    device = use_device(config.trainer.device)
     model = load_model(config.model, device)
     policy = TransformersPolicy(model, config.trainer, **policy_options(config, model, device))
     policy.max_share_changed = config.weights.max_share_changed
@@ -88,7 +88,7 @@ def policy_options(
     are wanted; `base_digest` as for `Adapters`. Raises ConfigError: it cannot have them."""
     trainer, dtype = config.trainer, compute_dtype(config.model)
     adapters = Adapters(model, trainer.lora, dtype, config.seed, base_digest) if trainer.lora else None
-    accelerate_model(model, trainer, device)
+    accelerate_model(model, trainer, dtype, device)
     return {
         "dtype": dtype,
         "temperature": config.rollout.sampling.temperature,

@@ -12,6 +12,7 @@ from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import GROUPS, crash_after_commit, run
 from tidemill.common.archive import stream_folder
+from tidemill.common.archive.archiver import check
 from tidemill.common.history import History, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore, claims
@@ -19,6 +20,7 @@ from tidemill.common.streams import OffsetReader, append, read_raw
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Ticket, Trajectory, fault_of
+from tidemill.services.trainer.durable.recovery import LostPayloadError
 
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 
@@ -82,6 +84,7 @@ async def test_a_run_of_claims_trains_archives_replays_and_leaves_no_files_behin
             whole = large(tickets[sample.ticket], sample.index)
             assert codec.encode_payload(sample) == codec.encode_payload(whole)
     assert stream_folder(context.run_dir, StreamName.TRAJECTORIES).is_dir()
+    assert len(check(context.run_dir)) == (lost is not None), "what an archive has lost shows"
 
 
 async def test_a_trainer_that_starts_while_the_store_is_away_waits_and_trains_on_all_samples(
@@ -112,6 +115,25 @@ async def test_a_trainer_that_starts_while_the_store_is_away_waits_and_trains_on
     working.cancel()
     assert capfd.readouterr().out.count("step replayed, same weights") == 4
     assert not [one for commit in await commits_of(broker, keys) for one in commit.dropped]
+
+
+async def test_a_committed_sample_whose_payload_is_gone_is_named_with_its_path_and_may_be_put_back(
+    make, broker, keys, capfd
+) -> None:
+    context = make(checkpoint_every=100)
+    store = broker.claims = ClaimStore(context.run_dir, 1000)
+    working = asyncio.create_task(answer(broker, keys, store))
+    await crash_after_commit(context, 3)
+    trained = (await commits_of(broker, keys))[2].trained_keys[0]
+    (path,) = store.folder.glob(f"{trained[0]}-{trained[1]}-*")
+    path.rename(context.run_dir / "elsewhere")
+    with pytest.raises(LostPayloadError) as raised:
+        await run(make(checkpoint_every=100))
+    assert str(path) in str(raised.value)
+    (context.run_dir / "elsewhere").rename(path)
+    await run(make(checkpoint_every=100))
+    working.cancel()
+    assert "weights differ" not in capfd.readouterr().out
 
 
 def _pointer(entry: Any) -> str:

@@ -16,6 +16,7 @@ from tests.support.archives import STREAM, fill, raw, scanned
 from tests.support.preloaded import REPO
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.training import answering, make_context, trainer_config
+from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest
@@ -24,7 +25,8 @@ from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
-from tidemill.common.streams import length, memory_bytes, read_range
+from tidemill.common.store import ClaimStore
+from tidemill.common.streams import append, length, memory_bytes, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable import archive_requests
@@ -59,6 +61,27 @@ def jobs_worker(keys: Keys) -> Iterator[subprocess.Popen[bytes]]:
 
 def archived(context: ServiceContext, stream: StreamName = STREAM) -> Manifest:
     return Manifest.load(stream_folder(context.run_dir, stream))
+
+
+@ONE_SERVER
+async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is_done(
+    context: ServiceContext, broker: Broker, keys: Keys
+) -> None:
+    """Long after the checkpoint that asked for it; the entries themselves are far smaller than a file."""
+    store = ClaimStore(context.run_dir, 1)
+    context.run_dir.mkdir()
+    samples = [make_trajectory(ticket, 0, text=f"{ticket:04}" * 500) for ticket in range(40)]
+    await append(broker, keys.trajectories(), *map(store.check_in, samples))
+    entries = await raw(broker, keys.trajectories())
+    trimmer = Trimmer(context)
+    trimmer.claims.first_ticket = 20
+    with jobs_worker(keys):
+        await trimmer.let_go({STREAM: entries[30][0]}, 0)
+        await wait_until(lambda: len(list(store.folder.iterdir())) == 20)
+    await trimmer.close()
+    assert {int(path.name.partition("-")[0]) for path in store.folder.iterdir()} == set(range(20, 40))
+    found = await scanned(History(keys.run_id, context.run_dir, None))
+    assert [record.message for record in found] == samples[: len(found)]  # type: ignore[union-attr]
 
 
 @ONE_SERVER

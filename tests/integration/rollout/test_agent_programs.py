@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -229,6 +230,25 @@ async def test_what_the_engine_raises_is_no_fault_of_the_program() -> None:
     async with player(function("for_ever")) as agent:
         with pytest.raises(LookupError, match="the engine is gone"):
             await agent.play(TICKET, "s", ask)
+
+
+@pytest.mark.parametrize("agent", [function("dying"), function("twice"), "$ exit 3", "$ echo {}"])
+async def test_a_group_is_killed_while_its_number_is_still_its_own(
+    agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, kill = [], os.killpg
+
+    def noting(group: int, number: int) -> None:
+        killed.append(psutil.pid_exists(group))
+        kill(group, number)
+
+    async with player(agent) as started:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "killpg", noting)
+            with contextlib.suppress(EnvironmentFaultError):
+                await started.play(TICKET, "s", ScriptedModel("2", "yes").ask)
+    assert killed == [True]
+    await wait_until(no_children)
 
 
 @pytest.mark.parametrize("agent", [function("silent"), "$ sleep 3600"])

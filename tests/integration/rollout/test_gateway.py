@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,12 +18,25 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Segment
 from tidemill.services.rollout.gateway.server import RETRY_COUNT, Gateway
-from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+from tidemill.services.rollout.gateway.session import LONG_CHARACTERS, GatewaySession, Limits
 from tidemill.services.rollout.gateway.wishes import READ
 
 anthropic, openai = late("anthropic"), late("openai")
 
 CHAT = ByteChat()
+
+
+class WatchedChat(ByteChat):
+    """Keeps the threads on which it renders."""
+
+    def __init__(self) -> None:
+        self.threads: set[threading.Thread] = set()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
+        self.threads.add(threading.current_thread())
+        return super().render(messages, tools)
+
+
 ADD = {
     "name": "add",
     "description": "Adds.",
@@ -29,13 +44,16 @@ ADD = {
 }
 TOOL = {"type": "function", "function": ADD}
 LIMITS = Limits(max_turns=8, max_tokens=0, max_model_len=4096)
+ROOMY = replace(LIMITS, max_model_len=1 << 20)
 
 
 class Opened:
     """A session behind a gateway, its model, and clients of it."""
 
-    def __init__(self, session: GatewaySession, model: ScriptedModel, root: str) -> None:
-        self.session, self.model = session, model
+    def __init__(
+        self, session: GatewaySession, model: ScriptedModel, root: str, threads: set[threading.Thread]
+    ) -> None:
+        self.session, self.model, self.threads = session, model, threads
         self.openai = openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=session.key)
         self.anthropic = anthropic.AsyncAnthropic(base_url=root, api_key=session.key)
 
@@ -69,12 +87,13 @@ async def opened(
     *lines: str, limits: Limits = LIMITS, max_tokens: int = 200, refuses_wishes: bool = False
 ) -> AsyncIterator[Opened]:
     model = ScriptedModel(*lines)
-    session = GatewaySession(CHAT, CHAT.decode, model.ask, SamplingParams(max_tokens=max_tokens), limits)
+    chat = WatchedChat()
+    session = GatewaySession(chat, CHAT.decode, model.ask, SamplingParams(max_tokens=max_tokens), limits)
     gateway = Gateway("m", refuses_wishes=refuses_wishes)
     await gateway.start()
     try:
         with gateway.serving(session) as root:
-            yield Opened(session, model, root)
+            yield Opened(session, model, root, chat.threads)
     finally:
         await session.close()
         await gateway.close()
@@ -173,6 +192,21 @@ async def test_chat_streams_have_what_whole_answers_have() -> None:
         assert completion.usage.completion_tokens == len(run.model.said[0])
 
 
+async def test_logprobs_that_are_asked_for_are_those_of_the_tokens_that_were_sampled() -> None:
+    async with opened("ab", "ab", "cd") as run:
+        asked: dict[str, Any] = {"model": "m", "messages": [USER], "logprobs": True}
+        answer = await run.openai.chat.completions.create(**asked)
+        tokens = answer.choices[0].logprobs.content
+        assert [(token.token, token.logprob) for token in tokens] == [("a", -0.5), ("b", -0.5), ("", -0.5)]
+        async with run.openai.chat.completions.stream(**asked) as stream:
+            streamed = await stream.get_final_completion()
+        assert [token.token for token in streamed.choices[0].logprobs.content] == ["a", "b", ""]
+        plain = await run.openai.completions.create(model="m", prompt="?", logprobs=0)
+        assert plain.choices[0].logprobs.tokens == ["c", "d", ""]
+        assert plain.choices[0].logprobs.text_offset == [0, 1, 2]
+        run.check_ids()
+
+
 async def test_responses_streams_and_goes_on_with_the_items_of_earlier_ones() -> None:
     tool = {"type": "function", **ADD}
     async with opened("so " + call_line("add", a=1), "two") as run:
@@ -228,6 +262,16 @@ async def test_anthropic_clients_play_with_tools_and_a_changing_system_prompt(is
         run.check_ids()
 
 
+async def test_a_thread_that_the_server_should_keep_is_refused_as_anthropics_client_understands_it() -> None:
+    async with opened("never") as run:
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await run.anthropic.messages.create(
+                model="m", max_tokens=9, messages=[USER], extra_body={"thread": {"type": "create"}}
+            )
+        assert caught.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+        assert not run.model.seen
+
+
 async def test_completions_go_on_where_text_or_ids_ended_and_stop_where_the_client_says() -> None:
     async with opened(" 2\nObservation: lies", " 3") as run:
         asked = {"model": "m", "max_tokens": 50}
@@ -238,6 +282,13 @@ async def test_completions_go_on_where_text_or_ids_ended_and_stop_where_the_clie
         (segment,) = run.segments
         assert CHAT.decode(segment.completion_ids.tolist()) == " 2\nso 1 + 2 = 3"
         assert CHAT.decode(segment.completion_ids[segment.mask].tolist()) == " 2 3"
+
+
+async def test_the_engine_is_told_where_a_client_stops() -> None:
+    async with opened("a b c", "a b c") as run:
+        assert (await run.say([USER], stop=[" b", ""])).content == "a"
+        await run.say([USER])
+        assert [sampling.stop for sampling in run.model.sampled] == [(" b",), ()]
 
 
 async def test_limits_end_the_loop_in_words_and_truncate_the_session() -> None:
@@ -393,3 +444,53 @@ async def test_a_request_without_an_end_is_refused_and_takes_no_memory() -> None
         )
         assert deep.status_code == 400 and "not JSON" in deep.text
         assert (await run.say([USER])).content == "hello"
+
+
+TOO_MUCH: list[list[Any]] = [
+    [USER | {"content": "x" * (1 << 20)}],
+    [USER | {"content": "x" * (40 << 20)}],
+    [{"role": "user", "content": ""}] * (LIMITS.max_model_len + 1),
+]
+
+
+@pytest.mark.parametrize("messages", TOO_MUCH, ids=["1 MiB", "40 MiB", "many"])
+async def test_what_cannot_fit_into_the_model_is_refused_before_it_is_rendered(messages: list[Any]) -> None:
+    async with opened("hello") as run:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await run.say(messages)
+        assert caught.value.code == "session_limit" and run.session.end == "max_tokens"
+        assert not run.threads
+        assert (await run.say([USER])).content == "hello" and run.session.end == "done"
+
+
+async def test_long_histories_are_rendered_and_tokenised_beside_the_loop() -> None:
+    async with opened("one", "two", "three", limits=ROOMY) as run:
+        long = USER | {"content": "x" * LONG_CHARACTERS}
+        first, again = await asyncio.gather(
+            run.say([long]), run.say([long], extra_headers={RETRY_COUNT: "1"})
+        )
+        assert first.content == again.content == "one"
+        await run.say([long, first, long])
+        assert run.threads and threading.main_thread() not in run.threads
+
+
+@pytest.mark.parametrize("depth", [200, 900, 100_000])
+async def test_lists_in_lists_without_an_end_are_no_failure_of_the_server(depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": deep}}
+    result = {"role": "tool", "tool_call_id": "x", "content": "7"}
+    async with opened("one", "two", limits=ROOMY) as run, httpx.AsyncClient() as http:
+        assert (await run.say([USER, {"role": "assistant", "tool_calls": [call]}, result])).content == "one"
+        answer = await http.post(
+            f"{run.openai.base_url}chat/completions",
+            content=f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": {deep}}}',
+            headers={"authorization": f"Bearer {run.session.key}"},
+        )
+        assert answer.status_code == 400
+
+
+async def test_what_is_wrong_in_a_request_is_said_before_the_model_speaks() -> None:
+    async with opened("one") as run:
+        with pytest.raises(openai.BadRequestError):
+            await run.say([USER], stream=True, stream_options=5)
+        assert not run.model.seen

@@ -285,6 +285,20 @@ async def test_text_is_decoded_without_special_tokens(engine: VllmEngine) -> Non
     assert engine.decode([3, 13, 1]) == "w0 w10"
 
 
+async def test_a_text_to_stop_at_ends_the_generation_and_its_tokens_keep_logprobs_and_versions(
+    engine: VllmEngine,
+) -> None:
+    greedy = SamplingParams(max_tokens=120, temperature=0.0)
+    whole = await engine.generate(GenerationRequest("whole", [7, 8, 9], greedy))
+    stop = engine.decode(whole.token_ids[5:7])
+    stopped = greedy.model_copy(update={"stop": ("never", stop)})
+    cut = await engine.generate(GenerationRequest("cut", [7, 8, 9], stopped))
+    assert cut.finish == "stop" and stop in engine.decode(cut.token_ids)
+    assert len(cut.token_ids) < len(whole.token_ids) and len(cut.logprobs) == len(cut.token_ids)
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert [version for version, _ in cut.spans] == [engine.version]
+
+
 async def test_metrics_of_vllm_are_where_those_of_the_worker_are(engine: VllmEngine) -> None:
     (generation,) = await asyncio.gather(*map(engine.generate, make_requests("counted", 1)))
     families = {family.name: family.samples for family in REGISTRY.collect()}

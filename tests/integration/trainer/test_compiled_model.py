@@ -1,5 +1,8 @@
 """Compiled models give the same numbers; what cannot be had is said, and never half applied."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
 from tests.support.models import (
@@ -8,9 +11,14 @@ from tests.support.models import (
     make_policy,
     make_samples,
     one_batch,
+    run_config,
     tiny_llama,
+    tiny_model,
 )
-from tidemill.services.trainer.policy.model_loading import compile_model
+from tidemill.services.trainer.policy.compiling import compile_model
+from tidemill.services.trainer.policy.model_loading import open_model
+
+CPU = torch.device("cpu")
 
 
 def test_a_compiled_model_has_the_same_gradients_for_every_shape():
@@ -36,3 +44,37 @@ def test_where_the_compiler_fails_training_goes_on_without_it(capsys):
     assert all(layer._compiled_call_impl is None for layer in model.base_model.layers)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert make_policy(model=model).logprobs(make_samples(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_without_weights_is_tried_by_one_of_its_layers(tmp_path: Path, dtype: torch.dtype) -> None:
+    """As ranks do, which read their weights once the model is split."""
+    model, _ = open_model(run_config(tiny_model(tmp_path)).model, CPU)
+    assert model.device.type == "meta"
+    sizes: list[int] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> object:
+        sizes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    assert compile_model(model, dtype, backend=compiler, device=CPU)
+    assert max(sizes) > 20 and model.device.type == "meta"
+    assert all(layer._compiled_call_impl is not None for layer in model.base_model.layers)
+
+    def takes_simple_code(graph: torch.fx.GraphModule, _: object) -> object:
+        if len(graph.graph.nodes) > 20:
+            raise RuntimeError("out of registers")
+        return graph.forward
+
+    torch._dynamo.reset()
+    assert not compile_model(model, dtype, backend=takes_simple_code, device=CPU)
+    assert all(layer._compiled_call_impl is None for layer in model.base_model.layers)
+
+
+def test_the_trial_computes_in_the_dtype_of_training() -> None:
+    """Kernels of attention on GPUs take half precision alone."""
+    model, seen = tiny_llama(num_hidden_layers=1), []
+    attention = model.base_model.layers[0].self_attn
+    attention.q_proj.register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    assert compile_model(model, torch.bfloat16, backend="eager")
+    assert set(seen) == {torch.bfloat16}

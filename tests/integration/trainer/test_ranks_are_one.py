@@ -15,9 +15,9 @@ from tests.support.architectures import make_model
 from tests.support.models import make_samples, tiny_llama
 from tests.support.rank_runs import FIELDS, on_ranks, options_of, train_alone, train_cases, update
 from tidemill.common.config.trainer import TrainerConfig
+from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.model_loading import compile_model
 
 SUMS: dict[str, Any] = {
     "kl": {"place": "loss", "coefficient": 0.1},

@@ -319,3 +319,17 @@ async def test_a_failing_model_is_an_engine_error(
 
 async def test_decoded_text_has_no_special_tokens(engine: TransformersEngine) -> None:
     assert engine.decode([3, 13, 1]) == "w0 w10"
+
+
+async def test_a_generation_ends_with_the_token_that_completes_a_text_to_stop_at(
+    engine: TransformersEngine,
+) -> None:
+    params = SamplingParams(max_tokens=24)
+    requests = [GenerationRequest(f"r{number}", [3, 4, 5], params) for number in range(32)]
+    request, whole = max(await generate_all(engine, requests), key=lambda pair: len(pair[1].token_ids))
+    stop = engine.decode(whole.token_ids[4:6])
+    sampling = params.model_copy(update={"stop": ("never", stop)})
+    cut = await engine.generate(GenerationRequest(request.request_id, [3, 4, 5], sampling))
+    assert cut.finish == "stop" and len(cut.token_ids) < len(whole.token_ids)
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)] and len(cut.logprobs) == len(cut.token_ids)
+    assert stop in engine.decode(cut.token_ids) and stop not in engine.decode(cut.token_ids[:-1])

@@ -27,9 +27,10 @@ from tidemill.common.wire.arrays import Float32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.model_loading import layers_of, open_model, prepare_torch
+from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.routers import Routers

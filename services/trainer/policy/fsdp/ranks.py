@@ -152,7 +152,7 @@ def join_ranks(
         dist.init_process_group("gloo", **options)
     if int(environment.get("LOCAL_WORLD_SIZE", size)) < size:
         # A connection of its own: the group's is taken while a call waits for a key.
-        store = dist.TCPStore(host, port, is_master=False)
+        store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
         watch.follow(Heartbeats(store, rank, size))
     return Ranks(rank, size, device, watch)
 

@@ -261,6 +261,8 @@ def host_take(
     trained = num_trained(config, sizes)
     checkpoint = 12.0 * trained / shards
     always = {"processes and their libraries": 4.0 * GIB * (ranks + engines)} if ranks + engines else {}
+    if engines:
+        always["full versions that engines stage"] = element_bytes(config) * count * engines
     if ranks and trainer.offload_optimizer:
         always["AdamW moments"] = PINNED * 8.0 * trained / shards * ranks
     if takes_turns:

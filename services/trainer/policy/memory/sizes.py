@@ -22,8 +22,9 @@ from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import exact_attention
 from tidemill.services.trainer.policy.attention import VARLEN, why_no_flash, why_no_varlen
+from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.experts import follow_autocast
-from tidemill.services.trainer.policy.model_loading import layers_of, recomputable_layers
+from tidemill.services.trainer.policy.model_loading import recomputable_layers
 from tidemill.services.trainer.policy.routers import find_routers
 from tidemill.services.trainer.weights.exported import plan_export
 from tidemill.services.trainer.weights.store import model_tensors

@@ -177,6 +177,15 @@ def test_a_file_goes_only_when_its_ticket_is_settled_and_no_entry_claims_it(tmp_
     assert left == {".aside", pointers[2], pointers[3], pointers[10]}
 
 
+def test_what_a_killed_writer_left_goes_with_its_ticket(tmp_path):
+    store = ClaimStore(tmp_path, 1000)
+    pointers = [claim.pointer for t in (1, 2) if (claim := store.check_in(large(t)).claim)]
+    for pointer in pointers:
+        (tmp_path / "claims" / f".{pointer}.0123abcd.aside").write_text("half")
+    store.remove(store.settled(2))
+    assert {path.name for path in store.folder.iterdir()} == {pointers[1], f".{pointers[1]}.0123abcd.aside"}
+
+
 def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> CompleteGroup:
     """Four samples; the second one's payload is gone."""
     store = ClaimStore(tmp_path, 1000)

@@ -226,7 +226,7 @@ def test_the_kv_cache_by_hand():
 def test_a_host_holds_the_model_once_for_each_rank_that_reads_it_whole():
     assert host_take(config_of({"num_ranks": 8}), SIZES, ranks=4, engines=2).starting == {}
     take = host_take(config_of({"num_ranks": 8}), WHOLE, ranks=4, engines=2)
-    assert sum(take.starting.values()) == 4 * 4000 + 6 * 4 * GIB
+    assert sum(take.starting.values()) == 4 * 4000 + 2 * 2000 + 6 * 4 * GIB
     assert take.training == {
         "checkpoint on its way to the disk": 12 * 1000 / 8 * 4,
         "changes that engines stage": 6 * 0.3 * 1000 * 2,

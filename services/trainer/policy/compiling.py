@@ -1,0 +1,116 @@
+"""torch.compile for the layers of a model, tried before anything is trained with it.
+
+A compiler that fails leaves the model as it was. What is tried is a layer of this model, with its kernels and
+in the dtype of training: a compiler that takes simpler code may still fail at that.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
+
+log = structlog.get_logger(__name__)
+
+Backend = str | Callable[..., Any]
+
+
+def compile_model(
+    model: PreTrainedModel,
+    dtype: torch.dtype = torch.float32,
+    backend: Backend = "inductor",
+    device: torch.device | None = None,
+) -> bool:
+    """Compile the model's layers for any shape, or its body where it names none; the head works by chunks and
+    stays as it is. Layers are alike, so that one is compiled for all; and ranks shard them one by one.
+
+    A small forward and backward pass is tried at once: where the compiler fails, for want of a C++ compiler
+    for instance, the model stays as it was, a warning says why, and the result is False. Of a model whose
+    weights will be on `device`, and are not yet, a copy of one layer is tried there.
+    """
+    device = device or model.device
+    parts = layers_of(model) or [model.base_model]
+    is_cast = dtype not in (torch.float32, torch.float64)
+    try:
+        with torch.autocast(device.type, dtype=dtype if is_cast else None, enabled=is_cast):
+            if model.device.type == "meta":
+                _try_copy(model, parts[0], device, backend)
+            for part in parts:
+                part.compile(backend=backend, dynamic=True)
+            if model.device.type != "meta":
+                _output_of(model, device).sum().backward()
+    except RuntimeError as error:  # what the compiler and its backends raise derives from it
+        for part in parts:
+            part._compiled_call_impl = None
+        reason = " ".join(str(error).split())[:300]
+        log.warning("torch.compile does not work here, training without it", reason=reason)
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+    return True
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that transformers keeps in one piece; ranks gather them one after the other."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _output_of(model: PreTrainedModel, device: torch.device, **named: Any) -> Tensor:
+    """The last hidden states of two short rows."""
+    ids_BT = torch.arange(1, 9, device=device)[None].expand(2, -1) % model.config.get_text_config().vocab_size
+    hidden: Tensor = model.base_model(input_ids=ids_BT, use_cache=False, **named).last_hidden_state
+    return hidden
+
+
+def _try_copy(model: PreTrainedModel, layer: nn.Module, device: torch.device, backend: Backend) -> None:
+    """A copy of the layer, with zeros for weights, called as the model calls it."""
+    args, named = _arguments_of(model, layer)
+    copy = deepcopy(layer).to_empty(device=device)
+    with torch.no_grad():
+        for tensor in (*copy.parameters(), *copy.buffers()):
+            tensor.zero_()
+    copy.compile(backend=backend, dynamic=True)
+    output = copy(*_zeros(args, device), **_zeros(named, device))
+    next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).sum().backward()
+
+
+def _zeros(tree: Any, device: torch.device) -> Any:
+    """Zeros on the device for every tensor."""
+    return tree_map_only(Tensor, lambda tensor: torch.zeros_like(tensor, device=device), tree)
+
+
+class _Reached(Exception):
+    """The layer has been called."""
+
+
+def _arguments_of(model: PreTrainedModel, layer: nn.Module) -> tuple[Any, Any]:
+    """What the model calls the layer with; found without memory or weights. Raises RuntimeError: that cannot
+    be found out."""
+    found: list[Any] = []
+
+    def stop(_: nn.Module, args: Any, named: Any) -> None:
+        found.extend((args, named))
+        raise _Reached
+
+    meta = torch.device("meta")
+    # Where a kernel takes dense masks, transformers looks at values to make one: it gets one that is made.
+    mask_B1TT = torch.ones((2, 1, 8, 8), dtype=torch.bool, device=meta)
+    hook = layer.register_forward_pre_hook(stop, with_kwargs=True)
+    reason = "it is not among those that are called"
+    try:
+        for named in ({}, {"attention_mask": mask_B1TT}):
+            with suppress(RuntimeError), torch.no_grad():
+                _output_of(model, meta, **named)
+    except _Reached:
+        return found[0], found[1]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = str(error)
+    finally:
+        hook.remove()
+    raise RuntimeError(f"a {type(layer).__name__} cannot be tried alone: {reason}")
