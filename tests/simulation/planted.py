@@ -299,8 +299,8 @@ PLANTED = (
     Mutant(
         "entries are trimmed that the oldest checkpoint needs",
         f"{DURABLE}/checkpointing.py",
-        "            await self._trim(self._kept[0])\n        if",
-        "            await self._trim(self._kept[-1])\n        if",
+        "                await self._trim(self._kept[0])\n",
+        "                await self._trim(self._kept[-1])\n",
     ),
     Mutant(
         "a checkpoint's positions are those of all that was read",
