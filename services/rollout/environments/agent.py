@@ -170,6 +170,8 @@ class AgentPlayer:
 
     def _ended_by(self, error: ProgramError, session: GatewaySession) -> Result:
         """What a session comes to whose program failed. Raises ProgramError: it is played again."""
+        if session.limit:  # one branch of the program met it, also where others went on
+            session.reach(session.limit)
         policy, is_cut = self._section.on_program_error, session.end != "done"
         is_models = error.cause == "model" or (policy != "fault" and error.cause == "unknown")
         if not session.histories.recorded or error.cause == "machine" or not (is_models or is_cut):

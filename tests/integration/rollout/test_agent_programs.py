@@ -182,6 +182,12 @@ async def test_an_error_after_a_limit_is_in_the_log() -> None:
     assert [entry["end"] for entry in logs if "end" in entry] == ["max_turns"]
 
 
+async def test_a_limit_that_one_branch_met_is_no_fault_where_another_one_went_on() -> None:
+    async with player(function("branching")) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("a").ask)
+    assert (played.session.end, played.session.num_faults) == ("max_tokens", 0)
+
+
 async def test_a_program_that_says_nothing_is_a_fault_and_is_killed() -> None:
     async with player("$ sleep 3600 & sleep 3600", call_timeout_s=0.3) as agent:
         with pytest.raises(EnvironmentFaultError, match="neither asked the model nor ended"):

@@ -13,7 +13,6 @@ from tidemill.common.run.model_overrides import with_overrides
 from tidemill.services.trainer.policy.memory.estimate import ASLEEP_BYTES, GIB, Model, usable
 from tidemill.services.trainer.policy.memory.fit import choose_passes
 from tidemill.services.trainer.policy.memory.sizes import (
-    Saved,
     attention_on_gpus,
     build_on_meta,
     count_sizes,
@@ -35,15 +34,11 @@ def read_model(config: RunConfig) -> Model:
         raise ConfigError(f"model.path: {config.model.path} has no config.json to read: {reason}") from None
     dtype, attention = compute_dtype(config.model), attention_on_gpus(found)
 
-    def measured(weights: torch.dtype) -> Saved:
-        model = build_on_meta(found, attention, weights)
-        return measure_saved(model, dtype, weights, config.model.max_model_len)
-
-    model = build_on_meta(found, attention, dtype)
+    model = build_on_meta(found, attention, torch.float32)
     sizes = count_sizes(model, config.trainer.lora)
     sizes = replace(sizes, is_read_whole=is_read_whole(model))
-    alone = measured(torch.float32)
-    return Model(sizes, alone, alone if dtype == torch.float32 else measured(dtype), found)
+    model = build_on_meta(found, attention, torch.float32)
+    return Model(sizes, measure_saved(model, dtype, config.model.max_model_len), found)
 
 
 def with_fitting_passes(config: RunConfig) -> RunConfig:

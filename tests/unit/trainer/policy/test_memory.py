@@ -35,6 +35,7 @@ from tidemill.services.trainer.policy.memory.sizes import (
     is_read_whole,
     measure_saved,
 )
+from tidemill.services.trainer.policy.precision import round_alike
 
 MODELS = Path(__file__).parents[4] / "docs" / "operations" / "models"
 ROWS, WIDTH = 3, 64
@@ -44,6 +45,8 @@ MANY = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 160, "ma
 def bytes_saved(family: str, dtype: torch.dtype, **changes: Any) -> int:
     """By a forward pass of a real model on the CPU: each storage once, weights not."""
     model = make_model(family, **changes)
+    if dtype != torch.float32:
+        round_alike(model)
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     found: dict[int, torch.Tensor] = {}
 
@@ -73,7 +76,7 @@ def bytes_saved(family: str, dtype: torch.dtype, **changes: Any) -> int:
 def test_saved_bytes_are_those_of_a_real_model_within_a_tenth(family, changes, dtype):
     config = make_config(family, **changes)
     attention = "eager" if family == "Gemma2" else None
-    saved = measure_saved(build_on_meta(config, attention, torch.float32), dtype, torch.float32, WIDTH)
+    saved = measure_saved(build_on_meta(config, attention, torch.float32), dtype, WIDTH)
     estimate = saved.of(ROWS * WIDTH, recomputed=False) + saved.copies
     if attention is not None:
         changes = {**changes, "attn_implementation": attention}
@@ -88,8 +91,8 @@ def test_recomputed_layers_keep_their_inputs_and_one_layer():
     saved = Saved(layers=400.0, layer=100.0, inputs=40.0, rest=5.0, copies=7)
     assert saved.of(10, recomputed=False) == 10 * 405
     assert saved.of(10, recomputed=True) == 10 * (40 + 100 + 5)
-    measured = measure_saved(build_on_meta(make_config("Llama", **MANY), None, torch.float32), torch.float32,
-                             torch.float32, WIDTH)  # fmt: skip
+    model = build_on_meta(make_config("Llama", **MANY), None, torch.float32)
+    measured = measure_saved(model, torch.float32, WIDTH)
     assert measured.inputs == 4 * 64 * 4, "layers x hidden x float32"
     assert measured.layers == 4 * measured.layer
 
@@ -104,7 +107,7 @@ def test_published_models_have_their_numbers_of_parameters(name, parameters, lay
     model = build_on_meta(config, attention_on_gpus(config), torch.float32)
     assert count_sizes(model).parameters == parameters
     if layer_bytes is not None:
-        saved = measure_saved(model, torch.bfloat16, torch.float32)
+        saved = measure_saved(model, torch.bfloat16)
         assert (saved.layer, saved.layers) == (layer_bytes, 36 * layer_bytes)
         assert saved.copies == pytest.approx(36 * 2 * 100_925_440, rel=1e-3), "a layer's matrices in 16 bits"
 
@@ -126,7 +129,7 @@ WHOLE = replace(SIZES, is_read_whole=True)
 def model_of(per_token: float = 100.0, sizes: ModelSizes = SIZES) -> Model:
     saved = Saved(layers=4 * per_token, layer=per_token, inputs=per_token / 10, rest=0.0, copies=1800)
     text = SimpleNamespace(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
-    return Model(sizes, saved, saved, SimpleNamespace(get_text_config=lambda: text))
+    return Model(sizes, saved, SimpleNamespace(get_text_config=lambda: text))
 
 
 def config_of(trainer: Any = (), dtype: str = "bfloat16", length: int = 1024, **rollout: Any) -> RunConfig:
