@@ -105,7 +105,7 @@ async def check_sole_trainer(broker: Broker, keys: Keys, run_dir: Path) -> None:
         return max(beats, key=lambda beat: beat.at, default=None)
 
     before = await newest()
-    if before is None or (before.host, before.folder) == (socket.gethostname(), str(run_dir.resolve())):
+    if before is None or (before.host, before.folder) == (socket.gethostname(), folder_name(run_dir)):
         return
     if before.is_alive:
         log.info("waiting to see whether another trainer is alive", host=before.host, pid=before.pid)
@@ -117,6 +117,11 @@ async def check_sole_trainer(broker: Broker, keys: Keys, run_dir: Path) -> None:
                 "first, or give this one a run id of its own"
             )
         await asyncio.sleep(HEARTBEAT_S / 4)
+
+
+def folder_name(run_dir: Path) -> str:
+    """What a trainer's heartbeat calls its run's folder: not relative to where the process was started."""
+    return str(run_dir.absolute())
 
 
 async def forget_heartbeats(broker: Broker, keys: Keys, after_s: float) -> int:

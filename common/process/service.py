@@ -30,6 +30,7 @@ from tidemill.common.process.heartbeats import (
     Heartbeat,
     Reporter,
     check_sole_trainer,
+    folder_name,
     publish_heartbeat,
     reachable_host,
     remove_heartbeat,
@@ -281,7 +282,7 @@ def _handle_signals(context: ServiceContext) -> None:
 @contextlib.asynccontextmanager
 async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
     address = reachable_host(endpoint.host)
-    folder = str(context.run_dir.resolve()) if context.role == TRAINER else ""
+    folder = folder_name(context.run_dir) if context.role == TRAINER else ""
     beat = Heartbeat(context.name, context.role, folder=folder, port=endpoint.port, address=address)
     longest_lag_s = 0.0
 
