@@ -47,8 +47,9 @@ def _rounding(kind: Any) -> Any:
 def round_alike(model: PreTrainedModel) -> None:
     """Have the model, which may be sharded, round as this module says."""
     for module in model.modules():
-        if module._parameters and type(module) is not nn.Linear:
-            module.__class__ = _rounding(type(module))
+        kind: Any = type(module)
+        if module._parameters and kind is not nn.Linear:
+            module.__class__ = _rounding(kind)
     embeddings: nn.Module = model.get_input_embeddings()
     if _widen not in embeddings._forward_hooks.values():
         embeddings.register_forward_hook(_widen)

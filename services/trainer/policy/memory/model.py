@@ -8,7 +8,6 @@ from transformers import AutoConfig
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.gpu_sharing import count_gpus
 from tidemill.common.run.model_overrides import with_overrides
 from tidemill.services.trainer.policy.memory.estimate import ASLEEP_BYTES, GIB, Model, usable
 from tidemill.services.trainer.policy.memory.fit import choose_passes
@@ -57,10 +56,9 @@ def with_fitting_passes(config: RunConfig) -> RunConfig:
     gpu_bytes = float(torch.cuda.get_device_properties(device).total_memory)
     room = usable(gpu_bytes)
     rollout = config.rollout
-    shares = rollout.shares_trainer_gpus or count_gpus() == 1
     if rollout.takes_gpu_turns:
         room -= ASLEEP_BYTES
-    elif shares and rollout.engine == "vllm" and rollout.workers:
+    elif rollout.shares_trainer_gpus and rollout.engine == "vllm" and rollout.workers:
         room -= rollout.vllm.gpu_memory_utilization * gpu_bytes
     tokens, recomputed, take = choose_passes(config, model, gpu_bytes, room)
     told = log.info if take.running <= room else log.warning

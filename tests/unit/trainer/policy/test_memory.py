@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoConfig
 
 from tests.support.architectures import make_config, make_model
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy import loading, transformers_policy
 from tidemill.services.trainer.policy.memory import model as memory_model
 from tidemill.services.trainer.policy.memory.estimate import (
     GIB,
@@ -324,12 +326,25 @@ def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch):
     assert memory_model.with_fitting_passes(config) is config
     monkeypatch.setattr(memory_model, "pick_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(memory_model, "read_model", lambda _: model_of(1e6))
-    monkeypatch.setattr(memory_model, "count_gpus", lambda: 2)
     memory = SimpleNamespace(total_memory=12 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     trainer = memory_model.with_fitting_passes(config).trainer
     expected = choose_passes(config, model_of(1e6), 12 * GIB, usable(12 * GIB))
     assert (trainer.micro_batch_tokens, trainer.gradient_checkpointing) == expected[:2]
     assert expected[1], "4 GB a thousand tokens do not fit without"
+    shared = config_of(shares_trainer_gpus=True, vllm={"gpu_memory_utilization": 0.5})
+    beside = memory_model.with_fitting_passes(shared).trainer
+    assert beside.micro_batch_tokens < trainer.micro_batch_tokens, "who is on the GPU is told by the config"
     explicit = config_of({"micro_batch_tokens": 99, "gradient_checkpointing": False})
     assert memory_model.with_fitting_passes(explicit) is explicit
+
+
+@pytest.mark.parametrize(("dtype", "num_warnings"), [("float32", 1), ("bfloat16", 0)])
+def test_float32_on_a_gpu_is_told(dtype, num_warnings, monkeypatch):
+    monkeypatch.setattr(loading, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(loading, "with_fitting_passes", lambda config: config)
+    monkeypatch.setattr(loading, "lead_ranks", lambda _: None)
+    monkeypatch.setattr(transformers_policy, "load_policy", lambda _: None)
+    with capture_logs() as logs:
+        loading.open_policy(config_of(dtype=dtype))
+    assert [entry["log_level"] for entry in logs] == ["warning"] * num_warnings
