@@ -372,6 +372,8 @@ class Consumer(Generic[M]):
             # Redis counts them as delivered once more, and nobody has begun them.
             await self.unpark([found for found in unanswered if isinstance(found, Delivery)])
             await self.renew()
+            if len(unanswered) >= count:
+                self.takeover.ask_again()
             if unanswered:
                 return unanswered
         taken = await self.takeover.look(count)
