@@ -241,9 +241,12 @@ def locked(path: Path, otherwise: str) -> Iterator[int]:
 
     Raises:
         LockedError: another process holds it; the message is `otherwise`.
+        StorageError: the file cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    with storage_errors("a lock", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w")  # noqa: SIM115 (closed below; an error of the block is none of the lock's)
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

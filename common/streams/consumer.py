@@ -26,7 +26,7 @@ from tidemill.common.streams.takeover import Takeover
 from tidemill.common.streams.unanswered import read_unanswered
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
-from tidemill.common.wire.codec import MAX_PAYLOAD_BYTES, SCHEMA
+from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.messages import Message, Trajectory
 
 log = structlog.get_logger(__name__)
@@ -54,12 +54,11 @@ class Consumer(Generic[M]):
         lease_s: float,
         dead_key: str,
         label: str = "",
-        max_bytes: int = MAX_PAYLOAD_BYTES,
         stand_in: StandIn | None = None,
     ) -> None:
         self.broker, self.key, self.group, self.name = broker, key, group, name
         self.message_type, self.lease_s, self.dead_key = message_type, lease_s, dead_key
-        self.label, self.max_bytes = label or key.rpartition(":")[2], max_bytes
+        self.label, self.max_bytes = label or key.rpartition(":")[2], broker.max_bytes
         self.held: dict[str, Delivery[M]] = {}
         self._settling: Counter[str] = Counter()
         """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
@@ -139,20 +138,26 @@ class Consumer(Generic[M]):
     async def settle_group(
         self, delivery: Delivery[M], out_key: str, progress_key: str, group_size: int
     ) -> bool:
-        """Acknowledge a held ticket whose samples are all published; returns whether they are.
-
-        Raises:
-            LeaseLostError: another worker has taken the ticket over.
-        """
+        """Acknowledge a held ticket whose samples are all published; returns whether they are. Raises
+        LeaseLostError: another worker has taken the ticket over."""
         return await self._publish_sample(delivery, out_key, progress_key, ("", group_size, SCHEMA, b""))
 
     async def _publish_sample(
         self, delivery: Delivery[M], out_key: str, progress_key: str, rest: tuple[Any, ...]
     ) -> bool:
         reply = await self._settle("publish_sample", delivery, rest, out_key, progress_key)
-        if reply == 2:
+        if reply == 1:
+            delivery.attempts = 1
+        elif reply == 2:
             self.held.pop(delivery.entry_id, None)
         return bool(reply == 2)
+
+    async def start_group(
+        self, delivery: Delivery[M], progress_key: str, version: int, replaces: bool = False
+    ) -> None:
+        """Note the version at which a group was started, where none is or this one `replaces` it. Raises
+        LeaseLostError: another worker has taken the ticket over."""
+        await self._settle("start_group", delivery, (version, int(replaces)), progress_key)
 
     def holds(self, delivery: Delivery[M]) -> bool:
         """Whether this very delivery is held: neither settled nor lost, nor given to us a second time."""
@@ -367,6 +372,8 @@ class Consumer(Generic[M]):
             # Redis counts them as delivered once more, and nobody has begun them.
             await self.unpark([found for found in unanswered if isinstance(found, Delivery)])
             await self.renew()
+            if len(unanswered) >= count:
+                self.takeover.ask_again()
             if unanswered:
                 return unanswered
         taken = await self.takeover.look(count)

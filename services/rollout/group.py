@@ -99,7 +99,7 @@ class GroupGenerator:
         # Redis may lose samples that are published, and only Redis knows whether the group is complete: until
         # it says so, or the lease is lost, what is missing is generated again.
         while self.consumer.holds(delivery):
-            done = await self._begin(ticket)
+            done = await self._begin(delivery)
             if waited_s is None:
                 waited_s = max(0.0, time.time() - ticket.issued_at)
                 metrics.STAGE_SECONDS.labels("ticket").observe(waited_s)
@@ -135,19 +135,20 @@ class GroupGenerator:
             await self.consumer.publish_sample(delivery, *self._keys_of(ticket), failed)
             log.warning("a sample has failed for good", ticket=ticket.ticket, index=index, error=str(fault))
 
-    async def _begin(self, ticket: Ticket) -> set[int]:
-        """Wait until the engine is young enough for the group; returns the indices published already."""
+    async def _begin(self, delivery: Delivery[Ticket]) -> set[int]:
+        """Wait until the engine is new enough for the group; returns the indices published already."""
+        ticket = delivery.message
         done, started_version = await self._read_progress(ticket.ticket)
         progress = self.keys.progress(ticket.ticket, self.lane)
         version = await self.follower.reach(ticket.min_version)
         if started_version < 0:
             # Not over the version of a worker that took the group over meanwhile and started it earlier.
-            await self.broker.execute("HSETNX", progress, VERSION_FIELD, version)
+            await self.consumer.start_group(delivery, progress, version)
         elif started_version > version and not await self._reaches(started_version):
             log.warning(
                 "the version that a group began with is gone", ticket=ticket.ticket, was=started_version
             )
-            await self.broker.execute("HSET", progress, VERSION_FIELD, self.engine.version)
+            await self.consumer.start_group(delivery, progress, self.engine.version, replaces=True)
         return done
 
     async def _reaches(self, version: int) -> bool:

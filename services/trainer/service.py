@@ -57,7 +57,13 @@ async def serve(context: ServiceContext) -> None:
     """Run the trainer to its last step, or until the context says stop. Raises LockedError: another trainer
     works in this run's folder."""
     check_loggers(context.config.trainer.loggers)
-    with locked(context.run_dir / "trainer.lock", ANOTHER_TRAINER.format(context.keys.run_id)):
+    async with AsyncExitStack() as held:
+
+        async def hold() -> None:
+            lock = locked(context.run_dir / "trainer.lock", ANOTHER_TRAINER.format(context.keys.run_id))
+            held.enter_context(lock)
+
+        await until_stored(context, hold)
         await _train(context)
 
 
@@ -91,8 +97,9 @@ async def _train_policy(
     context: ServiceContext, runner: StepRunner, streams: RunStreams, evaluator: Evaluator, trimmer: Trimmer
 ) -> None:
     join, reconciler = streams.join, streams.reconciler
-    store = CheckpointStore(context.run_dir, context.config.trainer.keep_checkpoints)
-    journal = await asyncio.to_thread(CommitJournal, context.run_dir)
+    keep = context.config.trainer.keep_checkpoints
+    store = await on_disk(context, CheckpointStore, context.run_dir, keep)
+    journal = await on_disk(context, CommitJournal, context.run_dir)
     reconciler.term = await on_disk(context, next_term, context.run_dir)
     reconciler.registration = Registration(context)
     await until_stored(context, reconciler.registration.begin)
@@ -105,7 +112,8 @@ async def _train_policy(
     commits = await replayer.adopt(restored, dropped, needed)
     version = join.version = restored + len(commits)
     await until_stored(context, partial(_rebuild_records, context, restored, version, journal))
-    with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
+    recorder = await on_disk(context, Recorder, context.run_dir, context.config.trainer.tensorboard, version)
+    with recorder:
         for sender in await asyncio.to_thread(_open_loggers, context):
             recorder.attach(sender)
         background = [context.start(join.read(name), f"reader of {name}") for name in STREAMS]
@@ -120,7 +128,7 @@ async def _train_policy(
             checkpointer = Checkpointer(context, store, runner, streams, recorder, trimmer, restored)
             memory = MemoryWatch(context, checkpointer)
             background.append(context.start(memory.watch(), "memory watch"))
-            outputs = await asyncio.to_thread(_resume_outputs, context, recorder)
+            outputs = await on_disk(context, _resume_outputs, context, recorder)
             durability = Durability(journal, checkpointer, memory)
             trainer = Trainer(context, version, assembler, runner, evaluator, durability, outputs)
             context.reporters.append(lambda beat: _report(beat, trainer))

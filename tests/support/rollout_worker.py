@@ -116,8 +116,10 @@ async def take_over(
 ) -> Delivery[Ticket]:
     """Give a held ticket to another worker, as a look for abandoned messages does after its lease."""
     name = worker.consumer.name
-    await broker.execute("XCLAIM", keys.prompts(), ROLLOUT_GROUP, name, 0, delivery.entry_id)
-    taken = Delivery(delivery.entry_id, delivery.fields, delivery.message, delivery.attempts + 1)
+    entry_id = delivery.entry_id
+    await broker.execute("XCLAIM", keys.prompts(), ROLLOUT_GROUP, name, 0, entry_id)
+    (row,) = await broker.execute("XPENDING", keys.prompts(), ROLLOUT_GROUP, entry_id, entry_id, 1)
+    taken = Delivery(entry_id, delivery.fields, delivery.message, row[3])
     worker.consumer.held[delivery.entry_id] = taken
     return taken
 

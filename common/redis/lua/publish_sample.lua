@@ -14,6 +14,10 @@ if ARGV[7] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[4]) == 0 then
   -- The sample before the note of it: of a unit that is cut off in its file, a later restart does the first half.
   redis.call('XADD', KEYS[2], '*', 'v', ARGV[6], 'p', ARGV[7])
   redis.call('HSET', KEYS[3], ARGV[4], '')
+  if held[1][4] > 0 then
+    -- Deliveries count only since something was published: nobody is blamed for workers that were taken away.
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'RETRYCOUNT', 0, 'JUSTID')
+  end
   result = 1
 end
 local published = redis.call('HLEN', KEYS[3]) - redis.call('HEXISTS', KEYS[3], 'version')

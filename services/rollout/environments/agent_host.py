@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
-from tidemill.common.process.children import become_child, read_frame, sender
+from tidemill.common.process.children import become_child, end_with_parent, read_frame, sender
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.users_code import load_users
 from tidemill.services.rollout.environments.users_code import metrics_of, number_of
@@ -104,15 +104,24 @@ def variables_of(root: str, key: str, model: str) -> dict[str, str]:
 
 
 def _serve(connection: socket.socket, function: Callable[..., Any], placeholder: Placeholder) -> NoReturn:
-    """One session, from its frame to its result."""
+    """One session, from its frame to its result.
+
+    The process whose number the worker has leads the group, and lives until the worker kills that: the number
+    is never another's by then. What plays is its child.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what it starts can be waited for
-    send = sender(connection)
-    send({"pid": os.getpid()})
+    send, leader = sender(connection), os.getpid()
+    send({"pid": leader})
     asked = read_frame(connection.makefile("rb"))
     if asked is not None:
+        if os.fork():
+            connection.close()  # as the child dies, the worker has to see the end
+            while True:
+                signal.pause()
+        end_with_parent(leader)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what it starts can be waited for
         os.environ.update(asked["variables"])
         offered = asked["offered"]
         placeholder.route(offered["anthropic_base_url"], offered["api_key"])

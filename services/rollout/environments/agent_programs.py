@@ -8,10 +8,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import psutil
 import structlog
@@ -84,6 +85,9 @@ class Result:
 class Program(Protocol):
     """Plays sessions. Cancelling `run` kills the process of that session."""
 
+    is_heavy_to_start: bool
+    """Whether each session starts an interpreter, or whatever it is, anew."""
+
     async def start(self) -> None:
         """Be ready. Raises ConfigError: the program cannot be run."""
 
@@ -104,6 +108,8 @@ def program_of(agent: str, model: str = "model") -> Program:
 class CommandProgram:
     """A command of the shell; the last line of its output may be a result in JSON."""
 
+    is_heavy_to_start = True
+
     def __init__(self, command: str) -> None:
         self._command = command
 
@@ -114,22 +120,20 @@ class CommandProgram:
         """Start it, give it the row, and wait for its end."""
         row = assignment.row_json
         short = {"TIDEMILL_ROW": row} if len(row.encode()) < LONGEST_VARIABLE else {}
-        process = await _started(self._command, variables_for_users() | assignment.variables | short)
+        process = _started(self._command, variables_for_users() | assignment.variables | short)
         assert process.stdin and process.stdout and process.stderr
-        tails = [asyncio.create_task(_tail(stream)) for stream in (process.stdout, process.stderr)]
+        tails = [asyncio.create_task(_tail(pipe)) for pipe in (process.stdout, process.stderr)]
         try:
-            with contextlib.suppress(ConnectionError):
-                process.stdin.write(row.encode())
-                await process.stdin.drain()
-                process.stdin.close()
-            code = await process.wait()
+            await _give(process.stdin, row.encode())
+            await _ended(process)
         finally:
-            _kill_group(process.pid)
+            kill_group(process)
             # What left the group may hold the pipes open.
             await asyncio.wait(tails, timeout=PIPES_CLOSE_S)
             output, errors = (task.result() if task.done() else b"" for task in tails)
             for task in tails:
                 task.cancel()
+            code = await asyncio.to_thread(process.wait)
         said = errors.decode(errors="replace").strip()[-TAIL_CHARS:]
         if code:
             cause = cause_in(errors.decode(errors="replace"), code)
@@ -142,6 +146,8 @@ class CommandProgram:
 
 class HostedFunction:
     """A Python function, plain or async, that a host process runs in a fork of its own for each session."""
+
+    is_heavy_to_start = False
 
     def __init__(self, reference: str, model: str) -> None:
         self._reference, self._model = reference, model
@@ -182,7 +188,8 @@ class HostedFunction:
             finally:
                 writer.close()
                 if pid:
-                    _kill_group(pid)
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(pid, signal.SIGKILL)
         except (OSError, asyncio.IncompleteReadError):
             raise EnvironmentFaultError(
                 f"the process of the agent {self._reference} ended without a result; its output is in the "
@@ -241,35 +248,48 @@ def _is_alive(mark: str) -> bool:
         return False
 
 
-async def _started(command: str, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
-    """The process of a command. One that is cancelled while it starts is killed too, with its group."""
-    starting = asyncio.create_task(
-        asyncio.create_subprocess_shell(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=variables,
-            start_new_session=True,
-        )
+def _started(command: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """The process of a command, in a session and a group of its own."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, shell=True, stdin=pipe, stdout=pipe, stderr=pipe, env=variables, start_new_session=True
+    )
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a process, which is not reaped: so its number, and that of its group, stay its own
+    until what it has left in the group is killed."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def wait() -> None:
+        # Already reaped, or the loop has ended: nobody waits any more.
+        with contextlib.suppress(ChildProcessError, RuntimeError):
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+
+    threading.Thread(target=wait, daemon=True).start()
+    await ended
+
+
+async def _give(pipe: IO[bytes], data: bytes) -> None:
+    """Have it written, and the pipe closed after it."""
+    transport, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.Protocol, pipe)
+    transport.write(data)
+    transport.close()
+
+
+async def _tail(pipe: IO[bytes]) -> bytes:
+    """The end of what comes out of a pipe."""
+    stream, tail = asyncio.StreamReader(), b""
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), pipe
     )
     try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        _kill_group((await starting).pid)
-        raise
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """The end of a stream."""
-    tail = b""
-    while chunk := await stream.read(TAIL_BYTES):
-        tail = (tail + chunk)[-TAIL_BYTES:]
+        while chunk := await stream.read(TAIL_BYTES):
+            tail = (tail + chunk)[-TAIL_BYTES:]
+    finally:
+        transport.close()
     return tail
 
 

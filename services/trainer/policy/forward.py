@@ -35,6 +35,7 @@ from tidemill.services.trainer.policy.packing import (
     choose_layout,
     make_tile,
 )
+from tidemill.services.trainer.policy.precision import round_alike
 from tidemill.services.trainer.policy.routers import Routers
 
 log = structlog.get_logger(__name__)
@@ -76,7 +77,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     if len(seen) != 1 or hidden is None or hidden.shape != seen[0].shape or logits.shape != marked[0].shape:
         return False
     return torch.equal(logits.to(marked[0].dtype), marked[0]) and torch.allclose(
-        hidden, seen[0], rtol=1e-3, atol=1e-3
+        hidden.to(seen[0].dtype), seen[0], rtol=1e-3, atol=1e-3
     )
 
 
@@ -118,6 +119,8 @@ class TokenScorer:
         self._model, self._routers = model, routers
         self._device = model.device
         self._compute_dtype = compute_dtype
+        if self._is_half:
+            round_alike(model)
         with self._autocast(), routers.recording() if routers else nullcontext():
             # Under autocast, because flash attention takes no float32.
             self.is_chunked = self._has_plain_head()
@@ -127,6 +130,11 @@ class TokenScorer:
 
     def _has_plain_head(self) -> bool:
         return has_plain_head(self._model)
+
+    @property
+    def rounding(self) -> float:
+        """The relative rounding error of one number in a forward pass."""
+        return torch.finfo(self._compute_dtype).eps
 
     @property
     def module(self) -> nn.Module:
@@ -186,9 +194,13 @@ class TokenScorer:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Master weights are float32; matrix products run in the configured dtype."""
-        if self._compute_dtype in (torch.float32, torch.float64):
+        if not self._is_half:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._compute_dtype)
+
+    @property
+    def _is_half(self) -> bool:
+        return self._compute_dtype not in (torch.float32, torch.float64)
 
 
 _OPTIONAL = {
@@ -284,10 +296,15 @@ def pick_layout(
     """The layout of this model's tiles on this device: that of `choose_layout`, if it holds.
 
     Raises:
-        ConfigError: what a sequence's tokens get depends on the length of those beside it, of up to `longest`
-            tokens, in padded tiles too.
+        ConfigError: a token's prediction depends on later tokens, or what a sequence's tokens get on the
+            length of those beside it, of up to `longest` tokens, in padded tiles too.
     """
     config = model.config.get_text_config()
+    if _looks_ahead(scorer, config.vocab_size):
+        raise ConfigError(
+            f"model.path: a {model.config.model_type} predicts a token from later ones too, so its logprobs "
+            "are not those of text that is generated from left to right; take a causal language model"
+        )
     layout = choose_layout(packing, device, config, bool(getattr(model, "_is_stateful", False)))
     if layout != "padded" and (problem := _find_leak(scorer, layout, config.vocab_size, longest)):
         log.warning(
@@ -320,6 +337,20 @@ def _find_leak(scorer: TokenScorer, layout: Layout, vocab_size: int, longest: in
         return " ".join(str(error).split())[:200]
     difference = float(((beside - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
     return "" if difference < MAX_DIFFERENCE else f"its hidden states differ by {difference:.0%}"
+
+
+@torch.no_grad()
+def _looks_ahead(scorer: TokenScorer, vocab_size: int) -> bool:
+    """Whether the first half of a sequence is computed otherwise where the second half has other tokens."""
+    row, other = _made_up_row(0, 2 * SHORT, vocab_size), _made_up_row(1, 2 * SHORT, vocab_size)
+    places = np.arange(SHORT, dtype=np.int32)
+    hidden = []
+    for second in (row.ids, other.ids):
+        ids = np.concatenate([row.ids[:SHORT], second[SHORT:]])
+        hidden.append(_hidden(scorer, make_tile([[TokenRow(0, ids, places, ids[places], places)]], "padded")))
+    gap, norm = (hidden[0] - hidden[1]).norm(), hidden[0].norm()
+    # Not exactly equal: kernels that sort tokens by expert may round otherwise.
+    return bool(gap > norm * scorer.rounding**0.5)
 
 
 def _hidden(scorer: TokenScorer, tile: Tile) -> Tensor:

@@ -19,6 +19,7 @@ from tests.support.rollout_worker import (
     take_over,
 )
 from tests.support.training import messages
+from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import EnvironmentFaultError, LeaseLostError
 from tidemill.common.redis.broker import Broker
@@ -160,6 +161,38 @@ class TestTakeover:
             assert await broker.execute("HGET", keys.progress(0), "version") == b"0"
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    async def test_a_worker_that_thaws_after_its_group_is_done_leaves_nothing(
+        self, make, broker, keys, monkeypatch
+    ):
+        """It read the progress, was frozen, and the group was generated and settled by another one."""
+        await issue(broker, keys)
+        async with make("w1") as frozen, make("w2") as other:
+            delivery = await frozen.fetch()
+
+            async def reach(version: int) -> int:
+                await other.generator.generate(await take_over(broker, keys, delivery, other))
+                assert await broker.execute("EXISTS", keys.progress(0)) == 0
+                return version
+
+            monkeypatch.setattr(frozen.follower, "reach", reach)
+            with pytest.raises(LeaseLostError):
+                await frozen.generator.generate(delivery)
+        assert frozen.engine.asked == []
+        assert await broker.execute("EXISTS", keys.progress(0)) == 0
+
+    async def test_deliveries_do_not_count_where_samples_were_published(self, make, broker, keys):
+        """A node that is taken away again and again: each worker publishes one sample, and is killed."""
+        await issue(broker, keys)
+        async with make("w0", streams__max_attempts=2) as worker:
+            delivery = await worker.fetch()
+            for index in range(SIZE - 1):
+                sample = make_trajectory(0, index, group_size=SIZE)
+                await worker.consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+                delivery = await take_over(broker, keys, delivery, worker)
+                assert delivery.attempts == 1
+            delivery = await take_over(broker, keys, delivery, worker)
+            assert delivery.attempts == 2
 
 
 class TestWorkerLoop:

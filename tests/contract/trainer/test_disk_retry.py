@@ -1,8 +1,16 @@
 """What the trainer leaves on the disk and in Redis: never half of it, never more than is needed."""
 
 import asyncio
+import builtins
+import errno
+import io
+import os
+import re
 import shutil
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.training import answering, messages, num_commits, replayed_digests
 from tests.support.waiting import wait_until
@@ -20,8 +28,10 @@ from tidemill.common.run.weight_files import verified_files
 from tidemill.common.streams import id_order, last_id
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.trainer.durable import disk_retry
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
+from tidemill.services.trainer.durable.commits import JOURNAL_FILE
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 from tidemill.services.trainer.weights.store import WeightStore
 
@@ -49,6 +59,46 @@ async def test_a_full_disk_is_waited_out_and_can_be_stopped(make, broker, keys, 
     commits = await assert_trained_once(broker, keys, 6)
     digests = await replayed_digests(broker, keys, context.config, SimulatedPolicy(context.config))
     assert [commit.digest for commit in commits] == digests
+
+
+class FirstRefusals:
+    """A disk that refuses each file and folder once: whatever is written there, at a start or later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.folder, self.refused = str(folder), set[str]()
+        for owner, name in ((builtins, "open"), (io, "open"), (os, "mkdir")):
+            self._watch(monkeypatch, owner, name, getattr(owner, name))
+
+    def _watch(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, real: Any) -> None:
+        def watched(path: Any, *args: Any, **options: Any) -> Any:
+            mode = options.get("mode", args[0] if args else "r")
+            if name == "mkdir" or (isinstance(mode, str) and mode.strip("bt") != "r"):
+                self._refuse(str(path))
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    def _refuse(self, path: str) -> None:
+        place = re.sub("[0-9a-f]{8}.aside", "aside", path)
+        if path.startswith(self.folder) and place not in self.refused:
+            self.refused.add(place)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+async def test_a_trainer_that_starts_on_a_full_disk_waits_for_it_wherever_it_writes(
+    make, broker, keys, monkeypatch
+):
+    monkeypatch.setattr(disk_retry, "FIRST_PAUSE_S", 0.01)
+    options: dict[str, Any] = {"archives": True, "checkpoint_every": 2}
+    async with answering(broker, keys):
+        await crash_after_commit(make(**options), 3)
+        context = make(**options)
+        with monkeypatch.context() as patch:
+            disk = FirstRefusals(patch, context.run_dir)
+            await run(context)
+    names = {Path(place).name for place in disk.refused}
+    assert {"trainer.lock", ".lock", JOURNAL_FILE, "metrics.jsonl"} <= names
+    await assert_trained_once(broker, keys, 6)
 
 
 async def test_an_older_checkpoint_can_still_be_restored_after_a_stop(make, broker, keys, monkeypatch):

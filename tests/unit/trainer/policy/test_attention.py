@@ -1,5 +1,6 @@
 """The attention that models are loaded with computes what their authors wrote, in every service."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreTrainedModel
 
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
 from tests.support.models import make_policy, make_samples, run_config, write_tokenizer
@@ -123,6 +124,16 @@ def test_a_model_that_computes_otherwise_beside_a_long_sequence_is_refused():
     assert pick_layout(model, scorer, True, CUDA, 16) == "block"
     with pytest.raises(ConfigError):
         pick_layout(model, scorer, True, CUDA, 17)
+
+
+def test_a_model_that_reads_later_tokens_is_refused():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    for is_decoder in (True, False):
+        config = BertConfig(vocab_size=64, is_decoder=is_decoder, **sizes)
+        model = BertLMHeadModel(config).eval()
+        scorer = TokenScorer(model, torch.float32)
+        with nullcontext() if is_decoder else pytest.raises(ConfigError):
+            pick_layout(model, scorer, False, torch.device("cpu"), 16)
 
 
 @pytest.mark.parametrize(
