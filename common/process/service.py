@@ -218,7 +218,10 @@ async def _serve(
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
         run_dir = runs_dir() / keys.run_id
         streams = config.streams
-        broker.claims = ClaimStore(run_dir, streams.claim_check_bytes, streams.claim_check_url)
+        broker.max_bytes = streams.max_message_mb << 20
+        broker.claims = ClaimStore(
+            run_dir, streams.claim_check_bytes, streams.claim_check_url, broker.max_bytes
+        )
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         context.collectors, context.registered = endpoint.collectors, registered
