@@ -125,6 +125,17 @@ async def test_of_several_answers_to_one_question_the_one_with_the_longest_commo
     assert run.decode(kept.completion_ids[kept.mask].tolist()) == "The other answer, at length75"
 
 
+async def test_a_branch_from_one_answer_leaves_another_that_is_like_it_untouched() -> None:
+    end = "<|im_end|>"
+    run = Run("qwen3", f"It may be 50{end}", f"It may be 75{end}", *[f"80{end}"] * 2)
+    first, second = [(await run.session.answer(Question((USER,)), is_retry=False)).message for _ in range(2)]
+    await run.say(USER, second, HIGHER)
+    await run.say(USER, second, {"role": "user", "content": "Lower."})
+    assert run.session.counts == {"forked": 2, "clean": 1}
+    kept = run.session.histories.all[0].recorder.segment()
+    assert run.decode(kept.completion_ids.tolist()) == first["content"]
+
+
 async def test_an_answer_that_shares_little_with_the_clients_is_kept_whole_and_forked() -> None:
     run = Run("qwen3", "Thirty-one is what I would say here.<|im_end|>", "75<|im_end|>")
     await run.say(USER)
