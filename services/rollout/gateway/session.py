@@ -77,6 +77,8 @@ class GatewaySession:
         self.counts: Counter[str] = Counter()
         self.num_turns = 0
         self.active_at = time.monotonic()
+        self.asked = asyncio.Event()
+        """Its program has."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails as the engine fails: nothing the session does can mend that."""
         self._chat, self._decode, self._ask = chat, decode, ask
@@ -125,6 +127,7 @@ class GatewaySession:
             RequestError: it cannot be answered.
         """
         self._check_open()
+        self.asked.set()
         key = question.key
         async with self._finding:
             known = [given for given in self._given.get(key, ()) if given.is_current]

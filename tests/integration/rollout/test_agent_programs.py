@@ -294,6 +294,26 @@ async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_n
             kept.kill()
 
 
+async def test_no_more_commands_start_at_once_than_there_are_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import os, pathlib, openai\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "mine = folder / f'{os.getpid()}.starting'\n"
+        "mine.touch()\n"
+        "print('{\"reward\": %d}' % len(list(folder.glob('*.starting'))), flush=True)\n"
+        "client = openai.OpenAI()\n"
+        "mine.unlink()\n"
+        "client.completions.create(model='m', prompt='x')\n"
+    )
+    async with player(f"$ {sys.executable} {script}") as agent:
+        plays = [agent.play(TICKET, f"s{number}", ScriptedModel("a").ask) for number in range(3)]
+        assert [one.session.reward for one in await asyncio.gather(*plays)] == [1.0, 1.0, 1.0]
+
+
 async def test_a_program_that_left_its_group_does_not_outlive_its_session_for_long(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
