@@ -71,11 +71,14 @@ class Piece:
         """Bits of the values there, in the checkpoint's dtype."""
         return as_bits(self.memory()[places].to(DTYPES[self.info.dtype]))
 
+    def part(self, whole: Tensor) -> Tensor:
+        """The piece of the checkpoint's tensor, a view where that is contiguous."""
+        whole, (_, offset, sizes, strides) = whole.contiguous(), self.key
+        return whole.as_strided(sizes, strides, whole.storage_offset() + offset)
+
     def num_wrong(self, whole: Tensor) -> int:
         """How many of its values are not those of the checkpoint's tensor, in their own precision."""
-        whole, (_, offset, sizes, strides) = whole.contiguous(), self.key
-        part = whole.as_strided(sizes, strides, whole.storage_offset() + offset)
-        expected = part.to(self.tensor.device).to(self.tensor.dtype)
+        expected = self.part(whole).to(self.tensor.device).to(self.tensor.dtype)
         return int((as_bits(expected) != as_bits(self.tensor)).sum())
 
 

@@ -308,7 +308,7 @@ class VllmEngine:
         try:
             answers = await self._call("tidemill_apply")
             if wrong := sum(answer["wrong"] for answer in answers):
-                raise EngineError(f"{wrong:,} values were not there when they were read back")
+                raise EngineError(f"what was read back is not what was written ({wrong:,} differences)")
         except EngineError as error:
             if is_full or llm.errored:
                 raise

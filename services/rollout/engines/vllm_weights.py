@@ -1,9 +1,9 @@
 """What one rank of vLLM does with new weights: stage, apply, and prove. Runs in vLLM's worker processes.
 
-Full versions, and chains of deltas over one, go through the model's loader as at the start; on GPUs through
-vLLM's layerwise reload, which converts layouts again. Deltas over what the engine holds are written where the
-loader put the values that they change. Either way parameters are written in place, and read back afterwards,
-bit by bit.
+Where it is known where the loader puts values, and they can be read back there, they are written there: those
+of deltas, and on GPUs those of full versions. Other full versions go through the model's loader as at the
+start; on GPUs through vLLM's layerwise reload, which converts layouts again. Either way parameters are
+written in place, and read back afterwards.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +17,8 @@ from torch import Tensor
 from tidemill.common.weights.bits import Bits, TensorInfo
 from tidemill.services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
 from tidemill.services.rollout.engines.held_weights import Change, HeldWeights, apply, trace
-from tidemill.services.rollout.engines.tensors import DTYPES
+from tidemill.services.rollout.engines.staged_version import NAMES, HostMemory, StagedVersion
 from tidemill.services.rollout.engines.vllm_layers import is_cpu, reason_to_refuse, refresh
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class RankWeights:
@@ -38,6 +36,13 @@ class RankWeights:
         self._disowned: set[int] = set()
         self._full: tuple[Mapping[str, tuple[TensorInfo, Bits]], Sequence[Sequence[Path]]] | None = None
         self._changes: list[Change] = []
+        self._version: StagedVersion | None = None
+        self._memory = HostMemory()
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     def open(self) -> dict[str, Any]:
         """Compare what the model holds with the files that it was just loaded from."""
@@ -66,25 +71,36 @@ class RankWeights:
             ValueError: deltas alone, and what the engine holds cannot be read back.
         """
         paths = [[Path(path) for path in delta] for delta in deltas]
-        self._changes, self._full = [], None
+        self._changes, self._full, self._version = [], None, None
         if files:
-            self._full = (read_tensors([Path(file) for file in files]), paths)
+            base = read_tensors([Path(file) for file in files])
+            if self._is_copied(base):
+                with _beside(self._device):
+                    tensors = checkpoint_tensors(base, paths)
+                    self._version = StagedVersion(self.held, tensors, self._memory)
+            else:
+                self._full = (base, paths)
             return {}
         if not self._is_plain:
             raise ValueError("what this engine holds cannot be read back, so it takes whole versions only")
-        with _beside(next(self.model.parameters()).device):
+        with _beside(self._device):
             change, self._changes = self.held.stage(paths, self._disowned)
         return {"low": change.low, "high": change.high}
 
     def apply(self) -> int:
-        """Write what was staged; returns how many values the parameters do not hold afterwards.
+        """Write what was staged; returns how many values the parameters do not hold afterwards, or 1 where
+        only the sum is known.
 
         Raises:
             ValueError: the files lack a parameter of the model, which would have kept its old values.
         """
-        (full, self._full), (changes, self._changes) = (self._full, None), (self._changes, [])
+        full, version, changes = self._full, self._version, self._changes
+        self._changes, self._full, self._version = [], None, None
         with torch.no_grad():
-            wrong = self._patch(changes) if full is None else self._load(*full)
+            if version is not None:
+                wrong = self._copy(version)
+            else:
+                wrong = self._patch(changes) if full is None else self._load(*full)
         if not is_cpu():
             torch.accelerator.synchronize()
         return wrong
@@ -97,6 +113,19 @@ class RankWeights:
         wrong = apply(changes)
         self._refresh()
         return wrong
+
+    def _is_copied(self, base: Mapping[str, tuple[TensorInfo, Bits]]) -> bool:
+        """Whether a full version needs no loader: it has the tensors whose places are known, each its own. On
+        a CPU the loader reads the files' own pages, and host memory would be taken twice."""
+        if not self._is_plain or is_cpu() or self.held.reason_not_to_patch():
+            return False
+        return {info.name: info for info in self._infos} == {name: info for name, (info, _) in base.items()}
+
+    def _copy(self, version: StagedVersion) -> int:
+        is_there = version.write()
+        self._refresh()
+        self.no_patch = ""
+        return int(not is_there)
 
     def _load(self, base: Mapping[str, tuple[TensorInfo, Bits]], deltas: Sequence[Sequence[Path]]) -> int:
         tensors = checkpoint_tensors(base, deltas)

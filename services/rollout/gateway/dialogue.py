@@ -45,12 +45,14 @@ class Question:
     stop: tuple[str, ...] = ()
     prompt: str | list[int] | None = None
     """Text or ids in place of messages."""
+    has_logprobs: bool = False
+    """Whether the client wants the logprob of each token of the answer."""
 
     @property
     def key(self) -> bytes:
         """Equal where the same is asked again, within the same limits; no longer than that: each question
         has the whole history in it."""
-        within = (self.allows_calls, self.max_tokens, self.stop)
+        within = (self.allows_calls, self.max_tokens, self.stop, self.has_logprobs)
         asked = repr((self.prompt, sorted(self.tool_keys), self.identities, within))
         return xxh3_128_digest(asked.encode())
 
@@ -73,7 +75,7 @@ class Question:
             str(last["content"]) if last.get("role") == "assistant" and not last.get("tool_calls") else None
         )
 
-    @property
+    @cached_property
     def identities(self) -> tuple[Identity, ...]:
         """The history, for comparisons."""
         return tuple(identity(message) for message in self.messages)
@@ -89,6 +91,8 @@ class Answer:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0
+    tokens: tuple[tuple[str, float], ...] = ()
+    """Text and logprob of each token, where they are asked for."""
 
     @property
     def text(self) -> str:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from tidemill.services.rollout.gateway.dialogue import (
@@ -44,6 +45,7 @@ def chat_question(body: Mapping[str, Any]) -> Question:
         allows_calls=allows_calls(body),
         max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
         stop=stops_of(body.get("stop")),
+        has_logprobs=bool(body.get("logprobs")),
     )
 
 
@@ -52,7 +54,7 @@ def chat_answer(answer: Answer, model: str) -> Event:
     message = {"refusal": None, **answer.message}
     if answer.calls:
         message["content"] = answer.text or None
-    choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": _logprobs(answer)}
     return _head(answer, model, "chat.completion") | {"choices": [choice], "usage": usage(answer)}
 
 
@@ -60,8 +62,8 @@ def chat_events(answer: Answer, model: str, has_usage: bool) -> Iterator[Event]:
     """The same as a stream."""
     head = _head(answer, model, "chat.completion.chunk")
 
-    def chunk(delta: Mapping[str, Any], finish: str | None = None) -> Event:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+    def chunk(delta: Mapping[str, Any], finish: str | None = None, logprobs: Any = None) -> Event:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         return head | {"choices": [choice]} | ({"usage": None} if has_usage else {})
 
     yield chunk({"role": "assistant", "content": ""})
@@ -71,7 +73,7 @@ def chat_events(answer: Answer, model: str, has_usage: bool) -> Iterator[Event]:
         yield chunk({"content": answer.text})
     for index, call in enumerate(answer.calls):
         yield chunk({"tool_calls": [{"index": index, **call.to_message()}]})
-    yield chunk({}, answer.finish)
+    yield chunk({}, answer.finish, _logprobs(answer))
     if has_usage:
         yield head | {"choices": [], "usage": usage(answer)}
 
@@ -87,13 +89,28 @@ def text_question(body: Mapping[str, Any]) -> Question:
     for name, plain in (("n", 1), ("best_of", 1), ("echo", False), ("suffix", None)):
         if body.get(name) not in (None, plain):
             raise RequestError(f"`{name}` is not supported")
-    stops = stops_of(body.get("stop"))
-    return Question((), max_tokens=limit_of(body, "max_tokens"), stop=stops, prompt=prompt)
+    logprobs = body.get("logprobs")
+    return Question(
+        (),
+        max_tokens=limit_of(body, "max_tokens"),
+        stop=stops_of(body.get("stop")),
+        prompt=prompt,
+        has_logprobs=logprobs is not None and logprobs is not False,  # a number here, and 0 asks for them
+    )
 
 
 def text_answer(answer: Answer, model: str) -> Event:
     """The whole answer."""
     choice = {"index": 0, "text": answer.text, "finish_reason": answer.finish, "logprobs": None}
+    if answer.tokens:
+        texts, logprobs = zip(*answer.tokens, strict=True)
+        offsets = accumulate(map(len, texts[:-1]), initial=0)
+        choice["logprobs"] = {
+            "tokens": texts,
+            "token_logprobs": logprobs,
+            "top_logprobs": None,
+            "text_offset": list(offsets),
+        }
     head = _head(answer, model, "text_completion")
     return head | {"choices": [choice], "usage": usage(answer)}
 
@@ -105,6 +122,15 @@ def text_events(answer: Answer, model: str, has_usage: bool) -> Iterator[Event]:
     yield whole
     if has_usage:
         yield whole | {"choices": [], "usage": used}
+
+
+def _logprobs(answer: Answer) -> Event | None:
+    """Of the tokens that were sampled; others are not known here."""
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in answer.tokens
+    ]
+    return {"content": content, "refusal": None} if content else None
 
 
 def usage(answer: Answer) -> dict[str, Any]:

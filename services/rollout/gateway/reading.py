@@ -63,4 +63,7 @@ def read(
         ]
     finish: FinishReason = "length" if generation.finish == "length" else "tool_calls" if made else "stop"
     num_cached = max(0, generation.num_cached_tokens)
-    return Answer(secrets.token_hex(12), message, finish, num_prompt_tokens, len(ids), num_cached), parsed
+    texts = (decode([token]) for token in ids) if question.has_logprobs else ()
+    tokens = tuple(zip(texts, generation.logprobs, strict=False))
+    name = secrets.token_hex(12)
+    return Answer(name, message, finish, num_prompt_tokens, len(ids), num_cached, tokens), parsed

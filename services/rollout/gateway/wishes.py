@@ -25,7 +25,7 @@ READ = frozenset(
         *("max_tokens", "max_completion_tokens", "max_output_tokens", "stop_sequences", "response_format"),
         *("prompt", "best_of", "echo", "suffix", "continue_final_message", "add_generation_prompt"),
         *("input", "instructions", "previous_response_id", "conversation", "background", "text", "system"),
-        "output_config",
+        *("output_config", "logprobs"),
         *GUIDED,
     ]
 )

@@ -192,6 +192,21 @@ async def test_chat_streams_have_what_whole_answers_have() -> None:
         assert completion.usage.completion_tokens == len(run.model.said[0])
 
 
+async def test_logprobs_that_are_asked_for_are_those_of_the_tokens_that_were_sampled() -> None:
+    async with opened("ab", "ab", "cd") as run:
+        asked: dict[str, Any] = {"model": "m", "messages": [USER], "logprobs": True}
+        answer = await run.openai.chat.completions.create(**asked)
+        tokens = answer.choices[0].logprobs.content
+        assert [(token.token, token.logprob) for token in tokens] == [("a", -0.5), ("b", -0.5), ("", -0.5)]
+        async with run.openai.chat.completions.stream(**asked) as stream:
+            streamed = await stream.get_final_completion()
+        assert [token.token for token in streamed.choices[0].logprobs.content] == ["a", "b", ""]
+        plain = await run.openai.completions.create(model="m", prompt="?", logprobs=0)
+        assert plain.choices[0].logprobs.tokens == ["c", "d", ""]
+        assert plain.choices[0].logprobs.text_offset == [0, 1, 2]
+        run.check_ids()
+
+
 async def test_responses_streams_and_goes_on_with_the_items_of_earlier_ones() -> None:
     tool = {"type": "function", **ADD}
     async with opened("so " + call_line("add", a=1), "two") as run:
@@ -245,6 +260,16 @@ async def test_anthropic_clients_play_with_tools_and_a_changing_system_prompt(is
         assert second.usage.input_tokens + second.usage.cache_read_input_tokens == len(run.model.seen[1])
         assert run.session.counts == {"clean": 1}
         run.check_ids()
+
+
+async def test_a_thread_that_the_server_should_keep_is_refused_as_anthropics_client_understands_it() -> None:
+    async with opened("never") as run:
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await run.anthropic.messages.create(
+                model="m", max_tokens=9, messages=[USER], extra_body={"thread": {"type": "create"}}
+            )
+        assert caught.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+        assert not run.model.seen
 
 
 async def test_completions_go_on_where_text_or_ids_ended_and_stop_where_the_client_says() -> None:

@@ -94,10 +94,11 @@ class Part(NamedTuple):
 
 
 def overlong_reward(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) -> float:
-    """The score, less the overlong punishment."""
+    """The score, less the overlong punishment for the tokens that the model wrote: what an environment says
+    is not the model's, and where a history was split into segments changes nothing."""
     overlong = algorithm.overlong
     return sample.reward + overlong_penalty(
-        len(sample.completion_ids), max_tokens, overlong.buffer_share * max_tokens, overlong.penalty
+        sample.num_trained, max_tokens, overlong.buffer_share * max_tokens, overlong.penalty
     )
 
 

@@ -65,10 +65,7 @@ class Model:
     """A model as the estimate knows it."""
 
     sizes: ModelSizes
-    alone: Saved
-    """On one rank, whose weights are float32."""
-    sharded: Saved
-    """On one of several, whose gathered weights are in the dtype of the products."""
+    saved: Saved
     config: Any
     """Transformers' configuration."""
 
@@ -108,7 +105,7 @@ def trainer_take(
     trained = num_trained(config, sizes)
     has_critic = trainer.algorithm.value.head and trainer.algorithm.value.model == "own"
     states = _states(config, sizes, gpu_bytes, shards, trained, has_critic)
-    saved = model.alone if trainer.num_ranks == 1 else model.sharded
+    saved = model.saved
     copies = 1 + has_critic
     training = {
         "activations": copies * saved.of(num_tokens, recomputed),
@@ -261,6 +258,8 @@ def host_take(
     trained = num_trained(config, sizes)
     checkpoint = 12.0 * trained / shards
     always = {"processes and their libraries": 4.0 * GIB * (ranks + engines)} if ranks + engines else {}
+    if engines:
+        always["full versions that engines stage"] = element_bytes(config) * count * engines
     if ranks and trainer.offload_optimizer:
         always["AdamW moments"] = PINNED * 8.0 * trained / shards * ranks
     if takes_turns:

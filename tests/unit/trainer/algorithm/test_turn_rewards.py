@@ -99,6 +99,16 @@ def test_reinforce_plus_plus_whitens_the_returns_of_tokens(gamma: float, per: st
     np.testing.assert_allclose(found, whitened, rtol=1e-9)
 
 
+def test_a_session_is_overlong_by_what_the_model_wrote_however_its_history_was_split() -> None:
+    algorithm = trainer_config(
+        algorithm={"overlong": {"penalty": 1.0, "buffer_share": 0.5}}
+    ).trainer.algorithm
+    whole = make_segment((3, 4), (5, 6), (7, 8, 9), (10,), (), (12, 13))
+    samples = [session(0, 2.0), replace(make_sample(make_session(0, 0, whole)), reward=2.0)]
+    # Of at most 8 tokens the last 4 are the buffer, and the model has written 5 of the 8.
+    assert [make_episode(sample, algorithm, 8).reward for sample in samples] == [1.75, 1.75]
+
+
 def test_group_estimators_compare_the_scores_of_sessions() -> None:
     one, other = assigned(session(0, 3.0), session(1, -1.0), advantage="dr_grpo")
     assert (one.advantage, other.advantage) == (2.0, -2.0)
