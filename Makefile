@@ -28,7 +28,7 @@ LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill unit test test-long test-all gpu-test gpu-proof check docs bench bench-name chaos simulate compose-test clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill unit test test-long test-all gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -112,6 +112,9 @@ chaos: $(BASE) ## kill -9 the processes of a whole run, and prove that nothing w
 
 simulate: $(BASE) $(DEV) ## whole runs in virtual time under faults from seeds (ARGS="--schedules 10000 --seed 0 --jobs 2")
 	$(BIN)/python -m tests.simulation $(ARGS)
+
+mutants: $(BASE) $(DEV) ## plant bugs, one at a time, and count the schedules until the simulation sees each (ARGS="--only lease")
+	$(BIN)/python -m tests.simulation.mutants $(ARGS)
 
 compose-test: $(BASE) ## the whole stack on a real Docker engine: scaling, kills, two nodes (needs root and Docker)
 	$(BIN)/python -m tests.compose $(ARGS)

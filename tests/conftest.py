@@ -72,6 +72,7 @@ LONG = (
     "integration/pipeline/test_scale.py",
     "integration/pipeline/test_vllm_training.py",
     "integration/reward/test_reward_replica_vllm.py",
+    "integration/rollout/test_client_programs.py",
     "integration/rollout/test_openenv.py",
     "integration/rollout/test_verifiers.py",
     "integration/rollout/test_vllm_deltas.py",

@@ -14,7 +14,7 @@ import structlog
 
 from tidemill.common.archive import archive_folder, stream_folder
 from tidemill.common.archive.manifest import Manifest, Segment, gaps, is_needed
-from tidemill.common.archive.writer import archive_stream, kept_aside, unlisted, writing
+from tidemill.common.archive.writer import archive_stream, kept_aside, num_claims, unlisted, writing
 from tidemill.common.config import ArchiveConfig
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import LockedError, file_checksum
@@ -57,7 +57,8 @@ async def archive_run(
     Raises:
         LockedError: another process archives this run, for longer than `patience_s`.
     """
-    broker.claims = broker.claims or ClaimStore(run_dir)
+    # What the run refuses for being too large must not come whole out of its archive.
+    broker.claims = broker.claims or ClaimStore(run_dir, max_bytes=broker.max_bytes)
     ends = dict.fromkeys(StreamName, "+") if until is None else until
     size, deadline = int(config.segment_mb * MIB), time.monotonic() + patience_s
     while True:
@@ -134,6 +135,8 @@ def check(run_dir: Path) -> list[Damage]:
                 damages.append(Damage(path, "it is not there"))
             elif file_checksum(path) != segment.checksum:
                 damages.append(Damage(path, "its bytes are not those that were written"))
+            elif num_bare := num_claims(path):
+                damages.append(Damage(path, f"{num_bare} of its records had lost their payload before"))
         damages += [Damage(path, UNLISTED) for path in unlisted(manifest)]
         damages += [Damage(path, KEPT_ASIDE) for path in kept_aside(manifest.folder)]
         damages += [Damage(manifest.folder, gap) for gap in gaps(manifest)]

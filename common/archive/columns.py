@@ -21,7 +21,7 @@ from tidemill.common.streams.entries import Entry, Fields, Garbled, decoded, id_
 from tidemill.common.streams.selection import time_of
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from tidemill.common.wire.messages import Commit, Message, Trajectory
+from tidemill.common.wire.messages import Commit, Message, SamplingParams, Trajectory
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 ID, ID_MS, ID_SEQ = "id", "id_ms", "id_seq"
@@ -73,17 +73,28 @@ def _from_json(text: str | None) -> Any:
     return None if text is None else json.loads(text)
 
 
+_SIMPLE: dict[Any, pa.DataType] = {
+    int: pa.int64(),
+    float: pa.float64(),
+    tuple[str, ...]: pa.list_(pa.string()),
+}
+"""A row with a field of another type keeps its original."""
 _KEY = pa.struct([("ticket", pa.int64()), ("index", pa.int64())])
 _DROPPED = pa.struct([("ticket", pa.int64()), ("index", pa.int64()), ("reason", pa.string())])
 _SPAN = pa.struct([("version", pa.int64()), ("first_token", pa.int64())])
 _FILE = pa.struct([("name", pa.string()), ("num_bytes", pa.int64()), ("checksum", pa.string())])
 _SAMPLING = pa.struct(
-    {"max_tokens": pa.int64(), "temperature": pa.float64(), "top_p": pa.float64(), "top_k": pa.int64()}
+    [(n, _SIMPLE[f.annotation]) for n, f in SamplingParams.model_fields.items() if f.annotation in _SIMPLE]
 )
 _FIELDS = pa.list_(pa.struct([("name", pa.binary()), ("value", pa.binary())]))
 _NUMBERS = pa.map_(pa.string(), pa.float64())
 OUTCOME = ("source", "row", "num_solved", "num_scored")
 _OUTCOME = pa.struct([(name, pa.string() if name == "source" else pa.int64()) for name in OUTCOME])
+
+
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A struct without what its message had left out."""
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def _row(names: Sequence[str]) -> tuple[Convert, Convert]:
@@ -114,7 +125,7 @@ _BY_NAME = {
     "teacher_logprobs": Column("teacher_logprobs", pa.list_(pa.float32()), dtype=np.float32),
     "loss_mask": Column("loss_mask", pa.list_(pa.bool_()), dtype=np.bool_),
     "spans": Column("spans", pa.list_(_SPAN), *_rows(("version", "first_token"))),
-    "sampling": Column("sampling", _SAMPLING, lambda value: value.model_dump()),
+    "sampling": Column("sampling", _SAMPLING, lambda value: value.model_dump(), _without_nulls),
     "components": Column("components", _NUMBERS, take=dict),
     "metrics": Column("metrics", _NUMBERS, take=dict),
     "advantages": Column("advantages", pa.map_(pa.string(), pa.list_(pa.float64())), take=dict),
@@ -128,6 +139,7 @@ _BY_NAME = {
     # Tuples again: with lists no score would equal its columns, and each would keep its original beside them.
     "tries": Column("tries", pa.string(), _json, lambda text: tuple(map(tuple, json.loads(text)))),
     "fields": Column("fields", pa.map_(pa.string(), pa.binary()), take=dict),
+    "claim": Column("claim", pa.string(), lambda value: value.model_dump_json(), _from_json),
     "session": Column("session", pa.binary(), lambda value: codec.pack(value, codec.as_plain), codec.unpack),
 }
 LONG_TEXTS = ("text", "error")
@@ -172,7 +184,6 @@ def table_of(raw_entries: Sequence[RawEntry], message_type: type[Message]) -> tu
     """Entries as one table, and the messages of those that can be decoded."""
     records = [decoded(entry_id.encode(), fields, message_type) for entry_id, fields in raw_entries]
     messages = [record.message if isinstance(record, Entry) else None for record in records]
-    has_original = [not _is_exact(m, fields) for m, (_, fields) in zip(messages, raw_entries, strict=True)]
     ids = [id_order(entry_id) for entry_id, _ in raw_entries]
     arrays = {
         ID: pa.array([entry_id for entry_id, _ in raw_entries], pa.string()),
@@ -182,10 +193,15 @@ def table_of(raw_entries: Sequence[RawEntry], message_type: type[Message]) -> tu
     for columns, value_of in ((columns_of(message_type), _field), (derived_of(message_type), _derived)):
         for column in columns:
             values = [None if m is None else value_of(column.name, m) for m in messages]
-            arrays[column.name] = _array(column, values, has_original)
+            arrays[column.name] = _array(column, values)
+    # Read back from the arrays: whatever a column does not take, for not knowing a new field, is lost there.
+    columns = columns_of(message_type)
+    rows = zip(*(_values(arrays[column.name], column) for column in columns), strict=True)
     kept = [
-        [{"name": name, "value": value} for name, value in fields.items()] if is_kept else None
-        for is_kept, (_, fields) in zip(has_original, raw_entries, strict=True)
+        None
+        if m is not None and _is_exact(m, fields, {c.name: v for c, v in zip(columns, row, strict=True)})
+        else [{"name": name, "value": value} for name, value in fields.items()]
+        for m, (_, fields), row in zip(messages, raw_entries, rows, strict=True)
     ]
     arrays[ORIGINAL] = pa.array(kept, _FIELDS)
     return pa.table(arrays), [message for message in messages if message is not None]
@@ -224,21 +240,12 @@ def schema_of(message_type: type[Message]) -> pa.Schema:
     return table_of([], message_type)[0].schema
 
 
-def _is_exact(message: Message | None, fields: Fields) -> bool:
-    """Whether the columns give back the entry's bytes."""
-    if message is None or fields.keys() != {VERSION_FIELD, PAYLOAD_FIELD} or fields[VERSION_FIELD] != SCHEMA:
+def _is_exact(message: Message, fields: Fields, row: dict[str, Any]) -> bool:
+    """Whether what the columns hold of the message gives back the entry's bytes."""
+    if fields.keys() != {VERSION_FIELD, PAYLOAD_FIELD} or fields[VERSION_FIELD] != SCHEMA:
         return False
-    columns = columns_of(type(message))
-    tree = {column.name: _through(column, message.__dict__[column.name]) for column in columns}
     # Not validated again: what was valid once has the same bytes, or is not the same.
-    return codec.encode_payload(type(message).model_construct(**tree)) == fields[PAYLOAD_FIELD]
-
-
-def _through(column: Column, value: Any) -> Any:
-    if column.dtype is not None or value is None:
-        return value
-    given = column.give(value)
-    return None if given is None else column.take(given)
+    return codec.encode_payload(type(message).model_construct(**row)) == fields[PAYLOAD_FIELD]
 
 
 def _field(name: str, message: Message) -> Any:
@@ -257,7 +264,7 @@ def _derived(name: str, message: Message) -> int | None:
     return _clamped(min(tickets) if name == "first_ticket" else max(tickets))
 
 
-def _array(column: Column, values: list[Any], has_original: list[bool]) -> pa.Array:
+def _array(column: Column, values: list[Any]) -> pa.Array:
     if column.dtype is not None:
         return _list_array(column, values)
     given = [None if value is None else column.give(value) for value in values]
@@ -268,7 +275,7 @@ def _array(column: Column, values: list[Any], has_original: list[bool]) -> pa.Ar
             try:
                 pa.array([value], column.type)
             except (OverflowError, pa.ArrowException):
-                given[row], has_original[row] = None, True
+                given[row] = None
         return pa.array(given, column.type)
 
 

@@ -61,6 +61,8 @@ READ_BYTES = 2 << 20
 """Payload asked for at once; the number of entries is adapted to their size."""
 MAX_READ_COUNT = 1024
 COMPRESSION_LEVEL = 3
+CLAIM = "claim"
+"""The column of what an entry claims."""
 
 
 @contextmanager
@@ -151,6 +153,15 @@ async def _whole(broker: Broker, entry: RawEntry) -> RawEntry:
         return entry
     whole = await asyncio.to_thread(broker.claims.resolve, record.message)
     return entry if has_claim(whole) else (entry[0], codec.encode(whole))
+
+
+def num_claims(path: Path) -> int:
+    """Rows of a segment that claim a payload which was missing or wrong when they were archived."""
+    with pq.ParquetFile(path) as file:
+        if CLAIM not in file.schema_arrow.names:
+            return 0
+        column = file.read(columns=[CLAIM])[CLAIM]
+        return len(column) - int(column.null_count)
 
 
 def payload_bytes(entry: RawEntry) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
 
 from tidemill.common.config.section import Section
 
@@ -140,6 +140,17 @@ class DataConfig(Section):
     Parquet then needs the package datasets (`pip install 'tidemill[datasets]'`)."""
     curriculum: CurriculumConfig | None = None
     """Choose prompts by how often they were solved; null visits all alike, `{}` takes the defaults."""
+
+    _needs_truth: bool = PrivateAttr(True)
+
+    @property
+    def needs_truth(self) -> bool:
+        """Whether a reward of the run may look at a row's truth: not where the environment alone rewards."""
+        return self._needs_truth
+
+    def without_truth(self) -> None:
+        """Rows need none. Called once, by the config that this is a section of."""
+        self._needs_truth = False
 
     @property
     def names(self) -> dict[str, str]:

@@ -189,6 +189,8 @@ class RunConfig(Section):
 
     def _rewards_fit(self) -> None:
         named = [name for name, reward in self.reward.named.items() if reward.environment]
+        if named and len(named) == len(self.reward.named):
+            self.data.without_truth()
         if named and self.rollout.environment.is_single_turn:
             raise ValueError(
                 f"reward.rewards.{named[0]} is the environment's own reward, but rollout.environment.use is "

@@ -5,19 +5,25 @@ depends on it: delivery relies on leases only. The Redis user of one role cannot
 beats are those of the Redis server, so that machines need not agree on theirs.
 """
 
+import asyncio
 import json
 import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import structlog
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
+from tidemill.common.errors import ConfigError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.wire.keys import Keys
+
+log = structlog.get_logger(__name__)
 
 ROLES = ("trainer", "rollout", "reward", "replica", "jobs.sandbox")
 """All that have heartbeats."""
@@ -43,6 +49,8 @@ class Heartbeat:
     counts: dict[str, float] = field(default_factory=dict)
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    folder: str = ""
+    """Of a trainer: the run's folder on its host."""
     port: int = 0
     address: str = ""
     """Host under which scrapers reach `port`; see `reachable_host`."""
@@ -79,6 +87,41 @@ async def publish_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None
 async def remove_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
     """Leave in an orderly way."""
     await broker.execute("HDEL", keys.workers(beat.role), beat.name)
+
+
+async def check_sole_trainer(broker: Broker, keys: Keys, run_dir: Path) -> None:
+    """Wait until the trainer that spoke last is known to be gone, at most `GONE_AFTER_S`; call it before the
+    first heartbeat of this one, which would replace that of the other.
+
+    The lock in the run's folder keeps a second trainer out of the same folder. With a folder of its own, on
+    this machine or another, it would take the living one's tickets for lost.
+
+    Raises:
+        ConfigError: it speaks again: it is alive.
+    """
+
+    async def newest() -> Heartbeat | None:
+        beats = [beat for beat in await read_heartbeats(broker, keys) if beat.role == ROLES[0]]
+        return max(beats, key=lambda beat: beat.at, default=None)
+
+    before = await newest()
+    if before is None or (before.host, before.folder) == (socket.gethostname(), folder_name(run_dir)):
+        return
+    if before.is_alive:
+        log.info("waiting to see whether another trainer is alive", host=before.host, pid=before.pid)
+    while (now := await newest()) is not None and now.is_alive:
+        if now.at > before.at:
+            raise ConfigError(
+                f"run {keys.run_id} has a trainer already: process {now.pid} on {now.host}, in "
+                f"{now.folder or 'a folder that it does not name'}. One run has one trainer: stop that one "
+                "first, or give this one a run id of its own"
+            )
+        await asyncio.sleep(HEARTBEAT_S / 4)
+
+
+def folder_name(run_dir: Path) -> str:
+    """What a trainer's heartbeat calls its run's folder: not relative to where the process was started."""
+    return str(run_dir.absolute())
 
 
 async def forget_heartbeats(broker: Broker, keys: Keys, after_s: float) -> int:

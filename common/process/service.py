@@ -29,6 +29,8 @@ from tidemill.common.process.heartbeats import (
     HEARTBEAT_S,
     Heartbeat,
     Reporter,
+    check_sole_trainer,
+    folder_name,
     publish_heartbeat,
     reachable_host,
     remove_heartbeat,
@@ -216,13 +218,18 @@ async def _serve(
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
         run_dir = runs_dir() / keys.run_id
         streams = config.streams
-        broker.claims = ClaimStore(run_dir, streams.claim_check_bytes, streams.claim_check_url)
+        broker.max_bytes = streams.max_message_mb << 20
+        broker.claims = ClaimStore(
+            run_dir, streams.claim_check_bytes, streams.claim_check_url, broker.max_bytes
+        )
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         context.collectors, context.registered = endpoint.collectors, registered
         context.stand_in = StandIn(lambda: Broker(make_client(redis_url())))
         context.reporters.append(context.stand_in.report)
         _handle_signals(context)
+        if role == TRAINER:
+            await context.unless_stopping(check_sole_trainer(broker, keys, run_dir))
         async with _heartbeat(context, endpoint):
             try:
                 await load()(context)
@@ -278,7 +285,8 @@ def _handle_signals(context: ServiceContext) -> None:
 @contextlib.asynccontextmanager
 async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
     address = reachable_host(endpoint.host)
-    beat = Heartbeat(context.name, context.role, port=endpoint.port, address=address)
+    folder = folder_name(context.run_dir) if context.role == TRAINER else ""
+    beat = Heartbeat(context.name, context.role, folder=folder, port=endpoint.port, address=address)
     longest_lag_s = 0.0
 
     async def forever() -> None:

@@ -14,7 +14,8 @@ MAX_SHOWN_COLUMNS = 20
 
 
 def renamed(columns: Mapping[str, Any], names: Mapping[str, str], origin: str) -> dict[str, Any]:
-    """The columns with those that `names` maps (ours to theirs) under our names; `a.b` is `b` inside of `a`.
+    """The columns, and those that `names` maps (ours to theirs) under our names too: an environment's `reset`
+    takes a row as it was. `a.b` is `b` inside of `a`.
 
     Raises:
         ConfigError: a column that is named is not there.
@@ -29,7 +30,6 @@ def renamed(columns: Mapping[str, Any], names: Mapping[str, str], origin: str) -
             value = value[part]
         if name == "ground_truth":
             result.pop("reward_model", None)
-        result.pop(theirs, None)
         result[name] = value
     return result
 

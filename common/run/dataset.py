@@ -63,9 +63,10 @@ def read_dataset(
     prompt_column: str = "prompt",
     max_rows: int | None = None,
     names: Mapping[str, str] = NO_NAMES,
+    needs_truth: bool = True,
 ) -> list[Row]:
     """Read all rows of one file or several, in order; only the first `max_rows` where that is given.
-    `names` is `data.columns`.
+    `names` is `data.columns`; without `needs_truth` a row that has none has null.
 
     Raises:
         ConfigError: a file is missing, empty, of an unknown kind or damaged, or a row lacks something. The
@@ -78,7 +79,7 @@ def read_dataset(
         for origin, columns in _read_columns(file):
             if max_rows is not None and len(rows) >= max_rows:
                 return rows
-            rows.append(parse_row(columns, prompt_column, len(rows), origin, names))
+            rows.append(parse_row(columns, prompt_column, len(rows), origin, names, needs_truth))
         if len(rows) == num_before:
             raise ConfigError(f"dataset {file} has no rows; give a file with at least one.")
     return rows
@@ -168,6 +169,7 @@ def parse_row(
     number: int,
     origin: str,
     names: Mapping[str, str] = NO_NAMES,
+    needs_truth: bool = True,
 ) -> Row:
     """A row of its columns. Raises ConfigError: it lacks something."""
     columns = renamed(columns, names, origin) if names else columns
@@ -191,7 +193,7 @@ def parse_row(
         prompt = prompt[:-1]
         if not prompt:
             raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
-    ground_truth = _find_ground_truth(columns, origin)
+    ground_truth = _find_ground_truth(columns, origin, needs_truth)
     # Reward functions may want the chat itself; the text that the model reads is templated.
     chat = {PROMPT: prompt} if isinstance(prompt, list) else {}
     extra = _sendable({**others, **(info or {}), **chat}, origin, "extra_info")
@@ -240,8 +242,8 @@ def _parse_prompt(prompt: Any, column: str, origin: str) -> str | list[ChatMessa
     return messages
 
 
-def _find_ground_truth(columns: Mapping[str, Any], origin: str) -> Any:
-    """The first of `TRUTHS` that is there. Null is allowed, absence is not."""
+def _find_ground_truth(columns: Mapping[str, Any], origin: str, needs_truth: bool) -> Any:
+    """The first of `TRUTHS` that is there. Null is allowed, absence only where no reward needs one."""
     model = columns.get("reward_model")
     if isinstance(model, dict) and "ground_truth" in model:
         return model["ground_truth"]
@@ -251,6 +253,8 @@ def _find_ground_truth(columns: Mapping[str, Any], origin: str) -> Any:
         raise _wrong(origin, "reward_model", "an object with ground_truth", model)
     if found := [name for name in TRUTHS if name in columns]:
         return columns[found[0]]
+    if not needs_truth:
+        return None
     raise missing(origin, f"the truth, {TRUTHS[0]!r} (write null where the reward needs none),", columns)
 
 

@@ -143,7 +143,11 @@ async def read_range(
     """Entries with ids from `first` to `last`, inclusive."""
     limit = ("COUNT", count) if count else ()
     reply = await broker.execute("XRANGE", key, first, last, *limit)
-    return await resolved(broker, [decoded(i, fields_of(raw), message_type) for i, raw in reply])
+    return await resolved(broker, _decoded(broker, reply, message_type))
+
+
+def _decoded(broker: Broker, reply: Any, message_type: type[M]) -> list[Entry[M] | Garbled]:
+    return [decoded(i, fields_of(raw), message_type, broker.max_bytes) for i, raw in reply]
 
 
 async def resolved(broker: Broker, records: list[Entry[M] | Garbled]) -> list[Entry[M] | Garbled]:
@@ -178,7 +182,7 @@ async def read_back(
 ) -> list[Entry[M] | Garbled]:
     """Entries with ids from `last` back to `first`, inclusive, the newest first."""
     reply = await broker.execute("XREVRANGE", key, last, first, "COUNT", count)
-    return await resolved(broker, [decoded(i, fields_of(raw), message_type) for i, raw in reply])
+    return await resolved(broker, _decoded(broker, reply, message_type))
 
 
 async def memory_bytes(broker: Broker, key: str) -> int:
@@ -311,8 +315,7 @@ class OffsetReader(Generic[M]):
         reply = await self.broker.execute("XREAD", "COUNT", count, *block, "STREAMS", self.key, self.position)
         if not reply:
             return []
-        found = [decoded(entry_id, fields_of(raw), self.message_type) for entry_id, raw in reply[0][1]]
-        entries = await resolved(self.broker, found)
+        entries = await resolved(self.broker, _decoded(self.broker, reply[0][1], self.message_type))
         for entry_id, raw in reply[0][1]:
             self.trail.follow(entry_id.decode(), raw)
         self.position = entries[-1].entry_id

@@ -50,6 +50,10 @@ class Takeover:
             self.be_patient()
         return True
 
+    def ask_again(self) -> None:
+        """Of what may have been lost with a connection, not all was found."""
+        self._num_interruptions = -1
+
     async def look(self, count: int) -> list[tuple[bytes, Fields, int]] | None:
         """Take over up to `count` abandoned messages: id, fields, and how often each was delivered.
 

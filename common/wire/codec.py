@@ -54,8 +54,6 @@ SCHEMA = b"1.0"
 VERSION_FIELD = b"v"
 PAYLOAD_FIELD = b"p"
 
-MAX_PAYLOAD_BYTES = 64 << 20
-"""Default bound on one payload; `streams.max_message_mb` overrides it."""
 MAX_ITEMS = 1 << 20
 """Most elements of any list or map inside a payload."""
 
@@ -80,11 +78,11 @@ def encode_payload(message: Message) -> bytes:
     return pack(tree, as_plain)
 
 
-def payload_of(sample: Trajectory, max_bytes: int) -> bytes:
+def payload_of(sample: Trajectory, max_bytes: int | None) -> bytes:
     """What is published of a sample. Raises CodecError: it, or what it claims, is more than readers take."""
     payload = encode_payload(sample)
     num_bytes = sample.claim.num_bytes if sample.claim else len(payload)
-    if num_bytes > max_bytes:
+    if max_bytes is not None and num_bytes > max_bytes:
         raise CodecError(
             f"sample {sample.index} has {num_bytes:,} bytes in {len(sample.segments)} segments, and a "
             f"message at most {max_bytes:,} (streams.max_message_mb)"
@@ -92,8 +90,8 @@ def payload_of(sample: Trajectory, max_bytes: int) -> bytes:
     return payload
 
 
-def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES) -> M:
-    """Decode and validate one entry.
+def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int | None = None) -> M:
+    """Decode and validate one entry, of at most `max_bytes` where there is a limit.
 
     Raises:
         CodecError: fields are missing, the schema is of a newer major, the payload is too large, is not
@@ -104,10 +102,10 @@ def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int 
         raise CodecError(f"{message_type.kind}: expected fields v and p, got {sorted(fields)[:8]}")
     if schema != SCHEMA:
         _check_schema(schema, message_type)
-    if len(payload) > max_bytes:
+    if max_bytes is not None and len(payload) > max_bytes:
         raise CodecError(f"{message_type.kind}: {len(payload)} bytes exceed the limit of {max_bytes}")
     try:
-        tree = unpack(payload, max_bytes)
+        tree = unpack(payload)
     except CodecError as error:
         raise CodecError(f"{message_type.kind}: {error}") from None
     if not isinstance(tree, dict):
@@ -131,18 +129,18 @@ def decode_payload(payload: bytes, message_type: type[M]) -> M:
     return decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, message_type)
 
 
-def unpack(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
+def unpack(payload: bytes) -> Any:
     """The plain values of a payload, not validated: what `decode` begins with, and what people may look at.
 
     Raises:
-        CodecError: it is not msgpack, or it is larger than it may be.
+        CodecError: it is not msgpack.
     """
     try:
         return msgpack.unpackb(
             payload,
             strict_map_key=True,
-            max_bin_len=max_bytes,
-            max_str_len=max_bytes,
+            max_bin_len=len(payload),
+            max_str_len=len(payload),
             max_array_len=min(MAX_ITEMS, len(payload)),  # an element takes a byte at least
             max_map_len=min(MAX_ITEMS, len(payload)),
             max_ext_len=0,

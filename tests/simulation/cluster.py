@@ -65,6 +65,10 @@ class Cluster:
     num_servers: int = 1
     before: Callable[[Process, Fields], None] | None = None
     """Hears of every command that arrives, before it is applied."""
+    watch: Callable[[MemoryServer, Process, Fields], Callable[[list[Any]], None] | None] | None = None
+    """Hears of every command that is applied alone; what it returns hears of the replies."""
+    disturbed_at: float = 0.0
+    """When last the way to the server was slow."""
     _waiting: dict["asyncio.Future[Any]", Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,7 +116,8 @@ class Cluster:
             del self._waiting[future]
 
     def _break_connections(self) -> None:
-        for future in list(self._waiting):
+        for future, process in list(self._waiting.items()):
+            process.disturbed_at = self.loop.now
             self._answer(future, RedisConnectionError(LOST))
         self.server.blocked.clear()
 
@@ -138,6 +143,10 @@ class Cluster:
     ) -> None:
         if self.before is not None and self.state is State.UP:
             self.before(process, unit[0])
+        if fate or self.state is not State.UP or process in self.cut_off:
+            process.disturbed_at = self.loop.now
+        if self.weather.slow_s:
+            self.disturbed_at = self.loop.now
         if self.state is State.DOWN or process in self.cut_off:
             self._answer(future, RedisConnectionError(REFUSED))
             return
@@ -149,8 +158,11 @@ class Cluster:
             self._answer(future, ReadOnlyError("You can't write against a read only replica."))
             return
         self._tell(process, unit)
+        hear = self.watch(self.server, process, unit[0]) if self.watch and len(unit) == 1 else None
 
         def answer(replies: list[Any]) -> None:
+            if hear is not None:
+                hear(replies)
             if not fate:
                 self._answer(future, replies)
             elif fate.endswith("breaks"):

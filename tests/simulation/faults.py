@@ -132,6 +132,7 @@ class Injector:
         cluster = self.world.cluster
         if cluster.state is not State.UP:
             return False
+        self.world.was_emptied = True
         if fault.how.get("flush"):
             self.num_lost += self.world.history.flush(len(cluster.server.log))
             cluster.server.apply([[b"FLUSHALL"]])

@@ -9,6 +9,8 @@ from tests.simulation.schedule import LEASE_S, Fault, Schedule, Setup
 MOST_FAULTS = 6
 MIXED_SHARE = 0.25
 """Share of the schedules whose run has several sources and a curriculum."""
+LONG_SHARE = 0.15
+"""Share of those whose samples and rewards may take longer than a lease."""
 FEW_SLOTS_SHARE = 0.5
 """Share of those whose reward workers are always full, and read ahead."""
 SPAN_S = 14.0
@@ -43,6 +45,8 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
     setup = _setup(rng, random.Random(f"mixed {seed}").random() < MIXED_SHARE)
     if random.Random(f"slots {seed}").random() < FEW_SLOTS_SHARE:
         setup = replace(setup, reward_slots=2)
+    if random.Random(f"long {seed}").random() < LONG_SHARE:
+        setup = replace(setup, sample_s=1.25 * LEASE_S, steps=3)
     if is_tight:
         every = max(4, setup.checkpoint_every)
         setup = replace(setup, trim=True, archive=True, segment_mb=0.001, checkpoint_every=every, steps=6)

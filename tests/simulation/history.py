@@ -1,6 +1,7 @@
 """Every entry that any server of the run ever held, and which of them Redis has lost."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.simulation.redis.server import Fields
 from tests.simulation.redis.stream import EntryId
@@ -19,6 +20,8 @@ class Record:
     is_lost: bool = False
     is_foreign: bool = False
     """A fault has put it there."""
+    message: Any = None
+    """What it says, where that can be read."""
     flushed_with: int = -1
     """The write that emptied the server, if one did."""
 

@@ -30,6 +30,7 @@ import tidemill.common.process.service
 import tidemill.common.redis.broker
 import tidemill.common.redis.client
 import tidemill.services.reward.rewards.weighted_sum
+import tidemill.services.rollout.engines.simulated
 import tidemill.services.rollout.service
 import tidemill.services.trainer.service
 from tests.simulation.archiving import spawn
@@ -37,12 +38,17 @@ from tests.simulation.disk import WRITING
 from tests.simulation.loop import OWNER
 from tests.simulation.redis.client import MemoryClient
 from tests.simulation.reward import make_reward
+from tests.simulation.watch import Watch
 from tests.simulation.world import World
 from tidemill.common.process.stand_in import StandIn
 from tidemill.common.redis.broker import WAIT_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import RUNS_DIR_VARIABLE
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.prompts import load_tokenizer
+from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
 REAL_TIMES: dict[Any, str] = {time.time: "time", time.monotonic: "monotonic", os.getpid: "getpid"}
 """Functions that fields took as their defaults when their classes were made."""
@@ -88,14 +94,14 @@ def no_redis_for_jobs(url: str, run_id: str = "") -> Any:
 
 
 @contextlib.contextmanager
-def installed(world: World) -> Iterator[None]:
+def installed(world: World, watch: Watch) -> Iterator[None]:
     """Everything inside runs in the virtual world."""
     rewire_defaults()
     state, were_collected = random.getstate(), gc.isenabled()
     gc.disable()
     random.seed(f"chance {world.seed}")
     with contextlib.ExitStack() as stack:
-        for owner, name, replacement in _replacements(world):
+        for owner, name, replacement in _replacements(world, watch):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement)
         stack.enter_context(_environment(world))
@@ -108,7 +114,7 @@ def installed(world: World) -> Iterator[None]:
                 gc.enable()
 
 
-def _replacements(world: World) -> list[tuple[Any, str, Any]]:
+def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
     clocks, rng = world.clocks, random.Random(f"names {world.seed}")
     return [
         (tidemill.common.process.service, "StandIn", NoStandIn),
@@ -121,6 +127,7 @@ def _replacements(world: World) -> list[tuple[Any, str, Any]]:
         (uuid, "uuid4", lambda: uuid.UUID(bytes=rng.randbytes(16), version=4)),
         (os, "getpid", lambda: OWNER.get(world.loop.world).pid),
         *_disk_replacements(world),
+        *_watched(world, watch),
         (asyncio, "create_subprocess_exec", spawn(world)),
         (os, "kill", lambda pid, number: _signal(world, pid, number)),
         (os, "_exit", lambda code: world.end(OWNER.get(world.loop.world), code)),
@@ -132,6 +139,37 @@ def _replacements(world: World) -> list[tuple[Any, str, Any]]:
         (tidemill.services.reward.rewards.weighted_sum, "make_reward", make_reward),
         (tidemill.services.trainer.service, "load_tokenizer", known_tokenizer),
         (httpx, "AsyncClient", NoHttpClient),
+    ]
+
+
+def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
+    """The engine draws other tokens each time, as real ones do, and the policy says what it trains."""
+    accumulate, update, zero = SimulatedPolicy.accumulate, SimulatedPolicy.update, SimulatedPolicy.zero
+    request_key = tidemill.services.rollout.engines.simulated.request_key
+
+    def new_key(seed: int, request_id: str) -> int:
+        watch.generates(request_id)
+        return request_key(seed, f"{request_id} {watch.num_generated}")
+
+    def accumulate_watched(policy: SimulatedPolicy, batch: MicroBatch) -> MicroBatchMetrics:
+        watch.accumulated(policy, batch.samples)
+        return accumulate(policy, batch)
+
+    def update_watched(policy: SimulatedPolicy, denominator: float) -> UpdateResult:
+        trained = watch.pending_of(policy)
+        result = update(policy, denominator)
+        watch.updated(policy.digest(), trained)
+        return result
+
+    def zero_watched(policy: SimulatedPolicy) -> None:
+        watch.zeroed(policy)
+        zero(policy)
+
+    return [
+        (tidemill.services.rollout.engines.simulated, "request_key", new_key),
+        (SimulatedPolicy, "accumulate", accumulate_watched),
+        (SimulatedPolicy, "update", update_watched),
+        (SimulatedPolicy, "zero", zero_watched),
     ]
 
 

@@ -15,13 +15,14 @@ import numpy as np
 import xxhash
 
 from tests.chaos import verdict as chaos
+from tests.simulation import costs
 from tests.simulation.fleet import Fleet
 from tests.simulation.history import Record
 from tests.simulation.prompt_check import other_prompts
 from tests.simulation.redis.stream import Stream, text_of
-from tests.simulation.reward import value_of
+from tests.simulation.reward import text_of_tokens, value_of
 from tests.simulation.schedule import Schedule
-from tests.simulation.world import World
+from tests.simulation.watch import Watch
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import CodecError
 from tidemill.common.run.state import FINISHED
@@ -32,33 +33,93 @@ REMEDIES = ("estore", "emove", "XDEL", "tart a new run", "stop the other", "tide
 """A message that ends a run names what to do: one of these stands in it."""
 NO_RUN = "this Redis has no run"
 """What people are told who mistyped a run's id; not those whose Redis was emptied."""
+KINDS: dict[str, type[Message]] = {
+    "prompts": Ticket,
+    "trajectories": Trajectory,
+    "trajectories:eval": Trajectory,
+    "commits": Commit,
+    "dead": DeadLetter,
+}
+"""Streams of which every entry is looked at as it comes."""
 LOSSES = ("restart", "failover", "empty")
 
 
 class Judge:
     """Judges one run."""
 
-    def __init__(self, world: World, config: RunConfig, schedule: Schedule) -> None:
-        self.world, self.config, self.schedule = world, config, schedule
+    def __init__(self, watch: Watch, config: RunConfig, schedule: Schedule) -> None:
+        self.watch, self.config, self.schedule = watch, config, schedule
+        self.world, self.broken = watch.world, watch.broken
         self.trainer = config.trainer
         self.kinds = {fault.kind for fault in schedule.faults}
-        self.broken: list[str] = []
+        self._samples: dict[tuple[str, tuple[int, int]], list[Record]] = {}
+        """All entries of a sample, by lane and key."""
         self._newest = 0
         """The newest version that was ever committed."""
 
     def see(self, record: Record) -> None:
         """An entry was appended now."""
-        if record.is_foreign:
+        kind = KINDS.get(record.stream)
+        if kind is None or not self._is_read(record, kind):
             return
-        if record.stream == "commits":
-            self._newest = max(self._newest, int(record.entry_id.split("-")[0]))
-        elif record.stream == "prompts":
-            ticket = codec.decode(record.fields, Ticket)
-            if ticket.replaces < 0 and ticket.step > self._newest + self.trainer.max_staleness:
-                self.broken.append(
-                    f"admission: ticket {ticket.ticket} of step {ticket.step} was issued when "
-                    f"{self._newest} steps were committed and max_staleness is {self.trainer.max_staleness}"
+        message = record.message
+        if isinstance(message, Trajectory):
+            lane = "eval" if record.stream.endswith(":eval") else "train"
+            self.watch.published[lane, message.key] = record
+            self._samples.setdefault((lane, message.key), []).append(record)
+        elif record.is_foreign:
+            return
+        elif isinstance(message, Commit):
+            self._newest = max(self._newest, message.version)
+            self.broken += self._judge_commit(message)
+        elif isinstance(message, Ticket) and record.stream == "prompts":
+            self.broken += self._judge_admission(message)
+
+    def _judge_admission(self, ticket: Ticket) -> list[str]:
+        if ticket.replaces >= 0 or ticket.step <= self._newest + self.trainer.max_staleness:
+            return []
+        return [
+            f"admission: ticket {ticket.ticket} of step {ticket.step} was issued when {self._newest} steps "
+            f"were committed and max_staleness is {self.trainer.max_staleness}"
+        ]
+
+    def _is_read(self, record: Record, kind: type[Message]) -> bool:
+        try:
+            record.message = codec.decode(record.fields, kind)
+        except CodecError:
+            return False
+        return True
+
+    def _judge_commit(self, commit: Commit) -> list[str]:
+        """It is about what was trained; and who starts now can train it again, from Redis or a checkpoint."""
+        trained = [found for found in self.watch.trained.get(commit.digest, ()) if found]
+        if not trained:
+            return [f"commit: no policy has trained what step {commit.step} says"]
+        problems = []
+        for key in commit.trained_keys:
+            records = [
+                record
+                for record in self._samples.get(("train", key), ())
+                if any(found.get(key) == record.message.completion_ids.tobytes() for found in trained)
+            ]
+            ages = [
+                commit.step - one.message.min_version if one.message.max_version <= commit.step else -1
+                for one in records
+            ]
+            if not any(0 <= age <= self.trainer.max_staleness for age in ages):
+                problems.append(
+                    f"staleness: step {commit.step} trained {key}, of tokens so many steps old: {ages}"
                 )
+            is_gone = all(record.is_lost for record in records) and not self.schedule.setup.archive
+            if is_gone and self._newest_checkpoint() < commit.version:
+                problems.append(
+                    f"durability: step {commit.step} trained {key}, which nobody could train again"
+                )
+        return problems
+
+    def _newest_checkpoint(self) -> int:
+        folder = self.world.folder / self.world.run_id / "checkpoints"
+        return max((int(path.name[1:]) for path in folder.glob("v*") if path.name[1:].isdigit()), default=0)
 
     def judge(self, fleet: Fleet, injector: Any, verdict: Any) -> None:
         """Everything that is wrong with the run goes into the verdict."""
@@ -66,9 +127,14 @@ class Judge:
         if fleet.outcome == FINISHED:
             found += self._judge_history()
             found += self._judge_records()
+            found += costs.dropped_without_need(self.schedule, self._commits())
+            found += costs.left_behind(self.world, self.schedule)
         elif "empty" not in self.kinds:
             found += self._judge_digests(self._commits())
         found += self._judge_letters()
+        found += costs.dead_letters(self.world, self.schedule)
+        num_restarts = len(self.world.processes) - len(fleet.members)
+        found += costs.made_again(self.watch.num_again, injector.done, self.config, num_restarts)
         verdict.violations += found
 
     def may_end(self, outcome: str, num_torn: int) -> bool:
@@ -105,13 +171,8 @@ class Judge:
         return f"version {self._newest} of {self.trainer.steps}, streams {lengths}, pending {pending}"
 
     def _messages(self, stream: str, kind: type[Message], is_lost: bool = False) -> list[Any]:
-        found = []
-        for record in self.world.history.of(stream, is_lost):
-            try:
-                found.append(codec.decode(record.fields, kind))
-            except CodecError:
-                continue
-        return found
+        records = self.world.history.of(stream, is_lost)
+        return [one.message for one in records if one.message is not None or self._is_read(one, kind)]
 
     def _commits(self) -> list[Commit]:
         """What the stream holds at the end."""
@@ -120,7 +181,7 @@ class Judge:
             record.entry_id: record for record in self.world.history.of("commits") if not record.is_foreign
         }
         ids = [text_of(entry_id).decode() for entry_id in stream.ids] if stream else []
-        return [codec.decode(known[entry_id].fields, Commit) for entry_id in ids if entry_id in known]
+        return [known[entry_id].message for entry_id in ids if entry_id in known]
 
     def _judge_history(self) -> list[str]:
         commits = self._commits()
@@ -162,8 +223,7 @@ class Judge:
         )
 
     def _tickets(self) -> list[Ticket]:
-        records = [record for record in self.world.history.of("prompts") if not record.is_foreign]
-        return [codec.decode(record.fields, Ticket) for record in records]
+        return [record.message for record in self.world.history.of("prompts") if not record.is_foreign]
 
     def _judge_digests(self, commits: list[Commit]) -> list[str]:
         """The simulated policy's digest follows from the commits alone."""
@@ -190,25 +250,21 @@ class Judge:
 
     def _judge_advantages(self, commits: list[Commit]) -> list[str]:
         """Better rewards have better advantages, and what has no reward was not trained."""
-        rewards: dict[tuple[int, int], set[float | None]] = {}
-        for is_lost in (False, True):
-            for sample in self._messages("trajectories", Trajectory, is_lost):
-                rewards.setdefault(sample.key, set()).add(value_of(sample.text))
         problems = []
         for commit in commits:
+            trained = self.watch.trained.get(commit.digest, [{}])[-1]
+            rewards = {
+                key: value_of(text_of_tokens(np.frombuffer(ids, np.int32))) for key, ids in trained.items()
+            }
             for ticket in commit.groups:
                 indices = sorted(i for t, i in commit.trained_keys if t == ticket)
-                known = [rewards.get((ticket, index), set()) for index in indices]
-                if not all(values - {None} for values in known):
+                values = [rewards.get((ticket, index)) for index in indices]
+                if None in values:
                     problems.append(
                         f"reward: step {commit.step} trained a sample of ticket {ticket} without one"
                     )
-                elif all(len(values) == 1 for values in known):
-                    values = [next(iter(item)) for item in known]
-                    if not _same_order(values, commit.advantages[str(ticket)]):
-                        problems.append(
-                            f"advantages: those of ticket {ticket} do not follow from its rewards"
-                        )
+                elif not _same_order(values, commit.advantages[str(ticket)]):
+                    problems.append(f"advantages: those of ticket {ticket} do not follow from its rewards")
         return problems
 
     def _judge_records(self) -> list[str]:

@@ -25,6 +25,8 @@ class Process:
     wall_offset_s: float = 0.0
     """How far its host's clock is from the true time."""
     started_at: float = 0.0
+    disturbed_at: float = 0.0
+    """When last it stood still, or a command of its failed."""
     is_dead: bool = False
     is_frozen: bool = False
     is_queued: bool = False

@@ -1,6 +1,7 @@
 """The simulated reward: a number that follows from the completion, which some do not have."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import xxhash
@@ -38,6 +39,11 @@ def value_of(text: str) -> float | None:
     """The reward of a completion; None where there is none."""
     number = fate_of(text)
     return None if number % FAILING == 0 else float(number % 5) / 4
+
+
+def text_of_tokens(ids: Iterable[int]) -> str:
+    """As the simulated engine decodes them."""
+    return " ".join(f"t{token}" for token in ids)
 
 
 def make_reward(*_: Any, **__: Any) -> SimulatedReward:

@@ -12,15 +12,17 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from tests.simulation import costs
 from tests.simulation.faults import Injector
 from tests.simulation.fleet import Fleet, names
 from tests.simulation.install import installed
 from tests.simulation.invariants import Judge
 from tests.simulation.schedule import Schedule
+from tests.simulation.watch import Watch
 from tests.simulation.world import World
 from tidemill.common.run.state import FINISHED
 from tidemill.services.console.run.folder import RunFolder
@@ -59,17 +61,39 @@ def run(schedule: Schedule, is_traced: bool = False) -> Verdict:
         verdict = Verdict(schedule)
         _freeze()
         _live(schedule, folder, verdict, is_traced)
+        is_long = verdict.outcome == FINISHED and verdict.virtual_s > costs.allowed_s(schedule, 0.0)
+        if is_long and schedule.faults and not verdict.problem:
+            verdict.violations += _lateness(verdict, _undisturbed_s(replace(schedule, faults=())))
         if next(_COUNTER) % COLLECT_EVERY == 0:
             gc.collect()
     return verdict
 
 
+def _lateness(verdict: Verdict, undisturbed_s: float) -> list[str]:
+    allowed_s = costs.allowed_s(verdict.schedule, undisturbed_s)
+    if verdict.virtual_s <= allowed_s:
+        return []
+    return [
+        f"slow: the run took {verdict.virtual_s:.0f} s, {undisturbed_s:.0f} s without faults; "
+        f"with them at most {allowed_s:.0f} s"
+    ]
+
+
+def _undisturbed_s(schedule: Schedule) -> float:
+    """How long the run takes without faults; asked for only where that can matter."""
+    with _folder() as folder:
+        verdict = Verdict(schedule)
+        _live(schedule, folder, verdict, is_traced=False)
+    return verdict.virtual_s
+
+
 def _live(schedule: Schedule, folder: Path, verdict: Verdict, is_traced: bool) -> None:
     world = World(schedule.seed, folder, is_traced=is_traced)
     try:
-        with installed(world):
+        watch = Watch(world)
+        with installed(world, watch):
             fleet = Fleet(world)
-            _run(world, fleet, schedule, verdict)
+            _run(watch, fleet, schedule, verdict)
             fleet.outcome = fleet.outcome or "over"
             _end(world)
     finally:
@@ -88,10 +112,11 @@ def _end(world: World) -> None:
             task._log_destroy_pending = False
 
 
-def _run(world: World, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> None:
+def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> None:
+    world = watch.world
     config = schedule.setup.config(inputs(), world.run_id, schedule.seed)
-    judge = Judge(world, config, schedule)
-    world.on_append = judge.see
+    judge = Judge(watch, config, schedule)
+    world.on_append, world.cluster.watch = judge.see, watch.arrives
     injector = Injector(world, fleet, config, schedule)
     RunFolder(world.folder, world.run_id).create(config)  # as `tidemill up` does, before Redis is told
     world.cluster.server.apply([[b"SET", world.keys.config.encode(), config.model_dump_json().encode()]])

@@ -30,6 +30,8 @@ class Setup:
     rewards: int = 2
     reward_slots: int = 256
     """Of each reward worker: where they are all taken, it reads ahead."""
+    sample_s: float = 1.0
+    """What a sample takes on average, and its reward at most: longer than a lease, it lives by renewals."""
     mixed: bool = False
     """Two sources, a curriculum, and groups without variance replaced."""
 
@@ -49,7 +51,13 @@ class Setup:
                 "workers": self.rollouts,
                 "max_groups_in_flight": 4,
                 "sampling": {"max_tokens": 16},
-                "simulated": {"tokens": 6, "vocab_size": 32, "group_s": 1.0, "jitter": 0.8, "load_s": 0.1},
+                "simulated": {
+                    "tokens": 6,
+                    "vocab_size": 32,
+                    "group_s": self.sample_s,
+                    "jitter": 0.8,
+                    "load_s": 0.1,
+                },
             },
             "reward": {
                 "function": "reward.py:compute_score",
@@ -78,6 +86,8 @@ class Setup:
                 "archive": {"enabled": self.archive, "segment_mb": self.segment_mb},
             },
         }
+        if self.sample_s > LEASE_S:
+            tree["reward"]["delay_s"] = [0.0, self.sample_s]
         if self.mixed:
             tree["data"] |= {
                 "train": [

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 
+from tests.simulation.reward import text_of_tokens
 from tests.simulation.world import World
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
@@ -14,8 +15,8 @@ def write(world: World, stream: str, what: str, rng: random.Random) -> bool:
     """Append one entry under an id of the server's; False where there is nothing to make it of.
 
     `garbage` cannot be decoded, `copied` has the bytes of an entry of the stream. The others are trajectories
-    of a ticket that is in flight: `future` from a version that is not there yet, `old` from one that is gone,
-    `nan` with a logprob that is no number; `nan_score` is a score without a finite value.
+    of a ticket that is in flight: `future` from a version that is not there yet, `old` from one that is too
+    old by one, `nan` with a logprob that is no number; `nan_score` is a score without a finite value.
     """
     fields = _fields(world, stream, what, rng)
     if fields is None:
@@ -48,13 +49,16 @@ def _poison(world: World, what: str, rng: random.Random) -> Message | None:
     if not tickets:
         return None
     ticket = codec.decode(rng.choice(tickets[-4:]).fields, Ticket)
+    if what == "old":
+        ticket = codec.decode(tickets[-1].fields, Ticket)
     index = rng.randrange(ticket.group_size)
     if what == "nan_score":
         return Score.model_construct(
             ticket=ticket.ticket, index=index, status=ScoreStatus.OK, value=float("nan")
         )
     num_commits = len(world.history.of("commits"))
-    version = num_commits + 3 if what == "future" else 0
+    version = num_commits + 3 if what == "future" else max(0, ticket.min_version - 1)
+    ids = np.array([rng.randrange(32) for _ in range(4)], np.int32)
     return Trajectory(
         ticket=ticket.ticket,
         index=index,
@@ -65,11 +69,11 @@ def _poison(world: World, what: str, rng: random.Random) -> Message | None:
         data_source=ticket.data_source,
         ground_truth=ticket.ground_truth,
         extra=ticket.extra,
-        completion_ids=np.arange(3, 7, dtype=np.int32),
+        completion_ids=ids,
         logprobs=np.full(4, np.nan if what == "nan" else -1.0, np.float32),
         spans=((version, 0),),
         finish="stop",
-        text=f"t{ticket.ticket} t{index} poisoned",
+        text=text_of_tokens(ids),
         worker="stranger",
         started_at=0.0,
         finished_at=0.0,

@@ -46,6 +46,8 @@ class World:
         rng = random.Random(f"network {self.seed}")
         self.cluster = Cluster(self.loop, self.clocks, rng, self.kill, self._note_command)
         self.watch_server()
+        self.was_emptied = False
+        """Whether Redis once held nothing: what it holds later may be taken back."""
         self.on_append: Callable[[Any], None] | None = None
 
     @property
@@ -103,7 +105,7 @@ class World:
         """It goes on, and knows nothing of the time between."""
         if not process.is_dead and process.is_frozen:
             self.tell(process.name, "wakes up")
-            process.is_frozen = False
+            process.is_frozen, process.disturbed_at = False, self.loop.now
             self.loop.resume(process)
 
     def signal(self, process: Process, number: int) -> None:

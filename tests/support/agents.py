@@ -39,6 +39,18 @@ def for_ever() -> None:
         messages += [said.choices[0].message, {"role": "user", "content": "On."}]  # type: ignore[list-item]
 
 
+def branching() -> None:
+    """One branch asks too much, the other goes on; then the program fails with the first one's error."""
+    import openai
+
+    client = openai.OpenAI()
+    try:
+        client.completions.create(model="m", prompt="x" * 4000)
+    except openai.BadRequestError as error:
+        client.completions.create(model="m", prompt="Go.")
+        raise RuntimeError("a branch failed") from error
+
+
 def raising() -> None:
     raise LookupError("the page is gone")
 

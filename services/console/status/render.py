@@ -31,6 +31,10 @@ JOB_WORDS = {"sandbox": "code", "jobs": "archive"}
 """What RQ's queues are for."""
 
 
+FULL = (
+    "It refuses writes, so that processes wait and cannot report; nothing is lost. Raise its maxmemory "
+    "(CONFIG SET maxmemory); the trainer's log says what it may free."
+)
 PATIENCE_S = 3.0
 """A snapshot older than this says that Redis does not answer."""
 BARS = "▁▂▃▄▅▆▇█"
@@ -50,6 +54,9 @@ def dashboard(
     parts: list[RenderableType] = [_header(snapshot), _progress(snapshot), ""]
     if silent_s > PATIENCE_S:
         parts.insert(1, Text(f"Redis has not answered for {silent_s:.0f} s; showing what was", "yellow"))
+    if snapshot.memory.is_full:
+        used, allowed = size(snapshot.memory.used_bytes), size(snapshot.memory.max_bytes)
+        parts.insert(1, Text(f"Redis is full ({used} of {allowed}). {FULL}", "bold red"))
     columns = Table.grid(padding=(0, 3))
     columns.add_row(_learning(snapshot), _flow(snapshot))
     parts += [columns, *_bottleneck(snapshot), "", _workers(snapshot, services or {})]
@@ -111,7 +118,7 @@ def _learning(snapshot: RunSnapshot) -> Table:
 def _bottleneck(snapshot: RunSnapshot) -> list[RenderableType]:
     """Which stage makes the run slow, why that is said, and what to do."""
     verdict = snapshot.bottleneck
-    if verdict is None or snapshot.status == FINISHED:
+    if verdict is None or snapshot.status == FINISHED or snapshot.memory.is_full:
         return []
     return [
         "",
@@ -244,19 +251,24 @@ def _workers(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus]) -> Ta
     beats = {beat.name: beat for beat in snapshot.workers}
     names = list(services) + [name for name in beats if name not in services]
     for name in names:
-        table.add_row(Text(printable(name)), *_worker_row(beats.get(name), services.get(name)))
+        row = _worker_row(beats.get(name), services.get(name), snapshot.memory.is_full)
+        table.add_row(Text(printable(name)), *row)
     if not names:
         table.add_row(Text("no process has spoken yet", "dim"))
     return table
 
 
-def _worker_row(beat: Heartbeat | None, service: ServiceStatus | None) -> tuple[RenderableType, ...]:
+def _worker_row(
+    beat: Heartbeat | None, service: ServiceStatus | None, is_redis_full: bool
+) -> tuple[RenderableType, ...]:
     restarts = _times(service.restarts) if service else ""
     if service is not None and service.state != "running":
         return Text(service.state, "yellow"), NOTHING, NOTHING, restarts
     is_own = service is None or (beat is not None and beat.pid == service.pid)
     if beat is None or not is_own:
         return Text("starting", "yellow"), NOTHING, NOTHING, restarts
+    if not beat.is_alive and is_redis_full:
+        return Text("cannot report: Redis is full", "yellow"), NOTHING, NOTHING, restarts
     if not beat.is_alive:
         return Text(f"silent for {duration(max(0.0, beat.age_s))}", "bold red"), NOTHING, NOTHING, restarts
     version = str(beat.version) if beat.version >= 0 else NOTHING

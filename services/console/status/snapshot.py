@@ -12,6 +12,7 @@ from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.memory import MemoryUse, read_memory
 from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, read_config, read_records, read_state
 from tidemill.common.run.weight_files import folder_versions
 from tidemill.common.streams import OffsetReader, group_status, last_id, length, read_newest
@@ -79,6 +80,8 @@ class RunSnapshot:
     num_dead: int = 0
     jobs: dict[str, dict[str, int]] = field(default_factory=dict)
     """Jobs of RQ by queue and by how far they are; only those queues that hold any."""
+    memory: MemoryUse = field(default_factory=lambda: MemoryUse(0, 0))
+    """Of Redis; nothing of nothing where it is not asked."""
     remembered: Mapping[str, Any] = field(default_factory=dict)
     """The last verdict on a run whose workers cannot be asked any more, as plain values."""
 
@@ -179,6 +182,7 @@ class RunSnapshot:
             "queues": [asdict(queue) for queue in self.queues],
             "dead_letters": self.num_dead,
             "jobs": self.jobs,
+            "redis": asdict(self.memory) | {"is_full": self.memory.is_full},
             "workers": [asdict(beat) | {"is_alive": beat.is_alive} for beat in self.workers],
         }
 
@@ -227,6 +231,7 @@ class SnapshotReader:
             workers=await read_heartbeats(self.broker, keys),
             num_dead=await length(self.broker, keys.dead),
             jobs=await self._jobs(),
+            memory=await read_memory(self.broker),
         )
 
     async def _jobs(self) -> dict[str, dict[str, int]]:

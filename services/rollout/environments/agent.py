@@ -6,6 +6,7 @@ once the model has answered is truncated; what a program started is killed as it
 """
 
 import asyncio
+import os
 import re
 import time
 from collections import Counter
@@ -38,6 +39,8 @@ from tidemill.services.rollout.sessions.player import Ask, Played
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 5.0
+START_S = 10.0
+"""After so long, a program that has not asked yet is believed to wait for something else than a core."""
 PROGRAM_ERROR = "program_error"
 """The session's metric: 1 where an error of the program ended it."""
 NOT_IN_ALIAS = re.compile(r"[^A-Za-z0-9._-]+")
@@ -65,6 +68,8 @@ class AgentPlayer:
         self._chat: ChatFormat | None = None
         self._played: Counter[str] = Counter()
         """Names of the sessions that are played now."""
+        self._starts = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+        self._starting: set[asyncio.Task[None]] = set()
         self._has_ended = asyncio.Event()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -114,7 +119,7 @@ class AgentPlayer:
         try:
             with self._gateway.serving(session) as root:
                 assignment = Assignment(name, row_of(ticket), root, session.key, self._gateway.model)
-                program = asyncio.create_task(self._program.run(assignment))
+                program = await self._start(assignment, session)
                 try:
                     result = await self._watched(program, session)
                 finally:
@@ -132,6 +137,28 @@ class AgentPlayer:
         assert played.session is not None
         observe(played.session, played.first)
         return replace(played, finish="length") if result.is_truncated else played
+
+    async def _start(self, assignment: Assignment, session: GatewaySession) -> "asyncio.Task[Result]":
+        """Start the program, beside as many others that have not asked yet as there are cores: an interpreter
+        and its libraries take seconds of one, and more at once run into their own limits of time."""
+        if not self._program.is_heavy_to_start:
+            return asyncio.create_task(self._program.run(assignment))
+        await self._starts.acquire()
+        session.active_at = time.monotonic()
+        program = asyncio.create_task(self._program.run(assignment))
+        asked = asyncio.create_task(session.asked.wait())
+
+        async def release() -> None:
+            try:
+                await asyncio.wait({program, asked}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                asked.cancel()
+                self._starts.release()
+
+        starting = asyncio.create_task(release(), name="starting")
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        return program
 
     def _session(self, ticket: Ticket, ask: Ask) -> GatewaySession:
         assert self._chat is not None, "the player was never started"
@@ -170,6 +197,8 @@ class AgentPlayer:
 
     def _ended_by(self, error: ProgramError, session: GatewaySession) -> Result:
         """What a session comes to whose program failed. Raises ProgramError: it is played again."""
+        if session.limit:  # one branch of the program met it, also where others went on
+            session.reach(session.limit)
         policy, is_cut = self._section.on_program_error, session.end != "done"
         is_models = error.cause == "model" or (policy != "fault" and error.cause == "unknown")
         if not session.histories.recorded or error.cause == "machine" or not (is_models or is_cut):

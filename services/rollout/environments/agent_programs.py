@@ -79,6 +79,9 @@ class Result:
 class Program(Protocol):
     """Plays sessions. Cancelling `run` kills the process of that session."""
 
+    is_heavy_to_start: bool
+    """Whether each session starts an interpreter, or whatever it is, anew."""
+
     async def start(self) -> None:
         """Be ready. Raises ConfigError: the program cannot be run."""
 
@@ -98,6 +101,8 @@ def program_of(agent: str, model: str = "model") -> Program:
 
 class CommandProgram:
     """A command of the shell; the last line of its output may be a result in JSON."""
+
+    is_heavy_to_start = True
 
     def __init__(self, command: str) -> None:
         self._command = command
@@ -137,6 +142,8 @@ class CommandProgram:
 
 class HostedFunction:
     """A Python function, plain or async, that a host process runs in a fork of its own for each session."""
+
+    is_heavy_to_start = False
 
     def __init__(self, reference: str, model: str) -> None:
         self._reference, self._model = reference, model

@@ -30,6 +30,8 @@ UNREAD = ("thinking", "redacted_thinking")
 
 def question_of(body: Mapping[str, Any]) -> Question:
     """What a request asks. Raises RequestError: it cannot be answered."""
+    if body.get("thread") is not None:
+        raise RequestError("nothing is stored here; send the whole history", "thread_unsupported_request")
     messages = _system(body.get("system"))
     num_system = len(messages)
     for number, message in enumerate(objects(body, "messages")):

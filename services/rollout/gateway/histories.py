@@ -75,7 +75,7 @@ class History:
             if not self.num_prompt_messages:
                 self.num_prompt_messages, self.prefill = len(before), question.prefill or ""
             self.messages = [*before, message]
-            self.identities = [identity(message) for message in self.messages]
+            self.identities = [*question.identities[: len(before)], identity(message)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Histories:
         if len(asked) <= place or not _begins(asked, history.identities[:place]):
             return None
         (role, _, calls), (_, ours, made) = asked[place], history.identities[place]
-        if role != "assistant" or calls or made:
+        if role != "assistant" or calls or made or self._is_branch(history, asked[: place + 1]):
             return None
         turn_ids = history.turn_ids
         kept, added = self._shared(history, turn_ids, ours, question.messages[place]["content"].lstrip())
@@ -204,6 +204,11 @@ class Histories:
             except ValueError:
                 return None
         return Continuation("realigned", history, history.recorder.turns[-1].first + kept, context)
+
+    def _is_branch(self, history: History, asked: tuple[Identity, ...]) -> bool:
+        """Whether this is how another history was, which has gone on since or is going on now. A branch from
+        it changes no answer, however like that of `history` it is."""
+        return any(_begins(other.identities, asked) for other in self.all if other is not history)
 
     def _shared(self, history: History, turn_ids: list[int], ours: str, theirs: str) -> tuple[int, str]:
         """Tokens of the turn whose text the client has too, and what its text goes on with. What comes before

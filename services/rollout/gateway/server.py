@@ -249,6 +249,13 @@ def _stream(events: Iterable[Mapping[str, Any] | str]) -> Response:
 def _refusal(error: RequestError) -> Response:
     """In a form that both clients read."""
     kind = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
-    named = {"type": kind.get(error.status, "invalid_request_error"), "code": error.code, "param": None}
+    named: dict[str, Any] = {
+        "type": kind.get(error.status, "invalid_request_error"),
+        "code": error.code,
+        "param": None,
+    }
+    named["details"] = {
+        "error_code": error.code
+    }  # Anthropic's client then sends its history without a thread
     message = f"{error.message} ({error.code})"
     return JSONResponse({"type": "error", "error": {"message": message} | named}, error.status, NO_RETRY)

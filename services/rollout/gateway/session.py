@@ -77,6 +77,8 @@ class GatewaySession:
         self.counts: Counter[str] = Counter()
         self.num_turns = 0
         self.active_at = time.monotonic()
+        self.asked = asyncio.Event()
+        """Its program has."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails as the engine fails: nothing the session does can mend that."""
         self._chat, self._decode, self._ask = chat, decode, ask
@@ -89,8 +91,10 @@ class GatewaySession:
         self._finding = asyncio.Lock()
         """Held while the history is sought that a question continues: it is rendered and tokenised."""
         self._is_closed = False
-        self._reached: SessionEnd | None = None
-        """The limit that refused a question, until one that was asked later is answered."""
+        self.limit: SessionEnd | None = None
+        """The last one that refused a question."""
+        self._is_truncated = False
+        """It has, and none that was asked later was answered."""
         self._num_refused = 0
 
     @property
@@ -107,11 +111,13 @@ class GatewaySession:
     def end(self) -> SessionEnd:
         """How it ended: at the limit that refused it, else as its last answer did."""
         recorded = self.histories.recorded
-        return self._reached or (recorded[-1].end if recorded else "done")
+        if self._is_truncated and self.limit:
+            return self.limit
+        return recorded[-1].end if recorded else "done"
 
     def reach(self, limit: SessionEnd) -> None:
         """It is truncated, unless a question that is asked after this one is answered."""
-        self._reached = limit
+        self.limit, self._is_truncated = limit, True
         self._num_refused += 1
 
     async def answer(self, question: Question, is_retry: bool | None = None) -> Answer:
@@ -121,6 +127,7 @@ class GatewaySession:
             RequestError: it cannot be answered.
         """
         self._check_open()
+        self.asked.set()
         key = question.key
         async with self._finding:
             known = [given for given in self._given.get(key, ()) if given.is_current]
@@ -280,7 +287,7 @@ class GatewaySession:
         finally:
             self._reserved_tokens -= reserved
         if num_refused == self._num_refused:
-            self._reached = None
+            self._is_truncated = False
         return answer
 
     async def _say(self, found: Continuation, question: Question, max_tokens: int) -> Answer:

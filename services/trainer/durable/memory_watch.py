@@ -10,11 +10,11 @@ may evict keys.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import structlog
 
 from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.memory import NO_EVICTION, MemoryUse, read_memory
 from tidemill.common.telemetry import metrics
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 
@@ -26,7 +26,6 @@ FULL_SHARE = 0.9
 """Of maxmemory: writers are about to be refused."""
 LOOK_EVERY_S = 2.0
 SAY_EVERY_S = 30.0
-NO_EVICTION = "noeviction"
 HOLDS_WHAT_IS_NEEDED = (
     "Redis is full and holds only what is still needed; writers wait and nothing is lost. Raise its "
     "maxmemory (CONFIG SET maxmemory), or resume with a lower trainer.groups_per_step or "
@@ -45,20 +44,6 @@ HAS_EVICTED = (
     "Redis has deleted keys to make room: entries of this run may be lost. Set maxmemory-policy noeviction; "
     "if the run does not go on by itself, stop it and resume it, or restore Redis from its backup"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """What Redis uses of what it may use."""
-
-    used_bytes: int
-    max_bytes: int
-    policy: str = NO_EVICTION
-
-    @property
-    def share(self) -> float:
-        """Between 0 and 1, or a little more; 0 where there is no limit."""
-        return self.used_bytes / self.max_bytes if self.max_bytes else 0.0
 
 
 class MemoryWatch:
@@ -122,9 +107,6 @@ class MemoryWatch:
             )
 
     async def _use(self) -> MemoryUse:
-        """As Redis itself counts it: buffers of the AOF and of replicas are beside the limit."""
-        info = await self.context.broker.info("memory")
-        counted = int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0))
-        use = MemoryUse(counted, int(info["maxmemory"]), info.get("maxmemory_policy", NO_EVICTION))
+        use = await read_memory(self.context.broker)
         metrics.REDIS_MEMORY_SHARE.set(use.share)
         return use

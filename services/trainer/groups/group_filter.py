@@ -18,6 +18,7 @@ from tidemill.services.trainer.groups.samples import (
     PrecomputedTokens,
     Sample,
     make_sample,
+    mask_of_whole_turns,
     token_versions,
     with_teaching,
 )
@@ -205,6 +206,8 @@ class GroupFilter:
         for one in (reward, *(turn.reward for turn in sample.turns)):
             if not abs(one) <= MAX_REWARD:
                 raise ValueError(f"trajectory {trajectory.key}: reward {one} is beyond {MAX_REWARD:g}")
-        if self.algorithm.mask_truncated and trajectory.finish == "length":
+        if not self.algorithm.mask_truncated:
+            return replace(sample, reward=reward)
+        if trajectory.finish == "length":
             return replace(sample, mask=np.zeros_like(sample.mask), reward=reward)
-        return replace(sample, reward=reward)
+        return replace(sample, mask=mask_of_whole_turns(trajectory), reward=reward)

@@ -209,6 +209,17 @@ def num_sampled(trajectory: Trajectory) -> int:
     return sum(int(np.count_nonzero(segment.mask)) for segment in trajectory.segments)
 
 
+def mask_of_whole_turns(trajectory: Trajectory) -> Bits:
+    """The mask of the sample without turns that a limit has cut, as those of a sub-agent may be in a session
+    that ends well. Shape [T]."""
+    masks = [segment.mask.copy() for segment in trajectory.segments]
+    for mask, segment in zip(masks, trajectory.segments, strict=True):
+        for turn in segment.turns:
+            if turn.finish == "length":
+                mask[turn.first : turn.end] = False
+    return _joined(masks)
+
+
 def token_versions(trajectory: Trajectory) -> Int32:
     """The version that produced each completion token, over all segments. Shape [T]; of tokens that no
     version produced, the version of those before them."""

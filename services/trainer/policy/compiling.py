@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
+from tidemill.services.trainer.policy.precision import round_alike
+
 log = structlog.get_logger(__name__)
 
 Backend = str | Callable[..., Any]
@@ -36,6 +38,8 @@ def compile_model(
     device = device or model.device
     parts = layers_of(model) or [model.base_model]
     is_cast = dtype not in (torch.float32, torch.float64)
+    if is_cast:
+        round_alike(model)
     try:
         with torch.autocast(device.type, dtype=dtype if is_cast else None, enabled=is_cast):
             if model.device.type == "meta":
@@ -56,9 +60,16 @@ def compile_model(
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that transformers keeps in one piece; ranks gather them one after the other."""
+    """The blocks that transformers keeps in one piece, and that are in no other such block; ranks gather them
+    one after the other."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+
+    def blocks(module: nn.Module) -> list[nn.Module]:
+        if type(module).__name__ in names:
+            return [module]
+        return [block for child in module.children() for block in blocks(child)]
+
+    return blocks(model)
 
 
 def _output_of(model: PreTrainedModel, device: torch.device, **named: Any) -> Tensor:

@@ -35,6 +35,7 @@ from tidemill.services.trainer.policy.packing import (
     choose_layout,
     make_tile,
 )
+from tidemill.services.trainer.policy.precision import round_alike
 from tidemill.services.trainer.policy.routers import Routers
 
 log = structlog.get_logger(__name__)
@@ -76,7 +77,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     if len(seen) != 1 or hidden is None or hidden.shape != seen[0].shape or logits.shape != marked[0].shape:
         return False
     return torch.equal(logits.to(marked[0].dtype), marked[0]) and torch.allclose(
-        hidden, seen[0], rtol=1e-3, atol=1e-3
+        hidden.to(seen[0].dtype), seen[0], rtol=1e-3, atol=1e-3
     )
 
 
@@ -118,6 +119,8 @@ class TokenScorer:
         self._model, self._routers = model, routers
         self._device = model.device
         self._compute_dtype = compute_dtype
+        if self._is_half:
+            round_alike(model)
         with self._autocast(), routers.recording() if routers else nullcontext():
             # Under autocast, because flash attention takes no float32.
             self.is_chunked = self._has_plain_head()
@@ -191,9 +194,13 @@ class TokenScorer:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Master weights are float32; matrix products run in the configured dtype."""
-        if self._compute_dtype in (torch.float32, torch.float64):
+        if not self._is_half:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._compute_dtype)
+
+    @property
+    def _is_half(self) -> bool:
+        return self._compute_dtype not in (torch.float32, torch.float64)
 
 
 _OPTIONAL = {

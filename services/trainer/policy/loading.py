@@ -1,10 +1,15 @@
 """The policy that a run's config asks for: a model on one rank or several, or delays."""
 
+import structlog
+
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.memory.model import with_fitting_passes
+from tidemill.services.trainer.policy.model_loading import pick_device
 from tidemill.services.trainer.policy.policy import Policy
+
+log = structlog.get_logger(__name__)
 
 
 def open_policy(config: RunConfig) -> Policy:
@@ -14,6 +19,8 @@ def open_policy(config: RunConfig) -> Policy:
         from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
         return SimulatedPolicy(config)
+    if pick_device(config.trainer.device).type == "cuda" and config.model.dtype == "float32":
+        log.warning("training and generating in float32 is slow on GPUs; model.dtype: bfloat16 is faster")
     config = with_fitting_passes(config)
     ranks = lead_ranks(config.trainer)
     if ranks is not None:

@@ -27,7 +27,6 @@ from tidemill.common.run.model_overrides import with_overrides
 from tidemill.common.run.rope import freeze_rope
 from tidemill.services.trainer.policy.attention import choose_attention
 from tidemill.services.trainer.policy.compiling import compile_model
-from tidemill.services.trainer.policy.experts import follow_autocast
 from tidemill.services.trainer.weights.pretrained import (
     PretrainedWeights,
     UnclearError,
@@ -95,7 +94,6 @@ def open_model(
 ) -> tuple[PreTrainedModel, PretrainedWeights | None]:
     """As `load_model`, but without weights, and what fills it with them; or with them, and None, where that
     is wanted, or where it is not clear which weights the model's are."""
-    follow_autocast()
     try:
         model_config = with_overrides(AutoConfig.from_pretrained(config.path), config)
         model_config = freeze_rope(model_config, config.max_model_len)

@@ -91,7 +91,7 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
         module
         for name, module in model.named_modules()
         if any(
-            type(module) is recorder.target_class and f".{recorder.layer_name or ''}" in f".{name}"
+            isinstance(module, recorder.target_class) and f".{recorder.layer_name or ''}" in f".{name}"
             for recorder in recorders
         )
     ]

@@ -12,6 +12,7 @@ from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import GROUPS, crash_after_commit, run
 from tidemill.common.archive import stream_folder
+from tidemill.common.archive.archiver import check
 from tidemill.common.history import History, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore, claims
@@ -83,6 +84,7 @@ async def test_a_run_of_claims_trains_archives_replays_and_leaves_no_files_behin
             whole = large(tickets[sample.ticket], sample.index)
             assert codec.encode_payload(sample) == codec.encode_payload(whole)
     assert stream_folder(context.run_dir, StreamName.TRAJECTORIES).is_dir()
+    assert len(check(context.run_dir)) == (lost is not None), "what an archive has lost shows"
 
 
 async def test_a_trainer_that_starts_while_the_store_is_away_waits_and_trains_on_all_samples(

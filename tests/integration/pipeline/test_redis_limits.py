@@ -14,6 +14,7 @@ from tests.support.servers import RedisServer, SentinelPair, newest_server
 from tests.support.training import assert_nothing_lost, assert_trained_once, commits_of, num_commits
 from tests.support.waiting import wait_until
 from tidemill.common.wire.keys import RUNS
+from tidemill.services.console.status.snapshot import SnapshotReader
 
 GROUPS = 4
 SERVICES = ("rollout", "reward", "trainer")
@@ -136,6 +137,8 @@ async def test_where_trimming_cannot_help_the_log_says_what_to_change_and_nothin
                 run.start(role)
             await wait_until(lambda: "Redis is full and holds only" in run.log_of("trainer"))
             await wait_until(lambda: "waiting for Redis" in run.log_of("rollout"))
+            reader = await SnapshotReader.attach(run.broker, run.keys.run_id)
+            assert (await reader.read()).memory.is_full
             server.client.config_set("maxmemory", "100mb")
             assert await run.wait("trainer") == 0, run.log_of("trainer")
             assert_trained_once(await commits_of(run.broker, run.keys), GROUPS)

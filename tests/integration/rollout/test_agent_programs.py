@@ -182,6 +182,12 @@ async def test_an_error_after_a_limit_is_in_the_log() -> None:
     assert [entry["end"] for entry in logs if "end" in entry] == ["max_turns"]
 
 
+async def test_a_limit_that_one_branch_met_is_no_fault_where_another_one_went_on() -> None:
+    async with player(function("branching")) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("a").ask)
+    assert (played.session.end, played.session.num_faults) == ("max_tokens", 0)
+
+
 async def test_a_program_that_says_nothing_is_a_fault_and_is_killed() -> None:
     async with player("$ sleep 3600 & sleep 3600", call_timeout_s=0.3) as agent:
         with pytest.raises(EnvironmentFaultError, match="neither asked the model nor ended"):
@@ -286,6 +292,26 @@ async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_n
     finally:
         with contextlib.suppress(ProcessLookupError):
             kept.kill()
+
+
+async def test_no_more_commands_start_at_once_than_there_are_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import os, pathlib, openai\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "mine = folder / f'{os.getpid()}.starting'\n"
+        "mine.touch()\n"
+        "print('{\"reward\": %d}' % len(list(folder.glob('*.starting'))), flush=True)\n"
+        "client = openai.OpenAI()\n"
+        "mine.unlink()\n"
+        "client.completions.create(model='m', prompt='x')\n"
+    )
+    async with player(f"$ {sys.executable} {script}") as agent:
+        plays = [agent.play(TICKET, f"s{number}", ScriptedModel("a").ask) for number in range(3)]
+        assert [one.session.reward for one in await asyncio.gather(*plays)] == [1.0, 1.0, 1.0]
 
 
 async def test_a_program_that_left_its_group_does_not_outlive_its_session_for_long(

@@ -262,6 +262,16 @@ async def test_anthropic_clients_play_with_tools_and_a_changing_system_prompt(is
         run.check_ids()
 
 
+async def test_a_thread_that_the_server_should_keep_is_refused_as_anthropics_client_understands_it() -> None:
+    async with opened("never") as run:
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await run.anthropic.messages.create(
+                model="m", max_tokens=9, messages=[USER], extra_body={"thread": {"type": "create"}}
+            )
+        assert caught.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+        assert not run.model.seen
+
+
 async def test_completions_go_on_where_text_or_ids_ended_and_stop_where_the_client_says() -> None:
     async with opened(" 2\nObservation: lies", " 3") as run:
         asked = {"model": "m", "max_tokens": 50}

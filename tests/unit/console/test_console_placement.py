@@ -89,12 +89,19 @@ def test_without_gpus_or_with_one_everything_is_as_it_was() -> None:
     assert place(run, []) == (run, [])
     placed, said = place(config({}, workers=2, gpu_turns="off"), [3])
     assert placed.rollout.gpus == () and "all processes are on GPU 3 at once" in said[0]
+    assert placed.rollout.shares_trainer_gpus, "the trainer leaves room for the engine"
     assert "leaves 15%" in said[0]
     simulated = RunConfig.model_validate(
         {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"engine": "simulated"}}
         | {"trainer": {"policy": "simulated"}}
     )
     assert place(simulated, range(2)) == (simulated, [])
+
+
+def test_one_gpu_without_turns_is_shared_and_the_config_says_so() -> None:
+    run, _ = place(config(gpu_turns="off"), [3])
+    assert (run.trainer.gpus, run.rollout.gpus, run.rollout.shares_trainer_gpus) == ((3,), (3,), True)
+    assert place(run, [3])[0] == run, "resumed, it is the same"
 
 
 def test_too_few_gpus_are_refused_with_what_to_lower() -> None:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.redis.memory import MemoryUse
 from tidemill.services.console.launch.views import PlainView
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.status.render import dashboard, evaluation_line, sparkline, step_line
@@ -36,6 +37,16 @@ def test_rates_leave_out_the_first_step() -> None:
     run = snapshot()
     run.points[0].metrics["step_time_s"] = 100.0
     assert (run.version, run.step_s, run.eta_s, run.tokens_per_s) == (3, 2.0, 14.0, 150.0)
+
+
+def test_a_full_redis_is_named_and_not_taken_for_silent_processes() -> None:
+    run = snapshot(workers=[beat("reward-1", "reward", "score", age_s=60.0)], memory=MemoryUse(1000, 1000))
+    text = shown(dashboard(run), width=200)
+    assert "Redis is full" in text and "silent" not in text
+    assert run.as_dict()["redis"] == {
+        "used_bytes": 1000, "max_bytes": 1000, "policy": "noeviction", "is_full": True
+    }  # fmt: skip
+    assert "silent" in shown(dashboard(snapshot(workers=run.workers, memory=MemoryUse(900, 1000))), width=200)
 
 
 def test_code_that_blocks_an_event_loop_is_a_warning_with_its_line() -> None:

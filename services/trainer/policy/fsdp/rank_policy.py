@@ -74,7 +74,8 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Weights are gathered and multiplied in the compute dtype, gradients summed in that of the masters."""
     if dtype in (torch.float32, torch.float64):
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inputs stay as they are: `precision.py` says where they are rounded.
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 class ShardedScorer(TokenScorer):

@@ -65,10 +65,7 @@ class Model:
     """A model as the estimate knows it."""
 
     sizes: ModelSizes
-    alone: Saved
-    """On one rank, whose weights are float32."""
-    sharded: Saved
-    """On one of several, whose gathered weights are in the dtype of the products."""
+    saved: Saved
     config: Any
     """Transformers' configuration."""
 
@@ -108,7 +105,7 @@ def trainer_take(
     trained = num_trained(config, sizes)
     has_critic = trainer.algorithm.value.head and trainer.algorithm.value.model == "own"
     states = _states(config, sizes, gpu_bytes, shards, trained, has_critic)
-    saved = model.alone if trainer.num_ranks == 1 else model.sharded
+    saved = model.saved
     copies = 1 + has_critic
     training = {
         "activations": copies * saved.of(num_tokens, recomputed),

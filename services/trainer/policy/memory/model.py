@@ -8,12 +8,10 @@ from transformers import AutoConfig
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.gpu_sharing import count_gpus
 from tidemill.common.run.model_overrides import with_overrides
 from tidemill.services.trainer.policy.memory.estimate import ASLEEP_BYTES, GIB, Model, usable
 from tidemill.services.trainer.policy.memory.fit import choose_passes
 from tidemill.services.trainer.policy.memory.sizes import (
-    Saved,
     attention_on_gpus,
     build_on_meta,
     count_sizes,
@@ -35,15 +33,11 @@ def read_model(config: RunConfig) -> Model:
         raise ConfigError(f"model.path: {config.model.path} has no config.json to read: {reason}") from None
     dtype, attention = compute_dtype(config.model), attention_on_gpus(found)
 
-    def measured(weights: torch.dtype) -> Saved:
-        model = build_on_meta(found, attention, weights)
-        return measure_saved(model, dtype, weights, config.model.max_model_len)
-
-    model = build_on_meta(found, attention, dtype)
+    model = build_on_meta(found, attention, torch.float32)
     sizes = count_sizes(model, config.trainer.lora)
     sizes = replace(sizes, is_read_whole=is_read_whole(model))
-    alone = measured(torch.float32)
-    return Model(sizes, alone, alone if dtype == torch.float32 else measured(dtype), found)
+    model = build_on_meta(found, attention, torch.float32)
+    return Model(sizes, measure_saved(model, dtype, config.model.max_model_len), found)
 
 
 def with_fitting_passes(config: RunConfig) -> RunConfig:
@@ -62,10 +56,9 @@ def with_fitting_passes(config: RunConfig) -> RunConfig:
     gpu_bytes = float(torch.cuda.get_device_properties(device).total_memory)
     room = usable(gpu_bytes)
     rollout = config.rollout
-    shares = rollout.shares_trainer_gpus or count_gpus() == 1
     if rollout.takes_gpu_turns:
         room -= ASLEEP_BYTES
-    elif shares and rollout.engine == "vllm" and rollout.workers:
+    elif rollout.shares_trainer_gpus and rollout.engine == "vllm" and rollout.workers:
         room -= rollout.vllm.gpu_memory_utilization * gpu_bytes
     tokens, recomputed, take = choose_passes(config, model, gpu_bytes, room)
     told = log.info if take.running <= room else log.warning

@@ -23,8 +23,8 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import exact_attention
 from tidemill.services.trainer.policy.attention import VARLEN, why_no_flash, why_no_varlen
 from tidemill.services.trainer.policy.compiling import layers_of
-from tidemill.services.trainer.policy.experts import follow_autocast
 from tidemill.services.trainer.policy.model_loading import recomputable_layers
+from tidemill.services.trainer.policy.precision import round_alike
 from tidemill.services.trainer.policy.routers import find_routers
 from tidemill.services.trainer.weights.exported import plan_export
 from tidemill.services.trainer.weights.store import model_tensors
@@ -89,7 +89,6 @@ class ModelSizes:
 
 def build_on_meta(config: PreTrainedConfig, attention: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The model without storage. Raises ConfigError: transformers makes no causal model of it."""
-    follow_autocast()
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
@@ -149,25 +148,24 @@ def _count(parameters: Iterator[Tensor] | Any) -> int:
     return sum({id(parameter): parameter.numel() for parameter in parameters}.values())
 
 
-def measure_saved(
-    model: PreTrainedModel, dtype: torch.dtype, weights: torch.dtype, width: int = MEASURED_TOKENS
-) -> Saved:
-    """Run one layer of each kind on fake tensors. `weights` are in their dtype, products in `dtype`.
+def measure_saved(model: PreTrainedModel, dtype: torch.dtype, width: int = MEASURED_TOKENS) -> Saved:
+    """Run one layer of each kind on fake tensors, with products in `dtype` as `precision.py` has them.
 
     A kernel that gets boundaries runs rows of `width` and of twice that; every other one has one row and two
     of them, since its memory may grow with the square of `width`. The model is spent afterwards: it has
     these layers only. Raises ConfigError: the model does not run on fake tensors.
 
-    Grouped experts have fake products in 16 bits only: in float32 they count as twice those.
+    Grouped experts have fake products in 16 bits only: in float32 they count as twice a model of those.
     """
-    if dtype == torch.float32 and any(".experts." in name for name, _ in model.named_parameters()):
-        half = measure_saved(model, torch.bfloat16, torch.bfloat16, width)
-        return Saved(2 * half.layers, 2 * half.layer, 2 * half.inputs, 2 * half.rest, 2 * half.copies)
+    has_experts = any(".experts." in name for name, _ in model.named_parameters())
+    weights, times = (torch.bfloat16, 2) if dtype == torch.float32 and has_experts else (torch.float32, 1)
     kinds, kept = _keep_kinds(model)
     if not kept:
         raise ConfigError(
             f"transformers names no layers of {type(model).__name__}, so its memory is not known"
         )
+    if dtype != torch.float32:
+        round_alike(model)
     try:
         narrow, wide = (_saved_once(model, kept, dtype, weights, n, width) for n in (1, 2))
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
@@ -177,15 +175,13 @@ def measure_saved(
     counts = [kinds.count(kind) for kind in dict.fromkeys(kinds)]
     layers = [slopes.get(str(i), 0.0) for i in range(len(kept))]
     fixed = {owner: narrow[owner] - slopes[owner] * width for owner in narrow}
-    size = torch.empty((), dtype=weights).element_size()
+    copies = round(sum(n * fixed.get(str(i), 0.0) for i, n in enumerate(counts)) + fixed.get("", 0.0))
     return Saved(
-        layers=sum(count * slope for count, slope in zip(counts, layers, strict=True)),
-        layer=max(layers),
-        inputs=float(len(kinds) * model.config.get_text_config().hidden_size * size),
-        rest=slopes.get("", 0.0),
-        copies=max(
-            0, round(sum(n * fixed.get(str(i), 0.0) for i, n in enumerate(counts)) + fixed.get("", 0.0))
-        ),
+        layers=times * sum(count * slope for count, slope in zip(counts, layers, strict=True)),
+        layer=times * max(layers),
+        inputs=float(len(kinds) * model.config.get_text_config().hidden_size * torch.float32.itemsize),
+        rest=times * slopes.get("", 0.0),
+        copies=times * max(0, copies),
     )
 
 
@@ -238,8 +234,7 @@ def _saved_once(
     """Bytes by owner: the number of a layer, or empty outside of them."""
     is_varlen = str(model.config.get_text_config()._attn_implementation) == VARLEN
     rows, width = (1, width * times) if is_varlen else (times, width)
-    is_cast = dtype not in (torch.float32, torch.float64)
-    casting = torch.autocast("cpu", dtype=dtype) if is_cast else nullcontext()
+    casting = nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype)
     with FakeTensorMode():
         _fake(model, weights)
         owned = {parameter.untyped_storage()._cdata for parameter in model.parameters()}

@@ -185,6 +185,19 @@ async def test_what_an_answer_brought_that_was_lost_with_the_connection_is_begun
     assert await rival.fetch(5, 0) == []
 
 
+async def test_of_what_was_lost_with_a_connection_each_slot_that_is_free_gets_one(
+    broker: Broker, keys: Keys
+) -> None:
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
+    consumer = make_consumer(broker, keys, "a")
+    read = ("XREADGROUP", "GROUP", REWARD_GROUP, "a", "COUNT", 3, "STREAMS", keys.trajectories(), ">")
+    unseen = [entry_id.decode() for entry_id, _ in (await broker.execute(*read))[0][1]]
+    broker.num_interruptions += 1
+    found = [(await consumer.fetch(1, 0))[0].entry_id for _ in unseen]
+    assert found == unseen
+
+
 async def test_a_consumer_whose_renewal_died_says_so(broker: Broker, keys: Keys) -> None:
     consumer = make_consumer(broker, keys, "a")
 

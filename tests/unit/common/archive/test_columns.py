@@ -1,6 +1,8 @@
 """Messages as columns: what is read back is what was written, byte for byte."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -11,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.consumers import make_ticket
 from tests.support.message_strategies import messages, plain
 from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_trajectory
+from tidemill.common.archive import columns
 from tidemill.common.archive.columns import ORIGINAL, columns_of, records_of, table_of, widen
 from tidemill.common.streams import Entry, Garbled, decoded
 from tidemill.common.wire import codec
@@ -21,6 +25,7 @@ from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Message,
+    SamplingParams,
     Score,
     Ticket,
     Trajectory,
@@ -66,6 +71,26 @@ def test_what_this_release_writes_needs_no_original_beside_its_columns() -> None
     assert table[ORIGINAL].null_count == 3
     back = [record.message for record in records_of(through_parquet(table), Trajectory)]
     assert [codec.encode(m) for m in back] == [codec.encode(m) for m in made]
+
+
+@pytest.fixture
+def without_min_p(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An archive that has not heard of one of the fields of a ticket's sampling."""
+    known = [("max_tokens", pa.int64()), ("temperature", pa.float64()), ("top_p", pa.float64())]
+    column = replace(columns._BY_NAME["sampling"], type=pa.struct([*known, ("top_k", pa.int64())]))
+    monkeypatch.setitem(columns._BY_NAME, "sampling", column)
+    columns_of.cache_clear()
+    yield
+    columns_of.cache_clear()
+
+
+def test_a_field_that_its_column_does_not_know_is_not_lost(without_min_p: None) -> None:
+    sampling = [SamplingParams(max_tokens=4, min_p=min_p) for min_p in (0.0, 0.05)]
+    tickets = [make_ticket(n).model_copy(update={"sampling": one}) for n, one in enumerate(sampling)]
+    table, _ = table_of([(f"{n}-0", codec.encode(m)) for n, m in enumerate(tickets, 1)], Ticket)
+    assert table[ORIGINAL].is_valid().to_pylist() == [False, True]
+    found = records_of(through_parquet(table), Ticket)
+    assert [record.message for record in found if isinstance(record, Entry)] == tickets
 
 
 def test_sessions_are_found_by_what_all_their_segments_have() -> None:

@@ -10,9 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
 from tidemill.common.run.dataset import Row, gsm8k_answer, read_dataset
+from tidemill.common.run.training_rows import read_training_rows
 
 SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
 
@@ -80,6 +82,21 @@ def test_a_null_truth_is_for_rewards_that_need_none(tmp_path: Path) -> None:
         tmp_path / "a.jsonl", {"prompt": "Write a poem.", "reward_model": {"ground_truth": None}}
     )
     assert read_dataset(path)[0].ground_truth is None
+
+
+def test_where_the_environment_alone_rewards_no_truth_is_asked_for(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "Win.", "level": 3})
+    sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": str(path)}}
+    sections["rollout"] = {"environment": {"use": "my_env.py:MyEnv"}}
+    own, judged = {"environment": True}, {"function": "gsm8k"}
+    for is_streamed in (False, True):
+        sections["data"]["stream"] = is_streamed
+        alone = RunConfig.model_validate({**sections, "reward": {"rewards": {"own": own}}})
+        (row,) = read_training_rows(alone.data)[""]
+        assert row.ground_truth is None and row.extra == {"level": 3}
+    both = RunConfig.model_validate({**sections, "reward": {"rewards": {"own": own, "other": judged}}})
+    with pytest.raises(ConfigError, match="truth"):
+        list(read_training_rows(both.data)[""])
 
 
 def test_several_files_are_one_dataset_with_rows_counted_on(tmp_path: Path) -> None:
@@ -278,7 +295,7 @@ def test_own_names_are_mapped_also_inside_of_columns(tmp_path: Path) -> None:
     names = {"prompt": "instruction", "ground_truth": "meta.label", "data_source": "kind"}
     found = only(write_jsonl(tmp_path / "a.jsonl", row), names=names)
     assert (found.prompt, found.ground_truth, found.data_source) == ("1+1?", "2", "sums")
-    assert found.extra == {"meta": {"label": "2"}, "a.b": 1}
+    assert found.extra == {"meta": {"label": "2"}, "a.b": 1, "instruction": "1+1?", "kind": "sums"}
     assert only(tmp_path / "a.jsonl", names={**names, "ground_truth": "a.b"}).ground_truth == 1
     assert "column 'meta.lable' (data.columns: {ground_truth: meta.lable}) is missing" in error_of(
         tmp_path / "a.jsonl", names={**names, "ground_truth": "meta.lable"}

@@ -82,6 +82,15 @@ def test_a_missing_or_wrong_payload_is_a_fault_of_its_sample_that_says_why(tmp_p
     assert said in fault_of(broken) and "claims" in fault_of(broken)
 
 
+def test_a_payload_above_the_limit_is_a_fault_before_it_is_read(tmp_path, monkeypatch):
+    claim = ClaimStore(tmp_path, 1000).check_in(large())
+    num_bytes = len(codec.encode_payload(large()))
+    whole = ClaimStore(tmp_path, max_bytes=num_bytes).resolve(claim)
+    assert codec.encode_payload(whole) == codec.encode_payload(large())
+    monkeypatch.delattr(Path, "read_bytes")
+    assert str(num_bytes) in fault_of(ClaimStore(tmp_path, max_bytes=num_bytes - 1).resolve(claim))
+
+
 def test_a_claim_of_another_sample_is_a_fault(tmp_path):
     store = ClaimStore(tmp_path, 1000)
     claim = store.check_in(large())

@@ -124,6 +124,12 @@ def test_a_payload_above_the_limit_is_refused_before_it_is_unpacked() -> None:
         codec.decode({b"v": b"1.0", b"p": b"\xc1" * 101}, Trajectory, max_bytes=100)
 
 
+def test_without_a_limit_a_message_may_be_as_large_as_its_payload() -> None:
+    """Who sets `streams.max_message_mb` above 64 means it."""
+    large = make_trajectory(text="x" * (65 << 20))
+    assert codec.decode(codec.encode(large), Trajectory).text == large.text
+
+
 @given(payload=st.binary(max_size=300))
 @settings(max_examples=150, deadline=None)
 def test_random_bytes_are_only_ever_a_codec_error(payload: bytes) -> None:

@@ -9,7 +9,8 @@ import pytest
 from tests.unit.rollout.sessions.test_template_chat import ENDS, TOOLS, chat_of
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.gateway.dialogue import Message, Question
+from tidemill.services.rollout.gateway import dialogue, histories
+from tidemill.services.rollout.gateway.dialogue import Message, Question, identity
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
 
 USER = {"role": "user", "content": "Guess."}
@@ -124,6 +125,17 @@ async def test_of_several_answers_to_one_question_the_one_with_the_longest_commo
     assert run.decode(kept.completion_ids[kept.mask].tolist()) == "The other answer, at length75"
 
 
+async def test_a_branch_from_one_answer_leaves_another_that_is_like_it_untouched() -> None:
+    end = "<|im_end|>"
+    run = Run("qwen3", f"It may be 50{end}", f"It may be 75{end}", *[f"80{end}"] * 2)
+    first, second = [(await run.session.answer(Question((USER,)), is_retry=False)).message for _ in range(2)]
+    await run.say(USER, second, HIGHER)
+    await run.say(USER, second, {"role": "user", "content": "Lower."})
+    assert run.session.counts == {"forked": 2, "clean": 1}
+    kept = run.session.histories.all[0].recorder.segment()
+    assert run.decode(kept.completion_ids.tolist()) == first["content"]
+
+
 async def test_an_answer_that_shares_little_with_the_clients_is_kept_whole_and_forked() -> None:
     run = Run("qwen3", "Thirty-one is what I would say here.<|im_end|>", "75<|im_end|>")
     await run.say(USER)
@@ -200,3 +212,20 @@ async def test_a_call_with_nan_is_text_for_the_client() -> None:
     run = Run("qwen3", BUILD.replace("1", "NaN") + "<|im_end|>")
     answer = await run.session.answer(Question((USER,), tuple(TOOLS)))
     assert answer.calls == () and "NaN" in answer.text
+
+
+async def test_each_message_of_a_request_is_compared_by_what_is_computed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed = []
+
+    def counted(message: Message) -> Any:
+        computed.append(message)
+        return identity(message)
+
+    for module in (dialogue, histories):
+        monkeypatch.setattr(module, "identity", counted)
+    run = Run("qwen3", "7<|im_end|>", "8<|im_end|>")
+    first = await run.say(USER)
+    await run.say(USER, first, HIGHER)
+    assert len(computed) == (1 + 1) + (3 + 1)

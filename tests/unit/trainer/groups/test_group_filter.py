@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
@@ -137,6 +138,19 @@ class TestZeroVariance:
 
 
 class TestMasks:
+    def test_a_turn_that_was_cut_is_masked_alone_where_the_session_ended_well(self) -> None:
+        sub = make_segment((11,), (12, 13), (14,), (15,))
+        cut = sub.model_copy(
+            update={"turns": (sub.turns[0].model_copy(update={"finish": "length"}), sub.turns[1])}
+        )
+        made = make_session(7, 0, cut, make_segment((3, 4), (5, 6)), group_size=2)
+        group = CompleteGroup(
+            7, 5, {0: made, 1: make_session(7, 1, group_size=2)}, {i: make_score(7, i, i) for i in (0, 1)}
+        )
+        outcome = filtered(config_of(algorithm={"mask_truncated": True}, max_staleness=5), group)
+        assert isinstance(outcome, TrainableGroup)
+        assert outcome.samples[0].mask.tolist() == [False, False, False, True, True, True]
+
     def test_truncated_completions_are_masked_only_when_asked(self):
         group = group_of(1.0, 0.0)
         group.trajectories[0] = make_trajectory(7, 0, group_size=2, spans=((5, 0),), finish="length")

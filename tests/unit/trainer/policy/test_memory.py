@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoConfig
 
 from tests.support.architectures import make_config, make_model
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy import loading, transformers_policy
 from tidemill.services.trainer.policy.memory import model as memory_model
 from tidemill.services.trainer.policy.memory.estimate import (
     GIB,
@@ -35,6 +37,7 @@ from tidemill.services.trainer.policy.memory.sizes import (
     is_read_whole,
     measure_saved,
 )
+from tidemill.services.trainer.policy.precision import round_alike
 
 MODELS = Path(__file__).parents[4] / "docs" / "operations" / "models"
 ROWS, WIDTH = 3, 64
@@ -44,6 +47,8 @@ MANY = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 160, "ma
 def bytes_saved(family: str, dtype: torch.dtype, **changes: Any) -> int:
     """By a forward pass of a real model on the CPU: each storage once, weights not."""
     model = make_model(family, **changes)
+    if dtype != torch.float32:
+        round_alike(model)
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     found: dict[int, torch.Tensor] = {}
 
@@ -73,7 +78,7 @@ def bytes_saved(family: str, dtype: torch.dtype, **changes: Any) -> int:
 def test_saved_bytes_are_those_of_a_real_model_within_a_tenth(family, changes, dtype):
     config = make_config(family, **changes)
     attention = "eager" if family == "Gemma2" else None
-    saved = measure_saved(build_on_meta(config, attention, torch.float32), dtype, torch.float32, WIDTH)
+    saved = measure_saved(build_on_meta(config, attention, torch.float32), dtype, WIDTH)
     estimate = saved.of(ROWS * WIDTH, recomputed=False) + saved.copies
     if attention is not None:
         changes = {**changes, "attn_implementation": attention}
@@ -88,8 +93,8 @@ def test_recomputed_layers_keep_their_inputs_and_one_layer():
     saved = Saved(layers=400.0, layer=100.0, inputs=40.0, rest=5.0, copies=7)
     assert saved.of(10, recomputed=False) == 10 * 405
     assert saved.of(10, recomputed=True) == 10 * (40 + 100 + 5)
-    measured = measure_saved(build_on_meta(make_config("Llama", **MANY), None, torch.float32), torch.float32,
-                             torch.float32, WIDTH)  # fmt: skip
+    model = build_on_meta(make_config("Llama", **MANY), None, torch.float32)
+    measured = measure_saved(model, torch.float32, WIDTH)
     assert measured.inputs == 4 * 64 * 4, "layers x hidden x float32"
     assert measured.layers == 4 * measured.layer
 
@@ -104,7 +109,7 @@ def test_published_models_have_their_numbers_of_parameters(name, parameters, lay
     model = build_on_meta(config, attention_on_gpus(config), torch.float32)
     assert count_sizes(model).parameters == parameters
     if layer_bytes is not None:
-        saved = measure_saved(model, torch.bfloat16, torch.float32)
+        saved = measure_saved(model, torch.bfloat16)
         assert (saved.layer, saved.layers) == (layer_bytes, 36 * layer_bytes)
         assert saved.copies == pytest.approx(36 * 2 * 100_925_440, rel=1e-3), "a layer's matrices in 16 bits"
 
@@ -126,7 +131,7 @@ WHOLE = replace(SIZES, is_read_whole=True)
 def model_of(per_token: float = 100.0, sizes: ModelSizes = SIZES) -> Model:
     saved = Saved(layers=4 * per_token, layer=per_token, inputs=per_token / 10, rest=0.0, copies=1800)
     text = SimpleNamespace(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
-    return Model(sizes, saved, saved, SimpleNamespace(get_text_config=lambda: text))
+    return Model(sizes, saved, SimpleNamespace(get_text_config=lambda: text))
 
 
 def config_of(trainer: Any = (), dtype: str = "bfloat16", length: int = 1024, **rollout: Any) -> RunConfig:
@@ -321,12 +326,25 @@ def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch):
     assert memory_model.with_fitting_passes(config) is config
     monkeypatch.setattr(memory_model, "pick_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(memory_model, "read_model", lambda _: model_of(1e6))
-    monkeypatch.setattr(memory_model, "count_gpus", lambda: 2)
     memory = SimpleNamespace(total_memory=12 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     trainer = memory_model.with_fitting_passes(config).trainer
     expected = choose_passes(config, model_of(1e6), 12 * GIB, usable(12 * GIB))
     assert (trainer.micro_batch_tokens, trainer.gradient_checkpointing) == expected[:2]
     assert expected[1], "4 GB a thousand tokens do not fit without"
+    shared = config_of(shares_trainer_gpus=True, vllm={"gpu_memory_utilization": 0.5})
+    beside = memory_model.with_fitting_passes(shared).trainer
+    assert beside.micro_batch_tokens < trainer.micro_batch_tokens, "who is on the GPU is told by the config"
     explicit = config_of({"micro_batch_tokens": 99, "gradient_checkpointing": False})
     assert memory_model.with_fitting_passes(explicit) is explicit
+
+
+@pytest.mark.parametrize(("dtype", "num_warnings"), [("float32", 1), ("bfloat16", 0)])
+def test_float32_on_a_gpu_is_told(dtype, num_warnings, monkeypatch):
+    monkeypatch.setattr(loading, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(loading, "with_fitting_passes", lambda config: config)
+    monkeypatch.setattr(loading, "lead_ranks", lambda _: None)
+    monkeypatch.setattr(transformers_policy, "load_policy", lambda _: None)
+    with capture_logs() as logs:
+        loading.open_policy(config_of(dtype=dtype))
+    assert [entry["log_level"] for entry in logs] == ["warning"] * num_warnings

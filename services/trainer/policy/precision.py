@@ -1,0 +1,59 @@
+"""Where a forward pass in half precision rounds: in the same places on one rank and on several.
+
+Guarantee, under autocast: every weight is read in the dtype of the products, as engines have it and as ranks
+gather it; what layers pass on to each other, and the head's input, is float32. If that were rounded too,
+logprobs would be farther from the engine's, and gradients half as far again from their true ones.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+class RoundsWeights(nn.Module):
+    """A module whose parameters are read in autocast's dtype, where it is on; gradients go to its own.
+
+    Autocast itself casts what it knows as a matrix product: neither norms and embeddings, nor the grouped
+    products of experts.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        # Nobody computes with a shard; FSDP looks it up to see whether it is still the one it knows.
+        if not isinstance(value, nn.Parameter) or isinstance(value, DTensor):
+            return value
+        if (dtype := _half(value)) is None:
+            return value
+        rounded = value.to(dtype)
+        # Kernels of norms want vectors in the dtype of what they work on.
+        return rounded if rounded.ndim > 1 else rounded.float()
+
+
+def _half(tensor: Tensor) -> torch.dtype | None:
+    """Autocast's dtype where it is on; torch knows none of tensors without storage."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+@cache
+def _rounding(kind: Any) -> Any:
+    return kind if issubclass(kind, RoundsWeights) else type(kind.__name__, (RoundsWeights, kind), {})
+
+
+def round_alike(model: PreTrainedModel) -> None:
+    """Have the model, which may be sharded, round as this module says."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if module._parameters and kind is not nn.Linear:
+            module.__class__ = _rounding(kind)
+    embeddings: nn.Module = model.get_input_embeddings()
+    if _widen not in embeddings._forward_hooks.values():
+        embeddings.register_forward_hook(_widen)
+
+
+def _widen(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
+    return embedded if _half(embedded) is None else embedded.float()

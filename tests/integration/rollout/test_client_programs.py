@@ -1,0 +1,60 @@
+"""Programs of OpenAI's and Anthropic's clients, unchanged, with clients made at the top of their file."""
+
+import numpy as np
+import pytest
+
+from tests.support.models import run_config
+from tests.support.scripted_model import ByteChat, ScriptedModel, call_line
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.services.rollout.environments.agent import AgentPlayer
+
+CHAT = ByteChat()
+TICKET = Ticket(
+    ticket=0,
+    step=0,
+    min_version=0,
+    group_size=1,
+    sampling=SamplingParams(max_tokens=200),
+    prompt_ids=np.arange(3, dtype=np.int32),
+    prompt_text="x",
+    ground_truth="y",
+)
+CALLS = (call_line("get_weather", location="Paris"), "14 degrees")
+EVENT = ('{"name": "fair", "participants": ["Alice"]}',)
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [
+        ("chat_with_tools", CALLS),
+        ("parsed_chat", EVENT),
+        ("parsed_response", EVENT),
+        ("responses_with_tools", CALLS),
+        ("messages_with_tools", CALLS),
+        ("tool_runner", CALLS),
+    ],
+)
+async def test_a_natural_program_runs_and_its_record_is_what_the_model_read_and_said(
+    program: str, lines: tuple[str, ...]
+) -> None:
+    environment = {
+        "use": "agent",
+        "agent": f"tests.support.client_programs:{program}",
+        "attempts": 1,
+    }
+    config = run_config("owner/model", model={"max_model_len": 8192}, rollout={"environment": environment})
+    player = AgentPlayer(config, lambda: CHAT, CHAT.decode)
+    model = ScriptedModel(*lines)
+    try:
+        await player.start()
+        played = await player.play(TICKET, "s", model.ask)
+    finally:
+        await player.close()
+    assert played.session is not None and played.session.forks == ()
+    assert played.session.reward == 1.0 and played.finish == "stop" and not model.lines
+    ids = [*played.first.prompt_ids.tolist(), *played.first.completion_ids.tolist()]
+    starts = [turn.num_prompt_tokens for turn in played.first.turns]
+    assert [ids[:start] for start in starts] == model.seen
+    ends = [start + turn.num_tokens for start, turn in zip(starts, played.first.turns, strict=True)]
+    assert [ids[start:end] for start, end in zip(starts, ends, strict=True)] == model.said
+    assert int(played.first.mask.sum()) == sum(map(len, model.said))

@@ -1,0 +1,83 @@
+"""What a run may cost: nothing is thrown away, made twice or left behind but for a fault that happened."""
+
+from collections import Counter
+
+from tests.simulation.redis.stream import Stream
+from tests.simulation.schedule import LEASE_S, REISSUE_AFTER_S, Schedule
+from tests.simulation.world import World
+from tidemill.common.config import RunConfig
+from tidemill.common.redis.lines import ANSWER_TIMEOUT_S
+from tidemill.common.wire.keys import ROLLOUT_GROUP
+from tidemill.common.wire.messages import Commit
+
+HARMLESS = frozenset({"host_clock", "disk_full", "server_clock"})
+"""Faults that take no process and nothing of Redis away."""
+LOSSES = frozenset({"restart", "failover", "empty"})
+LEASES_A_RUN, LEASES_A_FAULT = 3, 2
+"""How many leases a run may take longer than without faults."""
+OF_REWARDS = ("zero_variance", "too_few_scores", "failed_score", "replaced before a restart")
+"""Why groups are replaced where nothing went wrong. The last stands for any of the others."""
+
+
+def dead_letters(world: World, schedule: Schedule) -> list[str]:
+    """Nothing is dead-lettered that is not poison, or of a version that Redis has lost."""
+    kinds = {fault.kind for fault in schedule.faults}
+    if "foreign" in kinds:
+        return []
+    found = []
+    for record in world.history.records:
+        if record.stream == "dead" and (letter := record.message) is not None:
+            is_of_lost_history = letter.error.startswith("staleness") and not kinds.isdisjoint(LOSSES)
+            if not is_of_lost_history:
+                found.append(f"dead: {letter.origin} {letter.entry_id}: {letter.error}")
+    return found[:1]
+
+
+def dropped_without_need(schedule: Schedule, commits: list[Commit]) -> list[str]:
+    """Groups are replaced for their rewards alone, unless Redis has lost something or strangers write."""
+    if not {fault.kind for fault in schedule.faults}.isdisjoint(LOSSES | {"foreign"}):
+        return []
+    found = [
+        f"dropped: ticket {ticket} at step {commit.step}: {reason}"
+        for commit in commits
+        for ticket, index, reason in commit.dropped
+        if index < 0 and reason not in OF_REWARDS
+    ]
+    return found[:1]
+
+
+def made_again(num_again: int, done: Counter[str], config: RunConfig, num_restarts: int) -> list[str]:
+    """Each fault has at most what is in flight generated again, before it and after it."""
+    trainer = config.trainer
+    in_flight = (1 + trainer.max_staleness) * trainer.groups_per_step * (trainer.group_size + 1) + 8
+    num_events = sum(count for kind, count in done.items() if kind not in HARMLESS) + num_restarts
+    if num_again > 2 * num_events * in_flight:
+        return [f"waste: {num_again} samples were generated again, after {num_events} faults"]
+    return []
+
+
+def left_behind(world: World, schedule: Schedule) -> list[str]:
+    """Keys of groups that nobody works on. A stranger's copy of a ticket is worked on like any other."""
+    if any(fault.kind == "foreign" and fault.target.startswith("prompts") for fault in schedule.faults):
+        return []
+    values, found = world.cluster.server.space.values, []
+    for raw in values:
+        name, _, lane = world.keys.name_of(raw.decode()).partition(":")
+        ticket, _, lane = lane.partition(":")
+        if name != "group":
+            continue
+        stream = values.get(f"{world.keys.prompts()}{':eval' if lane else ''}".encode())
+        group = stream.groups.get(ROLLOUT_GROUP.encode()) if isinstance(stream, Stream) else None
+        if group is None or (int(ticket) + 1, 0) not in group.pending:
+            found.append(f"left: the progress of ticket {ticket} {lane}")
+    return found[:1]
+
+
+def allowed_s(schedule: Schedule, undisturbed_s: float) -> float:
+    """How long a run may take: as without faults, what these last, and some leases for each of them."""
+    lasting_s = sum(float(fault.how.get("for_s", 0.0)) for fault in schedule.faults)
+    hanging_s = sum(ANSWER_TIMEOUT_S for fault in schedule.faults if "hang" in fault.how)
+    # What strangers write may look like work; what it stood for is given up after so long.
+    waiting_s = sum(REISSUE_AFTER_S for fault in schedule.faults if fault.kind in ("foreign", "empty"))
+    leases_s = LEASE_S * (LEASES_A_RUN + LEASES_A_FAULT * len(schedule.faults))
+    return undisturbed_s + lasting_s + hanging_s + waiting_s + leases_s

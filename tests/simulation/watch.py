@@ -1,0 +1,131 @@
+"""Looks at what services do while they do it: what is trained, generated again, and whose leases are taken.
+
+Each run has one. What is wrong goes into `broken`, as words that begin with their kind.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from tests.simulation.history import Record
+from tests.simulation.loop import OWNER
+from tests.simulation.process import Process
+from tests.simulation.redis.server import Fields, MemoryServer
+from tests.simulation.redis.stream import Stream, parse_id
+from tests.simulation.reward import text_of_tokens, value_of
+from tests.simulation.schedule import LEASE_S
+from tests.simulation.world import World
+from tidemill.common.redis.broker import LONGEST_PAUSE_S, _script
+from tidemill.common.streams.consumer import RENEWALS_PER_LEASE
+
+Key = tuple[int, int]
+Answered = Callable[[list[Any]], None]
+
+CONTACT_S = LONGEST_PAUSE_S + LEASE_S / RENEWALS_PER_LEASE + 0.5
+"""So long after its last failed command, a process has renewed its leases again."""
+ON_ITS_WAY_S = 2.0
+"""What was published may not be known to a worker that begins within so long."""
+
+
+@dataclass
+class Watch:
+    """`world` calls the hooks that `install.py` and `cluster.py` put in place."""
+
+    world: World
+    broken: list[str] = field(default_factory=list)
+    trained: dict[str, list[dict[Key, bytes]]] = field(default_factory=dict)
+    """By digest of the weights that came of it: completion ids of each sample, each time it was trained."""
+    published: dict[tuple[str, Key], Record] = field(default_factory=dict)
+    """By lane and key: the entry that came last."""
+    num_generated: int = 0
+    num_again: int = 0
+    """Generations of samples that were generated before."""
+    _begun: set[tuple[str, Key]] = field(default_factory=set)
+    _consumers: dict[bytes, Process] = field(default_factory=dict)
+    _handed_back: set[tuple[bytes, bytes]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        shas = {_script(name)[1].encode(): name for name in ("reclaim", "hand_back")}
+        self._scripts = shas
+
+    # The policy.
+
+    def accumulated(self, policy: Any, samples: Sequence[Any]) -> None:
+        """These samples are trained now, as they are."""
+        pending = self.pending_of(policy)
+        for sample in samples:
+            pending[sample.key] = sample.completion_ids.tobytes()
+            expected = value_of(text_of_tokens(sample.completion_ids))
+            if sample.reward != expected:
+                self.broken.append(
+                    f"pair: sample {sample.key} was trained with the reward {sample.reward} of other tokens; "
+                    f"its own is {expected}"
+                )
+
+    def pending_of(self, policy: Any) -> dict[Key, bytes]:
+        """What was accumulated since the last update: completion ids of each sample."""
+        found: dict[Key, bytes] = vars(policy).setdefault("watched", {})
+        return found
+
+    def updated(self, digest: str, samples: dict[Key, bytes]) -> None:
+        """These samples have become weights with this digest."""
+        self.trained.setdefault(digest, []).append(samples)
+
+    def zeroed(self, policy: Any) -> None:
+        """What was accumulated is forgotten."""
+        vars(policy)["watched"] = {}
+
+    # Rollout workers.
+
+    def generates(self, request_id: str) -> None:
+        """An engine begins with a sample."""
+        lane, ticket, index, *_ = request_id.split("-")
+        key = lane, (int(ticket), int(index))
+        self.num_generated += 1
+        self.num_again += key in self._begun
+        self._begun.add(key)
+        record, owner = self.published.get(key), OWNER.get(self.world.loop.world)
+        if record is None or record.is_lost or self.world.was_emptied:
+            return
+        if max(record.at_s, self.in_contact_since(owner)) < self.world.loop.now - ON_ITS_WAY_S:
+            self.broken.append(f"waste: sample {key[1]} is generated again although Redis holds it")
+
+    # Leases.
+
+    def arrives(self, server: MemoryServer, process: Process, fields: Fields) -> Answered | None:
+        """A command is about to be applied; what is returned hears of its replies."""
+        if fields[0] == b"XREADGROUP":
+            self._consumers[fields[3]] = process
+            return None
+        name = self._scripts.get(fields[1], "") if fields[0] == b"EVALSHA" else ""
+        if name == "hand_back":
+            self._handed_back |= {(fields[3], entry_id) for entry_id in fields[8:]}
+        elif name == "reclaim":
+            key, group = fields[3], fields[4]
+            stream = server.space.values.get(key)
+            if isinstance(stream, Stream) and group in stream.groups:
+                holders = {i: held.consumer for i, held in stream.groups[group].pending.items()}
+                return lambda replies: self._taken(process, key, holders, replies)
+        return None
+
+    def _taken(self, taker: Process, key: bytes, holders: dict[Any, bytes], replies: list[Any]) -> None:
+        (reply,) = replies
+        if isinstance(reply, RedisError) or len(reply) < 3:
+            return
+        for entry_id, *_ in reply[2]:
+            holder = self._consumers.get(holders.get(parse_id(entry_id), b""))
+            if holder is None or (key, entry_id) in self._handed_back:
+                continue
+            now = self.world.loop.now
+            is_fine = not holder.is_dead and not holder.is_frozen
+            if is_fine and now - self.in_contact_since(holder) > CONTACT_S:
+                name = self.world.keys.name_of(key.decode())
+                self.broken.append(
+                    f"lease: {taker.name} took {name} {entry_id.decode()} from {holder.name}, which lives"
+                )
+
+    def in_contact_since(self, process: Process) -> float:
+        """Since when nothing has disturbed a process on its way to Redis."""
+        return max(process.started_at, process.disturbed_at, self.world.cluster.disturbed_at)
