@@ -260,13 +260,17 @@ async def _ended(process: subprocess.Popen[bytes]) -> None:
     """Wait for the end of a process, which is not reaped: so its number, and that of its group, stay its own
     until what it has left in the group is killed."""
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
 
     def wait() -> None:
         # Already reaped, or the loop has ended: nobody waits any more.
         with contextlib.suppress(ChildProcessError, RuntimeError):
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+            loop.call_soon_threadsafe(end)
 
     threading.Thread(target=wait, daemon=True).start()
     await ended
