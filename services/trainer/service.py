@@ -78,7 +78,7 @@ async def _train(context: ServiceContext) -> None:
     async with AsyncExitStack() as sharing:
         if context.config.rollout.takes_gpu_turns:
             await sharing.enter_async_context(thread.taking_turns(GpuLock(lock_files()), context.activity))
-        policy = thread.policy = await thread.call(open_policy, context.config)
+        policy = thread.policy = await thread.call(open_policy, context.config, context.run_dir)
         try:
             runner = StepRunner(context, policy, thread, GroupFilter(context.config))
             await _train_policy(context, runner, streams, evaluator, trimmer)
