@@ -105,6 +105,18 @@ def test_a_newer_major_schema_is_refused_and_says_what_to_do() -> None:
         codec.decode(fields, Trajectory)
 
 
+@pytest.mark.parametrize("needs", [["colour"], ["claim", "colour"], [["claim"]], "claim", 7, {"claim": 1}])
+def test_a_message_that_needs_what_nobody_here_understands_is_refused(needs: Any) -> None:
+    tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | {"colour": "blue", "needs": needs}
+    with pytest.raises(CodecError, match="update the older side"):
+        codec.decode({b"v": b"1.9", b"p": msgpack.packb(tree)}, Trajectory)
+
+
+def test_what_a_newer_minor_adds_and_does_not_need_is_ignored() -> None:
+    tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | {"colour": "blue", "needs": ["claim"]}
+    assert codec.decode({b"v": b"1.9", b"p": msgpack.packb(tree)}, Trajectory) == make_trajectory()
+
+
 @pytest.mark.parametrize("schema", [b"", b"1", b"one.two", b"-1.0", b"1.0.0", b"9" * 1000, b"\xff.\xff"])
 def test_a_malformed_schema_is_refused(schema: bytes) -> None:
     with pytest.raises(CodecError, match=r"major\.minor"):
