@@ -86,7 +86,8 @@ class ClaimStore:
             "completion_ids": NO_IDS,
             "logprobs": NO_LOGPROBS,
             "loss_mask": None,
-            "spans": ((sample.min_version, 0),),
+            # Not from token 0 on: releases that know no claims refuse that, and take it for no empty answer.
+            "spans": ((sample.min_version, 1),),
             "session": None,
             "text": "",
             "prompt_text": "",

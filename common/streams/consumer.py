@@ -132,7 +132,8 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError, CodecError: another worker has taken the ticket over; no reader would take it.
         """
-        rest = (sample.index, sample.group_size, SCHEMA, codec.payload_of(sample, self.max_bytes))
+        entry = codec.schema_of(sample), codec.payload_of(sample, self.max_bytes)
+        rest = (sample.index, sample.group_size, *entry)
         return await self._publish_sample(delivery, out_key, progress_key, rest)
 
     async def settle_group(

@@ -17,6 +17,7 @@ from tidemill.common.files import StorageError
 from tidemill.common.store import ClaimStore, resolved
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import ScoreStatus, Trajectory, fault_of
+from tidemill.common.wire.segments import check_tokens
 from tidemill.services.trainer.groups.group_filter import (
     ENVIRONMENT_FAULT,
     NO_PAYLOAD,
@@ -48,6 +49,17 @@ def test_a_claim_is_pointer_size_and_digest_and_its_file_the_bytes_of_the_entry(
     assert len(codec.encode_payload(claim)) < 400
     assert (tmp_path / "claims" / f"3-1-{digest}").read_bytes() == payload
     assert codec.encode_payload(store.resolve(sent(claim))) == payload
+
+
+def test_a_release_that_knows_no_claims_takes_none_for_an_empty_completion(tmp_path):
+    """It checks what a claim leaves over, and later ones what the payload says that it needs."""
+    claim = ClaimStore(tmp_path, 1).check_in(large())
+    with pytest.raises(ValueError, match="spans"):
+        check_tokens(claim.completion_ids, claim.logprobs, claim.loss_mask, claim.spans)
+    assert msgpack.unpackb(codec.encode_payload(claim))["needs"] == ["claim"]
+    assert codec.encode(claim)[b"v"] == b"1.1"
+    assert "needs" not in msgpack.unpackb(codec.encode_payload(large()))
+    assert claim.min_version == large().min_version
 
 
 def test_sessions_come_back_byte_for_byte(tmp_path):
