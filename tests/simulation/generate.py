@@ -59,7 +59,26 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
         else:
             at_s += rng.uniform(0.0, 0.6)  # on top of the one before
         faults.append(_fault(rng, round(at_s, 3), names, setup))
+    faults += _rare(random.Random(f"rare {seed}"), names)
     return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _rare(rng: random.Random, names: list[str]) -> list[Fault]:
+    """What is seldom drawn by chance, because it takes a moment or two faults."""
+    at_s, for_s = round(rng.uniform(1.0, SPAN_S), 3), round(rng.uniform(0.3, 2.5), 2)
+    kind = rng.choices(("", "damage", "old", "commit", "clock"), (80, 6, 5, 6, 3))[0]
+    if kind == "damage":
+        return [Fault(at_s, "damage", rng.choice(("publish_sample", "complete")))]
+    if kind == "old":
+        return [Fault(at_s, "foreign", "trajectories", {"what": "old"})]
+    if kind == "commit":
+        moment = rng.choice((["HSET", "committing"], ["XADD", "commits"]))
+        how = {"for_s": for_s, "lose": rng.randint(8, 64), "before": moment}
+        return [Fault(at_s, rng.choice(("restart", "failover")), "", how)]
+    if kind == "clock":
+        back = Fault(round(at_s + 0.1, 3), "server_clock", "trainer", {"by_s": -rng.randint(60, 600)})
+        return [Fault(at_s, "kill", rng.choice(names)), back]
+    return []
 
 
 def _setup(rng: random.Random, is_mixed: bool) -> Setup:

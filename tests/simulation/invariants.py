@@ -215,7 +215,7 @@ class Judge:
 
     def _judge_waits(self, commits: list[Commit]) -> list[str]:
         """Nobody waits for `reissue_after_s` for what a loss of Redis has taken: that is known at once."""
-        if "foreign" in self.kinds or "empty" in self.kinds:
+        if not self.kinds.isdisjoint({"foreign", "empty", "damage"}):
             return []
         late = [ticket for commit in commits for ticket, _, reason in commit.dropped if reason == "lost"]
         return (
@@ -276,13 +276,17 @@ class Judge:
         is_torn = any(f.kind == "tear" and f.how["what"] == "metrics" for f in self.schedule.faults)
         if steps != list(range(self.trainer.steps)) and not is_torn:
             problems.append(f"records: metrics.jsonl has the steps {steps}")
-        is_lossless = self.kinds.isdisjoint({*LOSSES, "foreign"})
+        is_lossless = self.kinds.isdisjoint({*LOSSES, "foreign", "damage"})
         if is_lossless:
             for stream, kind in (("trajectories", Trajectory), ("scores", Score)):
                 counts = Counter(message.key for message in self._messages(stream, kind))
                 if twice := [key for key, count in counts.items() if count > 1]:
                     problems.append(f"published twice: {stream} has {twice[:5]} more than once")
-        if self.schedule.setup.evaluation and self.kinds.isdisjoint({"foreign", "empty"}) and not is_torn:
+        if (
+            self.schedule.setup.evaluation
+            and self.kinds.isdisjoint({"foreign", "empty", "damage"})
+            and not is_torn
+        ):
             problems += self._judge_evaluations(lines)
         if self.schedule.setup.archive and "empty" not in self.kinds:
             problems += self._judge_archive()
