@@ -66,7 +66,8 @@ def left_behind(world: World, schedule: Schedule) -> list[str]:
     for raw in values:
         name, _, lane = world.keys.name_of(raw.decode()).partition(":")
         ticket, _, lane = lane.partition(":")
-        if name != "group":
+        # A worker that has lost the group and does not know it yet may note once more when it began.
+        if name != "group" or values[raw].keys() <= {b"version"}:
             continue
         stream = values.get(f"{world.keys.prompts()}{':eval' if lane else ''}".encode())
         group = stream.groups.get(ROLLOUT_GROUP.encode()) if isinstance(stream, Stream) else None

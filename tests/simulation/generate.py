@@ -9,6 +9,8 @@ from tests.simulation.schedule import LEASE_S, Fault, Schedule, Setup
 MOST_FAULTS = 6
 MIXED_SHARE = 0.25
 """Share of the schedules whose run has several sources and a curriculum."""
+CLAIMS_SHARE = 0.15
+"""Share of those whose trajectories lie beside the streams."""
 LONG_SHARE = 0.15
 """Share of those whose samples and rewards may take longer than a lease."""
 FEW_SLOTS_SHARE = 0.5
@@ -45,6 +47,8 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
     setup = _setup(rng, random.Random(f"mixed {seed}").random() < MIXED_SHARE)
     if random.Random(f"slots {seed}").random() < FEW_SLOTS_SHARE:
         setup = replace(setup, reward_slots=2)
+    if random.Random(f"claims {seed}").random() < CLAIMS_SHARE:
+        setup = replace(setup, claims=True)
     if random.Random(f"long {seed}").random() < LONG_SHARE:
         setup = replace(setup, sample_s=1.25 * LEASE_S, steps=3)
     if is_tight:

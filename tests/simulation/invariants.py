@@ -26,6 +26,7 @@ from tests.simulation.watch import Watch
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import CodecError
 from tidemill.common.run.state import FINISHED
+from tidemill.common.store.claims import ClaimStore
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
 
@@ -52,6 +53,7 @@ class Judge:
         self.world, self.broken = watch.world, watch.broken
         self.trainer = config.trainer
         self.kinds = {fault.kind for fault in schedule.faults}
+        self._claims = ClaimStore(self.world.folder / self.world.run_id)
         self._samples: dict[tuple[str, tuple[int, int]], list[Record]] = {}
         """All entries of a sample, by lane and key."""
         self._newest = 0
@@ -85,7 +87,7 @@ class Judge:
 
     def _is_read(self, record: Record, kind: type[Message]) -> bool:
         try:
-            record.message = codec.decode(record.fields, kind)
+            record.message = self._claims.resolve(codec.decode(record.fields, kind))
         except CodecError:
             return False
         return True
