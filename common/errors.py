@@ -51,6 +51,10 @@ class WeightsError(TidemillError):
     """A version's files are missing, torn, or do not match their checksums."""
 
 
+class DamagedWeightsError(WeightsError):
+    """Bytes of a version are not those that were announced: it has to be written again."""
+
+
 class WeightsMismatchError(WeightsError):
     """An engine does not hold, or would not hold, what the trainer committed; a full version repairs it."""
 

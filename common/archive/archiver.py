@@ -57,7 +57,8 @@ async def archive_run(
     Raises:
         LockedError: another process archives this run, for longer than `patience_s`.
     """
-    broker.claims = broker.claims or ClaimStore(run_dir)
+    # What the run refuses for being too large must not come whole out of its archive.
+    broker.claims = broker.claims or ClaimStore(run_dir, max_bytes=broker.max_bytes)
     ends = dict.fromkeys(StreamName, "+") if until is None else until
     size, deadline = int(config.segment_mb * MIB), time.monotonic() + patience_s
     while True:

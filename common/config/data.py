@@ -109,8 +109,8 @@ class DataConfig(Section):
     verl's columns or under the names that docs/data.md lists."""
 
     train: Train
-    """File or files with the training prompts (`data/*.parquet` is a pattern), or a list of sources
-    (docs/data.md)."""
+    """File or files with the training prompts (`data/*.parquet` is a pattern), rows that Python code has
+    (`my_env.py:MyEnv.rows`), or a list of sources (docs/data.md)."""
     eval: dict[str, str] = Field(default_factory=dict)
     """Evaluation sets by name; each is scored by the rewards of the run whose `lanes` hold `eval`."""
     prompt_column: str = "prompt"

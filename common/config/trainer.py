@@ -265,7 +265,7 @@ class TrainerConfig(Section):
     device: str = "auto"
     """`auto` takes the first GPU, else the CPU."""
     num_threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of torch; 0 leaves the library's default."""
+    """CPU threads of torch; 0 leaves the library's default, and ranks share those of their host."""
     deterministic: bool = False
     """Use deterministic kernels, so that replayed steps are bit-identical on the same hardware."""
     keep_weights: int = Field(3, ge=2, le=1000)

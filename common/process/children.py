@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import io
 import os
+import re
 import signal
 import socket
 import struct
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import threading
 from asyncio import StreamReader
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, BinaryIO
 
 import msgpack
@@ -24,10 +26,21 @@ from tidemill.common.wire.codec import pack
 
 Send = Callable[[dict[str, Any]], None]
 LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 
 PRIVATE = ("TIDEMILL_REDIS_", "TIDEMILL_SENTINEL_", "TIDEMILL_WEIGHTS_TOKEN")
 """Beginnings of variables that lead to the run's Redis and weights: no business of what a service starts."""
+PASS_VARIABLE = "TIDEMILL_PASS_ENV"
+"""Names of further variables for users' code, with commas between them; `SERPER_*` stands for several."""
+HANDED_ON = (
+    "PATH", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LC_*", "TMP", "TEMP", "TMPDIR", "HOSTNAME",
+    "HOME", "*_HOME", "*PATH", "*_DIR", "*_ROOT", "*_CACHE", "XDG_*", "VIRTUAL_ENV", "CONDA_*", "PYTHON*",
+    "*_PROXY", "*_proxy", "SSL_*", "*_CA_BUNDLE", "DOCKER_*", "NODE_*", "NPM_*", "OMP_*", "MKL_*",
+    "OPENBLAS_*", "NUMEXPR_*", "MALLOC_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ROCM_*", "TORCH*",
+    "TRITON_*", "HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "COVERAGE_*", "COV_*", "TIDEMILL_*",
+)  # fmt: skip
+"""What programs need of a machine. All else stays with the service: any variable may hold a key."""
+_SECRET = re.compile("KEY|TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH")
 
 # The child imports from where its parent does, without a variable that would reach what it starts in turn.
 _BOOTSTRAP = (
@@ -44,17 +57,36 @@ def spawn(child: Child) -> tuple[subprocess.Popen[bytes], socket.socket]:
     with theirs:
         command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), child.value]
         command += [str(ROOT), *sys.path]  # our own first, until they are there
-        # Users' code may run what a model wrote, and show the model what it prints.
-        variables = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         # A session of its own: Ctrl-C must not reach it, and its group can be killed as a whole.
         process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env=variables,
+            env=variables_for_users(),
             start_new_session=True,
         )
     return process, ours
+
+
+def variables_for_users() -> dict[str, str]:
+    """This process's variables without those that may hold a secret: users' code may run what a model wrote,
+    and show the model what it prints."""
+    named = tuple(name.strip() for name in os.environ.get(PASS_VARIABLE, "").split(",") if name.strip())
+    return {name: value for name, value in os.environ.items() if _is_for_users(name, named)}
+
+
+def _is_for_users(name: str, named: Sequence[str]) -> bool:
+    if name.startswith(PRIVATE):
+        return False
+    allowed = named if _SECRET.search(name) else (*named, *HANDED_ON)
+    return any(fnmatchcase(name, pattern) for pattern in allowed)
+
+
+def hide_memory() -> None:
+    """Keep other processes of this user from reading this one's memory and variables, where passwords are:
+    what it starts may run code that a model wrote. Programs that it starts are not hidden."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
 
 
 def kill_group(process: "subprocess.Popen[bytes]") -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -31,6 +31,8 @@ HEARTBEAT_S = 2.0
 GONE_AFTER_S = 10.0
 BLOCKING = "blocking"
 """Count of a heartbeat: event loops that code is holding up; `detail` names it."""
+DAMAGED_VERSION = "damaged_version"
+"""Count of a rollout worker's heartbeat: the version of the weights whose bytes are not those announced."""
 FAILURES = "failures:"
 """Counts of a heartbeat that begin with it say `<reward>:<kind>`: how often a reward failed, and how."""
 
@@ -101,7 +103,7 @@ async def check_sole_trainer(broker: Broker, keys: Keys, run_dir: Path) -> None:
     """
 
     async def newest() -> Heartbeat | None:
-        beats = [beat for beat in await read_heartbeats(broker, keys) if beat.role == ROLES[0]]
+        beats = await read_heartbeats(broker, keys, ROLES[:1])
         return max(beats, key=lambda beat: beat.at, default=None)
 
     before = await newest()
@@ -132,13 +134,13 @@ async def forget_heartbeats(broker: Broker, keys: Keys, after_s: float) -> int:
     return len(gone)
 
 
-async def read_heartbeats(broker: Broker, keys: Keys) -> list[Heartbeat]:
+async def read_heartbeats(broker: Broker, keys: Keys, roles: Sequence[str] = ROLES) -> list[Heartbeat]:
     """All processes that ever spoke and did not leave, by role and name; each for itself only."""
     now_s = await broker.server_time_s()
-    replies = await broker.pipeline([("HGETALL", keys.workers(role)) for role in ROLES])
+    replies = await broker.pipeline([("HGETALL", keys.workers(role)) for role in roles])
     beats = [
         beat
-        for role, reply in zip(ROLES, replies, strict=True)
+        for role, reply in zip(roles, replies, strict=True)
         for name, value in zip(reply[::2], reply[1::2], strict=True)
         if (beat := _parsed(value, now_s)) and (beat.role, beat.name) == (role, name.decode(errors="replace"))
     ]

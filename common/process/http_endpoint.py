@@ -67,6 +67,9 @@ class HttpEndpoint:
 
 def _handler(pages: Mapping[str, Page], is_healthy: Callable[[], bool]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        timeout = 30.0
+        """A client that sends nothing keeps its thread no longer."""
+
         def do_GET(self) -> None:
             if page := pages.get(self.path):
                 self._answer(200, *page(self.headers.get("Host", "")))

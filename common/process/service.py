@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from tidemill.common.config import RunConfig, load_config, load_recorded, override_config
 from tidemill.common.errors import TidemillError, first_cause
 from tidemill.common.process.activity import Activity
+from tidemill.common.process.children import hide_memory
 from tidemill.common.process.heartbeats import (
     BLOCKING,
     HEARTBEAT_S,
@@ -160,6 +161,7 @@ def run_service(
     good, so that mistakes are answered before anything heavy is imported. `add_arguments` adds the service's
     own arguments, which it finds in `ServiceContext.options`.
     """
+    hide_memory()  # before anything is started, and before anything heavy is loaded
     # Services share a machine's cores: threads that spin while they wait would take them from each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser(role, program or Program(f"tidemill.services.{role}"), describe)
@@ -218,7 +220,10 @@ async def _serve(
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
         run_dir = runs_dir() / keys.run_id
         streams = config.streams
-        broker.claims = ClaimStore(run_dir, streams.claim_check_bytes, streams.claim_check_url)
+        broker.max_bytes = streams.max_message_mb << 20
+        broker.claims = ClaimStore(
+            run_dir, streams.claim_check_bytes, streams.claim_check_url, broker.max_bytes
+        )
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         context.collectors, context.registered = endpoint.collectors, registered

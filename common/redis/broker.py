@@ -89,6 +89,8 @@ class Broker:
         self.redis = redis
         self.claims: Claims | None = None
         """Reads the payloads that lie beside the streams, where the run's folder is known."""
+        self.max_bytes: int | None = None
+        """The run's limit on a message, for workers, trainer and payloads; None where it is not known."""
         self.waits_for_claims = True
         """While they cannot be read; a person is shown that instead."""
         self.waited_s = 0.0

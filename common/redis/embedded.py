@@ -6,6 +6,7 @@ unix socket in a private folder only, so that no other user of the machine can r
 append-only file, so that a run can be resumed.
 """
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -24,6 +25,9 @@ SERVED = (
     "another Redis serves {}: this run is up already, or its last server is still writing its data. "
     "Watch it with `tidemill top`, or wait a moment and try again."
 )
+OUTPUT_LIMIT = ("normal", "1gb", "256mb", "60")
+MAX_CLIENTS_BYTES = 1 << 30
+"""As in infra/redis/redis.conf: answers that nobody reads must not take the machine's memory."""
 REWRITE_MIN_SIZE = "512mb"
 """Streams are written and trimmed all the time: at 64 MB Redis would copy its memory every few seconds."""
 
@@ -88,6 +92,7 @@ class EmbeddedRedis:
             command += ["--appendonly", "yes", "--appendfsync", self.appendfsync]
             command += ["--auto-aof-rewrite-min-size", REWRITE_MIN_SIZE]
         command += ["--maxmemory-policy", "noeviction", "--logfile", str(log_path.resolve())]
+        command += ["--client-output-buffer-limit", *OUTPUT_LIMIT]
         command += self.options
         # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
         with locked(self.data_dir / "server.lock", SERVED.format(self.data_dir)) as lock:
@@ -130,6 +135,8 @@ class EmbeddedRedis:
         while True:
             try:
                 client.ping()
+                with contextlib.suppress(redis.ResponseError):  # servers before 7 do not know it
+                    client.config_set("maxmemory-clients", MAX_CLIENTS_BYTES)
                 client.close()
                 return
             except redis.BusyLoadingError:

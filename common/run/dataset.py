@@ -30,6 +30,7 @@ from tidemill.common.run.data_files import (
     suffix_of,
 )
 from tidemill.common.run.hub_datasets import is_hub_dataset, open_hub_dataset
+from tidemill.common.run.users_rows import is_users_rows, read_users_rows
 
 GSM8K_SOURCE = "openai/gsm8k"
 """verl's `data_source` for GSM8K."""
@@ -99,6 +100,9 @@ def _read_columns(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield `(origin, columns)` for each row of a file."""
     if is_hub_dataset(str(file)):
         yield from _read_table(str(file))
+        return
+    if is_users_rows(str(file)):
+        yield from read_users_rows(str(file))
         return
     suffix = suffix_of(file)
     reader = read_table if suffix in TABLES else _read_jsonl if suffix in JSONL else _read_parquet

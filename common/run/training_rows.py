@@ -10,6 +10,7 @@ from tidemill.common.run.data_files import JSONL, TABLES, files_of, is_document,
 from tidemill.common.run.dataset import Row, parse_row, read_dataset
 from tidemill.common.run.hub_datasets import is_hub_dataset, open_hub_dataset, open_parquet
 from tidemill.common.run.streamed_rows import JsonlFile, RowFile, StreamedRows, TableFile
+from tidemill.common.run.users_rows import is_users_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +75,8 @@ def _streamed(paths: str | list[str], parse: Any, max_rows: int | None) -> Strea
 def _open(file: "Path") -> RowFile:
     if is_hub_dataset(str(file)):
         return TableFile(str(file), open_hub_dataset(str(file)))
+    if is_users_rows(str(file)):
+        raise ConfigError(f"dataset {file} is Python code, which data.stream cannot read row by row.")
     suffix = suffix_of(file)
     if suffix in TABLES or is_document(file):
         raise ConfigError(

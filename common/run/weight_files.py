@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tidemill.common.errors import WeightsError
+from tidemill.common.errors import DamagedWeightsError, WeightsError
 from tidemill.common.files import file_checksum
 from tidemill.common.wire.messages import WeightFile, WeightManifest
 
@@ -127,7 +127,7 @@ def _check_size(path: Path, file: WeightFile, where: str) -> None:
             "(TIDEMILL_RUNS_DIR must be shared)."
         ) from None
     if num_bytes != file.num_bytes:
-        raise WeightsError(
+        raise DamagedWeightsError(
             f"{where}: {path} has {num_bytes:,} bytes, the manifest says {file.num_bytes:,}: it is torn."
         )
 
@@ -138,6 +138,6 @@ def _check_content(path: Path, file: WeightFile, where: str) -> None:
     except OSError as error:
         raise WeightsError(f"{where}: cannot read {path}: {error.strerror}.") from error
     if checksum != file.checksum:
-        raise WeightsError(
+        raise DamagedWeightsError(
             f"{where}: {path} has checksum {checksum}, the manifest says {file.checksum}: it is damaged."
         )

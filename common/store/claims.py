@@ -48,13 +48,16 @@ NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 class ClaimStore:
     """The files of one run."""
 
-    def __init__(self, run_dir: Path, least_bytes: int = 0, url: str = "") -> None:
-        """Payloads of `least_bytes` and more are put in the run's folder, or below `url`; none with 0.
+    def __init__(
+        self, run_dir: Path, least_bytes: int = 0, url: str = "", max_bytes: int | None = None
+    ) -> None:
+        """Payloads of `least_bytes` and more are put in the run's folder, or below `url`; none with 0. Larger
+        ones than `max_bytes` are not read.
 
         Raises:
             ConfigError: the store at `url` cannot be opened.
         """
-        self.folder, self.least_bytes = run_dir / CLAIMS_FOLDER, least_bytes
+        self.folder, self.least_bytes, self.max_bytes = run_dir / CLAIMS_FOLDER, least_bytes, max_bytes
         self.url = f"{url.rstrip('/')}/{run_dir.name}/{CLAIMS_FOLDER}" if url else ""
         self._opened: dict[str, Objects] = {}
         self._away_until, self._has_folder = 0.0, False
@@ -83,7 +86,8 @@ class ClaimStore:
             "completion_ids": NO_IDS,
             "logprobs": NO_LOGPROBS,
             "loss_mask": None,
-            "spans": ((sample.min_version, 0),),
+            # Not from token 0 on: releases that know no claims refuse that, and take it for no empty answer.
+            "spans": ((sample.min_version, 1),),
             "session": None,
             "text": "",
             "prompt_text": "",
@@ -124,7 +128,10 @@ class ClaimStore:
             raise
 
     def _read(self, claim: Claim) -> bytes:
-        """Raises FileNotFoundError: the store is there, the payload is not; StoreError: the store is away."""
+        """Raises FileNotFoundError: the store is there, the payload is not; StoreError: the store is away;
+        ValueError: the payload is too large."""
+        if self.max_bytes is not None and claim.num_bytes > self.max_bytes:
+            raise ValueError(f"{claim.num_bytes} bytes exceed the limit of {self.max_bytes}")
         url, _, name = claim.pointer.rpartition("/")
         try:
             payload = self._objects(url).read_all(name) if url else (self.folder / name).read_bytes()

@@ -26,7 +26,7 @@ from tidemill.common.streams.takeover import Takeover
 from tidemill.common.streams.unanswered import read_unanswered
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
-from tidemill.common.wire.codec import MAX_PAYLOAD_BYTES, SCHEMA
+from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.messages import Message, Trajectory
 
 log = structlog.get_logger(__name__)
@@ -54,12 +54,11 @@ class Consumer(Generic[M]):
         lease_s: float,
         dead_key: str,
         label: str = "",
-        max_bytes: int = MAX_PAYLOAD_BYTES,
         stand_in: StandIn | None = None,
     ) -> None:
         self.broker, self.key, self.group, self.name = broker, key, group, name
         self.message_type, self.lease_s, self.dead_key = message_type, lease_s, dead_key
-        self.label, self.max_bytes = label or key.rpartition(":")[2], max_bytes
+        self.label, self.max_bytes = label or key.rpartition(":")[2], broker.max_bytes
         self.held: dict[str, Delivery[M]] = {}
         self._settling: Counter[str] = Counter()
         """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
@@ -133,7 +132,8 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError, CodecError: another worker has taken the ticket over; no reader would take it.
         """
-        rest = (sample.index, sample.group_size, SCHEMA, codec.payload_of(sample, self.max_bytes))
+        entry = codec.schema_of(sample), codec.payload_of(sample, self.max_bytes)
+        rest = (sample.index, sample.group_size, *entry)
         return await self._publish_sample(delivery, out_key, progress_key, rest)
 
     async def settle_group(

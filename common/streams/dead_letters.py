@@ -53,26 +53,36 @@ async def bury(broker: Broker, dead_key: str, letter: DeadLetter) -> None:
     metrics.DEAD_LETTERS.labels(letter.origin).inc()
 
 
-async def bury_unread(broker: Broker, keys: Keys, key: str, garbled: Garbled, worker: str) -> None:
-    """Put an entry of such a log into the dead letters, unless it is there already.
+class LettersAbout:
+    """The dead letters about one stream's entries. Each letter is read once, however often this is asked."""
 
-    The log keeps the entry, so it may be read again after a restart. Looking through all letters is dear,
-    but there are few, and this happens for each of them once.
-    """
-    origin = keys.name_of(key)
-    if not await is_buried(broker, keys, origin, garbled.entry_id):
-        letter = dead_letter(origin, garbled.entry_id, garbled.fields, garbled.error, worker)
-        await bury(broker, keys.dead, letter)
-        log.error("moved to the dead letters", stream=origin, entry=garbled.entry_id, error=garbled.error)
+    def __init__(self, broker: Broker, keys: Keys, key: str) -> None:
+        self._broker, self._dead_key, self._origin = broker, keys.dead, keys.name_of(key)
+        self._known: set[str] = set()
+        self._first = "-"
 
+    async def has(self, entry_id: str) -> bool:
+        """Whether the dead letters hold this entry."""
+        async for entry in scan(self._broker, self._dead_key, DeadLetter, self._first, SCAN_BATCH):
+            self._first = f"({entry.entry_id}"
+            if isinstance(entry, Entry) and entry.message.origin == self._origin:
+                self._known.add(entry.message.entry_id)
+        return entry_id in self._known
 
-async def is_buried(broker: Broker, keys: Keys, origin: str, entry_id: str) -> bool:
-    """Whether the dead letters hold this entry of a stream."""
-    async for entry in scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH):
-        letter = entry.message if isinstance(entry, Entry) else None
-        if letter and (letter.origin, letter.entry_id) == (origin, entry_id):
-            return True
-    return False
+    async def bury_unread(self, garbled: Garbled, worker: str) -> None:
+        """Put an entry that nobody can read into the dead letters, unless it is there already.
+
+        Its log keeps the entry, which is read again after a restart, and no consumer group has it.
+        """
+        if not await self.has(garbled.entry_id):
+            letter = dead_letter(self._origin, garbled.entry_id, garbled.fields, garbled.error, worker)
+            await bury(self._broker, self._dead_key, letter)
+            log.error(
+                "moved to the dead letters",
+                stream=self._origin,
+                entry=garbled.entry_id,
+                error=garbled.error,
+            )
 
 
 @dataclass(frozen=True, slots=True)

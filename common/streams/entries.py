@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 from tidemill.common.errors import CodecError
 from tidemill.common.wire import codec
-from tidemill.common.wire.codec import MAX_PAYLOAD_BYTES
 from tidemill.common.wire.messages import Message
 
 START = "0-0"
@@ -82,7 +81,7 @@ def id_after(entry_id: str) -> str:
 
 
 def decoded(
-    raw_id: bytes, fields: Fields, message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES
+    raw_id: bytes, fields: Fields, message_type: type[M], max_bytes: int | None = None
 ) -> Entry[M] | Garbled:
     """Decode one entry; what cannot be decoded is kept with its bytes and the reason."""
     entry_id = raw_id.decode()

@@ -50,7 +50,6 @@ class LaneWorker(ABC, Generic[M]):
             lease_s=streams.lease_s,
             dead_key=context.keys.dead,
             label=context.keys.name_of(key),
-            max_bytes=streams.max_message_mb << 20,
             stand_in=context.stand_in,
         )
         self.running: set[asyncio.Task[Any]] = set()

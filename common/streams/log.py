@@ -39,7 +39,7 @@ M = TypeVar("M", bound=Message)
 
 async def append(broker: Broker, key: str, *messages: Message) -> list[str]:
     """Append messages under new ids, in order; returns the ids."""
-    ids = await _append(broker, key, [("*", codec.encode_payload(message)) for message in messages])
+    ids = await _append(broker, key, [("*", message) for message in messages])
     return [entry_id.decode() for entry_id in ids]
 
 
@@ -49,7 +49,7 @@ async def append_numbered(broker: Broker, key: str, numbered: Iterable[tuple[int
     Numbers must ascend. Safe to repeat, and safe against a second writer: the first one wins. Returns how
     many were new.
     """
-    pairs = [(entry_id_of(number), codec.encode_payload(message)) for number, message in numbered]
+    pairs = [(entry_id_of(number), message) for number, message in numbered]
     return sum(bool(entry_id) for entry_id in await _append(broker, key, pairs))
 
 
@@ -109,8 +109,8 @@ async def append_after(
     return bool(reply)
 
 
-async def _append(broker: Broker, key: str, pairs: Sequence[tuple[str, bytes]]) -> list[bytes]:
-    """Append (id, payload) pairs in transactions of bounded size; the ids, b"" where one was taken.
+async def _append(broker: Broker, key: str, pairs: Sequence[tuple[str, Message]]) -> list[bytes]:
+    """Append (id, message) pairs in transactions of bounded size; the ids, b"" where one was taken.
 
     Transactions, because while Redis is full a later entry could be admitted after an earlier one was
     refused, and a number that was passed can never be appended any more.
@@ -118,11 +118,13 @@ async def _append(broker: Broker, key: str, pairs: Sequence[tuple[str, bytes]]) 
     ids: list[bytes] = []
     commands: list[tuple[Any, ...]] = []
     num_bytes = 0
-    for entry_id, payload in pairs:
+    # All before the first goes out: a message that cannot be sent must not leave those before it behind.
+    encoded = [(entry_id, codec.schema_of(m), codec.encode_payload(m)) for entry_id, m in pairs]
+    for entry_id, schema, payload in encoded:
         if num_bytes >= BYTES_IN_ONE_TRANSACTION:
             ids += await _append_together(broker, commands)
             commands, num_bytes = [], 0
-        commands.append(("XADD", key, entry_id, VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, payload))
+        commands.append(("XADD", key, entry_id, VERSION_FIELD, schema, PAYLOAD_FIELD, payload))
         num_bytes += len(payload) + ENTRY_OVERHEAD_BYTES
     return ids + await _append_together(broker, commands) if commands else ids
 
@@ -143,7 +145,11 @@ async def read_range(
     """Entries with ids from `first` to `last`, inclusive."""
     limit = ("COUNT", count) if count else ()
     reply = await broker.execute("XRANGE", key, first, last, *limit)
-    return await resolved(broker, [decoded(i, fields_of(raw), message_type) for i, raw in reply])
+    return await resolved(broker, _decoded(broker, reply, message_type))
+
+
+def _decoded(broker: Broker, reply: Any, message_type: type[M]) -> list[Entry[M] | Garbled]:
+    return [decoded(i, fields_of(raw), message_type, broker.max_bytes) for i, raw in reply]
 
 
 async def resolved(broker: Broker, records: list[Entry[M] | Garbled]) -> list[Entry[M] | Garbled]:
@@ -178,7 +184,7 @@ async def read_back(
 ) -> list[Entry[M] | Garbled]:
     """Entries with ids from `last` back to `first`, inclusive, the newest first."""
     reply = await broker.execute("XREVRANGE", key, last, first, "COUNT", count)
-    return await resolved(broker, [decoded(i, fields_of(raw), message_type) for i, raw in reply])
+    return await resolved(broker, _decoded(broker, reply, message_type))
 
 
 async def memory_bytes(broker: Broker, key: str) -> int:
@@ -311,8 +317,7 @@ class OffsetReader(Generic[M]):
         reply = await self.broker.execute("XREAD", "COUNT", count, *block, "STREAMS", self.key, self.position)
         if not reply:
             return []
-        found = [decoded(entry_id, fields_of(raw), self.message_type) for entry_id, raw in reply[0][1]]
-        entries = await resolved(self.broker, found)
+        entries = await resolved(self.broker, _decoded(self.broker, reply[0][1], self.message_type))
         for entry_id, raw in reply[0][1]:
             self.trail.follow(entry_id.decode(), raw)
         self.position = entries[-1].entry_id

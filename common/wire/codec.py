@@ -1,8 +1,9 @@
 """Messages to bytes and back: msgpack maps, raw array bytes, a schema version beside them.
 
 An entry has two fields: `v`, the schema as `major.minor`, and `p`, the payload. Fields that hold their
-default are left out. Unknown fields of a newer minor are ignored; a newer major is refused, because its
-meaning cannot be known. Nothing is ever unpickled, and every size is checked before it is allocated.
+default are left out. Unknown fields of a newer minor are ignored, unless the payload says that it cannot be
+understood without them (`needs`); a newer major is refused, because its meaning cannot be known. Nothing is
+ever unpickled, and every size is checked before it is allocated.
 """
 
 import codecs
@@ -51,20 +52,31 @@ codecs.register_error(_ERRORS, _replace)
 
 SCHEMA_MAJOR = 1
 SCHEMA = b"1.0"
+SCHEMA_WITH_NEEDS = b"1.1"
+"""Of a message with fields that change what others mean."""
+NEEDS = "needs"
+"""In its payload: which these are. Who does not know one of them must refuse the message."""
 VERSION_FIELD = b"v"
 PAYLOAD_FIELD = b"p"
 
-MAX_PAYLOAD_BYTES = 64 << 20
-"""Default bound on one payload; `streams.max_message_mb` overrides it."""
 MAX_ITEMS = 1 << 20
-"""Most elements of any list or map inside a payload."""
+"""Most elements of all lists and maps inside a payload: an empty list is one byte there and 60 here."""
 
 M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> dict[bytes, bytes]:
     """The fields of a stream entry for `message`."""
-    return {VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: encode_payload(message)}
+    return {VERSION_FIELD: schema_of(message), PAYLOAD_FIELD: encode_payload(message)}
+
+
+def schema_of(message: Message) -> bytes:
+    """The schema of a stream entry for `message`."""
+    return SCHEMA_WITH_NEEDS if _needs(message) else SCHEMA
+
+
+def _needs(message: Message) -> list[str]:
+    return [name for name in type(message).changes_meaning if message.__dict__[name] is not None]
 
 
 def encode_payload(message: Message) -> bytes:
@@ -77,14 +89,16 @@ def encode_payload(message: Message) -> bytes:
         # Arrays are always written: comparing one gives an array.
         if value is not default and (isinstance(value, np.ndarray) or value != default):
             tree[name] = value
+    if needs := _needs(message):
+        tree[NEEDS] = needs
     return pack(tree, as_plain)
 
 
-def payload_of(sample: Trajectory, max_bytes: int) -> bytes:
+def payload_of(sample: Trajectory, max_bytes: int | None) -> bytes:
     """What is published of a sample. Raises CodecError: it, or what it claims, is more than readers take."""
     payload = encode_payload(sample)
     num_bytes = sample.claim.num_bytes if sample.claim else len(payload)
-    if num_bytes > max_bytes:
+    if max_bytes is not None and num_bytes > max_bytes:
         raise CodecError(
             f"sample {sample.index} has {num_bytes:,} bytes in {len(sample.segments)} segments, and a "
             f"message at most {max_bytes:,} (streams.max_message_mb)"
@@ -92,26 +106,28 @@ def payload_of(sample: Trajectory, max_bytes: int) -> bytes:
     return payload
 
 
-def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES) -> M:
-    """Decode and validate one entry.
+def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int | None = None) -> M:
+    """Decode and validate one entry, of at most `max_bytes` where there is a limit.
 
     Raises:
         CodecError: fields are missing, the schema is of a newer major, the payload is too large, is not
-            msgpack, or does not validate. The message says which, in one line.
+            msgpack, needs what is not understood, or does not validate. The message says which, in one line.
     """
     schema, payload = fields.get(VERSION_FIELD), fields.get(PAYLOAD_FIELD)
     if schema is None or payload is None:
         raise CodecError(f"{message_type.kind}: expected fields v and p, got {sorted(fields)[:8]}")
     if schema != SCHEMA:
         _check_schema(schema, message_type)
-    if len(payload) > max_bytes:
+    if max_bytes is not None and len(payload) > max_bytes:
         raise CodecError(f"{message_type.kind}: {len(payload)} bytes exceed the limit of {max_bytes}")
     try:
-        tree = unpack(payload, max_bytes)
+        tree = unpack(payload)
     except CodecError as error:
         raise CodecError(f"{message_type.kind}: {error}") from None
     if not isinstance(tree, dict):
         raise CodecError(f"{message_type.kind}: the payload must be a map, got {type(tree).__name__}")
+    if NEEDS in tree:
+        _check_needs(tree[NEEDS], message_type)
     try:
         return message_type.model_validate(tree)
     except ValidationError as error:
@@ -131,18 +147,21 @@ def decode_payload(payload: bytes, message_type: type[M]) -> M:
     return decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, message_type)
 
 
-def unpack(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
+def unpack(payload: bytes) -> Any:
     """The plain values of a payload, not validated: what `decode` begins with, and what people may look at.
 
     Raises:
-        CodecError: it is not msgpack, or it is larger than it may be.
+        CodecError: it is not msgpack.
     """
+    # An element takes a byte at least, so what is shorter holds no more: the usual message is not counted.
+    counted = {} if len(payload) <= MAX_ITEMS else {"list_hook": _Counter(), "object_hook": _Counter()}
     try:
         return msgpack.unpackb(
             payload,
+            **counted,
             strict_map_key=True,
-            max_bin_len=max_bytes,
-            max_str_len=max_bytes,
+            max_bin_len=len(payload),
+            max_str_len=len(payload),
             max_array_len=min(MAX_ITEMS, len(payload)),  # an element takes a byte at least
             max_map_len=min(MAX_ITEMS, len(payload)),
             max_ext_len=0,
@@ -150,6 +169,19 @@ def unpack(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
     except Exception as error:
         reason = str(error) or type(error).__name__  # a StackError, of deep nesting, has no text
         raise CodecError(f"the payload is not msgpack: {reason}") from None
+
+
+class _Counter:
+    """Counts the elements of lists, or of maps, as they are read."""
+
+    def __init__(self) -> None:
+        self._num_items = 0
+
+    def __call__(self, held: Any) -> Any:
+        self._num_items += 1 + len(held)
+        if self._num_items > MAX_ITEMS:
+            raise ValueError(f"it holds more than {MAX_ITEMS:,} elements")
+        return held
 
 
 def _check_schema(schema: bytes, message_type: type[Message]) -> None:
@@ -160,6 +192,15 @@ def _check_schema(schema: bytes, message_type: type[Message]) -> None:
         raise CodecError(
             f"{message_type.kind}: schema {schema.decode()} cannot be read by this version, which reads "
             f"{SCHEMA_MAJOR}.x; update the older side"
+        )
+
+
+def _check_needs(needs: Any, message_type: type[Message]) -> None:
+    understood = sorted(message_type.changes_meaning)
+    if not isinstance(needs, list) or not all(name in understood for name in needs):
+        raise CodecError(
+            f"{message_type.kind}: it needs {str(needs)[:80]}, and this version understands {understood}; "
+            "update the older side"
         )
 
 

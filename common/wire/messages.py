@@ -33,6 +33,8 @@ class Message(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
     kind: ClassVar[str]
+    changes_meaning: ClassVar[frozenset[str]] = frozenset()
+    """Fields without which others mean something else: a reader that knows none of them must not go on."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -116,6 +118,7 @@ class Trajectory(PromptFields):
     the completion of its first segment, which is the only one of a single turn."""
 
     kind: ClassVar[str] = "trajectory"
+    changes_meaning: ClassVar[frozenset[str]] = frozenset({"claim"})
     ticket: int = Field(ge=0)
     index: int = Field(ge=0)
     step: int = Field(ge=0)
@@ -205,7 +208,8 @@ class Trajectory(PromptFields):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        check_tokens(self.completion_ids, self.logprobs, self.loss_mask, self.spans)
+        if self.claim is None:
+            check_tokens(self.completion_ids, self.logprobs, self.loss_mask, self.spans)
         if self.session is not None:
             check_turns(self.session.turns, len(self.completion_ids))
         if self.index >= self.group_size:

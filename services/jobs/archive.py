@@ -36,7 +36,8 @@ async def _archive(
 ) -> dict[StreamName, int]:
     broker = await Broker.connect()
     try:
-        config = (await read_config(broker, keys)).streams.archive
+        streams = (await read_config(broker, keys)).streams
+        broker.max_bytes, config = streams.max_message_mb << 20, streams.archive
         return await archive_run(broker, keys, run_dir, config, until, is_last=is_last, patience_s=PATIENCE_S)
     except LockedError:
         return {}  # whoever holds the lock does the same work, and is asked again if that was not enough

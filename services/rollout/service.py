@@ -5,7 +5,7 @@ import time
 
 from tidemill.common.errors import EngineError
 from tidemill.common.process.activity import WAIT_ENVIRONMENT, WAIT_REDIS, Activity
-from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.heartbeats import DAMAGED_VERSION, Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
@@ -46,6 +46,8 @@ async def _work(context: ServiceContext, engine: Engine, player: Player) -> None
         beat.counts["requests"] = engine.num_running
         if update := follower.last_update:
             beat.counts |= {"weights_load_s": update.load_s, "weights_pause_s": update.paused_s}
+        if follower.damaged_version >= 0:
+            beat.counts[DAMAGED_VERSION] = follower.damaged_version
         if follower.num_mismatches:
             beat.counts["weight_mismatches"] = follower.num_mismatches
         for worker in workers:

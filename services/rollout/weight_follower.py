@@ -16,7 +16,7 @@ import time
 
 import structlog
 
-from tidemill.common.errors import WeightsError, WeightsMismatchError
+from tidemill.common.errors import DamagedWeightsError, WeightsError, WeightsMismatchError
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Entry, Garbled, OffsetReader, id_before, read_newest
 from tidemill.common.telemetry import metrics
@@ -34,6 +34,10 @@ RETRY_S = 1.0
 SPREAD_S_PER_GROUP, LONGEST_SPREAD_S = 0.001, 1.0
 """All workers hear of a version at once. They begin within so long for each group of a step (there are hardly
 more workers than groups), so that a thousand do not ask the folder or the trainer's server in one moment."""
+REPORT_AFTER = 3
+"""Reads in a row that find a version damaged: fewer may be a file system that shows a file late."""
+REPAIR_S = 60.0
+"""The trainer hears of it and writes the version again within so long."""
 GIVE_UP_LEASES = 2.0
 """For so many leases weights may be unreadable before the worker ends and others take its tickets."""
 
@@ -53,6 +57,10 @@ class WeightFollower:
         self.history = 0
         """Counts up when the engine leaves a history that is lost: what it generated until then is too."""
         self._failing_since: float | None = None
+        self._num_damaged = 0
+        self.damaged_version = -1
+        """A version whose bytes are not those that were announced, which the trainer has to write again; -1
+        without one."""
         self.last_update: WeightUpdate | None = None
         self.num_mismatches = 0
         """Updates after which the engine did not hold what the trainer committed."""
@@ -109,6 +117,8 @@ class WeightFollower:
         except WeightsError as error:
             metrics.WEIGHT_FAILURES.inc()
             log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
+            self._num_damaged = self._num_damaged + 1 if isinstance(error, DamagedWeightsError) else 0
+            self.damaged_version = manifest.version if self._num_damaged >= REPORT_AFTER else -1
             self._give_up_after_a_while(error)
             newest = await self._newest()
             if newest and newest.message.version == manifest.version:
@@ -122,6 +132,7 @@ class WeightFollower:
             )
             self.history += 1  # and what was begun while the new ones were loaded
         self._failing_since, self._held, self.last_update = None, manifest, update
+        self._num_damaged, self.damaged_version = 0, -1
         metrics.WEIGHT_LOAD_SECONDS.observe(update.load_s)
         metrics.WEIGHT_PAUSE_SECONDS.observe(update.paused_s)
         metrics.WEIGHT_DELAY_SECONDS.observe(max(0.0, time.time() - manifest.announced_at))
@@ -151,7 +162,8 @@ class WeightFollower:
         """End this worker rather than hold tickets that it will never be able to start."""
         now = time.monotonic()
         self._failing_since = self._failing_since or now
-        if now - self._failing_since > GIVE_UP_LEASES * self.context.config.streams.lease_s:
+        leases_s = GIVE_UP_LEASES * self.context.config.streams.lease_s
+        if now - self._failing_since > max(leases_s, REPAIR_S if self._num_damaged else 0.0):
             raise error
 
 

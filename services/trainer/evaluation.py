@@ -20,9 +20,9 @@ from tidemill.common.streams import (
     START,
     Entry,
     Garbled,
+    LettersAbout,
     OffsetReader,
     append_missing,
-    bury_unread,
     entry_id_of,
     group_status,
     has_entry,
@@ -145,6 +145,8 @@ class Evaluator:
         own = self.config.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
         self.sampling = SamplingParams(max_tokens=limit, **own)
         self.trimmer = trimmer
+        self._letters_read = START
+        """How far the evaluations before have read the dead letters."""
 
     def is_due(self, version: int, num_steps: int) -> bool:
         """Whether `version` is to be evaluated."""
@@ -211,7 +213,9 @@ class Evaluator:
         broker, keys = self.context.broker, self.context.keys
         trajectory_reader = OffsetReader(broker, keys.trajectories(Lane.EVAL), Trajectory)
         score_reader = OffsetReader(broker, keys.scores(Lane.EVAL), Score)
-        dead_reader = OffsetReader(broker, keys.dead, DeadLetter)
+        # Letters about these tickets came after the evaluation before.
+        dead_reader = OffsetReader(broker, keys.dead, DeadLetter, self._letters_read)
+        letters = LettersAbout(broker, keys, score_reader.key)
         wanted = {(t.ticket, index) for t in tickets for index in range(t.group_size)}
         trajectories: Trajectories = {}
         scores: Scores = {}
@@ -222,6 +226,7 @@ class Evaluator:
                 # A last look from the start: a server that took over may have given lower ids since.
                 trajectory_reader = OffsetReader(broker, keys.trajectories(Lane.EVAL), Trajectory)
                 score_reader = OffsetReader(broker, keys.scores(Lane.EVAL), Score)
+                dead_reader = OffsetReader(broker, keys.dead, DeadLetter)
             for entry in await trajectory_reader.read(READ_COUNT):
                 if isinstance(entry, Entry) and entry.message.key in wanted:
                     trajectories.setdefault(entry.message.key, entry.message)
@@ -229,7 +234,7 @@ class Evaluator:
             while batch:
                 for scored in batch:
                     if isinstance(scored, Garbled):
-                        await bury_unread(broker, keys, score_reader.key, scored, self.context.name)
+                        await letters.bury_unread(scored, self.context.name)
                     elif scored.message.key in wanted:
                         scores.setdefault(scored.message.key, scored.message)
                 batch = await score_reader.read(READ_COUNT)
@@ -241,6 +246,7 @@ class Evaluator:
         for trajectory in await trajectory_reader.read(READ_COUNT * len(tickets)):
             if isinstance(trajectory, Entry) and trajectory.message.key in wanted:
                 trajectories.setdefault(trajectory.message.key, trajectory.message)
+        self._letters_read = dead_reader.position
         return trajectories, scores
 
     async def _revive(self, dead: dict[str, set[TrajectoryKey]]) -> None:

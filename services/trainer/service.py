@@ -41,6 +41,7 @@ from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.step import StepRunner
 from tidemill.services.trainer.trainer import Durability, Outputs, Trainer
+from tidemill.services.trainer.weight_repair import WeightRepair
 from tidemill.services.trainer.weights.best_version import BestVersion
 from tidemill.services.trainer.weights.publisher import build_publisher
 from tidemill.services.trainer.weights.store import WeightStore
@@ -77,7 +78,7 @@ async def _train(context: ServiceContext) -> None:
     async with AsyncExitStack() as sharing:
         if context.config.rollout.takes_gpu_turns:
             await sharing.enter_async_context(thread.taking_turns(GpuLock(lock_files()), context.activity))
-        policy = thread.policy = await thread.call(open_policy, context.config)
+        policy = thread.policy = await thread.call(open_policy, context.config, context.run_dir)
         try:
             runner = StepRunner(context, policy, thread, GroupFilter(context.config))
             await _train_policy(context, runner, streams, evaluator, trimmer)
@@ -132,6 +133,9 @@ async def _train_policy(
             durability = Durability(journal, checkpointer, memory)
             trainer = Trainer(context, version, assembler, runner, evaluator, durability, outputs)
             context.reporters.append(lambda beat: _report(beat, trainer))
+            background.append(
+                context.start(WeightRepair(context, trainer).watch(), "watch over damaged weights")
+            )
             await trainer.run()
         except StoppedError:
             log.info("stopped while replaying commits; nothing was changed")

@@ -91,10 +91,10 @@ class Trainer:
         self.assembler, self.runner, self.evaluator = assembler, runner, evaluator
         self.scheduler, self.join, self.reconciler = assembler.scheduler, assembler.join, assembler.reconciler
         self.durability, self.outputs, self.recorder = durability, outputs, outputs.recorder
-        self._trained_version = version
+        self.trained_version = version
         """What the policy holds: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
-        self._publication = WorkBeside(context, WRITING)
+        self.publication = WorkBeside(context, WRITING)
         """Writes and announces the version that was committed last."""
         self._evaluations: list[dict[str, object]] = []
         self._committed_at = time.monotonic()
@@ -110,7 +110,7 @@ class Trainer:
             while self.version < self.config.steps:
                 await self.scheduler.admit(self.version)
                 await self._step(self.version)
-            await self._publication.finish()
+            await self.publication.finish()
             await self._finish_evaluation()
             await self._save()
             await self._finish()
@@ -149,14 +149,14 @@ class Trainer:
         Weights within a step belong to no version: they are not saved. Workers that are asked to leave too
         may hold tickets that wait for the version that is being written.
         """
-        await self._publication.give_up(LAST_WORDS_S)
+        await self.publication.give_up(LAST_WORDS_S)
         if self._evaluation is not None:
             self._evaluation.cancel()
             await asyncio.wait({self._evaluation})
         await self.runner.thread.call_anywhere(self.runner.policy.zero)
         with contextlib.suppress(StoppedError):
             await self.durability.checkpointer.finish()
-        if self._trained_version == self.version and not self.runner.has_begun:
+        if self.trained_version == self.version and not self.runner.has_begun:
             with contextlib.suppress(StoppedError):
                 await self._save()
         log.info("stopped; the run can be resumed", version=self.version)
@@ -165,10 +165,10 @@ class Trainer:
         """Train, commit and announce one step."""
         started_at = time.time()
         if self.runner.thread.takes_turns:  # an engine may have to evaluate first: not in the trainer's turn
-            await self._publication.finish()
+            await self.publication.finish()
         result = await self.runner.run(step, self.assembler)
-        self._trained_version = step + 1
-        await self._publication.finish()
+        self.trained_version = step + 1
+        await self.publication.finish()
         with self.context.activity.during(WRITING):
             state = await self._compare_weights()
         dropped = self.assembler.drain_dropped()
@@ -184,7 +184,7 @@ class Trainer:
         self.outputs.diagnostics.observe(step, commit.metrics)
         # Before anything else is written: others may wait for memory that only a checkpoint frees.
         is_saved = await self.durability.memory.after_step(self._save)
-        self._publication.start(self._publish(state), f"weights of version {self.version}")
+        self.publication.start(self._publish(state), f"weights of version {self.version}")
         self._observe(commit, result)
         every = self.config.checkpoint_every
         is_due = every > 0 and self.version % every == 0
@@ -266,8 +266,8 @@ class Trainer:
     async def _publish(self, state: WeightState) -> None:
         """Write the version that was just committed, and announce it after the evaluation of the one
         before."""
-        manifest = await self._write_weights(state, self._publication.during)
-        await self._finish_evaluation(self._publication.during)
+        manifest = await self._write_weights(state, self.publication.during)
+        await self._finish_evaluation(self.publication.during)
         await self._announce(manifest)
 
     async def _write_weights(self, state: WeightState, during: During) -> WeightManifest:

@@ -22,6 +22,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.http_server import server_config
 from tidemill.common.run.state import runs_dir
 from tidemill.common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER
 from tidemill.common.telemetry.logs import configure_logs
@@ -87,14 +88,8 @@ def main() -> int:
     except TidemillError as error:
         print(f"tidemill weights: {error}", file=sys.stderr)
         return error.exit_code
-    uvicorn.run(
-        Starlette(routes=list(app.routes())),
-        host=options.host,
-        port=options.port,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-    )
+    config = server_config(Starlette(routes=list(app.routes())), host=options.host, port=options.port)
+    uvicorn.Server(config).run()
     return 0
 
 

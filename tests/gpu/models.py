@@ -19,6 +19,10 @@ DEVICE = "cpu" if IS_DRY else "cuda"
 needs_gpu = pytest.mark.skipif(
     not IS_DRY and not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none"
 )
+needs_two_gpus = pytest.mark.skipif(
+    not IS_DRY and torch.cuda.device_count() < 2,
+    reason=f"needs 2 CUDA GPUs; torch sees {torch.cuda.device_count()}",
+)
 needs_kernels = pytest.mark.skipif(IS_DRY, reason="a dry run: needs what only GPUs have")
 
 # Heads of 64: the smallest that every attention kernel takes.

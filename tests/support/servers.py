@@ -93,7 +93,9 @@ class RedisServer:
                 "\n".join(["bind 127.0.0.1", *self.options]) + "\n"
             )  # it writes into its own file
         else:
-            shutil.copy(INFRA / "redis.conf", conf)
+            lines = (INFRA / "redis.conf").read_text(encoding="utf-8").splitlines()
+            is_old = server_version(self.executable) < (7, 0)
+            conf.write_text("\n".join(line for line in lines if not (is_old and "maxmemory-clients" in line)))
         command = [self.executable, str(conf), *(["--sentinel"] if self.is_sentinel else [])]
         command += ["--dir", str(self.folder), "--logfile", str(self.log)]
         if "--tls-port" in self.options:

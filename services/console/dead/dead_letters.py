@@ -109,7 +109,7 @@ def _claims(fields: Mapping[bytes, bytes], max_bytes: int) -> Mapping[str, Any]:
     if len(payload) > max_bytes:
         return {}
     try:
-        tree = codec.unpack(payload, max_bytes)
+        tree = codec.unpack(payload)
     except CodecError:
         return {}
     return {str(name): value for name, value in tree.items()} if isinstance(tree, dict) else {}

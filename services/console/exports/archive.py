@@ -11,10 +11,11 @@ from rich.filesize import decimal
 
 from tidemill.common.archive import archive_folder, is_whole, mark_whole, stream_folder
 from tidemill.common.archive.manifest import Manifest
-from tidemill.common.config import ArchiveConfig
+from tidemill.common.config import ArchiveConfig, StreamsConfig
 from tidemill.common.errors import ConfigError, OutageError, UnreachableError
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
+from tidemill.common.store import ClaimStore
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.common.wire.keys import Keys
@@ -62,9 +63,10 @@ def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json
                     f"the Redis of run {access.run_id} is gone: what its archive holds is all there is. "
                     "`tidemill archive --check` says whether that is whole."
                 )
-            config = access.config.streams.archive if access.config else ArchiveConfig()
+            streams = access.config.streams if access.config else StreamsConfig()
             broker, keys = access.history.broker, access.history.keys
-            await archive_rest(broker, keys, access.folder.path, config)
+            broker.claims = ClaimStore(access.folder.path, max_bytes=streams.max_message_mb << 20)
+            await archive_rest(broker, keys, access.folder.path, streams.archive)
             if access.is_over:
                 mark_whole(access.folder.path, True)
             return access.folder.path

@@ -160,7 +160,9 @@ class LocalRun:
         """Leave all of the streams in the run's folder, before its Redis stops. Ctrl-C may end it."""
         if not self.config.streams.archive.enabled or self._is_ending_at_once:
             return
-        work = archive_rest(broker, self.keys, self.folder.path, self.config.streams.archive)
+        streams = self.config.streams
+        broker.max_bytes = streams.max_message_mb << 20
+        work = archive_rest(broker, self.keys, self.folder.path, streams.archive)
         self._archiving = asyncio.create_task(work, name="archive")
         try:
             await self._archiving

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from tidemill.common.config import Change, RunConfig, changed_fields
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.children import hide_memory
 from tidemill.common.process.gpu_sharing import count_gpus
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import METRICS_HOST_VARIABLE
@@ -46,6 +47,7 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
     Raises:
         TidemillError: it cannot start as it is. Nothing was started, and no folder made.
     """
+    hide_memory()  # it has the variables of all services
     run = prepare(options, Console(highlight=False), specs_of)
     code = run_main(run.go())
     if code == 0 and options.fails_on_warning and (read_report(run.folder) or {}).get("warnings"):

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.common.process.activity import WAIT
-from tidemill.common.process.heartbeats import FAILURES, Heartbeat
+from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartbeat
 from tidemill.common.run.state import FINISHED
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.status.snapshot import RunSnapshot
@@ -272,7 +272,9 @@ def _worker_row(
     if not beat.is_alive:
         return Text(f"silent for {duration(max(0.0, beat.age_s))}", "bold red"), NOTHING, NOTHING, restarts
     version = str(beat.version) if beat.version >= 0 else NOTHING
-    details = [part for part in (beat.detail, restarts) if part]
+    damaged = beat.counts.get(DAMAGED_VERSION)
+    unusable = "" if damaged is None else f"weights of version {damaged:g} are damaged"
+    details = [part for part in (unusable, beat.detail, restarts) if part]
     return _state_text(beat.state), version, f"{beat.idle_share:.0%}", Text(printable("; ".join(details)))
 
 

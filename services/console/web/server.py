@@ -17,6 +17,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.http_server import server_config
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.options import WebOptions
@@ -111,13 +112,12 @@ async def _serve(options: WebOptions) -> None:
     names, fixed = tuple(options.host_names), os.environ.get(TOKEN_VARIABLE, "").strip()
     access = Access.of(options.host, port, names, fixed, asks_always=options.asks_token)
     print(_greeting(options.host, port, path, access), flush=True)
-    config = uvicorn.Config(
+    config = server_config(
         create_app(catalog, access),
-        access_log=False,
+        lifespan="auto",
         log_level="error",
         server_header=False,
         date_header=False,
-        ws="none",
         timeout_graceful_shutdown=CLOSE_S,
     )
     await uvicorn.Server(config).serve(sockets=[listener])

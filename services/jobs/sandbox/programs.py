@@ -1,9 +1,8 @@
 """From a completion's code and its tests to programs for the jail, and from their output to verdicts.
 
 A program passes by what it writes, never by its exit code alone: code that ends early, with `sys.exit(0)` for
-instance, must not pass. Tests on standard output are judged outside the jail. Statements are run behind the
-code in its own interpreter; code that looks for them there can find them, which the proof below makes hard
-but not impossible.
+instance, must not pass. Outputs and results are judged outside the jail; statements run in another process
+than the code (`statements.py`), which sees neither them nor the proof that they came to their end.
 """
 
 import json
@@ -11,6 +10,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tidemill.common.errors import RewardError
@@ -25,14 +25,7 @@ _holder = _scope["Solution"]() if "Solution" in _scope and {name!r} not in _scop
 _function = getattr(_holder, {name!r}) if _holder is not None else _scope[{name!r}]
 _sys.stdout.write("\\n{proof}" + _json.dumps(_function(*_arguments), default=list))
 """
-ASSERT = """
-import sys as _sys
-_proof = _sys.stdin.readline()
-_scope = {{"__name__": "__solution__"}}
-exec(compile({code!r}, "solution.py", "exec"), _scope)
-exec(compile({test!r}, "test.py", "exec"), _scope)
-_sys.stdout.write("\\n" + _proof[::-1].strip())
-"""
+STATEMENTS = Path(__file__).with_name("statements.py").read_text(encoding="utf-8")
 
 
 class TestsError(RewardError):
@@ -109,9 +102,9 @@ def _decoded(tests: Any) -> Any:
 
 
 def _assertion(code: str, test: str) -> Case:
-    # Read before the code runs, and written backwards: output that was echoed does not pass.
     proof = secrets.token_hex(16)
-    return Case(ASSERT.format(code=code, test=test), proof + "\n", "", proof=proof[::-1])
+    stdin = json.dumps({"proof": proof, "code": code, "test": test})
+    return Case(STATEMENTS, stdin, "", proof=proof)
 
 
 def _call(code: str, name: str, given: Any, expected: Any) -> Case:

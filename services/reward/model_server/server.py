@@ -18,6 +18,7 @@ from starlette.middleware import Middleware
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, lock_files
+from tidemill.common.process.http_server import ServerInService, server_config
 from tidemill.common.process.listening import BACKLOG, listen
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.replicas import model_token
@@ -28,14 +29,6 @@ from tidemill.services.reward.model_server.requests import Inputs
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 log = structlog.get_logger(__name__)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to `_ending`: it has more to end than HTTP."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def run_server(options: ServerOptions, template: str | None) -> int:
@@ -71,12 +64,9 @@ async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, li
             turn_s=options.turn_s,
         )
     app = ScoringApp(options.served_model_name or options.model, model, inputs, batcher, gate)
-    server = _Server(
-        uvicorn.Config(
+    server = ServerInService(  # `_ending` has more to end than HTTP
+        server_config(
             Starlette(routes=list(app.routes()), middleware=[Middleware(TokenGate, model_token())]),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
             backlog=BACKLOG,
             timeout_graceful_shutdown=max(1, round(options.drain_s)),
         )

@@ -2,8 +2,8 @@
 
 A judge and a reward model differ in what they send and read; everything between stands here. An attempt asks
 each replica at most once, and never waits for one that fails; pauses and further attempts are the policy of
-the reward (`named.py`). A server that dies fails nobody but itself: what it had is asked of another one, or
-waits for one, `routing.patience_s` in all.
+the reward (`named.py`). A server that dies, or that asks for a pause, costs no attempt: what it had is asked
+of another one, or waits for one, `routing.patience_s` in all.
 """
 
 import asyncio
@@ -127,12 +127,16 @@ class RemoteCalls:
             RemoteFault: none of those that were asked did, or asking another one cannot help.
         """
         tried: set[str] = set()
-        num_failovers, waits_until = 0, None
+        num_failovers, waits_until, waits_for = 0, 0.0, None
         while True:
             try:
                 return await self._try(send, lane, tokens, tried)
             except RemoteFault as fault:
-                if fault.is_replicas and await self.router.is_down(fault.replica_url):
+                if fault.fault is FaultKind.NO_REPLICA and waits_for is not None:
+                    raise RemoteFault(fault.fault, f"{fault}; the last answer: {waits_for}") from waits_for
+                is_down = fault.is_replicas and await self.router.is_down(fault.replica_url)
+                if is_down or fault.asks_for_pause:
+                    waits_for = fault
                     waits_until = waits_until or time.monotonic() + self.router.config.patience_s
                     if time.monotonic() >= waits_until:
                         raise self._out_of_patience(fault) from fault
@@ -147,11 +151,13 @@ class RemoteCalls:
                 metrics.REMOTE_FAILOVERS.labels(self.name).inc()
 
     def _out_of_patience(self, fault: RemoteFault) -> RemoteFault:
-        """The servers keep dying: after `patience_s` of that the sample is not the only one to suffer."""
+        """The servers keep dying, or asking for pauses: the sample is not the only one to suffer."""
+        if fault.asks_for_pause and not self.router.config.patience_s:
+            return fault  # who waits for nothing is told when to come back
         return RemoteFault(
             FaultKind.NO_REPLICA,
-            f"the servers of {self.name} kept dying for {self.router.config.patience_s:g} s "
-            f"(routing.patience_s); the last one: {fault}",
+            f"the servers of {self.name} kept dying, or asking for pauses, for "
+            f"{self.router.config.patience_s:g} s (routing.patience_s); the last answer: {fault}",
         )
 
     def count(self, fault: RemoteFault) -> None:

@@ -29,6 +29,8 @@ FAILOVER_KINDS = (*REPLICA_KINDS, FaultKind.RATE_LIMITED)
 FINAL_KINDS = (FaultKind.NO_REPLICA, FaultKind.REFUSED_REQUEST)
 """Asking again cannot help: the request itself is wrong, or all patience is used up."""
 
+DEFAULT_PAUSE_S = 1.0
+"""For a server that says it is asked too often, and not when to come back."""
 LONGEST_RETRY_AFTER_S = 600.0
 """A server may ask for any pause; a longer one is taken for this, or a run would stand still for it."""
 SHOWN_CHARS = 200
@@ -57,6 +59,11 @@ class RemoteFault(AttemptError):
         return self.fault in REPLICA_KINDS
 
     @property
+    def asks_for_pause(self) -> bool:
+        """Whether the replica will answer later: that is no failure of its own, and none of the sample's."""
+        return self.retry_after_s > 0.0
+
+    @property
     def may_fail_over(self) -> bool:
         """Whether another replica should be asked at once."""
         return self.fault in FAILOVER_KINDS
@@ -81,7 +88,7 @@ def status_fault(origin: str, status: int, headers: Mapping[str, str], said: str
     message = f"{origin} answered {status}: {' '.join(said.split())[:SHOWN_CHARS]}"
     retry_after_s = retry_after(headers.get("retry-after", ""))
     if status == 429:
-        return RemoteFault(FaultKind.RATE_LIMITED, message, retry_after_s=retry_after_s)
+        return RemoteFault(FaultKind.RATE_LIMITED, message, retry_after_s=retry_after_s or DEFAULT_PAUSE_S)
     if status >= 500 or status == 408:
         return RemoteFault(FaultKind.SERVER_ERROR, message, retry_after_s=retry_after_s)
     return RemoteFault(FaultKind.REFUSED_REQUEST, message)

@@ -36,6 +36,8 @@ class Breaker:
         self._failures = 0
         self._open_until: float | None = None
         self._is_trying = False
+        self.is_paused = False
+        """Whether it is open because the replica asked for a pause, and not for a failure."""
 
     @property
     def is_closed(self) -> bool:
@@ -60,9 +62,9 @@ class Breaker:
         self._is_trying = not self.is_closed
 
     def succeeded(self) -> None:
-        """It was answered: everything is well again."""
-        self._failures, self._open_until, self._is_trying = 0, None, False
-        self._cooldown_s = self._first_cooldown_s
+        """It was answered: everything is well again. Of a request from before a pause that says nothing."""
+        if self._is_trying or not self.is_paused:
+            self.reset()
 
     def failed(self) -> None:
         """It failed; enough in a row, or a failed trial, open the breaker."""
@@ -70,19 +72,22 @@ class Breaker:
         if self._is_trying:
             self._cooldown_s = min(2 * self._cooldown_s, LONGEST_COOLDOWN_S)
         if self._is_trying or (self.is_closed and self._failures >= self._max_failures):
-            self._open_until = self._clock() + self._cooldown_s
+            self._open_until, self.is_paused = self._clock() + self._cooldown_s, False
         self._is_trying = False
+
+    def pause(self, pause_s: float) -> None:
+        """The replica asked for a pause. After it one request tries, and not all that wait for it."""
+        self._open_until = max(self._open_until or 0.0, self._clock() + pause_s)
+        self._is_trying, self.is_paused = False, True
 
     def reset(self) -> None:
         """Forget everything: what failed is gone, and something new stands in its place."""
-        self.succeeded()
+        self._failures, self._open_until, self._is_trying, self.is_paused = 0, None, False, False
+        self._cooldown_s = self._first_cooldown_s
 
     def abandoned(self) -> None:
         """The request ended without an answer that says anything: it was cancelled."""
         self._is_trying = False
-
-
-OLD_S = 3600.0
 
 
 class Replica:
@@ -108,21 +113,16 @@ class Replica:
         """What /health last said; the first request may come before the first look."""
         self.has_left = False
         self.last_used = 0
-        self._clock, self._paused_until = clock, 0.0
-
-    def pause(self, pause_s: float) -> None:
-        """Send nothing for a while, because the replica asked for it."""
-        self._paused_until = max(self._paused_until, self._clock() + min(pause_s, OLD_S))
 
     @property
     def is_usable(self) -> bool:
         """Whether it may be sent a request now."""
-        return self.is_healthy and not self.has_left and self._paused_s == 0.0 and self.breaker.allows
+        return self.is_healthy and not self.has_left and self.breaker.allows
 
     @property
     def usable_in_s(self) -> float:
         """Seconds until it may be, as far as it depends on time; 0 where it does not."""
-        return max(self._paused_s, self.breaker.opens_in_s)
+        return self.breaker.opens_in_s
 
     @property
     def state(self) -> str:
@@ -130,8 +130,8 @@ class Replica:
         if not self.is_healthy:
             return "down"
         if not self.breaker.allows:
-            return "open"
-        return "paused" if self._paused_s else "up"
+            return "paused" if self.breaker.is_paused else "open"
+        return "up"
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -142,16 +142,10 @@ class Replica:
         """
         return self.in_flight, self.last_used
 
-    @property
-    def _paused_s(self) -> float:
-        return max(0.0, self._paused_until - self._clock())
-
 
 log = structlog.get_logger(__name__)
 
 STATES = ("up", "down", "open", "paused")
-DEFAULT_PAUSE_S = 1.0
-"""For a replica that says it is asked too often, and not when to come back."""
 
 
 class Router:
@@ -299,12 +293,10 @@ class Router:
                     replica=replica.origin,
                     error=str(fault),
                 )
-        elif fault.fault is FaultKind.RATE_LIMITED:
-            replica.breaker.abandoned()
-        else:
+        elif not fault.asks_for_pause:
             replica.breaker.succeeded()  # it answered; that the answer is of no use is not its health
-        if fault.retry_after_s or fault.fault is FaultKind.RATE_LIMITED:
-            replica.pause(fault.retry_after_s or DEFAULT_PAUSE_S)
+        if fault.asks_for_pause:
+            replica.breaker.pause(fault.retry_after_s)
 
     def _adopt(self, registered: Sequence[str]) -> None:
         wanted = dict.fromkeys((*self._static, *registered))

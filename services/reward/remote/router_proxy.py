@@ -6,19 +6,18 @@ Answers are passed on whole, also those that were asked for as a stream.
 """
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import httpx
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.http_server import ServerInService, is_this_machine, server_config
 from tidemill.common.process.listening import listen
 from tidemill.common.run.replicas import key_for
 from tidemill.common.wire.messages import Lane
@@ -56,7 +55,7 @@ class RouterProxy:
     def __init__(self, calls: RemoteCalls, http: httpx.AsyncClient) -> None:
         self._calls, self._http = calls, http
         app = Starlette(routes=[Route("/{path:path}", self._forward, methods=METHODS)])
-        self._server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        self._server = ServerInService(server_config(app))
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
 
@@ -75,6 +74,8 @@ class RouterProxy:
             await asyncio.gather(self._serving, return_exceptions=True)
 
     async def _forward(self, request: Request) -> Response:
+        if "origin" in request.headers or not is_this_machine(request.headers.get("host", "")):
+            return Response("a browser's pages are not answered here", 403)
         body = await request.body()
         lane = Lane.EVAL if request.headers.get(LANE_HEADER) == Lane.EVAL.value else Lane.TRAIN
         headers = {name: value for name in PASSED_ON if (value := request.headers.get(name))}
@@ -134,14 +135,6 @@ class RouterProxies:
     async def close(self) -> None:
         """Stop all servers."""
         await asyncio.gather(*(proxy.close() for proxy in self._proxies.values()))
-
-
-class _Server(uvicorn.Server):
-    """One that leaves the process's signals to the service."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _estimate(body: bytes) -> int:

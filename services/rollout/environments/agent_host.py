@@ -28,8 +28,15 @@ from tidemill.services.rollout.gateway.program_errors import cause_of
 FIELD = "rollout.environment.agent"
 OFFERED = ("row", "base_url", "anthropic_base_url", "api_key", "model")
 """What a function may take, by name."""
-QUIET = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-"""Libraries ask servers on the internet unless told not to, which takes seconds where there are none."""
+QUIET = {
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "DSPY_CACHE_LIMIT": "0",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "MSWEA_SILENT_STARTUP": "1",
+}
+"""Unless told not to, libraries ask servers on the internet, which takes seconds where there are none; keep
+answers on disk, where other sessions would find them and not ask the model; or fail for want of its price."""
 MAX_TRACE_CHARS = 4000
 BACKLOG = 4096
 PR_SET_PDEATHSIG = 1

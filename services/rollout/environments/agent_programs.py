@@ -18,7 +18,13 @@ import psutil
 import structlog
 
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
-from tidemill.common.process.children import frame_of, kill_group, receive, spawn
+from tidemill.common.process.children import (
+    frame_of,
+    kill_group,
+    receive,
+    spawn,
+    variables_for_users,
+)
 from tidemill.common.process.programs import Child, ending_in_words
 from tidemill.services.rollout.environments.agent_host import result_of, variables_of
 from tidemill.services.rollout.gateway.program_errors import ProgramError, cause_in
@@ -114,9 +120,7 @@ class CommandProgram:
         """Start it, give it the row, and wait for its end."""
         row = assignment.row_json
         short = {"TIDEMILL_ROW": row} if len(row.encode()) < LONGEST_VARIABLE else {}
-        # Not our own variables: with them a program, or code that a model wrote, would reach the run's Redis.
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
-        process = _started(self._command, inherited | assignment.variables | short)
+        process = _started(self._command, variables_for_users() | assignment.variables | short)
         assert process.stdin and process.stdout and process.stderr
         tails = [asyncio.create_task(_tail(pipe)) for pipe in (process.stdout, process.stderr)]
         try:
@@ -256,13 +260,17 @@ async def _ended(process: subprocess.Popen[bytes]) -> None:
     """Wait for the end of a process, which is not reaped: so its number, and that of its group, stay its own
     until what it has left in the group is killed."""
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
 
     def wait() -> None:
         # Already reaped, or the loop has ended: nobody waits any more.
         with contextlib.suppress(ChildProcessError, RuntimeError):
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+            loop.call_soon_threadsafe(end)
 
     threading.Thread(target=wait, daemon=True).start()
     await ended

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.common.wire.codec import sendable
+from tidemill.common.wire.codec import pack, sendable
 from tidemill.services.rollout.environments.environment import Act, Opening, Row
 from tidemill.services.rollout.sessions.template_chat import content_text
 
@@ -175,6 +175,11 @@ def _messages(found: Any, where: str) -> list[dict[str, Any]]:
             if isinstance(value, str) or key == "tool_calls"
         }
         messages.append(plain | {"content": sendable(content_text(content))})
+    try:
+        pack(messages)
+    except (TypeError, ValueError, OverflowError) as error:
+        problem = f"{where}: tool_calls of a chat message must be JSON with numbers of 64 bits: {error}"
+        raise EnvironmentFaultError(problem, "step") from None
     return messages
 
 

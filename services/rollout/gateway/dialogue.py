@@ -75,7 +75,7 @@ class Question:
             str(last["content"]) if last.get("role") == "assistant" and not last.get("tool_calls") else None
         )
 
-    @property
+    @cached_property
     def identities(self) -> tuple[Identity, ...]:
         """The history, for comparisons."""
         return tuple(identity(message) for message in self.messages)

@@ -75,7 +75,7 @@ class History:
             if not self.num_prompt_messages:
                 self.num_prompt_messages, self.prefill = len(before), question.prefill or ""
             self.messages = [*before, message]
-            self.identities = [identity(message) for message in self.messages]
+            self.identities = [*question.identities[: len(before)], identity(message)]
 
 
 @dataclass(frozen=True, slots=True)

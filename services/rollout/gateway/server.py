@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 import structlog
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.http_server import ServerInService, server_config
 from tidemill.common.process.listening import listen
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.gateway import anthropic_messages, openai_chat, openai_responses
@@ -73,14 +73,8 @@ class Gateway:
             Route(f"/s/{{token}}/v1/{path}", self._endpoint(get), methods=["GET"])
             for path, get in gets.items()
         ]
-        config = uvicorn.Config(
-            Starlette(routes=routes),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        self._server = _Server(config)
+        app = Starlette(routes=routes)
+        self._server = ServerInService(server_config(app, timeout_keep_alive=KEEP_ALIVE_S))
 
     async def start(self) -> None:
         """Listen. Raises ConfigError: not at this address."""
@@ -200,14 +194,6 @@ class Gateway:
     async def _count(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
         num_tokens = await session.count_tokens(anthropic_messages.question_of(body))
         return JSONResponse({"input_tokens": num_tokens})
-
-
-class _Server(uvicorn.Server):
-    """One that leaves the process's signals to the service."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _body(request: Request, session: GatewaySession) -> Body:

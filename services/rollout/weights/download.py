@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
-from tidemill.common.errors import WeightsError
+from tidemill.common.errors import DamagedWeightsError, WeightsError
 from tidemill.common.files import (
     StorageError,
     append_whole,
@@ -99,7 +99,7 @@ class WeightDownload:
             self._fetch(file, f"{WEIGHTS_FOLDER}/{manifest.folder}/{file.name}", partial)
             if (checksum := file_checksum(partial / file.name)) != file.checksum:
                 remove_folder(partial)
-                raise WeightsError(
+                raise DamagedWeightsError(
                     f"weights of version {manifest.version}: {file.name} came with checksum {checksum}, the "
                     f"manifest says {file.checksum}: it is damaged."
                 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tidemill.common.errors import WeightsError
+from tidemill.common.errors import DamagedWeightsError, WeightsError
 from tidemill.common.weights.bits import Bits, TensorInfo
 from tidemill.common.weights.digest import Digest, digest_of, is_additive
 from tidemill.common.wire.messages import WeightManifest
@@ -55,7 +55,7 @@ def find_route(versions: Versions, wanted: WeightManifest, held: WeightManifest 
     if is_additive(wanted.digest):
         found = _digest_of(patched_tensors(read_tensors(files), route.deltas))
         if found != Digest.parse(wanted.digest):
-            raise WeightsError(
+            raise DamagedWeightsError(
                 f"weights of version {wanted.version}: its files make {found}, the trainer committed "
                 f"{wanted.digest}; they are of another history, or damaged before they were announced."
             )

@@ -16,11 +16,11 @@ from tidemill.common.streams import (
     START,
     Entry,
     Garbled,
+    LettersAbout,
     dead_letter,
     entry_id_of,
     id_before,
     id_order,
-    is_buried,
     last_id,
     read_back,
 )
@@ -62,10 +62,10 @@ async def move_strays_aside(
     if not strays and not own and not _is_beyond(newest):
         return 0
     name = keys.name_of(key)
-    pairs: list[str | bytes] = []
+    letters, pairs = LettersAbout(broker, keys, key), list[str | bytes]()
     for stray in strays:
         # A worker may have added its letter already.
-        is_known = await is_buried(broker, keys, name, stray.entry_id)
+        is_known = await letters.has(stray.entry_id)
         fields = stray.fields if isinstance(stray, Garbled) else codec.encode(stray.message)
         letter = dead_letter(name, stray.entry_id, fields, STRAY, "trainer")
         payload = b"" if is_known else codec.encode_payload(letter)

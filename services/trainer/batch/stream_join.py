@@ -20,10 +20,10 @@ from tidemill.common.streams import (
     START,
     Entry,
     Garbled,
+    LettersAbout,
     OffsetReader,
     Rung,
     Trail,
-    bury_unread,
     id_before,
     id_order,
     read_raw,
@@ -128,6 +128,7 @@ class StreamJoin:
         self.history = 0
         """In which of the reconciler's histories its positions are valid."""
         self._seen_up_to: dict[str, str] = {}
+        self._letters = LettersAbout(broker, keys, keys.scores())
         self._readers: dict[str, OffsetReader[Any]] = {
             TRAJECTORIES: OffsetReader(broker, keys.trajectories(), Trajectory),
             SCORES: OffsetReader(broker, keys.scores(), Score),
@@ -203,6 +204,7 @@ class StreamJoin:
         for group in untaken:
             group.forget()
         self.complete.clear()
+        self._letters = LettersAbout(self._broker, self._keys, self._keys.scores())
         self.history = history
 
     def positions(self) -> dict[str, str]:
@@ -275,7 +277,7 @@ class StreamJoin:
         if stream == TRAJECTORIES:
             log.warning("trajectory cannot be decoded", entry=entry.entry_id, error=entry.error)
         elif self._is_new(SCORES, entry.entry_id):  # no worker reads scores, so the trainer adds the letter
-            await bury_unread(self._broker, self._keys, self._keys.scores(), entry, "trainer")
+            await self._letters.bury_unread(entry, "trainer")
 
     def _take_trajectory(self, entry: Entry[Trajectory]) -> None:
         sample = entry.message

@@ -24,6 +24,17 @@ class WorkBeside:
         assert self._task is None, f"`finish` comes before {name}"
         self._task = self.context.start(work, name)
 
+    def follow(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Begin after what came before, which has to be done."""
+        assert self.is_done, f"{name} would go on beside what came before"
+        self._task = None
+        self.start(work, name)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is at work, and nothing has failed."""
+        return self._task is None or (self._task.done() and not self._task.exception())
+
     @property
     def is_pending(self) -> bool:
         """Whether there is something to `finish`."""

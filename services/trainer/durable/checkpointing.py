@@ -347,4 +347,4 @@ def settled_positions(state: TrainerState | None) -> dict[StreamName, str]:
 def _first_open_ticket(state: TrainerState) -> int:
     """All below it were settled then."""
     outstanding = [item[0] for item in state.scheduler["outstanding"]]
-    return min(outstanding, default=state.scheduler["next_ticket"])
+    return int(min(outstanding, default=state.scheduler["next_ticket"]))

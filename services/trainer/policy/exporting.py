@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.common.weights.bits import TensorInfo
-from tidemill.common.weights.digest import PREFIX, Digest, digest_of, is_additive
+from tidemill.common.weights.digest import PREFIX, Digest, DigestSum, header_digest, is_additive
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters
+from tidemill.services.trainer.policy.offload import local
 from tidemill.services.trainer.policy.saving import SavesState
 from tidemill.services.trainer.policy.side_models import VALUE_PREFIX
 from tidemill.services.trainer.weights.exported import DTYPES
-from tidemill.services.trainer.weights.shard_writer import ShardWriter
+from tidemill.services.trainer.weights.shadow import owned_range
+from tidemill.services.trainer.weights.shard_writer import ShardWriter, sum_over_ranks
 from tidemill.services.trainer.weights.store import (
     WeightState,
     digest_parameters,
@@ -31,7 +33,6 @@ from tidemill.services.trainer.weights.store import (
     list_files,
     model_tensors,
     save_model,
-    whole_tensor,
 )
 
 
@@ -105,14 +106,21 @@ class ExportsWeights(SavesState):
         return self._committed(self._writer.measure(self._sources()))
 
     def _committed(self, exported: Digest) -> str:
-        """The digest of what travels, and where something else is trained the sum of that."""
-        own = [(n, p) for n, p in self._parameters if self._adapters or n.startswith(VALUE_PREFIX)]
-        kept = [(name, whole_tensor(parameter.detach())) for name, parameter in own]
+        """The digest of what travels, and where something else is trained the sum of that, of which each rank
+        adds its rows."""
+        own = [(n, p.detach()) for n, p in self._parameters if self._adapters or n.startswith(VALUE_PREFIX)]
         if self._adapters:
-            kept.append(("base", self._adapters.mark))
-        if not kept:
+            own.append(("base", self._adapters.mark))
+        if not own:
             return str(exported)
-        rest = digest_of((TensorInfo(n, DTYPES[t.dtype], tuple(t.shape)), _words(t)) for n, t in kept)
+        is_leader, parts, headers = self.peers.rank == 0, DigestSum(), Digest()
+        for name, tensor in own:
+            info = TensorInfo(name, DTYPES[tensor.dtype], tuple(tensor.shape))
+            low, high = owned_range(tensor, is_leader)
+            if low < high:
+                parts.add_run(info, low, _words(local(tensor)))
+            headers += header_digest(info) if is_leader else Digest()
+        rest = sum_over_ranks(parts.read() + headers, self.peers)
         return f"{exported}+{str(rest).removeprefix(PREFIX)}"
 
 

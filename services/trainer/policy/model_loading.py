@@ -68,7 +68,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def prepare_torch(config: TrainerConfig) -> None:
-    """Threads and determinism of this process; before anything is computed."""
+    """Threads, memory and determinism of this process; before anything is computed."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Read with the first tensor on a GPU. Tiles of many sizes leave holes in segments of fixed ones.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     if config.deterministic:

@@ -8,6 +8,7 @@ import argparse
 import math
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import RunConfig
@@ -16,6 +17,7 @@ from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable.recovery import weight_difference
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.memory.model import PASSES_FILE
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.replay.session import ReplayedStep, Say, Session
@@ -122,7 +124,10 @@ class StepReplay:
 
     async def run(self, steps: Sequence[int]) -> bool:
         """Replay the steps; returns whether all came out as recorded."""
-        policy = await self.thread.call(open_policy, self.config)
+        folder: Path = self.options.run_dir
+        # What this GPU would choose is none of the run's business.
+        known = folder if (folder / PASSES_FILE).exists() else None
+        policy = await self.thread.call(open_policy, self.config, known)
         try:
             return await self._run(policy, steps)
         finally:

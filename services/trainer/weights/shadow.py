@@ -196,7 +196,7 @@ class Shadow:
     def _begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Find out what of the published tensors this rank holds."""
         for piece in self.plan.slices:
-            low, high = _local_range(tensors[piece.source], self.is_leader)
+            low, high = owned_range(tensors[piece.source], self.is_leader)
             begin, end = max(low, piece.first), min(high, piece.end)
             if begin < end:
                 where = begin - piece.first, piece.source, begin - low, end - begin
@@ -239,7 +239,7 @@ def _flats(tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> di
     return {name: tensor.detach().contiguous().reshape(-1) for name, tensor in local.items()}
 
 
-def _local_range(tensor: Tensor, is_leader: bool) -> tuple[int, int]:
+def owned_range(tensor: Tensor, is_leader: bool) -> tuple[int, int]:
     """Which flat elements of the whole tensor this rank holds; of what all have, rank 0 is the owner, and of
     several copies of the model the first."""
     if not isinstance(tensor, DTensor):

@@ -56,6 +56,12 @@ class Alone:
     gather_beside = gather_state = gather
 
 
+def sum_over_ranks(own: Digest, peers: Peers) -> Digest:
+    """Of each rank's part. A call of all ranks."""
+    parts = peers.gather(msgpack.packb([own.low, own.high]))
+    return sum((Digest(*msgpack.unpackb(part)) for part in parts), Digest())
+
+
 class ShardWriter:
     """One rank's part of every version. All ranks make the same calls in the same order."""
 
@@ -81,9 +87,7 @@ class ShardWriter:
 
     def measure(self, tensors: Mapping[str, Tensor]) -> Digest:
         """The digest of the weights as they are, over all ranks."""
-        own = self.shadow.measure(tensors, self._converted(tensors))
-        parts = self._peers.gather(msgpack.packb([own.low, own.high]))
-        return sum((Digest(*msgpack.unpackb(part)) for part in parts), Digest())
+        return sum_over_ranks(self.shadow.measure(tensors, self._converted(tensors)), self._peers)
 
     def begin(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         """Start to write what the last comparison took in, as a delta to `parent`, or in full where that is

@@ -112,7 +112,9 @@ class WeightStore:
         state = policy.compare_weights()
         return self.finish(self.begin(version, policy, state))
 
-    def begin(self, version: int, policy: WeightSource, state: WeightState) -> BegunVersion | WeightManifest:
+    def begin(
+        self, version: int, policy: WeightSource, state: WeightState, is_there: bool = True
+    ) -> BegunVersion | WeightManifest:
         """Start to write `state`, which the policy has just compared; in the policy's thread.
 
         A version that is there already, after a restart, is returned as it is where it is whole and of the
@@ -122,7 +124,7 @@ class WeightStore:
             StorageError: the disk is full or read-only. Nothing of it is visible; call again.
         """
         target = self.folder / version_name(version)
-        if (standing := self.standing(version, state.digest)) is not None:
+        if is_there and (standing := self.standing(version, state.digest)) is not None:
             self.adopt(standing)
             return standing
         parent = self._parent(version, state)
@@ -135,6 +137,19 @@ class WeightStore:
             remove_folder(aside)
             raise
         return BegunVersion(state, version, parent, aside, files, time.monotonic())
+
+    def distrust(self) -> None:
+        """Write the next version in full: something of what this one is made of is damaged."""
+        self._last = None
+
+    def begin_again(self, manifest: WeightManifest, policy: WeightSource) -> BegunVersion:
+        """Start to write a version in full, whose weights the policy still has, in place of what is there; in
+        the policy's thread. Raises StorageError: as `begin`."""
+        self.distrust()
+        state = WeightState(manifest.digest, "", share_changed=manifest.share_changed)
+        begun = self.begin(manifest.version, policy, state, is_there=False)
+        assert isinstance(begun, BegunVersion), "nothing that is there counts"
+        return begun
 
     def finish(self, begun: BegunVersion | WeightManifest) -> WeightManifest:
         """Wait for the files of a version and publish it; in any thread.

@@ -17,7 +17,7 @@ from tidemill.common.run.replicas import ReplicaRegistry
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.remote.calls import RemoteCalls
-from tidemill.services.reward.remote.faults import FaultKind, RemoteFault
+from tidemill.services.reward.remote.faults import FaultKind, RemoteFault, status_fault
 from tidemill.services.reward.remote.limiter import Limiter, Permit
 from tidemill.services.reward.remote.router import Replica, Router
 
@@ -175,7 +175,7 @@ class Stage:
         except httpx.HTTPError as error:
             raise RemoteFault(FaultKind.CONNECTION, str(error)) from error
         if answer.status_code != 200:
-            raise RemoteFault(FaultKind.SERVER_ERROR, f"status {answer.status_code}")
+            raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
         return replica.url
 
 
@@ -272,6 +272,26 @@ async def test_a_dead_server_costs_no_attempt_the_samples_wait_for_one(stage: St
         if end == "refuses":
             await lone.start()
         assert await asyncio.gather(*asking) == [lone.url] * 8
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_server_that_asks_for_a_pause_costs_no_attempt(stage: Stage, status: int) -> None:
+    """It refuses all of them, and the one that tries after the first pause. Then it answers."""
+    busy = says(status, None, Retry_After="0.2")
+    async with servers(1) as (lone,), stage.calls(lone) as calls:
+        lone.script.extend([busy] * 9)
+        urls = await asyncio.gather(*(calls.ask(stage.send, Lane.TRAIN, 0) for _ in range(8)))
+        assert urls == [lone.url] * 8
+        assert calls.errors.total() == 9
+        assert len(lone.requests) == 9 + 8
+
+
+async def test_a_server_that_asks_for_pauses_for_ever_ends_the_users_patience(stage: Stage) -> None:
+    async with servers(1) as (lone,), stage.calls(lone, patience_s=0.3) as calls:
+        lone.default = says(429, None, Retry_After="0.1")
+        with pytest.raises(RemoteFault, match="answered 429") as caught:
+            await calls.ask(stage.send, Lane.TRAIN, 0)
+        assert caught.value.kind == "no_replica" and caught.value.is_final
 
 
 async def test_waiting_for_a_dead_server_ends_with_the_users_patience(stage: Stage) -> None:

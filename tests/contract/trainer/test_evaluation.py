@@ -12,7 +12,7 @@ from tests.support.training import lose_tail, make_context, make_score, messages
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import START, OffsetReader, append, ensure_group, entry_id_of
+from tidemill.common.streams import START, OffsetReader, append, ensure_group, entry_id_of, last_id
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Ticket
 from tidemill.services.trainer.batch.prompts import Prompt
@@ -131,6 +131,24 @@ class TestSums:
         results = await evaluated(make(), 0)
         assert (results["a"].num_samples, results["a"].num_failed) == (1, 3)
         assert (results["b"].num_samples, results["b"].num_failed) == (2, 0)
+
+    async def test_letters_are_not_read_again_by_every_evaluation(
+        self, make, publish, broker, keys, monkeypatch
+    ):
+        evaluator, execute, places = make(a=1, b=0), broker.execute, []
+
+        async def noted(*command: Any) -> Any:
+            if command[0] == "XREAD" and command[-2] == keys.dead:
+                places.append(command[-1])
+            return await execute(*command)
+
+        await bury(broker, keys, 0)
+        await evaluated(evaluator, 0)
+        end = await last_id(broker, keys.dead)
+        monkeypatch.setattr(broker, "execute", noted)
+        await publish({(1, 0): 1.0, (1, 1): 0.0})
+        assert (await evaluated(evaluator, 1))["a"].num_samples == 2
+        assert set(places) == {end}
 
     async def test_other_versions_and_second_answers_do_not_count(self, make, publish):
         await publish({(0, 0): 1.0, (0, 1): 1.0, (1, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.0})

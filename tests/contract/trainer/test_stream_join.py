@@ -15,12 +15,11 @@ from tests.support.waiting import PATIENCE_S, wait_until
 from tidemill.common.history import History
 from tidemill.common.history.groups import GroupCursor
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import START, append, id_order, last_id
+from tidemill.common.streams import START, LettersAbout, append, id_order, last_id
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import DeadLetter, Message, Score, Trajectory
-from tidemill.services.trainer.batch import stream_join
 from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES, StreamJoin
 
 
@@ -403,7 +402,7 @@ class TestAfterRedisLostItsTail:
             join.reread()
             was_lost.set()
 
-        monkeypatch.setattr(stream_join, "bury_unread", bury)
+        monkeypatch.setattr(LettersAbout, "bury_unread", bury)
         garbled = ("XADD", keys.scores(), "*", "v", "1.0", "p", b"\xc1")
         fields = [part for pair in codec.encode(make_score(0, 0, 0.25)).items() for part in pair]
         await broker.pipeline([garbled, ("XADD", keys.scores(), "*", *fields)], atomic=True)

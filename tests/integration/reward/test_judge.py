@@ -159,8 +159,6 @@ async def test_the_key_comes_from_the_environment(worker: Worker, monkeypatch: p
 GARBAGE = b"<html>It works!</html>"
 FAULTS: dict[str, tuple[Behaviour, str, str]] = {
     "hangs": (hangs, "timeout", "gave no answer within 3 s"),
-    "429": (says(429), "rate_limited", "answered 429"),
-    "429 with Retry-After": (says(429, None, Retry_After="0.2"), "rate_limited", "answered 429"),
     "500": (says(500), "server_error", "answered 500"),
     "503": (says(503, {"error": "overloaded"}), "server_error", "answered 503"),
     "closes": (closes, "connection", "no answer from"),
@@ -235,6 +233,16 @@ async def test_a_request_that_is_refused_is_not_repeated(worker: Worker) -> None
     assert (score.status, score.attempts) == (ScoreStatus.FAILED, 1)
     assert "answered 400" in score.error and "too long" in score.error
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("headers", [{}, {"Retry_After": "0.2"}], ids=["429", "429 with Retry-After"])
+async def test_a_server_that_is_busy_is_counted_and_costs_no_attempt(
+    worker: Worker, headers: dict[str, str]
+) -> None:
+    async with MisbehavingServer(answers("5"), says(429, None, **headers)) as server, worker.running(server):
+        score = await worker.score()
+        assert "1 rate_limited" in worker.beat().detail
+    assert (score.status, score.value, score.attempts) == (ScoreStatus.OK, 5.0, 1)
 
 
 @pytest.mark.parametrize("form", ["seconds", "date"])
@@ -348,6 +356,9 @@ async def test_the_router_says_what_is_wrong_in_the_form_of_openai(
 ) -> None:
     async with MisbehavingServer(says(429, None, Retry_After="3")) as busy:
         await ReplicaRegistry(worker.broker, worker.keys, "judge", 10.0).announce(busy.url)
+        router = services.calls["judge"].router
+        await router.look()
+        router.config = router.config.model_copy(update={"patience_s": 0.0})
         address = await services.router_address("judge")
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20) as client:
             answer = await client.post("/v1/completions", json={})

@@ -15,7 +15,7 @@ from tests.support.reward_models import tiny_classifier
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.common.config.reward_kinds import RewardModelConfig, RoutingConfig
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.reward.outcome import AttemptError
@@ -95,7 +95,7 @@ async def test_killing_one_of_two_replicas_costs_no_sample(tmp_path: Path) -> No
 async def test_what_is_no_score_is_an_error_and_no_zero(behaviour: Any, said: str) -> None:
     label = 1 if "label" in said else 0
     async with MisbehavingServer(behaviour) as server, httpx.AsyncClient() as http:
-        reward = reward_of(server.url, http, label=label)
+        reward = reward_of(server.url, http, label=label, routing=RoutingConfig(patience_s=0.0))
         with pytest.raises(AttemptError, match=said) as caught:
             await reward.score(SAMPLE)
         await reward.close()

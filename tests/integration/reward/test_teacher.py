@@ -21,6 +21,7 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import TeacherConfig
+from tidemill.common.config.reward_kinds import RoutingConfig
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory
 from tidemill.services.reward.outcome import AttemptError
@@ -194,7 +195,7 @@ class TestServer:
 )
 async def test_what_are_no_logprobs_is_an_error_and_no_zero(behaviour: Any, said: str) -> None:
     async with MisbehavingServer(behaviour) as server, httpx.AsyncClient() as http:
-        teacher = teacher_of(server.url, http, timeout_s=1.0)
+        teacher = teacher_of(server.url, http, timeout_s=1.0, routing=RoutingConfig(patience_s=0.0))
         with pytest.raises(AttemptError, match=said) as caught:
             await logprobs_of(teacher, TRAJECTORY)
         await teacher.close()

@@ -138,11 +138,13 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, str]] = []
+        self.num_bytes: list[int] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if str(function).startswith("c10d."):
+        if "c10d" in str(function):
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self.seen.append((str(function), str(tensors[0].dtype) if tensors else ""))
+            self.num_bytes += [tensor.nbytes for tensor in tensors]
         return function(*args, **(kwargs or {}))
 
 
@@ -153,6 +155,22 @@ def test_gradients_are_reduced_once_an_update_and_weights_gathered_in_half_preci
     gathered = {dtype for name, dtype in seen if "allgather_base" in name}
     assert reduced == ["torch.float32"] * (layers + 1), seen
     assert gathered == {"torch.bfloat16"}
+
+
+def largest_in_a_commit(ranks: Ranks, model: PreTrainedModel) -> int:
+    """Bytes of the largest tensor that ranks exchange for the digest of a version with a critic."""
+    ranks.lay_out(None)
+    config = config_of("critic", num_ranks=2)
+    policy = RankPolicy(model, config, ranks, **options_of(config, model))
+    policy.compare_weights()
+    mode = Collectives()
+    with mode:
+        policy.compare_weights()
+    return max(mode.num_bytes)
+
+
+def test_a_commit_gathers_no_weight_of_a_critic(tmp_path):
+    assert on_ranks(2, partial(largest_in_a_commit, model=model_of("critic")), tmp_path) < 128
 
 
 IN_HALF: dict[str, dict[str, Any]] = {

@@ -69,3 +69,36 @@ def test_late_failures_of_earlier_requests_do_not_prolong_the_cooldown() -> None
     clock.now += 3.0
     breaker.failed()
     assert breaker.opens_in_s == 2.0
+
+
+def test_after_a_pause_that_was_asked_for_one_request_tries() -> None:
+    clock = Clock()
+    breaker = Breaker(3, 5.0, clock)
+    breaker.pause(30.0)
+    assert (breaker.allows, breaker.is_paused, breaker.opens_in_s) == (False, True, 30.0)
+    clock.now += 30.0
+    breaker.begin()
+    assert not breaker.allows
+    breaker.succeeded()
+    assert breaker.is_closed and not breaker.is_paused
+
+
+def test_answers_to_requests_from_before_a_pause_do_not_end_it() -> None:
+    clock = Clock()
+    breaker = Breaker(3, 5.0, clock)
+    breaker.pause(30.0)
+    breaker.succeeded()
+    breaker.pause(10.0)
+    assert breaker.opens_in_s == 30.0
+
+
+def test_a_trial_that_is_told_to_wait_begins_a_pause_anew() -> None:
+    clock = Clock()
+    breaker = Breaker(3, 5.0, clock)
+    breaker.pause(30.0)
+    clock.now += 30.0
+    breaker.begin()
+    breaker.pause(7.0)
+    assert breaker.opens_in_s == 7.0
+    clock.now += 7.0
+    assert breaker.allows

@@ -29,6 +29,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
+from tidemill.services.trainer.policy.fsdp.host_share import take_share
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
 from tidemill.services.trainer.policy.packing import Tile
@@ -130,6 +131,7 @@ class ShardedScorer(TokenScorer):
 
 def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     """Make the model, shard it, and read this rank's shard of its weights."""
+    take_share(ranks.device, config.trainer.num_ranks)
     prepare_torch(config.trainer)
     ranks.lay_out(config.trainer.shard_ranks)
     model, weights = open_model(config.model, ranks.device)

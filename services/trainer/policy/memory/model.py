@@ -1,6 +1,9 @@
 """The model of a run as the estimate needs it, and the passes that `auto` chooses for a GPU."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
@@ -8,6 +11,7 @@ from transformers import AutoConfig
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.files import write_atomically
 from tidemill.common.run.model_overrides import with_overrides
 from tidemill.services.trainer.policy.memory.estimate import ASLEEP_BYTES, GIB, Model, usable
 from tidemill.services.trainer.policy.memory.fit import choose_passes
@@ -40,14 +44,21 @@ def read_model(config: RunConfig) -> Model:
     return Model(sizes, measure_saved(model, dtype, config.model.max_model_len), found)
 
 
-def with_fitting_passes(config: RunConfig) -> RunConfig:
+PASSES_FILE = "passes.json"
+"""In the run's folder: the tokens of a pass that were chosen when the run started. Another GPU would choose
+others, and sum gradients in another order: a replay there would not give the recorded bits."""
+
+
+def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunConfig:
     """`auto` of `micro_batch_tokens` and `gradient_checkpointing` replaced by what fits on this GPU;
-    not on a CPU, nor where the model cannot be measured."""
-    trainer = config.trainer
-    device = pick_device(trainer.device)
-    is_auto = "auto" in (trainer.micro_batch_tokens, trainer.gradient_checkpointing)
+    not on a CPU, nor where the model cannot be measured. With the run's folder, the tokens are those that the
+    run has had from its start."""
+    device = pick_device(config.trainer.device)
+    is_auto = "auto" in (config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing)
     if device.type != "cuda" or not is_auto:
         return config
+    if config.trainer.micro_batch_tokens == "auto" and (recorded := _recorded_tokens(folder)):
+        config = _with_passes(config, {"micro_batch_tokens": recorded})
     try:
         model = read_model(config)
     except ConfigError as error:
@@ -69,5 +80,21 @@ def with_fitting_passes(config: RunConfig) -> RunConfig:
         estimated_gib=round(take.running / GIB, 1),
         usable_gib=round(room / GIB, 1),
     )
-    chosen = {"micro_batch_tokens": tokens, "gradient_checkpointing": recomputed}
-    return config.model_copy(update={"trainer": trainer.model_copy(update=chosen)})
+    if folder is not None and config.trainer.micro_batch_tokens == "auto":
+        write_atomically(folder / PASSES_FILE, json.dumps({"micro_batch_tokens": tokens}) + "\n")
+    return _with_passes(config, {"micro_batch_tokens": tokens, "gradient_checkpointing": recomputed})
+
+
+def _recorded_tokens(folder: Path | None) -> int | None:
+    try:
+        return (
+            None
+            if folder is None
+            else int(json.loads((folder / PASSES_FILE).read_text())["micro_batch_tokens"])
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _with_passes(config: RunConfig, chosen: dict[str, Any]) -> RunConfig:
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=chosen)})

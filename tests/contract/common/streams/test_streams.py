@@ -53,6 +53,18 @@ async def test_appended_messages_are_read_back_in_order(broker: Broker, keys: Ke
     assert await streams.append(broker, keys.trajectories()) == []
 
 
+async def test_readers_by_offset_have_the_limit_that_workers_have(broker: Broker, keys: Keys) -> None:
+    await streams.append(broker, keys.trajectories(), make_trajectory(0, text="x" * 500), make_trajectory(1))
+    broker.max_bytes = 500
+    reader = OffsetReader(broker, keys.trajectories(), Trajectory)
+    for large, small in [
+        await reader.read(),
+        await streams.read_range(broker, keys.trajectories(), Trajectory),
+        (await streams.read_back(broker, keys.trajectories(), Trajectory))[::-1],
+    ]:
+        assert isinstance(large, Garbled) and isinstance(small, Entry)
+
+
 async def test_many_and_large_messages_are_appended_in_order(broker: Broker, keys: Keys) -> None:
     sent = [
         make_trajectory(ticket, text="x" * (400_000 if ticket % 50 == 7 else 10)) for ticket in range(1500)

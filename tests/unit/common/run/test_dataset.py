@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
@@ -97,6 +98,33 @@ def test_where_the_environment_alone_rewards_no_truth_is_asked_for(tmp_path: Pat
     both = RunConfig.model_validate({**sections, "reward": {"rewards": {"own": own, "other": judged}}})
     with pytest.raises(ConfigError, match="truth"):
         list(read_training_rows(both.data)[""])
+
+
+ENVIRONMENT = """
+class Game:
+    more = [{"prompt": "Win twice."}]
+
+    @staticmethod
+    def rows():
+        for level in range(2):
+            yield {"prompt": "Win.", "ground_truth": None, "level": level}
+
+def failing():
+    raise KeyError("level")
+"""
+
+
+def test_an_environment_may_own_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "own_game.py").write_text(ENVIRONMENT)
+    name = f"{tmp_path}/own_game.py"
+    assert [row.extra for row in read_dataset(f"{name}:Game.rows")] == [{"level": 0}, {"level": 1}]
+    (row,) = read_dataset(f"{name}:Game.more", needs_truth=False)
+    assert row.prompt == "Win twice." and row.origin.endswith("row 0")
+    for wrong in ("Game.row", "failing", "Game"):
+        assert f"own_game.py:{wrong}" in error_of(f"{name}:{wrong}")
+    streamed = DataConfig(train=f"{name}:Game.rows", stream=True)
+    with pytest.raises(ConfigError):
+        read_training_rows(streamed)
 
 
 def test_several_files_are_one_dataset_with_rows_counted_on(tmp_path: Path) -> None:

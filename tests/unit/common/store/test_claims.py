@@ -17,6 +17,7 @@ from tidemill.common.files import StorageError
 from tidemill.common.store import ClaimStore, resolved
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import ScoreStatus, Trajectory, fault_of
+from tidemill.common.wire.segments import check_tokens
 from tidemill.services.trainer.groups.group_filter import (
     ENVIRONMENT_FAULT,
     NO_PAYLOAD,
@@ -50,6 +51,17 @@ def test_a_claim_is_pointer_size_and_digest_and_its_file_the_bytes_of_the_entry(
     assert codec.encode_payload(store.resolve(sent(claim))) == payload
 
 
+def test_a_release_that_knows_no_claims_takes_none_for_an_empty_completion(tmp_path):
+    """It checks what a claim leaves over, and later ones what the payload says that it needs."""
+    claim = ClaimStore(tmp_path, 1).check_in(large())
+    with pytest.raises(ValueError, match="spans"):
+        check_tokens(claim.completion_ids, claim.logprobs, claim.loss_mask, claim.spans)
+    assert msgpack.unpackb(codec.encode_payload(claim))["needs"] == ["claim"]
+    assert codec.encode(claim)[b"v"] == b"1.1"
+    assert "needs" not in msgpack.unpackb(codec.encode_payload(large()))
+    assert claim.min_version == large().min_version
+
+
 def test_sessions_come_back_byte_for_byte(tmp_path):
     store, whole = ClaimStore(tmp_path, 1), played(make_trajectory(0, 0))
     assert whole.session is not None
@@ -80,6 +92,15 @@ def test_a_missing_or_wrong_payload_is_a_fault_of_its_sample_that_says_why(tmp_p
     broken = store.resolve(sent(claim))
     assert broken.key == (3, 1) and broken.num_tokens == 0
     assert said in fault_of(broken) and "claims" in fault_of(broken)
+
+
+def test_a_payload_above_the_limit_is_a_fault_before_it_is_read(tmp_path, monkeypatch):
+    claim = ClaimStore(tmp_path, 1000).check_in(large())
+    num_bytes = len(codec.encode_payload(large()))
+    whole = ClaimStore(tmp_path, max_bytes=num_bytes).resolve(claim)
+    assert codec.encode_payload(whole) == codec.encode_payload(large())
+    monkeypatch.delattr(Path, "read_bytes")
+    assert str(num_bytes) in fault_of(ClaimStore(tmp_path, max_bytes=num_bytes - 1).resolve(claim))
 
 
 def test_a_claim_of_another_sample_is_a_fault(tmp_path):

@@ -105,6 +105,18 @@ def test_a_newer_major_schema_is_refused_and_says_what_to_do() -> None:
         codec.decode(fields, Trajectory)
 
 
+@pytest.mark.parametrize("needs", [["colour"], ["claim", "colour"], [["claim"]], "claim", 7, {"claim": 1}])
+def test_a_message_that_needs_what_nobody_here_understands_is_refused(needs: Any) -> None:
+    tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | {"colour": "blue", "needs": needs}
+    with pytest.raises(CodecError, match="update the older side"):
+        codec.decode({b"v": b"1.9", b"p": msgpack.packb(tree)}, Trajectory)
+
+
+def test_what_a_newer_minor_adds_and_does_not_need_is_ignored() -> None:
+    tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | {"colour": "blue", "needs": ["claim"]}
+    assert codec.decode({b"v": b"1.9", b"p": msgpack.packb(tree)}, Trajectory) == make_trajectory()
+
+
 @pytest.mark.parametrize("schema", [b"", b"1", b"one.two", b"-1.0", b"1.0.0", b"9" * 1000, b"\xff.\xff"])
 def test_a_malformed_schema_is_refused(schema: bytes) -> None:
     with pytest.raises(CodecError, match=r"major\.minor"):
@@ -122,6 +134,20 @@ def test_an_entry_without_one_of_its_fields_is_refused(missing: bytes) -> None:
 def test_a_payload_above_the_limit_is_refused_before_it_is_unpacked() -> None:
     with pytest.raises(CodecError, match="exceed the limit of 100"):
         codec.decode({b"v": b"1.0", b"p": b"\xc1" * 101}, Trajectory, max_bytes=100)
+
+
+@pytest.mark.parametrize("inner", [b"\x90", b"\x80", b"\xc0"], ids=["lists", "maps", "values"])
+def test_lists_in_lists_cannot_hold_more_than_one_list_may(inner: bytes) -> None:
+    many = b"\xdc\xff\xff" + inner * 0xFFFF
+    with pytest.raises(CodecError):
+        codec.unpack(b"\xdc\x00\x11" + many * 17)
+    assert len(codec.unpack(b"\xdc\x00\x02" + many * 2)) == 2
+
+
+def test_without_a_limit_a_message_may_be_as_large_as_its_payload() -> None:
+    """Who sets `streams.max_message_mb` above 64 means it."""
+    large = make_trajectory(text="x" * (65 << 20))
+    assert codec.decode(codec.encode(large), Trajectory).text == large.text
 
 
 @given(payload=st.binary(max_size=300))

@@ -18,6 +18,7 @@ from tidemill.services.rollout.environments.budget import Budget
 from tidemill.services.rollout.environments.loading import load_design
 from tidemill.services.rollout.environments.local import LocalStage
 from tidemill.services.rollout.environments.player import EnvironmentPlayer
+from tidemill.services.rollout.environments.users_code import observed
 from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import TemplateChat
 
@@ -135,6 +136,13 @@ async def test_an_integer_above_64_bits_is_an_observation() -> None:
     assert played.session is not None and played.session.num_faults == 0
     (answer,) = [m["content"] for m in played.session.messages if m["role"] == "tool"]
     assert answer.startswith("error:") and played.session.turns[0].num_wrong_calls == 1
+
+
+@pytest.mark.parametrize("value", [1 << 64, object()])
+def test_what_an_environment_says_and_no_message_can_hold_is_its_fault(value: Any) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": value}}}
+    with pytest.raises(EnvironmentFaultError):
+        observed([{"role": "assistant", "content": "", "tool_calls": [call]}], "step")
 
 
 async def test_trls_class_plays_unchanged() -> None:

@@ -9,7 +9,8 @@ import pytest
 from tests.unit.rollout.sessions.test_template_chat import ENDS, TOOLS, chat_of
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.gateway.dialogue import Message, Question
+from tidemill.services.rollout.gateway import dialogue, histories
+from tidemill.services.rollout.gateway.dialogue import Message, Question, identity
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
 
 USER = {"role": "user", "content": "Guess."}
@@ -211,3 +212,20 @@ async def test_a_call_with_nan_is_text_for_the_client() -> None:
     run = Run("qwen3", BUILD.replace("1", "NaN") + "<|im_end|>")
     answer = await run.session.answer(Question((USER,), tuple(TOOLS)))
     assert answer.calls == () and "NaN" in answer.text
+
+
+async def test_each_message_of_a_request_is_compared_by_what_is_computed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed = []
+
+    def counted(message: Message) -> Any:
+        computed.append(message)
+        return identity(message)
+
+    for module in (dialogue, histories):
+        monkeypatch.setattr(module, "identity", counted)
+    run = Run("qwen3", "7<|im_end|>", "8<|im_end|>")
+    first = await run.say(USER)
+    await run.say(USER, first, HIGHER)
+    assert len(computed) == (1 + 1) + (3 + 1)

@@ -319,7 +319,7 @@ def test_a_request_is_answered_from_config_json_alone(capsys):
     assert "config.json" in capsys.readouterr().err
 
 
-def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch):
+def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, tmp_path):
     config = config_of()
     assert (config.trainer.tile_tokens, config.trainer.recomputes_layers) == (16384, False)
     monkeypatch.setattr(memory_model, "pick_device", lambda _: torch.device("cpu"))
@@ -332,6 +332,14 @@ def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch):
     expected = choose_passes(config, model_of(1e6), 12 * GIB, usable(12 * GIB))
     assert (trainer.micro_batch_tokens, trainer.gradient_checkpointing) == expected[:2]
     assert expected[1], "4 GB a thousand tokens do not fit without"
+    assert memory_model.with_fitting_passes(config, tmp_path).trainer == trainer
+    memory.total_memory = 200 * GIB
+    larger = memory_model.with_fitting_passes(config).trainer
+    assert (larger.micro_batch_tokens, larger.gradient_checkpointing) == (16384, False)
+    resumed = memory_model.with_fitting_passes(config, tmp_path).trainer
+    assert resumed.micro_batch_tokens == trainer.micro_batch_tokens, "a run keeps those of its start"
+    assert not resumed.gradient_checkpointing
+    memory.total_memory = 12 * GIB
     shared = config_of(shares_trainer_gpus=True, vllm={"gpu_memory_utilization": 0.5})
     beside = memory_model.with_fitting_passes(shared).trainer
     assert beside.micro_batch_tokens < trainer.micro_batch_tokens, "who is on the GPU is told by the config"
@@ -342,7 +350,7 @@ def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize(("dtype", "num_warnings"), [("float32", 1), ("bfloat16", 0)])
 def test_float32_on_a_gpu_is_told(dtype, num_warnings, monkeypatch):
     monkeypatch.setattr(loading, "pick_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(loading, "with_fitting_passes", lambda config: config)
+    monkeypatch.setattr(loading, "with_fitting_passes", lambda config, _: config)
     monkeypatch.setattr(loading, "lead_ranks", lambda _: None)
     monkeypatch.setattr(transformers_policy, "load_policy", lambda _: None)
     with capture_logs() as logs:

@@ -1,0 +1,64 @@
+"""How our HTTP servers run: what a client can make one of them hold is bounded before it has shown any token.
+
+A request's head is bounded by h11 (httptools has no bound), the connections by number, and each of them has
+`HEAD_S` for its first request.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_CONNECTIONS = 4096
+HEAD_S = 30.0
+MAX_HEAD_BYTES = 32 << 10
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection. Those beyond `max_connections` are closed at once."""
+
+    max_connections = MAX_CONNECTIONS
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take it, or close it."""
+        if len(self.connections) >= self.max_connections:
+            self.transport = transport  # asked for as the connection's end is told
+            transport.abort()
+            return
+        super().connection_made(transport)
+        self.loop.call_later(HEAD_S, self._end_without_request)
+
+    def _end_without_request(self) -> None:
+        asked: object = self.cycle
+        if asked is None:
+            self.transport.abort()
+
+
+class ServerInService(uvicorn.Server):
+    """One that leaves the process's signals to the service."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a request's `Host` names this machine by a name that no other site can have."""
+    name, _, port = host.rpartition(":")
+    name = name if port.isdecimal() else host
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    return name.lower() == "localhost"
+
+
+def server_config(app: Any, **more: Any) -> uvicorn.Config:
+    """What uvicorn runs `app` with."""
+    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
+    return uvicorn.Config(
+        app, http=BoundedProtocol, h11_max_incomplete_event_size=MAX_HEAD_BYTES, **(quiet | more)
+    )

@@ -1,0 +1,55 @@
+"""What users' code gets of a service: the variables that describe the machine, and nothing that is secret."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tidemill.common.process.children import PASS_VARIABLE, variables_for_users
+
+DUMPABLE = "import ctypes; print(ctypes.CDLL(None).prctl(3))"
+"""PR_GET_DUMPABLE: 1 where other processes of the user may read this one."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["PATH", "HOME", "LC_ALL", "https_proxy", "CUDA_VISIBLE_DEVICES", "HF_HOME", "JAVA_HOME",
+     "LD_LIBRARY_PATH", "TIDEMILL_RUNS_DIR", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS"],
+)  # fmt: skip
+def test_what_describes_the_machine_is_handed_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "x")
+    assert variables_for_users()[name] == "x"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "WANDB_API_KEY", 
+     "DOCKER_AUTH_CONFIG",
+     "TIDEMILL_MODEL_TOKEN", "TIDEMILL_REDIS_URL", "TIDEMILL_REDIS_PASSWORD", "TIDEMILL_WEIGHTS_TOKEN"],
+)  # fmt: skip
+def test_what_may_be_secret_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "x")
+    assert name not in variables_for_users()
+
+
+def test_a_key_that_the_machine_names_is_handed_on_but_never_what_leads_to_redis(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SERPER_API_KEY", "MY_URL", "HF_TOKEN", "TIDEMILL_REDIS_URL"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv(PASS_VARIABLE, "SERPER_API_KEY, MY_*,TIDEMILL_*")
+    given = variables_for_users()
+    assert {"SERPER_API_KEY", "MY_URL"} <= given.keys()
+    assert not {"HF_TOKEN", "TIDEMILL_REDIS_URL"} & given.keys()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep processes apart by other means")
+def test_a_service_is_hidden_from_other_processes_of_its_user_before_it_does_anything() -> None:
+    program = (
+        "import sys; from tidemill.common.process import service; sys.argv[1:] = ['--run', 'x']\n"
+        f"async def serve(*_):\n    {DUMPABLE}\n    return 0\n"
+        "service._serve = serve\n"
+        "sys.exit(service.run_service('reward', '', lambda: None, lambda _: 0))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
