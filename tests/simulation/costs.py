@@ -59,15 +59,19 @@ def made_again(num_again: int, done: Counter[str], config: RunConfig, num_restar
 
 
 def left_behind(world: World, schedule: Schedule) -> list[str]:
-    """Keys of groups that nobody works on. A stranger's copy of a ticket is worked on like any other."""
-    if any(fault.kind == "foreign" and fault.target.startswith("prompts") for fault in schedule.faults):
+    """Keys of groups that nobody works on.
+
+    A stranger's copy of a ticket is worked on like any other. And where Redis has lost an acknowledgement, the
+    ticket may be trimmed before anybody settles it again.
+    """
+    kinds = {fault.kind for fault in schedule.faults}
+    if kinds & (LOSSES | {"foreign"}):
         return []
     values, found = world.cluster.server.space.values, []
     for raw in values:
         name, _, lane = world.keys.name_of(raw.decode()).partition(":")
         ticket, _, lane = lane.partition(":")
-        # A worker that has lost the group and does not know it yet may note once more when it began.
-        if name != "group" or values[raw].keys() <= {b"version"}:
+        if name != "group":
             continue
         stream = values.get(f"{world.keys.prompts()}{':eval' if lane else ''}".encode())
         group = stream.groups.get(ROLLOUT_GROUP.encode()) if isinstance(stream, Stream) else None
