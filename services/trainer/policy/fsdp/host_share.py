@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ def take_share(device: torch.device, num_ranks: int, environment: Mapping[str, s
         local = int(environment.get("LOCAL_WORLD_SIZE", num_ranks))
         torch.set_num_threads(max(1, len(cores) // local))
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+        found: Any = torch.cuda.get_device_properties(device)
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         if beside := cores_beside(address) & cores:
             os.sched_setaffinity(0, beside)
