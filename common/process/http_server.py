@@ -6,6 +6,7 @@ A request's head is bounded by h11 (httptools has no bound), the connections by 
 
 import asyncio
 import contextlib
+import ipaddress
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,15 @@ class ServerInService(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a request's `Host` names this machine by a name that no other site can have."""
+    name, _, port = host.rpartition(":")
+    name = name if port.isdecimal() else host
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    return name.lower() == "localhost"
 
 
 def server_config(app: Any, **more: Any) -> uvicorn.Config:

@@ -23,6 +23,10 @@ EVERYWHERE = "-"
 """Where deliveries from the future are looked for at the start, and once the clock was set back."""
 
 
+class _InterruptedLookError(Exception):
+    """The connection was lost during a look."""
+
+
 class Takeover:
     """Looks for what other members of a group have abandoned, a few times a lease."""
 
@@ -64,7 +68,12 @@ class Takeover:
         holder = NOBODY if time.monotonic() < self.patient_until else ""
         most, lease_ms, latest_ms = min(count, MAX_TAKEN), int(self._lease_s * 1000), self._clock.latest_ms()
         args = [*self._member, lease_ms, most, self._place, latest_ms, holder]
-        now_ms, *found = await self._broker.script("reclaim", [self._key], args)
+        try:
+            now_ms, *found = await self._broker.script(
+                "reclaim", [self._key], args, self._check_uninterrupted
+            )
+        except _InterruptedLookError:
+            return []
         is_set_back = self._clock.tell(now_ms)
         if not found:
             log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self._label)
@@ -75,3 +84,8 @@ class Takeover:
         if len(taken) < most:
             self.next_at = time.monotonic() + at_random(self._lease_s / LOOKS_PER_LEASE)
         return [(entry_id, fields_of(raw), attempts) for entry_id, raw, attempts in taken]
+
+    def _check_uninterrupted(self) -> None:
+        """Before each attempt: what was asked before an outage must not be answered after it."""
+        if self._broker.num_interruptions != self._num_interruptions:
+            raise _InterruptedLookError

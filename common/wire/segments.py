@@ -28,7 +28,9 @@ class Turn(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
     first: int = Field(ge=0)
     num_tokens: int = Field(ge=0)
-    finish: Finish = "stop"
+    finish: Finish = Field(
+        "stop", description="`length`: cut by a limit of the run; of a client's own, `stop`"
+    )
     num_prompt_tokens: int = Field(0, ge=0, description="tokens before it: prompt and completion so far")
     num_cached_tokens: int = Field(-1, ge=-1, description="of those, from the prefix cache; -1: not known")
     num_calls: int = Field(0, ge=0, description="calls of tools in it")

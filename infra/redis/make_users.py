@@ -17,6 +17,7 @@ from pathlib import Path
 
 RULES = Path(__file__).with_name("users.acl")
 PASSWORD_BYTES = 24
+PASSWORDS = "passwords"
 OF_A_RUN = ("trainer", "rollout", "reward", "sandbox", "jobs")
 """Users that can be made for one run."""
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -33,12 +34,14 @@ def main() -> None:
     options = parser.parse_args()
     if wrong := [run for run in options.runs if not RUN_ID.fullmatch(run)]:
         sys.exit(f"{wrong[0]!r} is no id of a run: expected letters, digits, '.', '_' and '-'")
+    if taken := [run for run in options.runs if run.casefold() == PASSWORDS]:
+        sys.exit(f"{taken[0]}.env is the file of the users of all runs: give the run another id")
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     text = RULES.read_text(encoding="utf-8")
     every = (text.replace("~rq:", "~rq:{*}:") if options.cluster else text).splitlines()
     rules = [_switched_off(line) if options.runs and _name(line) in OF_A_RUN else line for line in every]
-    lines = _with_passwords(rules, folder / "passwords.env")
+    lines = _with_passwords(rules, folder / f"{PASSWORDS}.env")
     for run in options.runs:
         narrowed = [_of_run(line, run) for line in every if _name(line) in OF_A_RUN]
         lines += [

@@ -10,6 +10,8 @@ from typing import Any
 
 WATCH_S = 0.02
 READ_BYTES = 1 << 16
+NUM_THREADS = 17
+"""Place in /proc/PID/stat, counted from behind the name."""
 
 Buffers = dict[int, bytearray]
 
@@ -136,7 +138,8 @@ def descendants() -> list[int]:
         if name.isdigit():
             with contextlib.suppress(OSError):
                 fields = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
-                if fields[0] != b"Z":
+                # One whose first thread has ended looks like a zombie, and the others go on.
+                if fields[0] != b"Z" or int(fields[NUM_THREADS]) > 1:
                     children.setdefault(int(fields[1]), []).append(int(name))
     found, heads = [], [root]
     while heads:
@@ -148,9 +151,14 @@ def descendants() -> list[int]:
 def _used_bytes(pid: int) -> int:
     """Memory of a process, what was moved to swap included.
 
-    The first line holds the name, which the process chose: any bytes, other ends of lines among them.
+    Every thread tells it; the first one has none to tell when it has ended. A status's first line holds the
+    name, which the process chose: any bytes, other ends of lines among them.
     """
     with contextlib.suppress(OSError):
-        lines = Path("/proc", str(pid), "status").read_bytes().split(b"\n")
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith((b"VmRSS:", b"VmSwap:")))
+        for status in [Path("/proc", str(pid), "status"), *Path("/proc", str(pid), "task").glob("*/status")]:
+            with contextlib.suppress(OSError):
+                lines = status.read_bytes().split(b"\n")
+                told = [line for line in lines if line.startswith((b"VmRSS:", b"VmSwap:"))]
+                if told:
+                    return sum(int(line.split()[1]) << 10 for line in told)
     return 0

@@ -3,7 +3,8 @@
 A filter of system calls that no process takes off again, and that all its children have. It refuses what a
 program that computes has no use for, in three kinds: ways out (mounts, namespaces, other processes, the
 network), attack surface (bpf, io_uring, keys, performance counters), and memory that belongs to no process,
-which the watch over a jail's memory could not see (memfd, System V segments, shared mappings). Calls that are
+which the watch over a jail's memory could not see (memfd, System V segments, shared mappings, what waits in
+sockets that nobody has accepted, notes of changed files). Calls that are
 newer than the table below do not exist here: ENOSYS, which C libraries have an answer to.
 """
 
@@ -25,31 +26,35 @@ F_SETPIPE_SZ, TIOCSTI = 1031, 0x5412
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 DENIED = {
     "x86_64": {
-        "acct": 163, "add_key": 248, "adjtimex": 159, "bpf": 321, "chroot": 161, "clock_adjtime": 305,
-        "clock_settime": 227, "delete_module": 176, "fanotify_init": 300, "finit_module": 313,
-        "init_module": 175, "io_setup": 206, "ioperm": 173, "iopl": 172, "kcmp": 312, "kexec_file_load": 320,
-        "kexec_load": 246, "keyctl": 250, "lookup_dcookie": 212, "mbind": 237, "memfd_create": 319,
-        "migrate_pages": 256, "mknod": 133, "mknodat": 259, "modify_ldt": 154, "mount": 165,
-        "move_pages": 279, "mq_open": 240, "msgget": 68, "name_to_handle_at": 303, "open_by_handle_at": 304,
-        "perf_event_open": 298, "personality": 135, "pivot_root": 155, "process_vm_readv": 310,
-        "process_vm_writev": 311, "ptrace": 101, "quotactl": 179, "reboot": 169, "remap_file_pages": 216,
-        "request_key": 249, "semget": 64, "sendmmsg": 307, "sendmsg": 46, "set_mempolicy": 238,
-        "setdomainname": 171, "sethostname": 170, "setns": 308, "settimeofday": 164, "shmat": 30,
-        "shmget": 29, "swapoff": 168, "swapon": 167, "syslog": 103, "umount2": 166, "unshare": 272,
-        "uselib": 134, "userfaultfd": 323, "vhangup": 153, "vmsplice": 278,
+        "accept": 43, "accept4": 288, "acct": 163, "add_key": 248, "adjtimex": 159, "bind": 49,
+        "bpf": 321, "chroot": 161, "clock_adjtime": 305, "clock_settime": 227, "connect": 42,
+        "delete_module": 176, "fanotify_init": 300, "finit_module": 313, "init_module": 175,
+        "inotify_init": 253, "inotify_init1": 294, "io_setup": 206, "ioperm": 173, "iopl": 172,
+        "kcmp": 312, "kexec_file_load": 320, "kexec_load": 246, "keyctl": 250, "listen": 50,
+        "lookup_dcookie": 212, "mbind": 237, "memfd_create": 319, "migrate_pages": 256, "mknod": 133,
+        "mknodat": 259, "modify_ldt": 154, "mount": 165, "move_pages": 279, "mq_open": 240, "msgget": 68,
+        "name_to_handle_at": 303, "open_by_handle_at": 304, "perf_event_open": 298, "personality": 135,
+        "pivot_root": 155, "process_vm_readv": 310, "process_vm_writev": 311, "ptrace": 101,
+        "quotactl": 179, "reboot": 169, "remap_file_pages": 216, "request_key": 249, "semget": 64,
+        "sendmmsg": 307, "sendmsg": 46, "set_mempolicy": 238, "setdomainname": 171, "sethostname": 170,
+        "setns": 308, "settimeofday": 164, "shmat": 30, "shmget": 29, "swapoff": 168, "swapon": 167,
+        "syslog": 103, "umount2": 166, "unshare": 272, "uselib": 134, "userfaultfd": 323, "vhangup": 153,
+        "vmsplice": 278,
     },
     "aarch64": {
-        "acct": 89, "add_key": 217, "adjtimex": 171, "bpf": 280, "chroot": 51, "clock_adjtime": 266,
-        "clock_settime": 112, "delete_module": 106, "fanotify_init": 262, "finit_module": 273,
-        "init_module": 105, "io_setup": 0, "kcmp": 272, "kexec_file_load": 294, "kexec_load": 104,
-        "keyctl": 219, "lookup_dcookie": 18, "mbind": 235, "memfd_create": 279, "migrate_pages": 238,
-        "mknodat": 33, "mount": 40, "move_pages": 239, "mq_open": 180, "msgget": 186,
-        "name_to_handle_at": 264, "open_by_handle_at": 265, "perf_event_open": 241, "personality": 92,
-        "pivot_root": 41, "process_vm_readv": 270, "process_vm_writev": 271, "ptrace": 117, "quotactl": 60,
-        "reboot": 142, "remap_file_pages": 234, "request_key": 218, "semget": 190, "sendmmsg": 269,
-        "sendmsg": 211, "set_mempolicy": 237, "setdomainname": 162, "sethostname": 161, "setns": 268,
-        "settimeofday": 170, "shmat": 196, "shmget": 194, "swapoff": 225, "swapon": 224, "syslog": 116,
-        "umount2": 39, "unshare": 97, "userfaultfd": 282, "vhangup": 58, "vmsplice": 75,
+        "accept": 202, "accept4": 242, "acct": 89, "add_key": 217, "adjtimex": 171, "bind": 200,
+        "bpf": 280, "chroot": 51, "clock_adjtime": 266, "clock_settime": 112, "connect": 203,
+        "delete_module": 106, "fanotify_init": 262, "finit_module": 273, "init_module": 105,
+        "inotify_init1": 26, "io_setup": 0, "kcmp": 272, "kexec_file_load": 294, "kexec_load": 104,
+        "keyctl": 219, "listen": 201, "lookup_dcookie": 18, "mbind": 235, "memfd_create": 279,
+        "migrate_pages": 238, "mknodat": 33, "mount": 40, "move_pages": 239, "mq_open": 180,
+        "msgget": 186, "name_to_handle_at": 264, "open_by_handle_at": 265, "perf_event_open": 241,
+        "personality": 92, "pivot_root": 41, "process_vm_readv": 270, "process_vm_writev": 271,
+        "ptrace": 117, "quotactl": 60, "reboot": 142, "remap_file_pages": 234, "request_key": 218,
+        "semget": 190, "sendmmsg": 269, "sendmsg": 211, "set_mempolicy": 237, "setdomainname": 162,
+        "sethostname": 161, "setns": 268, "settimeofday": 170, "shmat": 196, "shmget": 194,
+        "swapoff": 225, "swapon": 224, "syslog": 116, "umount2": 39, "unshare": 97, "userfaultfd": 282,
+        "vhangup": 58, "vmsplice": 75,
     },
 }  # fmt: skip
 FIRST_NEW = {"x86_64": 335, "aarch64": 294}

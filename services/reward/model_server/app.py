@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpu_sharing import GpuGate, GpuSharingError
+from tidemill.common.process.http_server import is_this_machine
 from tidemill.common.run.replicas import MODEL_TOKEN_VARIABLE, is_shown
 from tidemill.common.telemetry import metrics
 from tidemill.services.reward.model_server.batcher import Batcher, BusyError, ComputeError
@@ -263,9 +264,10 @@ OPEN_PATHS = ("/health", "/healthz", "/metrics")
 
 
 class TokenGate:
-    """Around an application; without a token it lets everything through but pages of other sites.
+    """Around an application; without a token it lets through what asks for this machine, but for pages.
 
-    A browser on this machine would send what any page asks it to, `/sleep` too, and says so with `Origin`.
+    A browser on this machine would send what any page asks it to, `/sleep` too, and says so with `Origin`; or
+    with the name of the page's own site as `Host`, where that name was made to mean this machine.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -275,7 +277,7 @@ class TokenGate:
         """Answer 401, or pass the request on."""
         headers = Headers(scope=scope)
         is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        is_local = not self._token and "origin" not in headers
+        is_local = not self._token and "origin" not in headers and is_this_machine(headers.get("host", ""))
         if is_open or is_local or (self._token and is_shown(headers.get("authorization", ""), self._token)):
             await self._app(scope, receive, send)
             return

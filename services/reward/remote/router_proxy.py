@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.http_server import ServerInService, server_config
+from tidemill.common.process.http_server import ServerInService, is_this_machine, server_config
 from tidemill.common.process.listening import listen
 from tidemill.common.run.replicas import key_for
 from tidemill.common.wire.messages import Lane
@@ -74,6 +74,8 @@ class RouterProxy:
             await asyncio.gather(self._serving, return_exceptions=True)
 
     async def _forward(self, request: Request) -> Response:
+        if "origin" in request.headers or not is_this_machine(request.headers.get("host", "")):
+            return Response("a browser's pages are not answered here", 403)
         body = await request.body()
         lane = Lane.EVAL if request.headers.get(LANE_HEADER) == Lane.EVAL.value else Lane.TRAIN
         headers = {name: value for name in PASSED_ON if (value := request.headers.get(name))}

@@ -6,13 +6,12 @@ parameters hold is summed on the device beside the copies that follow; one numbe
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tidemill.common.weights.bits import TensorInfo
-from tidemill.common.weights.digest import DigestSum
+from tidemill.common.weights.digest import Digest, DigestSum
 from tidemill.services.rollout.engines.held_weights import HeldWeights, Piece
 from tidemill.services.rollout.engines.tensors import DTYPES, as_bits
 
@@ -79,7 +78,7 @@ class StagedVersion:
             mine.wait_event(arrived)
             yield piece.tensor
 
-    def _digest(self, tensors: Iterable[Tensor]) -> Any:
+    def _digest(self, tensors: Iterable[Tensor]) -> Digest:
         total = DigestSum()
         for place, ((piece, _), tensor) in enumerate(zip(self._parts, tensors, strict=True)):
             # By its place: parts that were mixed up do not pass for one another.

@@ -313,6 +313,10 @@ class GatewaySession:
         is_cut = not history.is_closed
         answer, parsed = read(generation, question, self._chat, self._decode, len(ids), is_cut)
         num_wrong = sum(1 for call in parsed.calls if call.error)
-        history.recorder.describe_last_turn(num_calls=len(parsed.calls), num_wrong_calls=num_wrong)
+        history.recorder.describe_last_turn(
+            finish="length" if is_truncated else "stop",
+            num_calls=len(parsed.calls),
+            num_wrong_calls=num_wrong,
+        )
         history.hold(question, answer)
         return answer

@@ -25,7 +25,7 @@ from tidemill.common.wire.arrays import Float32, Int32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from tidemill.services.trainer.groups.samples import Sample
-from tidemill.services.trainer.policy.head import score_hidden, score_logits
+from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import (
     SEQUENCES,
     Layout,
@@ -47,23 +47,23 @@ def output_head(model: PreTrainedModel) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether the model's logits are exactly `lm_head(base_model(...).last_hidden_state)`.
+def find_scaling(model: PreTrainedModel) -> Scaling | None:
+    """What the model makes of `lm_head(base_model(...).last_hidden_state)`; None where that is not known.
 
-    Replaces the head's output by marked values for one pass: a model that scales or caps its logits gives
-    them back changed, whatever its configuration calls that; a model that scales hidden states hands the head
-    something else than its base returns.
+    Replaces the head's output by marked values for one pass. What the model gives back is held against what
+    its configuration says; a model that scales hidden states hands the head something else than its base
+    returns.
     """
     head, base = output_head(model), model.base_model
     if head is None or base is model:
-        return False
+        return None
     marked: list[Tensor] = []
     seen: list[Tensor] = []
 
     def mark(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         seen.append(inputs[0])
         marked.append(torch.linspace(-60.0, 60.0, output.numel()).view(output.shape).to(output))
-        return marked[-1]
+        return marked[-1].clone()  # some models scale in place
 
     # Not token 0: padding often has an embedding of zeros, on which a scale would not show.
     ids_BT = torch.arange(1, 5, device=model.device)[None] % model.config.get_text_config().vocab_size
@@ -75,10 +75,24 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     finally:
         hook.remove()
     if len(seen) != 1 or hidden is None or hidden.shape != seen[0].shape or logits.shape != marked[0].shape:
-        return False
-    return torch.equal(logits.to(marked[0].dtype), marked[0]) and torch.allclose(
-        hidden.to(seen[0].dtype), seen[0], rtol=1e-3, atol=1e-3
-    )
+        return None
+    if not torch.allclose(hidden.to(seen[0].dtype), seen[0], rtol=1e-3, atol=1e-3):
+        return None
+    if torch.equal(logits.to(marked[0].dtype), marked[0]):
+        return PLAIN
+    told = told_scaling(model.config.get_text_config())
+    tolerance = 1e-4 if marked[0].dtype.itemsize > 2 else 2e-2
+    expected = told.of(marked[0].float())
+    return told if torch.allclose(logits.float(), expected, rtol=tolerance, atol=tolerance) else None
+
+
+def told_scaling(config: Any) -> Scaling:
+    """What a model of this configuration should make of its head's output."""
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= getattr(config, name, None) or 1.0
+    scale /= getattr(config, "logits_scaling", None) or 1.0
+    return Scaling(float(scale), getattr(config, "final_logit_softcapping", None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +137,13 @@ class TokenScorer:
             round_alike(model)
         with self._autocast(), routers.recording() if routers else nullcontext():
             # Under autocast, because flash attention takes no float32.
-            self.is_chunked = self._has_plain_head()
-            """False where the model needs whole logits."""
+            self.scaling = self._find_scaling()
+            """None where the model needs whole logits."""
             if routers is not None:
                 routers.learn()
 
-    def _has_plain_head(self) -> bool:
-        return has_plain_head(self._model)
+    def _find_scaling(self) -> Scaling | None:
+        return find_scaling(self._model)
 
     @property
     def rounding(self) -> float:
@@ -157,7 +171,7 @@ class TokenScorer:
         kwargs = self._inputs(tile)
         hidden_NH: Tensor | None = None
         with self._autocast():
-            if not self.is_chunked:
+            if self.scaling is None:
                 output = self._model(**kwargs, output_hidden_states=keep_hidden)
                 if keep_hidden:
                     hidden_NH = output.hidden_states[-1].flatten(0, 1)[sources_N]
@@ -168,14 +182,21 @@ class TokenScorer:
             hidden_NH = self._model.base_model(**kwargs).last_hidden_state.flatten(0, 1)[sources_N]
             head = output_head(self._model)
             assert head is not None and hidden_NH is not None, "a chunked model has a head"
-            scores = score_hidden(hidden_NH, head, targets_N, temperature, entropy_gradient=entropy_gradient)
+            scores = score_hidden(
+                hidden_NH,
+                head,
+                targets_N,
+                temperature,
+                entropy_gradient=entropy_gradient,
+                scaling=self.scaling,
+            )
             return TileScores(*scores, hidden_NH if keep_hidden else None)
 
     def hidden(self, tile: Tile) -> Tensor:
         """The last hidden states alone, of those that predict the tile's scored tokens. Shape [N, H]."""
         kwargs = self._inputs(tile)
         with self._autocast():
-            if self.is_chunked:
+            if self.scaling is not None:
                 hidden_BTH = self._model.base_model(**kwargs).last_hidden_state
             else:
                 hidden_BTH = self._model(**kwargs, output_hidden_states=True).hidden_states[-1]

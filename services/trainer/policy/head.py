@@ -1,24 +1,41 @@
 """Logprobs and entropies of tokens from hidden states, a chunk of logits at a time.
 
-Guarantee: at most `LOGITS_ELEMENTS` logits exist at once, also in the backward pass, which computes them
-again. Peak memory in bytes beside hidden states and their gradient, where products are in 16 bits: 12 for
-each of `LOGITS_ELEMENTS` (a chunk's logits, logprobs and gradient), and 6 for each element of the head's
-matrix (it in the compute dtype, and its gradient), once for all chunks.
+Guarantee: at most `CPU_ELEMENTS` or `GPU_ELEMENTS` logits exist at once, also in the backward pass, which
+computes them again. Peak memory in bytes beside hidden states and their gradient, where products are in 16
+bits: 12 for each of these logits (they become logprobs and gradients in place; 16 with a cap), and 6 for each
+element of the head's matrix (it in the compute dtype, and its gradient), once for all chunks.
 
 Shape legend: N scored tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_ELEMENTS = 1 << 26
+CPU_ELEMENTS = 1 << 26
 """Logits in one chunk: 256 MiB of float32, or 441 tokens of a vocabulary of 152,064."""
+GPU_ELEMENTS = 1 << 28
+"""The same on a GPU: with fewer tokens it waits for the matrix and its gradient, which each chunk moves."""
+
+
+class Scaling(NamedTuple):
+    """What a model makes of its head's output z: `scale * z`, or `cap * tanh(scale * z / cap)`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def of(self, logits: Tensor) -> Tensor:
+        """Of logits with a gradient."""
+        scaled = logits if self.scale == 1.0 else logits * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+
+PLAIN = Scaling()
 
 
 def score_logits(
@@ -50,28 +67,33 @@ def score_hidden(
     head: nn.Module,
     targets_N: Tensor,
     temperature: float,
-    max_elements: int = LOGITS_ELEMENTS,
+    max_elements: int | None = None,
     entropy_gradient: bool = False,
+    scaling: Scaling = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """As `score_logits`, from hidden states, with at most `max_elements` logits in memory at once.
+    """As `score_logits`, from hidden states, with at most `max_elements` logits in memory at once; null takes
+    those of the device.
 
-    Up to that size there is one chunk and nothing is recomputed. Beyond it the backward pass computes every
-    chunk's logits again, which costs one more product with the head.
+    The backward pass computes every chunk's logits again, which costs one more product with the head; not on
+    a CPU where there is one chunk.
     """
 
     def score_chunk(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        return score_logits(head(hidden_CH), targets_C, temperature, entropy_gradient)
+        logits_CV = head(hidden_CH)
+        if scaling != PLAIN:
+            logits_CV = scaling.of(logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float())
+        return score_logits(logits_CV, targets_C, temperature, entropy_gradient)
 
-    vocabulary = cast(Tensor, head.weight).shape[0]
-    chunk = max(1, max_elements // vocabulary)
-    if len(targets_N) <= chunk:
-        return score_chunk(hidden_NH, targets_N)
-    if type(head) is nn.Linear:
-        kind = hidden_NH.device.type
+    kind, vocabulary = hidden_NH.device.type, cast(Tensor, head.weight).shape[0]
+    chunk = max(1, (max_elements or (CPU_ELEMENTS if kind == "cpu" else GPU_ELEMENTS)) // vocabulary)
+    is_one = len(targets_N) <= chunk
+    if type(head) is nn.Linear and not (is_one and kind == "cpu"):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-        options = (temperature, chunk, dtype, entropy_gradient)
+        options = Options(temperature, chunk, dtype, entropy_gradient, scaling)
         apply: Callable[..., tuple[Tensor, Tensor]] = ChunkedScores.apply
         return apply(hidden_NH, head.weight, head.bias, targets_N, options)
+    if is_one:
+        return score_chunk(hidden_NH, targets_N)
     # A head with adapters, or of a class of its own: by its forward.
     score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = score_chunk
     if torch.is_grad_enabled():
@@ -81,12 +103,24 @@ def score_hidden(
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
+class Options(NamedTuple):
+    """Of `ChunkedScores`."""
+
+    temperature: float
+    chunk: int
+    """Tokens."""
+    dtype: torch.dtype
+    """Of the products."""
+    entropy_gradient: bool
+    scaling: Scaling
+
+
 class ChunkedScores(torch.autograd.Function):
     """`score_logits` of a linear head, whose matrix is cast once and whose gradient is one sum.
 
     With p = softmax(z / t), g the gradient of the logprobs and h that of the entropies E: the gradient of the
-    logits z is (g (1[target] - p) - h p (log p + E)) / t. `options` are temperature, tokens of a chunk, dtype
-    of the product, and whether entropies have a gradient.
+    logits z is (g 1[target] - p (g + h (log p + E))) / t, and that of what the head returns the same times
+    the slope of the scaling.
     """
 
     @staticmethod
@@ -96,20 +130,20 @@ class ChunkedScores(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        options: tuple[float, int, torch.dtype, bool],
+        options: Options,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies, [N] each."""
-        temperature, chunk, dtype, entropy_gradient = options
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N)
         ctx.options = options
-        matrix, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        head = _cast_head(weight_VH, bias_V, options.dtype)
         parts = []
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            for hidden_CH, targets_C in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True):
-                logits_CV = F.linear(hidden_CH.to(dtype), matrix, bias)
-                parts.append(score_logits(logits_CV, targets_C, temperature))
+            for hidden_CH, targets_C in zip(
+                hidden_NH.split(options.chunk), targets_N.split(options.chunk), strict=True
+            ):
+                parts.append(_score_chunk(hidden_CH.to(options.dtype), head, targets_C, options))
         logprobs_N, entropies_N = (torch.cat(column) for column in zip(*parts, strict=True))
-        if not entropy_gradient:
+        if not options.entropy_gradient:
             ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -117,29 +151,25 @@ class ChunkedScores(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Of hidden states, matrix and bias."""
         hidden_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
-        temperature, chunk, dtype, entropy_gradient = ctx.options
-        matrix, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        options: Options = ctx.options
+        head = _cast_head(weight_VH, bias_V, options.dtype)
         wants_weight, wants_bias = ctx.needs_input_grad[1:3]
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(options.dtype, torch.float32)
         d_hidden_NH = torch.empty_like(hidden_NH)
         d_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if wants_weight else None
         d_bias_V = torch.zeros_like(bias_V, dtype=wide) if wants_bias else None
-        for start in range(0, len(targets_N), chunk):
-            own = slice(start, start + chunk)
-            hidden_CH, targets_C = hidden_NH[own].to(dtype), targets_N[own]
-            logits_CV = F.linear(hidden_CH, matrix, bias).to(wide)
-            d_logits_CV = _logits_gradient(
-                logits_CV.div_(temperature),
-                targets_C,
-                gradients[0][own],
-                gradients[1][own] if entropy_gradient else None,
+        for start in range(0, len(targets_N), options.chunk):
+            own = slice(start, start + options.chunk)
+            hidden_CH = hidden_NH[own].to(options.dtype)
+            d_logits_CV = _chunk_gradient(
+                hidden_CH, head, targets_N[own], options, [g[own] for g in gradients]
             )
-            d_logits_CV = d_logits_CV.div_(temperature).to(dtype)
-            d_hidden_NH[own] = d_logits_CV @ matrix
+            d_hidden_NH[own] = d_logits_CV @ head[0]
             if d_weight_VH is not None:
-                d_weight_VH += d_logits_CV.T @ hidden_CH
+                add_product(d_weight_VH, d_logits_CV.T, hidden_CH)
             if d_bias_V is not None:
                 d_bias_V += d_logits_CV.sum(0)
+            del d_logits_CV  # before the next chunk's
         return (
             d_hidden_NH,
             None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype),
@@ -149,16 +179,104 @@ class ChunkedScores(torch.autograd.Function):
         )
 
 
-def _logits_gradient(
-    logits_CV: Tensor, targets_C: Tensor, of_logprobs_C: Tensor, of_entropies_C: Tensor | None
+Head = tuple[Tensor, Tensor | None]
+"""Matrix and bias."""
+
+
+def _cast_head(weight_VH: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Head:
+    return weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+
+
+def _logprobs(hidden_CH: Tensor, head: Head, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Of all tokens at the temperature, and the slope of the cap, where there is one; [C, V] each. In place
+    of the logits: beside them there is one tensor more of their size, for a moment."""
+    matrix, bias = head
+    wide = torch.promote_types(options.dtype, torch.float32)
+    if has_wide_products(hidden_CH.device.type, options.dtype):
+        logits_CV = wide_product(hidden_CH, matrix.T)
+        if bias is not None:
+            logits_CV += bias
+    else:
+        logits_CV = F.linear(hidden_CH, matrix, bias).to(wide)
+    scale, cap = options.scaling
+    slope_CV: Tensor | None = None
+    if scale != 1.0:
+        logits_CV.mul_(scale)
+    if cap is not None:
+        logits_CV.div_(cap).tanh_()
+        slope_CV = logits_CV.square().neg_().add_(1.0)
+        logits_CV.mul_(cap)
+    if options.temperature != 1.0:
+        logits_CV.div_(options.temperature)
+    logits_CV.sub_(logits_CV.amax(-1, keepdim=True))
+    return logits_CV.sub_(logits_CV.exp().sum(-1, keepdim=True).log_()), slope_CV
+
+
+def _score_chunk(hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    logprobs_CV, _ = _logprobs(hidden_CH, head, options)
+    targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+    terms_CV = logprobs_CV.exp().mul_(logprobs_CV).nan_to_num_(nan=0.0)  # 0 * -inf counts as 0
+    return targets, terms_CV.sum(-1).neg()
+
+
+def _chunk_gradient(
+    hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Options, gradients: Sequence[Tensor]
 ) -> Tensor:
-    """The gradient of scaled logits, see `ChunkedScores`. Shape [C, V]."""
-    logprobs_CV = F.log_softmax(logits_CV, dim=-1)
-    p_CV = logprobs_CV.exp()
-    gradient_CV = p_CV * -of_logprobs_C[:, None]
+    """Of what the head returns, in the dtype of the products. Shape [C, V]."""
+    logprobs_CV, slope_CV = _logprobs(hidden_CH, head, options)
+    of_entropies_C = gradients[1] if options.entropy_gradient else None
+    d_logits_CV = _logits_gradient(logprobs_CV, targets_C, gradients[0], of_entropies_C)
+    d_logits_CV.mul_(options.scaling.scale / options.temperature)
+    if slope_CV is not None:
+        d_logits_CV.mul_(slope_CV)
+    return d_logits_CV.to(options.dtype)
+
+
+def _logits_gradient(
+    logprobs_CV: Tensor, targets_C: Tensor, of_logprobs_C: Tensor, of_entropies_C: Tensor | None
+) -> Tensor:
+    """The gradient of scaled logits, see `ChunkedScores`; the logprobs are spent. Shape [C, V]."""
+    if of_entropies_C is None:
+        gradient_CV = logprobs_CV.exp_().mul_(-of_logprobs_C[:, None])
+    else:
+        p_CV = logprobs_CV.exp()
+        factor_CV = logprobs_CV.clamp_(min=torch.finfo(logprobs_CV.dtype).min)
+        factor_CV.sub_((p_CV * factor_CV).sum(-1, keepdim=True))
+        factor_CV.mul_(of_entropies_C[:, None]).add_(of_logprobs_C[:, None])
+        gradient_CV = p_CV.mul_(factor_CV).neg_()
     gradient_CV.scatter_add_(1, targets_C[:, None], of_logprobs_C[:, None].to(gradient_CV.dtype))
-    if of_entropies_C is not None:
-        bounded_CV = logprobs_CV.clamp_(min=torch.finfo(logprobs_CV.dtype).min)
-        entropies_C1 = -(p_CV * bounded_CV).sum(-1, keepdim=True)
-        gradient_CV -= of_entropies_C[:, None] * p_CV * (bounded_CV + entropies_C1)
     return gradient_CV
+
+
+@cache
+def has_wide_products(kind: str, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of this dtype into float32 on such a device; tried once."""
+    if kind == "cpu" or dtype in (torch.float32, torch.float64):
+        return False
+    ones, total = torch.ones((16, 16), dtype=dtype, device=kind), torch.ones((16, 16), device=kind)
+    try:
+        add_wide_product(total, ones, ones)
+        product = wide_product(ones, ones)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return bool((total == 17.0).all() and (product == 16.0).all())
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """In float32, of matrices of 16 bits: not rounded to these in between."""
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """The same, added where it is."""
+    torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product of matrices, which may be of fewer bits than the sum."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif has_wide_products(left.device.type, left.dtype):
+        add_wide_product(total, left, right)
+    else:
+        total += left @ right

@@ -55,6 +55,10 @@ CALLS = {
     "kernel sockets": "call(41, 16, 3, 0)",
     "virtual machine sockets": "call(41, 40, 1, 0)",
     "passed descriptors": "call(46, 1, 0, 0)",
+    "bound sockets": "call(49, 0, 0, 0)",
+    "listening sockets": "call(50, 0, 5)",
+    "connected sockets": "call(42, 0, 0, 0)",
+    "notes of changed files": "call(294, 0)",
     "larger pipes": "call(72, 1, 1031, 1 << 20)",
     "another architecture's numbers": "call(0x40000000 + 39)",
 }
@@ -135,6 +139,42 @@ for _ in range(3):
 time.sleep(3)
 print("has it")
 """
+
+
+HEADLESS = """
+import ctypes, os, threading, time
+def hold():
+    time.sleep(0.5)
+    held = bytearray(150 << 20)
+    time.sleep(60)
+for _ in range(3):
+    if os.fork() == 0:
+        threading.Thread(target=hold).start()
+        ctypes.CDLL(None).syscall(60, 0)  # exit of this thread alone
+time.sleep(10)
+print("has it")
+"""
+
+
+def test_a_process_whose_first_thread_has_ended_hides_no_memory(namespaces: bool) -> None:
+    found = ran(HEADLESS, LIMITS if namespaces else ALONE, namespaces)
+    assert found["outcome"] == "memory", found
+
+
+def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_jail() -> None:
+    name = f"headless-{os.getpid()}"
+    code = (
+        "import ctypes, os, threading, time\n"
+        "libc = ctypes.CDLL(None)\n"
+        "if os.fork() == 0:\n    os.setsid()\n"
+        f"    rename = lambda: (libc.prctl(15, b'{name}'[:15], 0, 0, 0), time.sleep(60))\n"
+        "    threading.Thread(target=rename).start()\n"
+        "    time.sleep(0.2)\n    libc.syscall(60, 0)\n"
+        "time.sleep(1)\nprint('ok')"
+    )
+    assert ran(code, ALONE, namespaces=False)["stdout"] == "ok\n"
+    names = [path.read_text(errors="replace") for path in Path("/proc").glob("[0-9]*/task/*/comm")]
+    assert f"{name[:15]}\n" not in names
 
 
 @pytest.mark.parametrize("name", [b"\xff", b"\rVmRSS: -99999"], ids=["no text", "lines of its own"])

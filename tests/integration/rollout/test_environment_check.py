@@ -35,3 +35,8 @@ def test_what_was_called_and_answered_is_told() -> None:
 def test_what_is_wrong_is_said_without_a_traceback(use: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_environment(config_with(use=use), ROW)
+
+
+def test_an_agents_file_whose_clients_are_made_at_its_top_can_be_loaded_without_a_key() -> None:
+    name = "tests.support.module_level_agent:with_clients_of_the_module"
+    assert check_environment(config_with(use="agent", agent=name), ROW) == []

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,3 +74,41 @@ async def test_ranks_die_with_rank_0(leader: "subprocess.Popen[str]") -> None:
         os.kill(pid, signal.SIGSTOP)  # as blind to broken connections as a call on a GPU
     leader.kill()
     await wait_until(lambda: not any(map(is_alive, others)))
+
+
+ON_TWO_HOSTS = """
+import threading
+from tidemill.services.trainer.policy.fsdp import rank_watch, ranks
+
+rank_watch.BEAT_S, rank_watch.SILENT_S, rank_watch.GRACE_S = 0.1, 2.0, 0.1
+joined = ranks.join_ranks()
+print("met", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(("lost", "number"), [(1, signal.SIGSTOP), (0, signal.SIGSTOP), (0, signal.SIGKILL)])
+def test_hosts_notice_that_another_one_hangs_or_is_gone(lost: int, number: signal.Signals) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    torchruns = address | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", ON_TWO_HOSTS],
+            env=os.environ | torchruns | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [host.stdout and host.stdout.readline() for host in hosts] == ["met\n"] * 2
+        hosts[lost].send_signal(number)
+        _, errors = hosts[1 - lost].communicate(timeout=120)
+        assert hosts[1 - lost].returncode == 1 and f"rank {lost}" in errors
+    finally:
+        for host in hosts:
+            host.kill()
+            host.communicate()

@@ -3,7 +3,6 @@
 And what a resume takes: each tensor is read into its place.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from tests.support.allocations import peak_bytes
 from tests.support.architectures import make_model
 from tests.support.models import make_samples
 from tests.support.rank_runs import FIELDS, on_ranks, options_of, prepared, update
@@ -127,18 +126,6 @@ def test_moments_on_the_host_train_the_same(tmp_path):
 @pytest.mark.parametrize("size", [2, 4])
 def test_moments_on_the_hosts_of_ranks_train_the_same(size, tmp_path):
     assert all(on_ranks(size, partial(compare, folder=tmp_path), tmp_path))
-
-
-def peak_bytes(work: Callable[[], Any]) -> int:
-    """The most that torch has allocated at once beside what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        work()
-    held = peak = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 def resume(ranks: Ranks | None, folder: Path) -> list[tuple[int, int]]:

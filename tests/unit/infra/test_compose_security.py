@@ -36,6 +36,11 @@ def test_servers_of_models_and_who_asks_them_share_a_token() -> None:
     assert holders == {"reward", "reward-model"}
 
 
+def test_who_loads_models_has_the_token_of_their_hub_and_nobody_else() -> None:
+    holders = {name for name, service in SERVICES.items() if "HF_TOKEN" in (service.get("environment") or {})}
+    assert holders == {"trainer", "rollout", "reward", "reward-model"}
+
+
 def test_grafana_does_not_start_without_a_password() -> None:
     assert any(
         "GF_SECURITY_ADMIN_PASSWORD" in part and "exit 1" in part

@@ -23,7 +23,9 @@ async def _said(request: Request) -> Response:
 
 def client(token: str) -> httpx.AsyncClient:
     app = Starlette(routes=[Route("/{path:path}", _said, methods=["GET", "POST"])])
-    return httpx.AsyncClient(transport=httpx.ASGITransport(TokenGate(app, token)), base_url="http://server")
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(TokenGate(app, token)), base_url="http://localhost"
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,23 @@ async def test_pages_that_a_browser_has_open_are_not_answered_without_a_token() 
     async with client(TOKEN) as http:
         shown = {"Origin": "https://example.org", "Authorization": f"Bearer {TOKEN}"}
         assert (await http.post("/sleep", headers=shown)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:8000", 200), ("127.0.0.1:80", 200), ("[::1]:8000", 200), ("[::1]", 200), ("127.0.0.1", 200)]
+    + [
+        (host, 403)
+        for host in ("example.org", "example.org:8000", "10.0.0.5:80", "localhost.example.org", "")
+    ],
+)
+async def test_without_a_token_only_who_asks_for_this_machine_is_answered(host: str, status: int) -> None:
+    """A page's own name can be made to mean this machine; then its requests come without `Origin`."""
+    async with client("") as http:
+        assert (await http.post("/classify", headers={"Host": host})).status_code == status
+    async with client(TOKEN) as http:
+        shown = {"Host": host, "Authorization": f"Bearer {TOKEN}"}
+        assert (await http.post("/classify", headers=shown)).status_code == 200
 
 
 @pytest.mark.parametrize(

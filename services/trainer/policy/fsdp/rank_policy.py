@@ -31,6 +31,7 @@ from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.host_share import take_share
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.head import Scaling
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
@@ -93,8 +94,8 @@ class ShardedScorer(TokenScorer):
         super().__init__(model, compute_dtype, routers)
 
     @torch.no_grad()
-    def _has_plain_head(self) -> bool:
-        found: bool = self.root(super()._has_plain_head)
+    def _find_scaling(self) -> Scaling | None:
+        found: Scaling | None = self.root(super()._find_scaling)
         return found
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.attention import head_size, layer_configs
-from tidemill.services.trainer.policy.head import LOGITS_ELEMENTS
+from tidemill.services.trainer.policy.head import GPU_ELEMENTS
 from tidemill.services.trainer.policy.memory.sizes import ModelSizes, Saved
 from tidemill.services.trainer.policy.offload import PLACES, SLICE
 
@@ -167,10 +167,9 @@ def _working_weights(config: RunConfig, sizes: ModelSizes, saved: Saved, copies:
 
 def _logits(sizes: ModelSizes, num_tokens: int, width: int) -> float:
     """As `head.py` states it: chunks, the head's matrix, hidden states and their gradient."""
-    elements = num_tokens * sizes.vocabulary
-    if not sizes.has_whole_logits:
-        elements = min(elements, LOGITS_ELEMENTS)
-    return float(12 * elements + (width + 4) * sizes.head + 2 * width * num_tokens * sizes.hidden)
+    elements = min(num_tokens * sizes.vocabulary, GPU_ELEMENTS)
+    each = 16 if sizes.has_capped_logits else 12
+    return float(each * elements + (width + 4) * sizes.head + 2 * 4 * num_tokens * sizes.hidden)
 
 
 def _starting(

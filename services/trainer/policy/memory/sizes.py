@@ -31,8 +31,6 @@ from tidemill.services.trainer.weights.store import model_tensors
 
 MEASURED_TOKENS = 1024
 """Width of the narrower of two passes, of a kernel whose memory is linear."""
-WHOLE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Fields of configurations whose models do more than `base -> lm_head`."""
 PROBED_GPU = (9, 0)
 """Compute capability for which an attention kernel is chosen, where no GPU is at hand."""
 
@@ -79,8 +77,7 @@ class ModelSizes:
     """Of LoRA adapters of rank 1."""
     can_recompute: bool
     """Whether transformers marks layers of it for gradient checkpointing."""
-    has_whole_logits: bool
-    """Whether the model caps or scales its logits, so that they are not made in chunks."""
+    has_capped_logits: bool
     router_logits: int = 0
     """Of a token: experts, summed over layers."""
     is_read_whole: bool = False
@@ -139,7 +136,7 @@ def count_sizes(model: PreTrainedModel, lora: LoraConfig | None = None) -> Model
         linears=sum(module.weight.numel() for _, module in linears),
         adapters_per_rank=sum(sum(module.weight.shape) for module in adapted),
         can_recompute=bool(recomputable_layers(model)),
-        has_whole_logits=any(getattr(config, name, None) not in (None, 1.0) for name in WHOLE_LOGITS),
+        has_capped_logits=getattr(config, "final_logit_softcapping", None) is not None,
         router_logits=sum(len(next(router.parameters(), ())) for router in find_routers(model)),
     )
 

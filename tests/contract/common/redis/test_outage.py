@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,30 @@ async def test_who_starts_after_an_outage_leaves_others_a_lease_to_renew(broker:
     assert [(row[1], row[3]) for row in rows] == [(b"healthy", 1)] * 3
 
 
+async def test_a_look_that_an_outage_cut_short_takes_nothing_when_redis_is_back(
+    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked before the outage, and would be answered after it, when all leases look expired."""
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await append(broker, keys.trajectories(), make_trajectory(0))
+    healthy, rival = make_consumer(broker, keys, "healthy"), make_consumer(broker, keys, "rival")
+    held = await healthy.fetch(1, 0)
+    await fall_silent(broker, keys, "healthy", [delivery.entry_id for delivery in held])
+    execute, refusals = broker.redis.execute_command, [ConnectionError("away")] * 3
+
+    async def away(*command: Any, **options: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return await execute(*command, **options)
+
+    monkeypatch.setattr(broker.redis, "execute_command", away)
+    for _ in range(3):
+        assert await rival.fetch(1, 0) == []
+    assert broker.waited_s > 0
+    await healthy.renew()
+    assert healthy.holds(held[0])
+
+
 async def test_who_starts_takes_at_once_what_was_given_back(broker: Broker, keys: Keys) -> None:
     await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
     await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
@@ -181,6 +206,8 @@ async def test_what_an_answer_brought_that_was_lost_with_the_connection_is_begun
         "XPENDING", keys.trajectories(), REWARD_GROUP, held.entry_id, held.entry_id, 1
     )
     assert rows[0][3] == 1, "what is worked on does not count as delivered again"
+    rows = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 9)
+    assert [row[3] for row in rows] == [1] * 3
     assert len(await consumer.fetch(5, 0)) == 1, "then what is new"
     assert await rival.fetch(5, 0) == []
 

@@ -136,6 +136,14 @@ def test_a_payload_above_the_limit_is_refused_before_it_is_unpacked() -> None:
         codec.decode({b"v": b"1.0", b"p": b"\xc1" * 101}, Trajectory, max_bytes=100)
 
 
+@pytest.mark.parametrize("inner", [b"\x90", b"\x80", b"\xc0"], ids=["lists", "maps", "values"])
+def test_lists_in_lists_cannot_hold_more_than_one_list_may(inner: bytes) -> None:
+    many = b"\xdc\xff\xff" + inner * 0xFFFF
+    with pytest.raises(CodecError):
+        codec.unpack(b"\xdc\x00\x11" + many * 17)
+    assert len(codec.unpack(b"\xdc\x00\x02" + many * 2)) == 2
+
+
 def test_without_a_limit_a_message_may_be_as_large_as_its_payload() -> None:
     """Who sets `streams.max_message_mb` above 64 means it."""
     large = make_trajectory(text="x" * (65 << 20))

@@ -112,6 +112,16 @@ async def test_a_session_is_truncated_where_its_last_answer_is(answers: tuple[st
     assert (run.came_to.end, run.trajectory.finish) == (end, "stop" if end == "done" else "length")
 
 
+@pytest.mark.parametrize(("max_tokens", "finish"), [(3, "stop"), (None, "length")])
+async def test_a_turn_is_cut_where_a_limit_of_the_run_has_done_it(
+    max_tokens: int | None, finish: str
+) -> None:
+    run = Run(max_tokens=6)
+    await run.turn("it is cut off", USER, max_tokens=max_tokens)
+    (turn,) = run.came_to.turns
+    assert (str(turn.finish), str(run.trajectory.finish)) == (finish, finish)
+
+
 async def test_a_refused_limit_stays_while_answers_that_were_asked_for_before_arrive() -> None:
     run = Run(Limits(max_turns=1, max_tokens=0, max_model_len=4096))
     asking = await run.begin(USER)

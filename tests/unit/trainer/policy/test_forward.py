@@ -20,15 +20,17 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tests.support.allocations import peak_bytes
 from tests.support.models import PIECES, attend_as_varlen, make_samples, tiny_llama
 from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy import head as head_module
 from tidemill.services.trainer.policy import packing
 from tidemill.services.trainer.policy.forward import (
     TokenScorer,
-    has_plain_head,
+    find_scaling,
     output_head,
 )
-from tidemill.services.trainer.policy.head import score_hidden, score_logits
+from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tiles
 
 
@@ -162,7 +164,8 @@ class Head(torch.nn.Linear):
 @pytest.mark.parametrize("kind", [torch.nn.Linear, Head])
 @pytest.mark.parametrize("max_elements", [1, 7 * 32, 10 * 32 + 5])
 @pytest.mark.parametrize("with_entropies", [True, False])
-def test_chunked_equals_whole_in_value_and_gradient(max_elements, kind, with_entropies):
+@pytest.mark.parametrize("scaling", [PLAIN, Scaling(0.5), Scaling(2.0, 1.5)])
+def test_chunked_equals_whole_in_value_and_gradient(max_elements, kind, with_entropies, scaling):
     generator = torch.Generator().manual_seed(0)
     head = kind(8, 32, bias=with_entropies).double()
     hidden = torch.randn(23, 8, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -172,7 +175,7 @@ def test_chunked_equals_whole_in_value_and_gradient(max_elements, kind, with_ent
     def run(limit: int) -> list[torch.Tensor]:
         hidden.grad = None
         head.zero_grad()
-        logprobs, entropies = score_hidden(hidden, head, targets, 0.7, limit, with_entropies)
+        logprobs, entropies = score_hidden(hidden, head, targets, 0.7, limit, with_entropies, scaling)
         (logprobs * upstream + with_entropies * other * entropies).sum().backward()
         assert entropies.requires_grad == with_entropies
         return [logprobs.detach(), entropies.detach(), hidden.grad, *(p.grad for p in head.parameters())]
@@ -181,7 +184,16 @@ def test_chunked_equals_whole_in_value_and_gradient(max_elements, kind, with_ent
         torch.testing.assert_close(mine, whole, atol=1e-12, rtol=1e-12)
 
 
-def test_in_half_precision_chunks_are_as_right_as_the_whole():
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_in_half_precision_chunks_are_as_right_as_the_whole(is_wide, monkeypatch):
+    """Also with products that are not rounded, as GPUs have them."""
+
+    def add(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        total.addmm_(left.float(), right.float())
+
+    monkeypatch.setattr(head_module, "has_wide_products", lambda *_: is_wide)
+    monkeypatch.setattr(head_module, "wide_product", lambda left, right: left.float() @ right.float())
+    monkeypatch.setattr(head_module, "add_wide_product", add)
     generator = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(64, 300, bias=False)
     hidden = torch.randn(40, 64, generator=generator, requires_grad=True)
@@ -229,6 +241,25 @@ def test_logits_are_never_whole_in_memory(kind):
     assert largest.elements == 320
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("scaling", "with_entropies", "each"),
+    [(PLAIN, False, 12), (PLAIN, True, 12), (Scaling(cap=30.0), False, 12), (Scaling(cap=30.0), True, 16)],
+)
+def test_a_logit_takes_the_bytes_that_are_counted_for_it(scaling, with_entropies, each, dtype):
+    num_tokens, chunk, vocabulary = 256, 64, 4096
+    head, targets = torch.nn.Linear(8, vocabulary), torch.zeros(num_tokens, dtype=torch.long)
+    hidden = torch.randn(num_tokens, 8, requires_grad=True)
+
+    def train() -> None:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            sums = score_hidden(hidden, head, targets, 0.7, chunk * vocabulary, with_entropies, scaling)
+        sum(part.sum() for part in sums if part.requires_grad).backward()
+
+    beside = 10 * 9 * vocabulary + 20 * 8 * num_tokens  # head and hidden states, and what is theirs
+    assert peak_bytes(train) < each * chunk * vocabulary + beside
+
+
 SMALL = {"vocab_size": len(PIECES), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 IDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
@@ -249,11 +280,26 @@ def unusual_model(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_plain"), [("gpt2", True), ("cohere", False), ("granite", False), ("gemma2", False)]
+    ("name", "scaling"),
+    [
+        ("gpt2", PLAIN),
+        ("cohere", Scaling(0.25)),
+        ("granite", Scaling(0.25)),
+        ("gemma2", Scaling(1.0, 30.0)),
+    ],
 )
-def test_models_that_scale_or_cap_their_logits_are_found_and_scored_right(name, is_plain):
+def test_models_that_scale_or_cap_their_logits_are_found_and_scored_right(name, scaling, monkeypatch):
     model, samples = unusual_model(name), make_samples(8)
-    assert has_plain_head(model) is is_plain
+    assert find_scaling(model) == scaling
+    assert_close(scored(model, samples, "padded"), row_by_row(model, samples))
+    monkeypatch.setattr(head_module, "CPU_ELEMENTS", 5 * len(PIECES))
+    assert_close(scored(model, samples, "padded"), row_by_row(model, samples))
+
+
+def test_what_a_model_does_to_its_logits_beside_its_configuration_needs_them_whole():
+    model, samples = unusual_model("cohere"), make_samples(8)
+    model.config.logit_scale = 0.5
+    assert find_scaling(model) is None
     assert_close(scored(model, samples, "padded"), row_by_row(model, samples))
 
 
@@ -265,12 +311,12 @@ def test_models_that_scale_the_hidden_state_before_the_head_are_found():
 
     model = tiny_llama()
     model.__class__ = Scaled
-    assert not has_plain_head(model)
+    assert find_scaling(model) is None
 
 
 def test_the_probe_leaves_no_hook_behind():
     model = tiny_llama()
-    assert has_plain_head(model)
+    assert find_scaling(model) == PLAIN
     assert not output_head(model)._forward_hooks
 
 

@@ -123,7 +123,7 @@ def test_experts_are_read_by_rows_and_what_is_mixed_up_is_read_whole():
 
 SIZES = ModelSizes(
     parameters=1000, layer=200, root=400, head=300, vocabulary=30, hidden=10, linears=600,
-    adapters_per_rank=5, can_recompute=True, has_whole_logits=False,
+    adapters_per_rank=5, can_recompute=True, has_capped_logits=False,
 )  # fmt: skip
 WHOLE = replace(SIZES, is_read_whole=True)
 
@@ -157,7 +157,7 @@ def test_states_of_one_rank_by_hand():
     assert take.training == {
         "activations": 2048 * 400,
         "gradients of one layer's activations": 2048 * 100,
-        "logits": 12 * 2048 * 30 + 6 * 300 + 2 * 2 * 2048 * 10,
+        "logits": 12 * 2048 * 30 + 6 * 300 + 2 * 4 * 2048 * 10,
         "weights in the compute dtype": 1800,
     }
     assert take.starting == {}
@@ -203,14 +203,11 @@ def test_states_of_adapters_and_of_float32_by_hand():
     assert "version before, for deltas" not in wide.always
 
 
-def test_logits_come_in_chunks_where_the_head_is_plain():
-    many = model_of().sizes.__class__(
-        **{n: getattr(SIZES, n) for n in SIZES.__slots__} | {"vocabulary": 1 << 17}
-    )
-    for is_whole, elements in ((False, 1 << 26), (True, (1 << 17) * 1024)):
-        sizes = ModelSizes(**{n: getattr(many, n) for n in many.__slots__} | {"has_whole_logits": is_whole})
-        take = trainer_take(config_of(), model_of(sizes=sizes), 1e12, 1024, recomputed=False)
-        assert take.training["logits"] == 12 * elements + 6 * 300 + 4 * 1024 * 10
+@pytest.mark.parametrize(("is_capped", "each"), [(False, 12), (True, 16)])
+def test_logits_come_in_chunks(is_capped, each):
+    sizes = replace(SIZES, vocabulary=1 << 17, has_capped_logits=is_capped)
+    take = trainer_take(config_of(), model_of(sizes=sizes), 1e12, 4096, recomputed=False)
+    assert take.training["logits"] == each * (1 << 28) + 6 * 300 + 8 * 4096 * 10
 
 
 def test_the_kv_cache_by_hand():
