@@ -209,6 +209,16 @@ def test_redis_has_the_settings_of_infra_redis() -> None:
     assert {f"--{name}": value.strip('"') for name, value in wanted.items()}.items() <= given.items()
 
 
+def test_only_services_of_the_run_reach_redis() -> None:
+    (policy,) = [tree["spec"] for _, tree in OBJECTS if tree["kind"] == "NetworkPolicy"]
+    assert policy["podSelector"]["matchLabels"].items() <= TEMPLATES["redis"]["metadata"]["labels"].items()
+    (rule,) = policy["ingress"]
+    (expression,) = rule["from"][0]["podSelector"]["matchExpressions"]
+    names = {t["metadata"]["labels"]["app.kubernetes.io/name"] for t in TEMPLATES.values()}
+    assert set(expression["values"]) == names - {"redis", "reward-model"}
+    assert [port["port"] for port in rule["ports"]] == [6379]
+
+
 class TestScaling:
     """As kustomize and KEDA would have it."""
 
