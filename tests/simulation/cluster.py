@@ -23,6 +23,8 @@ from tests.simulation.redis.keyspace import READS, split
 from tests.simulation.redis.server import Fields, MemoryServer
 
 LATENCY_S = 0.001
+NOTICED_S = 1.0
+"""Whoever asks in an outage of so long has asked twice."""
 REFUSED = "Error 111 connecting to redis:6379. Connection refused."
 LOST = "Connection closed by server."
 
@@ -67,6 +69,9 @@ class Cluster:
     """Hears of every command that arrives, before it is applied."""
     watch: Callable[[MemoryServer, Process, Fields], Callable[[list[Any]], None] | None] | None = None
     """Hears of every command that is applied alone; what it returns hears of the replies."""
+    outage_until: float = 0.0
+    """When the server came back last, after an outage that everybody has noticed."""
+    down_at: float = 0.0
     disturbed_at: float = 0.0
     """When last the way to the server was slow."""
     _waiting: dict["asyncio.Future[Any]", Process] = field(default_factory=dict)
@@ -95,7 +100,7 @@ class Cluster:
 
     def go_down(self) -> None:
         """Every connection breaks."""
-        self.state = State.DOWN
+        self.state, self.down_at = State.DOWN, self.loop.now
         self._break_connections()
 
     def demote(self) -> None:
@@ -107,6 +112,8 @@ class Cluster:
         """Another server is there, on the first so many writes of the old one."""
         self._break_connections()
         self.num_servers += 1
+        if self.loop.now - self.down_at > NOTICED_S:
+            self.outage_until = self.loop.now
         self.server = self.server.restored(num_units, _run_id(self.num_servers))
         self.state = State.UP
 

@@ -12,6 +12,8 @@ from tidemill.common.wire.messages import Commit
 
 HARMLESS = frozenset({"host_clock", "disk_full", "server_clock"})
 """Faults that take no process and nothing of Redis away."""
+POISON = frozenset({"foreign", "damage"})
+"""Faults that put something into a stream that cannot be worked on."""
 LOSSES = frozenset({"restart", "failover", "empty"})
 LEASES_A_RUN, LEASES_A_FAULT = 3, 2
 """How many leases a run may take longer than without faults."""
@@ -22,7 +24,7 @@ OF_REWARDS = ("zero_variance", "too_few_scores", "failed_score", "replaced befor
 def dead_letters(world: World, schedule: Schedule) -> list[str]:
     """Nothing is dead-lettered that is not poison, or of a version that Redis has lost."""
     kinds = {fault.kind for fault in schedule.faults}
-    if "foreign" in kinds:
+    if kinds & POISON:
         return []
     found = []
     for record in world.history.records:
@@ -35,7 +37,7 @@ def dead_letters(world: World, schedule: Schedule) -> list[str]:
 
 def dropped_without_need(schedule: Schedule, commits: list[Commit]) -> list[str]:
     """Groups are replaced for their rewards alone, unless Redis has lost something or strangers write."""
-    if not {fault.kind for fault in schedule.faults}.isdisjoint(LOSSES | {"foreign"}):
+    if not {fault.kind for fault in schedule.faults}.isdisjoint(LOSSES | POISON):
         return []
     found = [
         f"dropped: ticket {ticket} at step {commit.step}: {reason}"
@@ -57,8 +59,13 @@ def made_again(num_again: int, done: Counter[str], config: RunConfig, num_restar
 
 
 def left_behind(world: World, schedule: Schedule) -> list[str]:
-    """Keys of groups that nobody works on. A stranger's copy of a ticket is worked on like any other."""
-    if any(fault.kind == "foreign" and fault.target.startswith("prompts") for fault in schedule.faults):
+    """Keys of groups that nobody works on.
+
+    A stranger's copy of a ticket is worked on like any other. And where Redis has lost an acknowledgement,
+    the ticket may be trimmed before anybody settles it again.
+    """
+    kinds = {fault.kind for fault in schedule.faults}
+    if kinds & (LOSSES | {"foreign"}):
         return []
     values, found = world.cluster.server.space.values, []
     for raw in values:

@@ -18,11 +18,17 @@ from tests.simulation.redis.keyspace import split
 from tests.simulation.schedule import Fault, Schedule
 from tests.simulation.world import World
 from tidemill.common.config import RunConfig
+from tidemill.common.redis.broker import _script
 
 SCRIPTED = ("EVALSHA", "FCALL")
 """Entries may be appended by a script."""
 GRACE_S = 20.0
 """How long a fault waits for its moment: for the next command of some kind, or for a process to be there."""
+
+
+def script_sha(name: str) -> bytes:
+    """By what a script is called."""
+    return _script(name)[1].encode()
 
 
 class Injector:
@@ -35,6 +41,8 @@ class Injector:
         self.num_torn = 0
         """Most checkpoints that were torn without a new one in between."""
         self._torn: list[str] = []
+        self._damaged = b""
+        """Of the script whose last argument arrives cut off."""
         self.num_lost = 0
         """Entries that Redis has lost."""
         ends = [fault.at_s + float(fault.how.get("for_s", 0.0)) for fault in schedule.faults]
@@ -62,6 +70,8 @@ class Injector:
 
     def _before(self, process: Process, fields: list[bytes]) -> None:
         """A command arrives at the server: some faults have waited for it."""
+        if self._damaged and fields[1:2] == [self._damaged] and fields[-1]:
+            fields[-1], self._damaged = fields[-1][: len(fields[-1]) // 2], b""
         if not self._armed:
             return
         name, text = split(fields)[0].decode(), b" ".join(fields[:8]).decode(errors="replace")
@@ -190,6 +200,10 @@ class Injector:
         """Somebody else writes into a stream."""
         return strangers.write(self.world, fault.target, fault.how["what"], self.rng)
 
+    def damage(self, fault: Fault) -> None:
+        """The payload of the next message that is published arrives cut off."""
+        self._damaged = script_sha(fault.target)
+
     def config(self, fault: Fault) -> bool:
         """The run is resumed with another config."""
         tree = self.config.model_dump(mode="json")
@@ -249,5 +263,6 @@ KINDS: dict[str, Callable[[Injector, Fault], Any]] = {
     "disk_full": Injector.disk_full,
     "tear": Injector.tear,
     "foreign": Injector.foreign,
+    "damage": Injector.damage,
     "config": Injector.config,
 }

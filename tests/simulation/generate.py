@@ -9,6 +9,8 @@ from tests.simulation.schedule import LEASE_S, Fault, Schedule, Setup
 MOST_FAULTS = 6
 MIXED_SHARE = 0.25
 """Share of the schedules whose run has several sources and a curriculum."""
+CLAIMS_SHARE = 0.15
+"""Share of those whose trajectories lie beside the streams."""
 LONG_SHARE = 0.15
 """Share of those whose samples and rewards may take longer than a lease."""
 FEW_SLOTS_SHARE = 0.5
@@ -45,6 +47,8 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
     setup = _setup(rng, random.Random(f"mixed {seed}").random() < MIXED_SHARE)
     if random.Random(f"slots {seed}").random() < FEW_SLOTS_SHARE:
         setup = replace(setup, reward_slots=2)
+    if random.Random(f"claims {seed}").random() < CLAIMS_SHARE:
+        setup = replace(setup, claims=True)
     if random.Random(f"long {seed}").random() < LONG_SHARE:
         setup = replace(setup, sample_s=1.25 * LEASE_S, steps=3)
     if is_tight:
@@ -59,7 +63,26 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
         else:
             at_s += rng.uniform(0.0, 0.6)  # on top of the one before
         faults.append(_fault(rng, round(at_s, 3), names, setup))
+    faults += _rare(random.Random(f"rare {seed}"), names)
     return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _rare(rng: random.Random, names: list[str]) -> list[Fault]:
+    """What is seldom drawn by chance, because it takes a moment or two faults."""
+    at_s, for_s = round(rng.uniform(1.0, SPAN_S), 3), round(rng.uniform(0.3, 2.5), 2)
+    kind = rng.choices(("", "damage", "old", "commit", "clock"), (80, 6, 5, 6, 3))[0]
+    if kind == "damage":
+        return [Fault(at_s, "damage", rng.choice(("publish_sample", "complete")))]
+    if kind == "old":
+        return [Fault(at_s, "foreign", "trajectories", {"what": "old"})]
+    if kind == "commit":
+        moment = rng.choice((["HSET", "committing"], ["XADD", "commits"]))
+        how = {"for_s": for_s, "lose": rng.randint(8, 64), "before": moment}
+        return [Fault(at_s, rng.choice(("restart", "failover")), "", how)]
+    if kind == "clock":
+        back = Fault(round(at_s + 0.1, 3), "server_clock", "trainer", {"by_s": -rng.randint(60, 600)})
+        return [Fault(at_s, "kill", rng.choice(names)), back]
+    return []
 
 
 def _setup(rng: random.Random, is_mixed: bool) -> Setup:

@@ -46,6 +46,7 @@ from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import RUNS_DIR_VARIABLE
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.prompts import load_tokenizer
+from tidemill.services.trainer.batch.stream_join import StreamJoin
 from tidemill.services.trainer.groups.samples import MicroBatch
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
@@ -165,7 +166,14 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         watch.zeroed(policy)
         zero(policy)
 
+    reread = StreamJoin.reread
+
+    def reread_watched(join: StreamJoin, history: int = 0) -> None:
+        reread(join, history)
+        watch.reread(join)
+
     return [
+        (StreamJoin, "reread", reread_watched),
         (tidemill.services.rollout.engines.simulated, "request_key", new_key),
         (SimulatedPolicy, "accumulate", accumulate_watched),
         (SimulatedPolicy, "update", update_watched),

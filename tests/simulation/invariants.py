@@ -26,6 +26,7 @@ from tests.simulation.watch import Watch
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import CodecError
 from tidemill.common.run.state import FINISHED
+from tidemill.common.store.claims import ClaimStore
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
 
@@ -52,6 +53,7 @@ class Judge:
         self.world, self.broken = watch.world, watch.broken
         self.trainer = config.trainer
         self.kinds = {fault.kind for fault in schedule.faults}
+        self._claims = ClaimStore(self.world.folder / self.world.run_id)
         self._samples: dict[tuple[str, tuple[int, int]], list[Record]] = {}
         """All entries of a sample, by lane and key."""
         self._newest = 0
@@ -85,7 +87,7 @@ class Judge:
 
     def _is_read(self, record: Record, kind: type[Message]) -> bool:
         try:
-            record.message = codec.decode(record.fields, kind)
+            record.message = self._claims.resolve(codec.decode(record.fields, kind))
         except CodecError:
             return False
         return True
@@ -215,7 +217,7 @@ class Judge:
 
     def _judge_waits(self, commits: list[Commit]) -> list[str]:
         """Nobody waits for `reissue_after_s` for what a loss of Redis has taken: that is known at once."""
-        if "foreign" in self.kinds or "empty" in self.kinds:
+        if not self.kinds.isdisjoint({"foreign", "empty", "damage"}):
             return []
         late = [ticket for commit in commits for ticket, _, reason in commit.dropped if reason == "lost"]
         return (
@@ -276,13 +278,17 @@ class Judge:
         is_torn = any(f.kind == "tear" and f.how["what"] == "metrics" for f in self.schedule.faults)
         if steps != list(range(self.trainer.steps)) and not is_torn:
             problems.append(f"records: metrics.jsonl has the steps {steps}")
-        is_lossless = self.kinds.isdisjoint({*LOSSES, "foreign"})
+        is_lossless = self.kinds.isdisjoint({*LOSSES, "foreign", "damage"})
         if is_lossless:
             for stream, kind in (("trajectories", Trajectory), ("scores", Score)):
                 counts = Counter(message.key for message in self._messages(stream, kind))
                 if twice := [key for key, count in counts.items() if count > 1]:
                     problems.append(f"published twice: {stream} has {twice[:5]} more than once")
-        if self.schedule.setup.evaluation and self.kinds.isdisjoint({"foreign", "empty"}) and not is_torn:
+        if (
+            self.schedule.setup.evaluation
+            and self.kinds.isdisjoint({"foreign", "empty", "damage"})
+            and not is_torn
+        ):
             problems += self._judge_evaluations(lines)
         if self.schedule.setup.archive and "empty" not in self.kinds:
             problems += self._judge_archive()

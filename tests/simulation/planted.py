@@ -59,13 +59,6 @@ PLANTED = (
         "        mark = await self.reconciler.mark()\n",
     ),
     Mutant(
-        "nobody looks at Redis after a commit",
-        TRAINER,
-        "            await self._append(commit, mark)\n        if await self.reconciler.may_lack_records():\n"
-        "            await self._save()\n",
-        "            await self._append(commit, mark)\n",
-    ),
-    Mutant(
         "a commit does not ask for its mark",
         TRAINER,
         "append_commit(self.context.broker, self.context.keys, commit, mark)",
@@ -211,14 +204,6 @@ PLANTED = (
         "        term = int(path.read_text())\n",
     ),
     Mutant(
-        "versions of a lost history stay announced",
-        f"{BATCH}/reconciler.py",
-        "        if not lost:\n            return\n        log.warning(\n"
-        '            "taking back versions of a lost history"',
-        "        if lost or not lost:\n            return\n        log.warning(\n"
-        '            "taking back versions of a lost history"',
-    ),
-    Mutant(
         "lost tickets are not issued again",
         f"{BATCH}/scheduler.py",
         "        return len(await self._append_missing())\n",
@@ -259,18 +244,6 @@ PLANTED = (
         f"{BATCH}/batch_assembler.py",
         "        self.join.reread(self.reconciler.history)\n",
         "        self.join.history = self.reconciler.history\n",
-    ),
-    Mutant(
-        "groups are taken without a look at Redis",
-        f"{BATCH}/batch_assembler.py",
-        "            if selected and await self._is_news_of_redis():\n                continue\n",
-        "",
-    ),
-    Mutant(
-        "a group in the dead letters is not replaced",
-        f"{BATCH}/batch_assembler.py",
-        "            await self._replace_dead(step)\n",
-        "",
     ),
     Mutant(
         "a commit does not say which groups were replaced",

@@ -28,6 +28,8 @@ class Process:
     disturbed_at: float = 0.0
     """When last it stood still, or a command of its failed."""
     is_dead: bool = False
+    code: int | None = None
+    """With which it ended."""
     is_frozen: bool = False
     is_queued: bool = False
     ready: deque[asyncio.Handle] = field(default_factory=deque)

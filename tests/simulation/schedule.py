@@ -32,6 +32,8 @@ class Setup:
     """Of each reward worker: where they are all taken, it reads ahead."""
     sample_s: float = 1.0
     """What a sample takes on average, and its reward at most: longer than a lease, it lives by renewals."""
+    claims: bool = False
+    """Every trajectory lies in a file of the run, and its entry is a claim."""
     mixed: bool = False
     """Two sources, a curriculum, and groups without variance replaced."""
 
@@ -83,6 +85,7 @@ class Setup:
             "streams": {
                 "lease_s": LEASE_S,
                 "trim": self.trim,
+                "claim_check_bytes": int(self.claims),
                 "archive": {"enabled": self.archive, "segment_mb": self.segment_mb},
             },
         }

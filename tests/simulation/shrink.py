@@ -50,6 +50,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
 _PLAIN = {
     "archive": False,
     "mixed": False,
+    "claims": False,
     "sample_s": 1.0,
     "evaluation": False,
     "batch_order": "in_order",

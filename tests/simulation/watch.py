@@ -9,6 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from tests.simulation.cluster import NOTICED_S
 from tests.simulation.history import Record
 from tests.simulation.loop import OWNER
 from tests.simulation.process import Process
@@ -77,6 +78,12 @@ class Watch:
         """What was accumulated is forgotten."""
         vars(policy)["watched"] = {}
 
+    def reread(self, join: Any) -> None:
+        """What has arrived is read again: nothing may be kept of groups that no step has taken."""
+        kept = [g.ticket for g in join.groups.values() if not g.is_taken and (g.trajectories or g.scores)]
+        if kept:
+            self.broken.append(f"join: of tickets {kept[:5]} entries are kept that Redis may have lost")
+
     # Rollout workers.
 
     def generates(self, request_id: str) -> None:
@@ -120,10 +127,16 @@ class Watch:
                 continue
             now = self.world.loop.now
             is_fine = not holder.is_dead and not holder.is_frozen
-            if is_fine and now - self.in_contact_since(holder) > CONTACT_S:
+            outage_until = self.world.cluster.outage_until
+            # Everybody has a lease to renew after an outage. Whoever started since then knows nothing of it.
+            is_patient = now < outage_until + LEASE_S and taker.started_at < outage_until - NOTICED_S
+            is_back = is_fine and is_patient and holder.disturbed_at <= outage_until
+            has_left = holder.code == 0 and not holder.disturbed_at
+            if has_left or is_back or (is_fine and now - self.in_contact_since(holder) > CONTACT_S):
                 name = self.world.keys.name_of(key.decode())
                 self.broken.append(
-                    f"lease: {taker.name} took {name} {entry_id.decode()} from {holder.name}, which lives"
+                    f"lease: {taker.name} took {name} {entry_id.decode()} from {holder.name}, "
+                    + ("which has left" if has_left else "which lives")
                 )
 
     def in_contact_since(self, process: Process) -> float:

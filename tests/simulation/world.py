@@ -130,7 +130,7 @@ class World:
         task.add_done_callback(ended)
 
     def _bury(self, process: Process, code: int, error: BaseException | None) -> None:
-        process.is_dead = True
+        process.is_dead, process.code = True, code
         self.loop.drop(process)
         self.cluster.disconnect(process)
         self.disk.free_locks(process)
