@@ -90,8 +90,8 @@ class RankWeights:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """On a GPU, work on a stream of its own, complete at the end: what reads its results is vLLM's stream,
-        which knows nothing of this one. This thread's stream would be that of device 0, or vLLM's own."""
+        """On a GPU, work on a stream of its own, complete at the end: what reads its results is vLLM's
+        stream, which knows nothing of this one. This thread's stream would be that of device 0, or vLLM's."""
         if self._device.type != "cuda":
             yield
             return
