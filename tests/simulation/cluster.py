@@ -21,6 +21,7 @@ from tests.simulation.process import Process
 from tests.simulation.redis.client import deliver
 from tests.simulation.redis.keyspace import READS, split
 from tests.simulation.redis.server import Fields, MemoryServer
+from tidemill.common.redis.lines import ANSWER_TIMEOUT_S
 
 LATENCY_S = 0.001
 NOTICED_S = 1.0
@@ -124,7 +125,7 @@ class Cluster:
 
     def _break_connections(self) -> None:
         for future, process in list(self._waiting.items()):
-            process.disturbed_at = self.loop.now
+            process.disturbed_at = max(process.disturbed_at, self.loop.now)
             self._answer(future, RedisConnectionError(LOST))
         self.server.blocked.clear()
 
@@ -151,7 +152,9 @@ class Cluster:
         if self.before is not None and self.state is State.UP:
             self.before(process, unit[0])
         if fate or self.state is not State.UP or process in self.cut_off:
-            process.disturbed_at = self.loop.now
+            # Whoever waits for an answer that never comes, a renewal say, does so until it gives up.
+            until = self.loop.now + (ANSWER_TIMEOUT_S if fate.endswith("hangs") else 0.0)
+            process.disturbed_at = max(process.disturbed_at, until)
         if self.weather.slow_s:
             self.disturbed_at = self.loop.now
         if self.state is State.DOWN or process in self.cut_off:

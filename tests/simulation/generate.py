@@ -74,7 +74,9 @@ def _rare(rng: random.Random, names: list[str]) -> list[Fault]:
     if kind == "damage":
         return [Fault(at_s, "damage", rng.choice(("publish_sample", "complete")))]
     if kind == "old":
-        return [Fault(at_s, "foreign", "trajectories", {"what": "old"})]
+        # While there are still steps to come, and often enough to come before the sample itself.
+        moments = [round(rng.uniform(1.5, 6.0), 3) for _ in range(3)]
+        return [Fault(moment, "foreign", "trajectories", {"what": "old"}) for moment in moments]
     if kind == "commit":
         moment = rng.choice((["HSET", "committing"], ["XADD", "commits"]))
         how = {"for_s": for_s, "lose": rng.randint(8, 64), "before": moment}
