@@ -303,6 +303,12 @@ def test_what_a_model_does_to_its_logits_beside_its_configuration_needs_them_who
     assert_close(scored(model, samples, "padded"), row_by_row(model, samples))
 
 
+def test_what_no_configuration_tells_is_no_matter_of_rounding():
+    model = tiny_llama().bfloat16()
+    model.register_forward_hook(lambda _, __, output: SimpleNamespace(logits=output.logits * 1.01))
+    assert find_scaling(model) is None
+
+
 def test_models_that_scale_the_hidden_state_before_the_head_are_found():
     class Scaled(type(tiny_llama())):
         def forward(self, input_ids, **kwargs):
