@@ -81,6 +81,11 @@ class StreamsConfig(Section):
     archive: ArchiveConfig = ArchiveConfig()
     """Files of what was in the streams."""
 
+    @property
+    def trims_commits(self) -> bool:
+        """Whether commits leave Redis for the journal alone, at a checkpoint."""
+        return self.trim and not self.archive.enabled
+
     @model_validator(mode="after")
     def _url_has_a_size(self) -> "StreamsConfig":
         if self.claim_check_url and not self.claim_check_bytes:

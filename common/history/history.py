@@ -2,7 +2,8 @@
 
 Guarantees: an entry comes once and in the order of its stream, also while the run writes, archives and trims;
 what cannot be decoded comes as `Garbled`; a gap is said, once; reading changes nothing. The archive is read
-first, then what Redis holds beyond it; only files that can hold what is asked for are opened.
+first, then what Redis holds beyond it; only files that can hold what is asked for are opened. Commits that
+were trimmed and never archived come from the journal in the run's folder.
 """
 
 import asyncio
@@ -15,9 +16,10 @@ from typing import TypeVar
 
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest, gaps
+from tidemill.common.history.journal import JOURNAL_FILE, newest_below, read_journal
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore, resolved
-from tidemill.common.streams import has_claim, length, memory_bytes, read_back, read_range
+from tidemill.common.streams import has_claim, length, memory_bytes, read_back, read_range, read_raw
 from tidemill.common.streams.entries import START, Entry, Garbled, entry_id_of, id_after, id_before, id_order
 from tidemill.common.streams.selection import ALL, Selection, StreamName, numbered, time_of
 from tidemill.common.wire.keys import Keys
@@ -105,6 +107,8 @@ Record = Entry[Message] | Garbled
 M = TypeVar("M", bound=Message)
 
 READ_COUNT = 256
+JOURNAL_STEPS = 64
+"""So many commits of the journal are held at once."""
 NEAR_STEPS = 8
 """So far from the step that a ticket was issued for its commit is looked up, before all are searched."""
 
@@ -116,6 +120,7 @@ class History:
         self.run_id, self.run_dir, self.broker = run_id, run_dir, broker
         self.keys = Keys(run_id)
         self._checked: set[StreamName] = set()
+        self._is_missing_said = False
         claims: Claims = ClaimStore(run_dir or Path(run_id))  # pointers to object stores need no folder
         if broker is not None:
             broker.claims = claims = broker.claims or claims
@@ -220,12 +225,19 @@ class History:
         while True:
             manifest = self._manifest(stream)
             if id_order(manifest.last_id) > id_order(position):
+                if manifest.segments:
+                    end = manifest.segments[0].first_id
+                    async for record in self._trimmed(stream, _after(selection, position), end):
+                        yield record
                 async for record in self._archived(manifest, stream, _after(selection, position)):
                     yield record
                 position = manifest.last_id
             entries = await self._read(stream, _after(selection, position))
             if id_order(self._manifest(stream).last_id) > id_order(position):
                 continue
+            end = entries[0].entry_id if entries else await self._first_in_redis(stream)
+            async for record in self._trimmed(stream, _after(selection, position), end):
+                yield record
             if not entries:
                 return
             for record in entries:
@@ -246,8 +258,53 @@ class History:
             if not entries:
                 break
             rest = replace(rest, last_id=id_before(entries[-1].entry_id))
-        async for record in self._archived(self._manifest(stream), stream, rest, backwards=True):
+        manifest = self._manifest(stream)
+        async for record in self._archived(manifest, stream, rest, backwards=True):
             yield record
+        held = manifest.segments
+        end = held[0].first_id if held else await self._first_in_redis(stream)
+        async for record in self._trimmed(stream, rest, end, backwards=True):
+            yield record
+
+    async def _first_in_redis(self, stream: StreamName) -> str:
+        """The oldest entry of the commits; `START` where there is none, and of other streams."""
+        if self.broker is None or stream is not StreamName.COMMITS:
+            return START
+        entries = await read_raw(self.broker, stream.key(self.keys), count=1)
+        return entries[0][0] if entries else START
+
+    async def _trimmed(
+        self, stream: StreamName, selection: Selection, end: str, backwards: bool = False
+    ) -> AsyncIterator[Record]:
+        """Selected commits below `end`, from the journal in the run's folder: Redis has trimmed them, and
+        they were never archived."""
+        if stream is not StreamName.COMMITS:
+            return
+        first, below = steps_between(selection, end)
+        if first >= below:
+            return
+        held = -1 if self.run_dir is None else await asyncio.to_thread(newest_below, self.run_dir, below)
+        starts = range(first, held + 1, JOURNAL_STEPS)
+        num_missing = below - first
+        for start in reversed(starts) if backwards else starts:
+            last = min(start + JOURNAL_STEPS - 1, held)
+            assert self.run_dir is not None, "it holds some"
+            commits = await asyncio.to_thread(read_journal, self.run_dir, start, last)
+            num_missing -= len(commits)
+            for commit in reversed(commits) if backwards else commits:
+                if selection.matches(entry_id_of(commit.step), commit):
+                    yield Entry(entry_id_of(commit.step), commit)
+        if num_missing and not self._is_missing_said:
+            self._is_missing_said = True
+            where = "no folder of it is seen here" if self.run_dir is None else f"not in {self.run_dir}"
+            log.warning(
+                "%d commits of run %s below step %d have left Redis, and %s: its trainer has them in %s",
+                num_missing,
+                self.run_id,
+                below,
+                where,
+                JOURNAL_FILE,
+            )
 
     async def _read(self, stream: StreamName, selection: Selection) -> list[Record]:
         """The next entries of Redis."""
@@ -281,6 +338,14 @@ def _after(selection: Selection, position: str) -> Selection:
     if selection.first_id != "-" and id_order(selection.first_id) >= id_order(following):
         return selection
     return replace(selection, first_id=following)
+
+
+def steps_between(selection: Selection, end: str) -> tuple[int, int]:
+    """The first step that the selection's ids take, and the one after the last below the id `end` that they
+    take."""
+    first = 0 if selection.first_id == "-" else id_order(id_before(selection.first_id))[0]
+    last = end if selection.last_id == "+" else min(end, id_after(selection.last_id), key=id_order)
+    return first, id_order(id_before(last))[0]
 
 
 def _is_selected(record: Record, selection: Selection) -> bool:

@@ -3,11 +3,13 @@
 import json
 
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams.entries import START
-from tidemill.common.streams.log import Mark, MarkLostError
+from tidemill.common.streams.entries import START, id_after
+from tidemill.common.streams.log import Mark, MarkLostError, length, read_raw
 
 KEPT_COMMITS = 32
 """The newest stay, for people who watch the run."""
+KEPT_LETTERS = 256
+"""So many dead letters stay that are in no archive, for people who may put them back."""
 TRIMMED = "trimmed:{}"
 """Field of the run's state for a stream: the id below which this server has trimmed it. One that has lost the
 trim has lost the field too."""
@@ -26,6 +28,15 @@ async def trim_before(broker: Broker, key: str, entry_id: str, mark: Mark | None
     if removed < 0:
         raise MarkLostError(f"Redis has lost a mark in {mark.key}")
     return removed
+
+
+async def newest_begin(broker: Broker, key: str, num_kept: int = KEPT_LETTERS) -> str:
+    """The id below which entries lie that are not among the newest `num_kept`; perhaps not all of them, where
+    there are many. `START` where there are none."""
+    num_older = await length(broker, key) - num_kept
+    # Read from the beginning, each once: what goes, not what stays.
+    older = await read_raw(broker, key, count=min(num_older, num_kept)) if num_older > 0 else []
+    return id_after(older[-1][0]) if older else START
 
 
 async def trimmed_below(broker: Broker, state_key: str, key: str) -> str:

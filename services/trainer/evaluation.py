@@ -243,9 +243,11 @@ class Evaluator:
                     dead[letter.entry_id] = keys_lost
             if wanted <= scores.keys() | set().union(*dead.values()):
                 await self._revive(dead)
-        for trajectory in await trajectory_reader.read(READ_COUNT * len(tickets)):
-            if isinstance(trajectory, Entry) and trajectory.message.key in wanted:
-                trajectories.setdefault(trajectory.message.key, trajectory.message)
+        # All at once could be more than Redis sends to one client.
+        while entries := await trajectory_reader.read(READ_COUNT):
+            for trajectory in entries:
+                if isinstance(trajectory, Entry) and trajectory.message.key in wanted:
+                    trajectories.setdefault(trajectory.message.key, trajectory.message)
         self._letters_read = dead_reader.position
         return trajectories, scores
 

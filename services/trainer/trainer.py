@@ -228,7 +228,9 @@ class Trainer:
                 mark = await self.reconciler.mark()
 
     async def _restore_commits(self, below: int | None = None) -> None:
-        await restore_commits(self.context.broker, self.context.keys, self.durability.journal, below)
+        context, is_trimmed = self.context, self.context.config.streams.trims_commits
+        journal = self.durability.journal
+        await restore_commits(context.broker, context.keys, journal, below, is_trimmed=is_trimmed)
 
     async def _save(self) -> None:
         """Have a checkpoint before anything else is done."""

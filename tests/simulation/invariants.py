@@ -229,7 +229,7 @@ class Judge:
         if twice := [ticket for ticket, count in ends.items() if count > 1]:
             problems.append(f"ends: tickets {twice[:5]} have two ends")
         if self.schedule.setup.mixed:
-            problems += other_prompts(self.config, archive.tickets.messages, commits)
+            problems += other_prompts(self.config, self.world.history, commits)
         return problems + self._judge_digests(commits) + self._judge_advantages(commits)
 
     def _judge_waits(self, commits: list[Commit]) -> list[str]:

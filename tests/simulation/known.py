@@ -34,6 +34,23 @@ KNOWN = {
         Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1),
         (Fault(4.7, "restart", "", {"for_s": 2.9, "lose_commits": 2}),),
     ),
+    "a curriculum's tickets outlive the commits that they were drawn from": Schedule(
+        990017,
+        Setup(
+            steps=3,
+            groups_per_step=3,
+            group_size=2,
+            checkpoint_every=3,
+            rollouts=1,
+            rewards=1,
+            reward_slots=2,
+            mixed=True,
+        ),
+        (
+            Fault(5.2, "restart", "", {"for_s": 0.79, "lose_commits": 4}),
+            Fault(8.8, "kill", "trainer", {"step": "unsent", "count": 8}),
+        ),
+    ),
     "versions of a future that is lost": Schedule(
         1164,
         Setup(steps=6, groups_per_step=1, group_size=2, evaluation=True, rollouts=1, rewards=1),

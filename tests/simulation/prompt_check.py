@@ -2,27 +2,55 @@
 
 from collections.abc import Sequence
 
+from tests.simulation.history import History, Record
 from tidemill.common.config import RunConfig
-from tidemill.common.wire.messages import Commit, Ticket
+from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import load_tokenizer, load_training_prompts
 
 
-def other_prompts(config: RunConfig, tickets: Sequence[Ticket], commits: Sequence[Commit]) -> list[str]:
+def other_prompts(config: RunConfig, history: History, commits: Sequence[Commit]) -> list[str]:
     """What is wrong with the prompts of the tickets; nothing where the run is undisturbed or was resumed.
 
-    Redis may have lost tickets that were trained, which nobody issues again: then nothing can be said.
+    Redis may have lost tickets that were trained, which nobody issues again: then nothing can be said. And
+    nothing of a ticket that is older than a commit it follows from: that one came in place of one that Redis
+    has lost.
     """
-    if sorted(ticket.ticket for ticket in tickets) != list(range(len(tickets))):
+    tickets = [record for record in history.of("prompts") if not record.is_foreign]
+    tickets.sort(key=lambda record: record.message.ticket)
+    if [record.message.ticket for record in tickets] != list(range(len(tickets))):
         return []
     sources = load_training_prompts(config.data, load_tokenizer(config.model.path), config.seed)
     plan = PromptPlan(sources, config)
     for commit in commits:
         plan.take_commit(commit)
-    problems = []
-    for ticket in sorted(tickets, key=lambda ticket: ticket.ticket):
+    first = _first_written(history)
+    committed = [first["commits", _bytes(record)] for record in _records_of(history, commits)]
+    problems, newest, horizon = [], -1, 0
+    for record in tickets:
+        ticket = record.message
         fields = plan.fields(ticket.ticket, ticket.min_version)
+        newest = max([newest, *committed[horizon : ticket.min_version]])
+        horizon = max(horizon, ticket.min_version)
         expected, found = (fields["source"], fields["row"]), (ticket.source, ticket.row)
-        if expected != found:
+        if expected != found and newest < first["prompts", _bytes(record)]:
             problems.append(f"prompts: ticket {ticket.ticket} has {found}, and the commits give {expected}")
     return problems
+
+
+def _first_written(history: History) -> dict[tuple[str, bytes], int]:
+    """Where in the history each ticket and commit stands first: those that were lost are given back."""
+    first: dict[tuple[str, bytes], int] = {}
+    for index, record in enumerate(history.records):
+        if record.stream in ("prompts", "commits"):
+            first.setdefault((record.stream, _bytes(record)), index)
+    return first
+
+
+def _records_of(history: History, commits: Sequence[Commit]) -> list[Record]:
+    by_message = {id(r.message): r for r in history.records if r.stream == "commits"}
+    return [by_message[id(commit)] for commit in commits]
+
+
+def _bytes(record: Record) -> bytes:
+    return record.fields[b"p"]

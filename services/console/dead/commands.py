@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -217,11 +218,13 @@ def drop_letters(choice: LetterChoice, is_sure: bool) -> int:
 class _Run:
     broker: Broker
     keys: Keys
+    run_dir: Path
     config: RunConfig
     wanted: LetterChoice
 
     async def requeuer(self) -> Requeuer:
-        return Requeuer(self.broker, self.keys, self.config, await TicketEnds.read(self.broker, self.keys))
+        ends = await TicketEnds.read(self.broker, self.keys, self.run_dir)
+        return Requeuer(self.broker, self.keys, self.config, ends)
 
 
 async def _with_run(choice: LetterChoice, work: Callable[[_Run], Awaitable[T]]) -> T:
@@ -235,7 +238,7 @@ async def _open(choice: LetterChoice) -> AsyncIterator[_Run]:
     folder = find_run(choice.run_id, folder_of_runs(choice.runs_dir))
     async with connected(folder) as broker:
         keys = Keys(folder.run_id)
-        yield _Run(broker, keys, await read_config(broker, keys), choice)
+        yield _Run(broker, keys, folder.path, await read_config(broker, keys), choice)
 
 
 async def _read(run: _Run) -> list[Letter]:

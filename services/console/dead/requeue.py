@@ -14,6 +14,7 @@ evaluations in progress, and for messages that only a newer release can read.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tidemill.common.config import RunConfig
 from tidemill.common.history import History
@@ -49,11 +50,11 @@ class TicketEnds:
     is_finished: bool = False
 
     @classmethod
-    async def read(cls, broker: Broker, keys: Keys) -> "TicketEnds":
+    async def read(cls, broker: Broker, keys: Keys, run_dir: Path | None = None) -> "TicketEnds":
         """Read a run's commits, tickets and state."""
         state = await read_state(broker, keys)
         evaluated = frozenset(item.get("version", -1) for item in state.get("evaluations") or [])
-        outcomes = await TicketOutcomes.read(History(keys.run_id, None, broker))
+        outcomes = await TicketOutcomes.read(History(keys.run_id, run_dir, broker))
         return cls(outcomes, evaluated, state.get("status") == FINISHED)
 
     def of(self, ticket: int, lane: Lane, version: int | None = None) -> str:

@@ -26,6 +26,7 @@ from tidemill.services.console.plan.sizing import (
     Plan,
     Workers,
     archive_backlog,
+    commits_held,
     disk_bytes,
     least_step,
     limit_of_scores,
@@ -110,7 +111,7 @@ def _needs(plan: Plan) -> list[tuple[str, str]]:
         (
             "Redis",
             f"{size(memory)}: {records_held(config):,} trajectories and scores, {each}, and the commits of "
-            f"{config.trainer.steps:,} steps{backlog}. maxmemory of at least {size(2 * memory)}",
+            f"{commits_held(config):,} steps{backlog}. maxmemory of at least {size(2 * memory)}",
         )
     )
     disk = disk_bytes(config, times, plan.model_bytes)

@@ -35,7 +35,7 @@ BYTES_OF_ADAM = 12
 """A checkpoint holds a parameter and two moments in float32."""
 BYTES_OF_A_PARAMETER = 2
 BYTES_OF_A_SAMPLE, BYTES_OF_A_COMMIT = 16, 2000
-"""What stays in the commits stream to the end of a run."""
+"""What a step takes in the commits stream."""
 BYTES_OF_A_TOKEN = 4
 BYTES_OF_AN_ENTRY = 500
 """Control fields of a trajectory and its score, and Redis's own share."""
@@ -184,14 +184,25 @@ def limit_of_scores(config: RunConfig, times: StageTimes) -> tuple[str, float]:
     return found
 
 
-def records_held(config: RunConfig) -> int:
-    """Trajectories that Redis holds at most: those under way; without an archive also those since the oldest
-    kept checkpoint."""
+def _steps_kept(config: RunConfig) -> int:
+    """Steps whose entries Redis holds though they are trained: those since the oldest kept checkpoint, where
+    the archive does not have them."""
     trainer = config.trainer
     is_trimmed = config.streams.trim and trainer.checkpoint_every > 0
     kept = trainer.checkpoint_every * trainer.keep_checkpoints if is_trimmed else trainer.steps
     kept = 0 if config.streams.trim and config.streams.archive.enabled else kept
-    steps = 1 + trainer.max_staleness + min(kept, trainer.steps)
+    return min(kept, trainer.steps)
+
+
+def commits_held(config: RunConfig) -> int:
+    """Commits that Redis holds at most."""
+    return min(config.trainer.steps, _steps_kept(config) + KEPT_COMMITS)
+
+
+def records_held(config: RunConfig) -> int:
+    """Trajectories that Redis holds at most: those under way, and those of the steps that are kept."""
+    trainer = config.trainer
+    steps = 1 + trainer.max_staleness + _steps_kept(config)
     return steps * trainer.groups_per_step * config.largest_group_size
 
 
@@ -207,9 +218,7 @@ def redis_bytes(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:
     trainer = config.trainer
     records = records_held(config) * (bytes_of_a_record or longest_record(config))
     a_step = BYTES_OF_A_COMMIT + BYTES_OF_A_SAMPLE * trainer.groups_per_step * config.largest_group_size
-    is_archived = config.streams.trim and config.streams.archive.enabled
-    num_commits = min(trainer.steps, KEPT_COMMITS) if is_archived else trainer.steps
-    return int(records + num_commits * a_step) + archive_backlog(config, bytes_of_a_record)
+    return int(records + commits_held(config) * a_step) + archive_backlog(config, bytes_of_a_record)
 
 
 def archive_backlog(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:

@@ -120,8 +120,8 @@ class TeacherReward:
         await self._calls.close()
 
     async def _rows(self, sample: RewardSample) -> list[Row]:
-        """All segments. A prompt of the teacher's own stands where that of the first segment stood: the
-        row's, with what an environment added before the model's first token.
+        """All segments. A prompt of the teacher's own stands where the shortest of their prompts stood, with
+        which all have to begin: the row's, with what an environment added before the model's first token.
 
         Raises:
             AttemptError: a rewritten history does not begin with the row's prompt.
@@ -129,11 +129,12 @@ class TeacherReward:
         if self._prompt is None:
             return [Row(s.prompt_ids, s.completion_ids, s.mask) for s in sample.segments]
         own = await self._ids(self._prompt.of(sample), sample)
-        old, rows = sample.segments[0].prompt_ids, []
+        # Segments are in the order of their last answers: the one that the session began with may be any.
+        old, rows = min((segment.prompt_ids for segment in sample.segments), key=len), []
         for number, segment in enumerate(sample.segments):
             if not np.array_equal(segment.prompt_ids[: len(old)], old):
                 raise AttemptError(
-                    f"segment {number} of the session does not begin with the first one's prompt: there is "
+                    f"segment {number} of the session does not begin with the shortest prompt: there is "
                     "no place for the teacher's own; leave prompt_column and template out for such sessions",
                     is_final=True,
                     kind="prompt",

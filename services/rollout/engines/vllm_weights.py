@@ -38,6 +38,7 @@ class RankWeights:
         self._changes: list[Change] = []
         self._version: StagedVersion | None = None
         self._memory = HostMemory()
+        self._stream: Any = None
 
     @property
     def _device(self) -> torch.device:
@@ -75,7 +76,7 @@ class RankWeights:
         if files:
             base = read_tensors([Path(file) for file in files])
             if self._is_copied(base):
-                with _beside(self._device):
+                with self._beside():
                     tensors = checkpoint_tensors(base, paths)
                     self._version = StagedVersion(self.held, tensors, self._memory)
             else:
@@ -83,9 +84,23 @@ class RankWeights:
             return {}
         if not self._is_plain:
             raise ValueError("what this engine holds cannot be read back, so it takes whole versions only")
-        with _beside(self._device):
+        with self._beside():
             change, self._changes = self.held.stage(paths, self._disowned)
         return {"low": change.low, "high": change.high}
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU, work on a stream of its own, complete at the end: what reads its results is vLLM's
+        stream, which knows nothing of this one. This thread's stream would be that of device 0, or vLLM's."""
+        if self._device.type != "cuda":
+            yield
+            return
+        # One for all versions: torch keeps what is freed for the stream that had it, so that each other one
+        # would take a version's memory again.
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     def apply(self) -> int:
         """Write what was staged; returns how many values the parameters do not hold afterwards, or 1 where
@@ -175,16 +190,3 @@ class RankWeights:
         return sum(
             piece.num_wrong(tensor) for name, tensor in tensors for piece in self.held.pieces.get(name, [])
         )
-
-
-@contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """On a GPU, work on a stream of its own, complete at the end: what reads its results is vLLM's stream,
-    which knows nothing of this one. This thread's stream would be that of device 0, or vLLM's own."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()

@@ -175,8 +175,8 @@ class AgentPlayer:
             if silent_s >= self._budget.call_timeout_s or now >= deadline:
                 if session.histories.recorded:
                     # Once the model has answered, what runs may be its doing, and that it never ends too.
-                    if session.end == "done":
-                        session.reach("timeout")
+                    # Whatever turn ends before the program is killed, the session has not ended by itself.
+                    session.reach("timeout" if session.end == "done" else session.end)
                     return Result(self._section.program_error_value)
                 raise EnvironmentFaultError(
                     f"the agent neither asked the model nor ended for {silent_s:.0f} s "

@@ -216,7 +216,9 @@ class Histories:
         assert history.last_answer is not None
         said = history.last_answer.text.strip()
         text = self._decode(turn_ids)
-        start = text.rfind(said) - (len(ours) - len(said))  # before the turn where its answer was prefilled
+        if (found := text.rfind(said)) < 0:  # a parser has made it of what was sampled
+            return 0, ""
+        start = found - (len(ours) - len(said))  # before the turn where its answer was prefilled
         num_common = num_shared(ours, theirs)
         if num_common == len(ours):  # only the token that ended the turn goes
             is_ended = history.is_closed and not self._decode(turn_ids[-1:])

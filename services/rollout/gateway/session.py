@@ -193,8 +193,9 @@ class GatewaySession:
         for number, history in enumerate(recorded):
             start = history.num_prompt_messages if history is opening else 0
             shared = [num_shared(history.identities, earlier.identities) for earlier in recorded[:number]]
-            messages = history.messages[max([start, *shared]) :]
-            if history is opening and history.prefill:  # a part of the prompt
+            begun = max([start, *shared])
+            messages = history.messages[begun:]
+            if history is opening and begun == start and history.prefill:  # a part of the prompt
                 messages[0] = messages[0] | {"content": messages[0]["content"].removeprefix(history.prefill)}
             said += messages
         return said

@@ -5,8 +5,13 @@ Which outcomes decide does not depend on timing. A ticket is drawn from what the
 `min_version` came to, or that of a ticket before it, whichever is greater: admission has waited for these
 steps, so they are committed whenever the ticket is issued, in a resumed run too. Draws and outcomes come in
 one order, so the same commits give the same prompts. A deck is a state machine of these two.
+
+Where Redis has lost commits and still has tickets that were drawn from them, these tickets stand with the
+prompts that they have. The decks wait: they draw for such a ticket when its steps are committed again, so
+that every ticket after them has the prompt that the commits give.
 """
 
+from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
@@ -132,6 +137,7 @@ class Curriculum:
     """The decks of all sources, and the outcomes that wait until a ticket may be drawn from them."""
 
     def __init__(self, sources: Sequence[PromptSource], config: CurriculumConfig) -> None:
+        self._sources, self._config = sources, config
         self.decks = [Deck(source, config) for source in sources]
         self._by_name = {source.name: deck for source, deck in zip(sources, self.decks, strict=True)}
         self.places: dict[int, int] = {}
@@ -140,28 +146,67 @@ class Curriculum:
         """Outcomes of replaced groups that no commit tells of yet, by ticket."""
         self._num_drawn = 0
         self._horizon = 0
+        self._queue: deque[tuple[int, int]] = deque()
+        """Source and `min_version` of the tickets from `_num_drawn` on that the decks have not drawn yet."""
         self._waiting: dict[int, list[Outcome]] = {}
         """Outcomes by the step that told them."""
 
     def place_of(self, number: int, source: int, min_version: int) -> int:
         """The place of a ticket's prompt: drawn where it is the next one, else what was drawn."""
-        if number in self.places:
-            return self.places[number]
-        if number != self._num_drawn:
-            raise ValueError(f"ticket {number} cannot be drawn: the next one is {self._num_drawn}")
-        self._num_drawn += 1
-        self._horizon = max(self._horizon, min_version)
-        for step in sorted(step for step in self._waiting if step < self._horizon):
-            for name, row, num_solved, num_scored in self._waiting.pop(step):
-                if name in self._by_name:
-                    self._by_name[name].learn(row, num_solved, num_scored)
-        self.places[number] = self.decks[source].draw()
+        if number not in self.places:
+            place = self._take(number, source, min_version)
+            self.places[number] = self._draw_ahead() if place is None else place
         return self.places[number]
+
+    def adopt(self, number: int, source: int, min_version: int, issued: int | None) -> None:
+        """Take in the next ticket, which an earlier process issued with the prompt in the place `issued`."""
+        if issued is None:
+            self.place_of(number, source, min_version)
+        else:
+            self._take(number, source, min_version)
+            self.places[number] = issued
 
     def take_commit(self, commit: Commit) -> None:
         """Keep what a committed step came to until tickets may be drawn from it."""
         self._waiting[commit.step] = list(commit.outcomes)
         self.forget_told({ticket for ticket, index, _ in commit.dropped if index < 0})
+        self._draw_queued(self._num_committed)
+
+    @property
+    def _num_committed(self) -> int:
+        """Steps whose outcomes came in."""
+        return max(self._horizon, 1 + max(self._waiting, default=-1))
+
+    def _take(self, number: int, source: int, min_version: int) -> int | None:
+        """Queue the next ticket; returns what the decks give it, None while they have to wait."""
+        if number != (following := self._num_drawn + len(self._queue)):
+            raise ValueError(f"ticket {number} cannot be drawn: the next one is {following}")
+        self._queue.append((source, min_version))
+        return self._draw_queued(self._num_committed)
+
+    def _draw_queued(self, num_committed: int) -> int | None:
+        """Draw for the queued tickets, in order, up to one that follows from more than these steps. Returns
+        the place of the last ticket, None where that is not drawn now."""
+        place = None
+        while self._queue and self._queue[0][1] <= num_committed:
+            source, min_version = self._queue.popleft()
+            self._num_drawn += 1
+            self._horizon = max(self._horizon, min_version)
+            for step in sorted(step for step in self._waiting if step < self._horizon):
+                for name, row, num_solved, num_scored in self._waiting.pop(step):
+                    if name in self._by_name:
+                        self._by_name[name].learn(row, num_solved, num_scored)
+            place = self.decks[source].draw()
+        return None if self._queue else place
+
+    def _draw_ahead(self) -> int:
+        """The place of the last ticket in the queue, from what is committed by now: a replacement cannot wait
+        for the step that waits for it. The decks themselves stay as they are."""
+        ahead = Curriculum(self._sources, self._config)
+        ahead.restore(self.state())
+        place = ahead._draw_queued(max(min_version for _, min_version in self._queue))
+        assert place is not None
+        return place
 
     def forget_told(self, tickets: Set[int]) -> None:
         """A commit has told of these replaced groups."""
@@ -172,6 +217,7 @@ class Curriculum:
         return {
             "num_drawn": self._num_drawn,
             "horizon": self._horizon,
+            "queue": [list(item) for item in self._queue],
             "places": [list(item) for item in self.places.items()],
             "untold": [[ticket, *outcome] for ticket, outcome in self.untold.items()],
             "waiting": [[step, [list(item) for item in told]] for step, told in self._waiting.items()],
@@ -181,6 +227,8 @@ class Curriculum:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state."""
         self._num_drawn, self._horizon = int(state["num_drawn"]), int(state["horizon"])
+        # Older releases drew for every ticket at once.
+        self._queue = deque((int(source), int(version)) for source, version in state.get("queue", ()))
         self.places = {int(ticket): int(place) for ticket, place in state["places"]}
         self.untold = {int(ticket): _outcome(values) for ticket, *values in state["untold"]}
         self._waiting = {int(step): [_outcome(item) for item in told] for step, told in state["waiting"]}

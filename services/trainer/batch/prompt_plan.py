@@ -8,7 +8,6 @@ resumed run issues the same prompts, and a ticket that Redis has lost is issued 
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-import structlog
 import xxhash
 
 from tidemill.common.config import RunConfig
@@ -18,8 +17,6 @@ from tidemill.services.trainer.batch.curriculum import Curriculum
 from tidemill.services.trainer.batch.mixture import Mixture
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
-
-log = structlog.get_logger(__name__)
 
 
 class PromptPlan:
@@ -64,12 +61,9 @@ class PromptPlan:
         """Take in a ticket that an earlier process has issued, the next one."""
         if self._curriculum is None:
             return
-        source, prompt = self._prompt_of(ticket.ticket, ticket.min_version)
-        if prompt.row != ticket.row:
-            # Its commits are of a history that Redis and trainer have lost; what was issued stands.
-            log.warning("an adopted ticket has another prompt than planned", ticket=ticket.ticket)
-            if (place := self.sources[source].place_of(ticket.row)) is not None:
-                self._curriculum.places[ticket.ticket] = place
+        source = self._source_of(ticket.ticket)
+        issued = self.sources[source].place_of(ticket.row)
+        self._curriculum.adopt(ticket.ticket, source, ticket.min_version, issued)
         if ticket.outcome is not None:
             self._curriculum.untold[ticket.replaces] = ticket.outcome
 

@@ -78,13 +78,15 @@ class ArchiveJobs:
 
     async def _may_fill_a_segment(self, until: Mapping[StreamName, str]) -> bool:
         """Whether some stream is large enough, by Redis's own estimate, or with the payloads beside it."""
-        wanted = self.context.config.streams.archive.segment_mb * MIB
+        streams = self.context.config.streams
+        wanted = streams.archive.segment_mb * MIB
         broker, keys = self.context.broker, self.context.keys
         try:
             sizes = [await memory_bytes(broker, stream.key(keys)) for stream in until]
         except BrokerError:
             return True  # this user may not ask; the archiver looks for itself
-        if max(sizes, default=0) < wanted and StreamName.TRAJECTORIES in until:
+        may_claim = streams.claim_check_bytes > 0 and StreamName.TRAJECTORIES in until
+        if max(sizes, default=0) < wanted and may_claim:  # all entries are read for it
             last, key = until[StreamName.TRAJECTORIES], keys.trajectories()
             sizes.append(sum([claim.num_bytes async for claim in claims_in(broker, key, last)]))
         return max(sizes, default=0) >= wanted

@@ -53,7 +53,7 @@ class ArchivedHistory:
 
     def read(self) -> History:
         """Both as one."""
-        return History(self.keys.run_id, self.run_dir if self.is_used else None, self.broker)
+        return History(self.keys.run_id, self.run_dir, self.broker)
 
     async def begins_at_start(self) -> bool:
         """Whether tickets and commits go back to the first one, so that all can be replayed."""

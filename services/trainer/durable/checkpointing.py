@@ -5,6 +5,7 @@ a restart replays it from the archive. Dead letters go below the oldest kept che
 an archive all does: an entry goes only when every whole checkpoint on the disk can do without it, and not
 before there are `keep_checkpoints` of them; checkpoints of earlier processes count too. A checkpoint counts
 when it has its name, which may be some steps after its state was taken: until then the ones before it do.
+Commits are in the journal as well, and the newest stay for people who watch, as the newest dead letters do.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest, note_needed, note_trim
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import StorageError
+from tidemill.common.history.journal import journal_steps
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.streams import (
     START,
@@ -35,7 +37,7 @@ from tidemill.common.streams import (
     trim_before,
 )
 from tidemill.common.streams.selection import StreamName
-from tidemill.common.streams.trimming import KEPT_COMMITS
+from tidemill.common.streams.trimming import KEPT_COMMITS, newest_begin
 from tidemill.common.telemetry import metrics
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler, RunStreams
@@ -308,9 +310,20 @@ class Checkpointer:
             StreamName.PROMPTS: entry_id_of(_first_open_ticket(oldest)),
             StreamName.WEIGHTS: entry_id_of(keep_from),
         }
-        if self.trimmer.archives:
-            below[StreamName.DEAD] = positions.get(DEAD, START)
+        dead = positions.get(DEAD, START)
+        if not self.trimmer.archives:
+            below[StreamName.COMMITS] = await self._journalled(oldest.version - KEPT_COMMITS)
+            dead = min(dead, await newest_begin(self.context.broker, self.context.keys.dead), key=id_order)
+        below[StreamName.DEAD] = dead
         await self.trimmer.let_go(below, history, is_urgent)
+
+    async def _journalled(self, wanted: int) -> str:
+        """The id of step `wanted`, where the journal holds all that Redis has below it; `START` where not: of
+        an older release, or damaged, it may begin later."""
+        held = await asyncio.to_thread(journal_steps, self.context.run_dir)
+        first = await read_raw(self.context.broker, self.context.keys.commits, count=1)
+        is_held = bool(first) and id_order(entry_id_of(held.start)) <= id_order(first[0][0])
+        return entry_id_of(wanted) if is_held and 0 < wanted <= held.stop else START
 
     async def _positions(self, state: TrainerState, history: int) -> dict[str, str]:
         """From where this checkpoint would read: below its positions, where Redis has lost its tail since."""

@@ -9,9 +9,8 @@ history is what Redis holds.
 
 import json
 import os
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from pathlib import Path
-from typing import Any
 
 import structlog
 import xxhash
@@ -19,8 +18,10 @@ import xxhash
 from tidemill.common.errors import TidemillError
 from tidemill.common.files import append_durably, storage_errors
 from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.history.journal import JOURNAL_FILE, commit_of, document_of
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import (
+    START,
     Entry,
     Garbled,
     Mark,
@@ -31,6 +32,7 @@ from tidemill.common.streams import (
     last_id,
     read_range,
 )
+from tidemill.common.streams.trimming import KEPT_COMMITS
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
@@ -38,8 +40,6 @@ from tidemill.services.trainer.batch.strays import is_stray, move_strays_aside
 
 log = structlog.get_logger(__name__)
 
-JOURNAL_FILE = "commits.jsonl"
-"""Below the run's folder: a line for each step."""
 CUT_OFF_FILE = "commits.cut-off.jsonl"
 """Beside it: what was not whole at the start of a trainer, and all behind it."""
 
@@ -73,7 +73,9 @@ class CommitJournal:
         """Make a commit durable; replaces one of the same step, and forgets all above it. Raises
         StorageError: the disk is full or read-only. Nothing of it is there; call again."""
         if commit.step not in range(self._first, self.next_step + 1):
-            self._cut_to(0)  # what lies before a gap could not be given back either
+            # What lies before a gap could not be given back either; but nobody else may have it.
+            self._keep_cut_off(0)
+            self._cut_to(0)
         elif commit.step < self.next_step:
             self.cut(commit.step)
         if not self._ends:
@@ -85,6 +87,12 @@ class CommitJournal:
         append_durably(self.path, line, "the journal of commits", end)
         self._ends.append(end + len(line))
 
+    def has(self, commit: Commit) -> bool:
+        """Whether it holds this very commit, and not another one of the same step."""
+        # Compared as bytes: a metric that is not a number differs from itself.
+        ours = codec.encode_payload(commit)
+        return commit.step in self.steps and codec.encode_payload(self.read(commit.step)) == ours
+
     def read(self, step: int) -> Commit:
         """The commit of a step in `steps`."""
         place = step - self._first
@@ -92,7 +100,7 @@ class CommitJournal:
         with open(self.path, "rb") as file:
             file.seek(start)
             line = file.read(self._ends[place] - start)
-        return codec.decode_payload(b64decode(_document_of(line)["commit"]), Commit)
+        return commit_of(document_of(line))
 
     def cut(self, below: int) -> None:
         """Forget all steps from `below` on."""
@@ -115,7 +123,7 @@ class CommitJournal:
         with open(self.path, "rb") as file:
             for line in file:
                 try:
-                    step = int(_document_of(line)["step"])
+                    step = int(document_of(line)["step"])
                     if self._ends and step != self.next_step:
                         raise ValueError(f"step {step} follows step {self.next_step - 1}")
                 except (ValueError, KeyError, TypeError) as error:
@@ -126,34 +134,30 @@ class CommitJournal:
                 end += len(line)
                 self._ends.append(end)
         if problem:
-            kept = self.path.with_name(CUT_OFF_FILE)
             log.warning(
                 "the journal of commits is cut off where it is not whole",
                 problem=problem,
                 left=end,
-                kept=str(kept),
+                kept=CUT_OFF_FILE,
             )
-            append_durably(kept, self.path.read_bytes()[end:], "what is cut off the journal of commits")
+            self._keep_cut_off(end)
             with storage_errors("the journal of commits", self.path):
                 os.truncate(self.path, end)
 
-
-def _document_of(line: bytes) -> dict[str, Any]:
-    """Raises ValueError, KeyError or TypeError where the line is not whole."""
-    document: dict[str, Any] = json.loads(line)
-    if not line.endswith(b"\n") or document["checksum"] != xxhash.xxh3_128_hexdigest(
-        document["commit"].encode()
-    ):
-        raise ValueError("a line does not match its checksum")
-    return document
+    def _keep_cut_off(self, start: int) -> None:
+        """Copy what lies behind `start` to the file beside."""
+        if rest := self.path.read_bytes()[start:] if self.path.exists() else b"":
+            kept = self.path.with_name(CUT_OFF_FILE)
+            append_durably(kept, rest, "what is cut off the journal of commits")
 
 
 async def restore_commits(
-    broker: Broker, keys: Keys, journal: CommitJournal, below: int | None = None
+    broker: Broker, keys: Keys, journal: CommitJournal, below: int | None = None, *, is_trimmed: bool = False
 ) -> None:
     """Append again what is missing at the end of the commits, of steps below `below`.
 
-    Only for steps that a checkpoint covers: of others, the records they were trained on may be gone.
+    Only for steps that a checkpoint covers: of others, the records they were trained on may be gone. Where
+    the run trims them (`is_trimmed`), an emptied Redis gets the newest back and no more.
 
     Raises:
         TidemillError: some are missing that the journal does not hold: history would have a hole.
@@ -169,6 +173,8 @@ async def restore_commits(
             f"{journal.path} does not hold them: going on would leave a hole in the run's history. "
             "Restore Redis or that file from a backup, or start a new run from the last version's weights."
         )
+    if is_trimmed and last == id_order(START):
+        steps = steps[-KEPT_COMMITS:]
     if lost := await append_missing(broker, keys.commits, steps, journal.read):
         log.warning("appended commits again that Redis has lost", first=lost[0], count=len(lost))
 

@@ -124,9 +124,13 @@ class Replayer:
             await self._check_archive(commits, needed)
             self._positions = await self.join.standing_positions()
         for commit in commits:
-            await on_disk(self.context, self.journal.append, commit)
+            # What it holds already may be there alone, with more behind it: to append would cut that off.
+            if not self.journal.has(commit):
+                await on_disk(self.context, self.journal.append, commit)
             # A curriculum has drawn the tickets that are adopted now from what these steps came to.
             self.scheduler.prompts.take_commit(commit)
+        # Those that only the journal has are forgotten: the records they were trained on may be gone.
+        await on_disk(self.context, self.journal.cut, version + len(commits))
         adopted = await self.scheduler.adopt_issued(history)
         self.join.expect(list(self.scheduler.outstanding.values()))
         told = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
@@ -141,10 +145,8 @@ class Replayer:
         return commits
 
     async def _restore_commits(self, version: int) -> None:
-        """Give Redis back the commits that the checkpoint of `version` covers. Those above it that only the
-        journal has are forgotten: the records they were trained on may be gone."""
+        """Give Redis back the commits that the checkpoint of `version` covers."""
         broker, keys = self.context.broker, self.context.keys
-        await on_disk(self.context, self.journal.cut, version)
         if self.journal.next_step < version:  # of an older release, or damaged: Redis may have them all
             try:
                 known = await read_commits(broker, keys, self.journal.next_step, self.archived.read())
@@ -154,7 +156,8 @@ class Replayer:
             for commit in known:
                 if commit.step < version:
                     await on_disk(self.context, self.journal.append, commit)
-        await restore_commits(broker, keys, self.journal, below=version)
+        is_trimmed = self.context.config.streams.trims_commits
+        await restore_commits(broker, keys, self.journal, version, is_trimmed=is_trimmed)
 
     async def repair_archive(self) -> None:
         """List again what a torn manifest has lost, before anything is read. Raises StoppedError."""

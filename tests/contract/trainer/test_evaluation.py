@@ -12,14 +12,17 @@ from tests.support.training import lose_tail, make_context, make_score, messages
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import OUTPUT_LIMIT
 from tidemill.common.streams import START, OffsetReader, append, ensure_group, entry_id_of, last_id
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Ticket
+from tidemill.services.trainer import evaluation
 from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.durable.checkpointing import Trimmer
 from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator
 
 EVAL = Lane.EVAL
+LIMIT = "client-output-buffer-limit"
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -180,6 +183,19 @@ class TestInterrupted:
         results = await second
         assert (results["a"].score, results["a"].num_failed, results["b"].num_failed) == (0.75, 0, 2)
         assert await _num_tickets(broker, keys) == 3
+
+    async def test_a_restarted_trainer_reads_more_samples_than_redis_answers_at_once(
+        self, make, publish, broker, monkeypatch
+    ):
+        monkeypatch.setattr(evaluation, "READ_COUNT", 2)
+        samples = {(ticket, index): 1.0 for ticket in range(8) for index in range(2)}
+        await publish(samples, text="x" * 100_000)
+        await broker.execute("CONFIG", "SET", LIMIT, f"normal {4 * 100_000} 0 0")
+        try:
+            results = await evaluated(make(7, 1), 0)
+        finally:
+            await broker.execute("CONFIG", "SET", LIMIT, " ".join(OUTPUT_LIMIT))
+        assert (results["a"].num_samples, results["b"].num_samples) == (14, 2)
 
     async def test_streams_are_kept_until_the_results_are_safe(self, make, publish, broker, keys):
         values = {(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)}

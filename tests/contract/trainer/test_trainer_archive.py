@@ -33,6 +33,7 @@ from tidemill.services.trainer.durable import archive_requests
 from tidemill.services.trainer.durable.checkpointing import Trimmer
 from tidemill.services.trainer.service import serve
 
+ARCHIVE = {"enabled": True, "segment_mb": 0.02}
 ONE_SERVER = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 
 
@@ -42,7 +43,7 @@ async def context(
 ) -> ServiceContext:
     monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
     monkeypatch.setenv("TIDEMILL_RUNS_DIR", str(tmp_path))
-    config = trainer_config(streams__archive={"enabled": True, "segment_mb": 0.02})
+    config = trainer_config(streams__archive=ARCHIVE)
     await publish_config(broker, keys, config)
     return make_context(broker, keys, config, tmp_path / keys.run_id)
 
@@ -69,6 +70,7 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
 ) -> None:
     """Long after the checkpoint that asked for it; the entries themselves are far smaller than a file."""
     store = ClaimStore(context.run_dir, 1)
+    context.config = trainer_config(streams__archive=ARCHIVE, streams__claim_check_bytes=1)
     context.run_dir.mkdir()
     samples = [make_trajectory(ticket, 0, text=f"{ticket:04}" * 500) for ticket in range(40)]
     await append(broker, keys.trajectories(), *map(store.check_in, samples))
@@ -127,12 +129,13 @@ async def test_where_nobody_archives_the_trainer_has_it_done_and_says_so(
 
 @ONE_SERVER
 async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(
-    context: ServiceContext, broker: Broker, keys: Keys
+    context: ServiceContext, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fill(broker, keys.trajectories(), range(1))
     (first, _), *_ = await raw(broker, keys.trajectories())
     trimmer = Trimmer(context)
     assert await memory_bytes(broker, keys.trajectories()) < 0.02 * 2**20
+    monkeypatch.setattr(archive_requests, "claims_in", None)  # no entry of this run claims a payload
     await trimmer.let_go({STREAM: f"{first}5"}, 0)
     assert trimmer.is_waiting
     assert await broker.execute("LLEN", f"rq:queue:{keys.jobs_queue}") == 0

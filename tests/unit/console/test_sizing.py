@@ -106,7 +106,7 @@ def test_redis_holds_what_is_under_way_and_what_the_oldest_checkpoint_needs() ->
     assert records_held(config_of(streams={"trim": False})) == 102 * 20
     assert held(checkpoint_every=0) == 102 * 20
     plain = config_of(streams=no_archive)
-    assert redis_bytes(plain, 1000) == records_held(plain) * 1000 + 100 * (2000 + 16 * 20)
+    assert redis_bytes(plain, 1000) == records_held(plain) * 1000 + (20 + 32) * (2000 + 16 * 20)
 
 
 def test_redis_holds_what_waits_for_the_archive_as_far_as_there_is_so_much() -> None:

@@ -18,7 +18,13 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.outcome import AttemptError, Part, RewardOutcome
-from tidemill.services.reward.remote.teacher import Row, TeacherPrompt, check_teacher, read_logprobs
+from tidemill.services.reward.remote.teacher import (
+    Row,
+    TeacherPrompt,
+    TeacherReward,
+    check_teacher,
+    read_logprobs,
+)
 from tidemill.services.reward.rewards.cache import _digest
 from tidemill.services.reward.rewards.group_scoring import GroupResult
 from tidemill.services.reward.sample import RewardSample
@@ -193,6 +199,18 @@ class TestOwnPrompt:
         with pytest.raises(AttemptError, match=said) as caught:
             self.of(self.sample(other=1, **extra), prompt_column="hint")
         assert caught.value.is_final and "other" in str(caught.value)
+
+    async def test_stands_where_the_rows_prompt_stood_in_whatever_order_segments_are(self) -> None:
+        class Teacher(TeacherReward):
+            async def _ids(self, prompt: Any, sample: RewardSample) -> list[int]:
+                return [90, 91]
+
+        config = TeacherConfig(base_urls=("http://teacher",), prompt_column="hint")
+        teacher = Teacher("wise", config, None, None)  # type: ignore[arg-type]
+        branch, main = make_segment((3, 4, 5, 6), (7,)), make_segment((3, 4), (5,), (8,), (9,))
+        session = make_session(0, 1, branch, main, extra={"hint": "a"})
+        rows = await teacher._rows(RewardSample.from_trajectory(session, Lane.TRAIN))
+        assert [row.ids for row in rows] == [[90, 91, 5, 6, 7], [90, 91, 5, 8, 9]]
 
     def test_a_template_that_cannot_be_filled_in_is_final(self) -> None:
         with pytest.raises(AttemptError, match="the teacher's template") as caught:

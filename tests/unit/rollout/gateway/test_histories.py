@@ -136,6 +136,13 @@ async def test_a_branch_from_one_answer_leaves_another_that_is_like_it_untouched
     assert run.decode(kept.completion_ids.tolist()) == first["content"]
 
 
+async def test_an_answer_that_a_parser_has_made_of_what_was_sampled_is_kept_whole_and_forked() -> None:
+    run = Run("qwen3", "It may be <|im_start|>fifty, or so I think<|im_end|>", "75<|im_end|>")
+    said = (await run.say(USER, tools=TOOLS))["content"]
+    await run.say(USER, {"role": "assistant", "content": said[:-5] + "say"}, HIGHER, tools=TOOLS)
+    run.check(forked=1)
+
+
 async def test_an_answer_that_shares_little_with_the_clients_is_kept_whole_and_forked() -> None:
     run = Run("qwen3", "Thirty-one is what I would say here.<|im_end|>", "75<|im_end|>")
     await run.say(USER)

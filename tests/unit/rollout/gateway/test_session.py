@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.models import run_config
 from tests.support.scripted_model import END, ByteChat
 from tidemill.common.wire.messages import Lane, SamplingParams, Trajectory
 from tidemill.common.wire.segments import Session
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.environments.agent import AgentPlayer
+from tidemill.services.rollout.environments.agent_programs import Result
 from tidemill.services.rollout.gateway.dialogue import Answer, Message, Question, RequestError
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
 from tidemill.services.trainer.groups.samples import make_sample
@@ -130,6 +133,30 @@ async def test_a_refused_limit_stays_while_answers_that_were_asked_for_before_ar
     run.asked[0].say("ok")
     await asking
     assert run.came_to.end == "max_turns"
+
+
+async def test_answers_alike_whose_beginning_the_client_wrote_are_said_once() -> None:
+    run = Run()
+    begun = {"role": "assistant", "content": "It is "}
+    one, other = [await run.begin(USER, begun, is_retry=False) for _ in range(2)]
+    for number, asking in ((1, other), (0, one)):  # the session's first answer comes last
+        run.asked[number].say("7")
+        await asking
+    assert len(run.trajectory.segments) == 2
+    assert run.came_to.messages[-1]["content"] == "It is 7"
+
+
+async def test_a_session_that_ran_out_of_time_is_truncated_whatever_turn_still_ends() -> None:
+    run = Run(max_tokens=6)
+    environment = {"use": "agent", "agent": "a.py:run", "session_timeout_s": 0.001}
+    player = AgentPlayer(run_config("m", rollout={"environment": environment}), lambda: CHAT, CHAT.decode)
+    program: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+    await run.turn("it is cut off", USER)
+    asking = await run.begin(*SUB)
+    await player._watched(program, run.session)  # type: ignore[arg-type]
+    run.asked[-1].say("ok")
+    await asking
+    assert (run.came_to.end, run.trajectory.finish) == ("max_tokens", "length")
 
 
 async def test_a_session_that_goes_on_after_a_limit_is_not_truncated() -> None:

@@ -164,6 +164,45 @@ class TestCurriculum:
         found.take_commit(commit(0, ("0", 0, 4, 4), dropped=(3,)))
         assert found.untold == {5: ("1", 2, 0, 4)}
 
+    def test_tickets_whose_commits_are_lost_stand_and_the_decks_draw_for_them_when_these_come_again(self):
+        """Tickets 0 and 1 follow from nothing, 2 from a step that was lost; 3 takes the place of one while
+        that step is trained again, after which rows 0 and 2 (places 0 and 1) are too easy."""
+        found = self.make(1, 5)
+        for number, version, issued in ((0, 0, 0), (1, 0, 1), (2, 1, 4)):
+            found.adopt(number, 0, version, issued)
+        assert found.place_of(3, 0, 0) == 3
+        again = self.make(1, 5)
+        again.restore(json.loads(json.dumps(found.state())))
+        assert again.state() == found.state()
+        again.take_commit(commit(0, ("0", 0, 4, 4), ("0", 2, 4, 4)))
+        assert [again.place_of(number, 0, 1) for number in (2, 3, 4, 5, 6)] == [4, 3, 4, 2, 3]
+
+    def test_what_is_settled_before_its_commits_come_again_is_forgotten(self):
+        found = self.make(1, 5)
+        found.adopt(0, 0, 1, 4)
+        found.places.pop(0)
+        found.take_commit(commit(0))
+        assert not found.places
+        assert found.place_of(1, 0, 1) == 1
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_tickets_adopted_without_their_commits_change_no_prompt_after_these_are_made_again(self, seed):
+        rng = np.random.default_rng(seed)
+        commits = [
+            commit(step, *(("0", 2 * int(rng.integers(0, 7)), int(rng.choice([0, 4])), 4) for _ in range(3)))
+            for step in range(12)
+        ]
+        tickets = [(step, max(0, step - 2)) for step in range(12) for _ in range(3)]
+        expected = reference(1, 7, [(0, version) for _, version in tickets], commits, focus=4, revisit=3)
+        found = self.make(1, 7, focus=0.25, revisit=3)
+        for number in range(15):  # those of step 4 follow from steps 0 and 1, of which none stands
+            found.adopt(number, 0, tickets[number][1], 0)
+        for number, (step, version) in enumerate(tickets):
+            if number >= 15:
+                assert found.place_of(number, 0, version) == expected[number], number
+            if number % 3 == 2:
+                found.take_commit(commits[step])
+
     @pytest.mark.parametrize("seed", range(6))
     def test_it_agrees_with_the_rule_written_down_once_more_also_when_it_is_resumed_anywhere(self, seed):
         rng = np.random.default_rng(seed)

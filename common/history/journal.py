@@ -1,0 +1,103 @@
+"""The commits in a run's folder, for readers of steps that Redis has trimmed.
+
+The trainer writes the file (`commits.jsonl`): a line for each step, consecutive, each with a checksum. Its
+last steps may not be in Redis, and then they were never committed: a reader takes none beyond what Redis has.
+"""
+
+import json
+import os
+import sys
+from base64 import b64decode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Commit
+
+JOURNAL_FILE = "commits.jsonl"
+"""Below the run's folder: a line for each step."""
+
+
+def document_of(line: bytes) -> dict[str, Any]:
+    """What a line says. Raises ValueError, KeyError or TypeError where it is not whole."""
+    document: dict[str, Any] = json.loads(line)
+    if not line.endswith(b"\n") or document["checksum"] != xxhash.xxh3_128_hexdigest(
+        document["commit"].encode()
+    ):
+        raise ValueError("a line does not match its checksum")
+    return document
+
+
+def commit_of(document: dict[str, Any]) -> Commit:
+    """The commit of a line."""
+    return codec.decode_payload(b64decode(document["commit"]), Commit)
+
+
+def read_journal(run_dir: Path, first: int, last: int) -> list[Commit]:
+    """The commits of these steps that the folder has, in order; none where there is no journal to read."""
+    try:
+        with open(run_dir / JOURNAL_FILE, "rb") as file:
+            file.seek(_place_of(file, first)[0])
+            return list(_commits_to(file, last))
+    except OSError:
+        return []
+
+
+def journal_steps(run_dir: Path) -> range:
+    """The steps that the folder has; they are consecutive."""
+    try:
+        with open(run_dir / JOURNAL_FILE, "rb") as file:
+            first = _step_of(file.readline())
+    except OSError:
+        first = None
+    return range(0) if first is None else range(first, newest_below(run_dir, sys.maxsize) + 1)
+
+
+def newest_below(run_dir: Path, step: int) -> int:
+    """The newest step of the journal below this one; -1 where there is none."""
+    try:
+        with open(run_dir / JOURNAL_FILE, "rb") as file:
+            return _place_of(file, step)[1]
+    except OSError:
+        return -1
+
+
+def _commits_to(file: BinaryIO, last: int) -> Iterator[Commit]:
+    while (step := _step_of(line := file.readline())) is not None and step <= last:
+        yield commit_of(document_of(line))
+
+
+def _place_of(file: BinaryIO, step: int) -> tuple[int, int]:
+    """Where the first line begins whose step is not below this one, and the step of the line before it.
+
+    Steps ascend, so each line that is looked at rules out half of what is left.
+    """
+    low, high, before = 0, os.fstat(file.fileno()).st_size, -1
+    while low < high:
+        middle = (low + high) // 2
+        begin = _next_line(file, middle)
+        found = _step_of(file.readline())
+        if found is None or found >= step:
+            high = middle
+        else:
+            low, before = begin + 1, found
+    return _next_line(file, low), before
+
+
+def _next_line(file: BinaryIO, offset: int) -> int:
+    """Go to the first line that begins at `offset` or behind it; returns where that is."""
+    file.seek(max(0, offset - 1))
+    if offset:
+        file.readline()  # the rest of a line that begins before; of the byte before a line, its end alone
+    return file.tell()
+
+
+def _step_of(line: bytes) -> int | None:
+    """None where the line is not whole, as at the end, where the trainer writes."""
+    try:
+        return int(document_of(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
