@@ -77,8 +77,10 @@ class TrainableGroup:
 
     @property
     def sampled(self) -> list[Trajectory]:
-        """All completions but the greedy baseline, also those that are not trained."""
-        return [trajectory for trajectory in self.source.trajectories.values() if not trajectory.is_greedy]
+        """All completions but the greedy baseline, also those that are not trained; of a sample that has
+        failed there is none."""
+        every = self.source.trajectories.values()
+        return [one for one in every if not one.is_greedy and not fault_of(one)]
 
     def trained_versions(self) -> list[Int32]:
         """For each sample, the version that produced each of its trained tokens. Shapes [A]."""

@@ -173,6 +173,7 @@ class RankPolicy(TransformersPolicy):
         if self._pretrained is not None:
             give_storage(root, self._ranks.device)
             self._pretrained.fill(self._adapters.base() if self._adapters else model_tensors(model))
+            self._ranks.meet()
         self._remember(root)
         return ShardedScorer(root, model, self._dtype, routers)
 
@@ -280,6 +281,11 @@ class RankPolicy(TransformersPolicy):
         """What rank 0 gathers in `named_parameters_for_export`."""
         for _ in self.named_parameters_for_export():
             pass
+
+    def load_state(self, source: PolicyState | Path) -> None:
+        """Each rank its shard; returns when all have theirs."""
+        super().load_state(source)
+        self._ranks.meet()
 
     def own_state(self) -> PolicyState:
         """This rank's shard; nothing where another copy of the model has the same. What is not sharded, and

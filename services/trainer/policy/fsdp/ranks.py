@@ -84,6 +84,10 @@ class Ranks:
         ended."""
         return self._gather(payload, self._control)
 
+    def meet(self) -> None:
+        """Wait for all ranks, for as long as it takes: one whose disk is slow is not one that hangs."""
+        self.gather(b"")
+
     def gather_beside(self, payload: bytes) -> list[bytes]:
         """The same, for the thread that writes weights: it may run beside all other calls."""
         return self._gather(payload, self._beside)

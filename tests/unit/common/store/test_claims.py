@@ -235,6 +235,11 @@ def test_a_sample_whose_environment_failed_has_no_score_and_is_left_out(tmp_path
     group.trajectories[1] = sent(make_trajectory(0, 1, group_size=4, fault="the board is broken"))
     outcome = GroupFilter(trainer_config(group_size=4)).apply(group, 0)
     assert isinstance(outcome, TrainableGroup) and outcome.left_out == [(1, ENVIRONMENT_FAULT)]
+    assert [completion.index for completion in outcome.sampled] == [
+        0,
+        2,
+        3,
+    ]  # an empty one is not short
 
 
 def test_a_group_that_failures_drop_says_what_is_missing(tmp_path):
