@@ -44,6 +44,8 @@ from tidemill.common.process.stand_in import StandIn
 from tidemill.common.redis.broker import WAIT_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import RUNS_DIR_VARIABLE
+from tidemill.common.wire.messages import Trajectory
+from tidemill.services.rollout.group import GroupGenerator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.prompts import load_tokenizer
 from tidemill.services.trainer.batch.stream_join import StreamJoin
@@ -166,6 +168,12 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         watch.zeroed(policy)
         zero(policy)
 
+    check_in = GroupGenerator._checked_in
+
+    async def check_in_watched(generator: GroupGenerator, sample: Trajectory) -> Trajectory:
+        watch.publishes(sample, generator.engine)
+        return await check_in(generator, sample)
+
     reread = StreamJoin.reread
 
     def reread_watched(join: StreamJoin, history: int = 0) -> None:
@@ -174,6 +182,7 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
 
     return [
         (StreamJoin, "reread", reread_watched),
+        (GroupGenerator, "_checked_in", check_in_watched),
         (tidemill.services.rollout.engines.simulated, "request_key", new_key),
         (SimulatedPolicy, "accumulate", accumulate_watched),
         (SimulatedPolicy, "update", update_watched),

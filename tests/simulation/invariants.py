@@ -58,6 +58,8 @@ class Judge:
         """All entries of a sample, by lane and key."""
         self._newest = 0
         """The newest version that was ever committed."""
+        self._ahead: set[str] = set()
+        """Ids of trajectories that named a version which nobody had committed when they came."""
 
     def see(self, record: Record) -> None:
         """An entry was appended now."""
@@ -67,8 +69,12 @@ class Judge:
         message = record.message
         if isinstance(message, Trajectory):
             lane = "eval" if record.stream.endswith(":eval") else "train"
-            self.watch.published[lane, message.key] = record
+            if not record.is_foreign:
+                self.watch.published[lane, message.key] = record
             self._samples.setdefault((lane, message.key), []).append(record)
+            # A trainer that reads it again later may find it in order.
+            if message.max_version > self._newest and self.kinds <= costs.HARMLESS | {"foreign"}:
+                self._ahead.add(record.entry_id)
         elif record.is_foreign:
             return
         elif isinstance(message, Commit):
@@ -78,6 +84,11 @@ class Judge:
             self.broken += self._judge_admission(message)
 
     def _judge_admission(self, ticket: Ticket) -> list[str]:
+        is_undisturbed = self.kinds.isdisjoint({*LOSSES, "foreign"})
+        if ticket.replaces >= 0 and ticket.step < self._newest and is_undisturbed:
+            return [
+                f"admission: ticket {ticket.ticket} of step {ticket.step} replaces one at step {self._newest}"
+            ]
         if ticket.replaces >= 0 or ticket.step <= self._newest + self.trainer.max_staleness:
             return []
         return [
@@ -105,9 +116,15 @@ class Judge:
                 if any(found.get(key) == record.message.completion_ids.tobytes() for found in trained)
             ]
             ages = [
-                commit.step - one.message.min_version if one.message.max_version <= commit.step else -1
+                -1
+                if one.message.max_version > commit.step or one.entry_id in self._ahead
+                else commit.step - one.message.min_version
                 for one in records
             ]
+            standing = [one for one in self._samples.get(("train", key), ()) if not one.is_lost]
+            is_later = any(one in records for one in standing[1:]) and standing[0] not in records
+            if is_later and "empty" not in self.kinds:
+                problems.append(f"join: step {commit.step} trained {key}, not as it came first")
             if not any(0 <= age <= self.trainer.max_staleness for age in ages):
                 problems.append(
                     f"staleness: step {commit.step} trained {key}, of tokens so many steps old: {ages}"

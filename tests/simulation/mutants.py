@@ -1,8 +1,8 @@
 """`python -m tests.simulation.mutants`: plants bugs, one at a time, and counts schedules until one is seen.
 
 Every bug of `planted.py` is put into a copy of the tree. Schedules run there, from seed 0 on, until one of
-them fails; a bug that belongs to a schedule of `known.py` has to make that one fail. The last line is JSON,
-`{"planted": ..., "caught": ...}`; the exit code is 1 where fewer than 90% of the bugs are caught.
+them fails; a bug that belongs to a schedule of `known.py` has that one run before them. The last line is
+JSON, `{"planted": ..., "caught": ...}`; the exit code is 1 where fewer than 90% of the bugs are caught.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class Mutant:
     old: str
     new: str
     kept: str = ""
-    """The schedule of `known.py` that this bug once made fail."""
+    """The schedule of `known.py` that this bug once made fail. It is the first to run."""
 
 
 class PlantError(Exception):
@@ -119,7 +120,8 @@ def _run_in(tree: Path, kept: str, num_schedules: int, answering: Connection) ->
     from tests.simulation.run import run
 
     problem, num_run = "", 0
-    for schedule in [KNOWN[kept]] if kept else map(schedule_of, range(num_schedules)):
+    first = [KNOWN[kept]] if kept else []
+    for schedule in islice(chain(first, map(schedule_of, count())), num_schedules):
         num_run += 1
         if problem := run(schedule).problem:
             break
@@ -134,7 +136,10 @@ def main() -> int:
     from tests.simulation.reverted import REVERTED
 
     options = _parser().parse_args()
-    mutants = [one for one in (*PLANTED, *REVERTED) if options.only in f"{one.name} {one.kept}"]
+    wanted = options.only or [""]
+    mutants = [
+        one for one in (*PLANTED, *REVERTED) if any(text in f"{one.name} {one.kept}" for text in wanted)
+    ]
     try:
         for mutant in mutants:
             edited(mutant, ROOT)
@@ -159,7 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--schedules", type=int, default=300, help="most for each (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="those with this in their name")
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="those with this in their name; again for more"
+    )
     return parser
 
 

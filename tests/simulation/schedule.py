@@ -90,7 +90,8 @@ class Setup:
             },
         }
         if self.sample_s > LEASE_S:
-            tree["reward"]["delay_s"] = [0.0, self.sample_s]
+            tree["reward"] |= {"delay_s": [0.0, self.sample_s], "drain_s": 1.0}
+            tree["streams"]["drain_s"] = 1.0
         if self.mixed:
             tree["data"] |= {
                 "train": [

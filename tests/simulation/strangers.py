@@ -49,7 +49,7 @@ def _poison(world: World, what: str, rng: random.Random) -> Message | None:
     if not tickets:
         return None
     ticket = codec.decode(rng.choice(tickets[-4:]).fields, Ticket)
-    if what == "old":
+    if what in ("old", "ahead"):
         ticket = codec.decode(tickets[-1].fields, Ticket)
     index = rng.randrange(ticket.group_size)
     if what == "nan_score":
@@ -57,7 +57,8 @@ def _poison(world: World, what: str, rng: random.Random) -> Message | None:
             ticket=ticket.ticket, index=index, status=ScoreStatus.OK, value=float("nan")
         )
     num_commits = len(world.history.of("commits"))
-    version = num_commits + 3 if what == "future" else max(0, ticket.min_version - 1)
+    versions = {"future": num_commits + 3, "ahead": num_commits + 2, "twin": ticket.min_version}
+    version = versions.get(what, max(0, ticket.min_version - 1))
     ids = np.array([rng.randrange(32) for _ in range(4)], np.int32)
     return Trajectory(
         ticket=ticket.ticket,

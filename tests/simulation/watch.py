@@ -99,6 +99,14 @@ class Watch:
         if max(record.at_s, self.in_contact_since(owner)) < self.world.loop.now - ON_ITS_WAY_S:
             self.broken.append(f"waste: sample {key[1]} is generated again although Redis holds it")
 
+    def publishes(self, sample: Any, engine: Any) -> None:
+        """A sample is whole, and about to be published."""
+        if sample.max_version > engine.version:
+            self.broken.append(
+                f"history: sample {sample.key} is published, of version {sample.max_version}; its engine has "
+                f"gone back to {engine.version}"
+            )
+
     # Leases.
 
     def arrives(self, server: MemoryServer, process: Process, fields: Fields) -> Answered | None:

@@ -138,9 +138,9 @@ class RemoteCalls:
                 if is_down or fault.asks_for_pause:
                     waits_for = fault
                     waits_until = waits_until or time.monotonic() + self.router.config.patience_s
-                    if time.monotonic() >= waits_until:
-                        raise self._out_of_patience(fault) from fault
                     if not self.router.has_another(tried):
+                        if time.monotonic() >= waits_until:
+                            raise self._out_of_patience(fault) from fault
                         tried.clear()  # who comes back is as good as new
                 else:
                     is_last = num_failovers == self.router.config.max_failovers

@@ -294,6 +294,21 @@ async def test_a_server_that_asks_for_pauses_for_ever_ends_the_users_patience(st
         assert caught.value.kind == "no_replica" and caught.value.is_final
 
 
+@pytest.mark.parametrize(("status", "headers"), [(429, {"Retry_After": "30"}), (500, {})])
+async def test_without_patience_another_server_is_asked_all_the_same(
+    stage: Stage, status: int, headers: dict[str, str]
+) -> None:
+    async with servers(2) as (gone, well), stage.calls(gone, well, patience_s=0.0) as calls:
+
+        async def goes(server: MisbehavingServer, writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
+            server.health = 503
+            await says(status, None, **headers)(server, writer, _)
+
+        gone.default = goes
+        assert {await calls.ask(stage.send, Lane.TRAIN, 0) for _ in range(2)} == {well.url}
+        assert len(gone.requests) == 1
+
+
 async def test_waiting_for_a_dead_server_ends_with_the_users_patience(stage: Stage) -> None:
     async with servers(1) as (lone,):
         await lone.stop()
