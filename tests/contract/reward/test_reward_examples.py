@@ -147,6 +147,7 @@ async def test_a_score_over_http(
     broker: Broker, keys: Keys, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REWARD_SERVER_URL", f"http://{server}")
+    monkeypatch.setenv("TIDEMILL_PASS_ENV", "REWARD_SERVER_URL")
     async with worker(broker, keys, function=f"{EXAMPLES}/remote.py:compute_score"):
         await append(broker, keys.trajectories(), make_trajectory(0))
         (made,) = await scores(broker, keys, 1)

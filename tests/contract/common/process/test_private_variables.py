@@ -15,6 +15,8 @@ def test_processes_of_users_code_hold_no_passwords(monkeypatch: pytest.MonkeyPat
     for name in secrets:
         monkeypatch.setenv(f"TIDEMILL_{name}", "s3cret")
     monkeypatch.setenv("MY_OWN_KEY", "mine")
+    monkeypatch.setenv("ANOTHER_KEY", "s3cret")
+    monkeypatch.setenv("TIDEMILL_PASS_ENV", "MY_OWN_*,TIDEMILL_REDIS_PASSWORD")
     process, channel = spawn(child)
     try:
         while not (variables := psutil.Process(process.pid).environ()):
