@@ -142,6 +142,9 @@ class Judge:
 
     def judge(self, fleet: Fleet, injector: Any, verdict: Any) -> None:
         """Everything that is wrong with the run goes into the verdict."""
+        if not self.kinds.isdisjoint({*LOSSES, "foreign"}):
+            # A copied ticket, or one whose progress Redis has lost, is rightly worked on again.
+            self.broken[:] = [problem for problem in self.broken if not problem.startswith("waste: sample")]
         found = [*(f"crash: {crash}" for crash in fleet.crashes), *self.broken]
         if fleet.outcome == FINISHED:
             found += self._judge_history()
