@@ -142,8 +142,8 @@ class Judge:
 
     def judge(self, fleet: Fleet, injector: Any, verdict: Any) -> None:
         """Everything that is wrong with the run goes into the verdict."""
-        if not self.kinds.isdisjoint({*LOSSES, "foreign"}):
-            # A copied ticket, or one whose progress Redis has lost, is rightly worked on again.
+        if "foreign" in self.kinds and not self.kinds.isdisjoint(LOSSES):
+            # A stranger's copy of a ticket is worked on again where Redis has lost the progress of the first.
             self.broken[:] = [problem for problem in self.broken if not problem.startswith("waste: sample")]
         found = [*(f"crash: {crash}" for crash in fleet.crashes), *self.broken]
         if fleet.outcome == FINISHED:
