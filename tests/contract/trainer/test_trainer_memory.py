@@ -12,11 +12,13 @@ from tests.support.whole_trainer import GROUPS, SIZE
 from tidemill.services.trainer.service import serve
 from tidemill.services.trainer.trainer import Trainer
 
-WARM_UP, STEPS = 300, 1000
+WARM_UP, STEPS = 500, 1000
+"""Until then the pools of threads fill, and each allocator's arena reaches its size: jumps of 4 MB, the last one near
+step 450."""
 MOST_OBJECTS_PER_STEP = 0.5
 """One forgotten list, dict, message or task a step would be 1 or more."""
-MOST_BYTES = 8 << 20
-"""Of the whole process; 700 steps see 2,800 trajectories and write 700 versions."""
+MOST_BYTES = 6 << 20
+"""Of the whole process; 500 steps see 2,000 trajectories and write 500 versions."""
 
 
 @pytest.mark.timeout(1800)  # a thousand steps, on a busy machine
