@@ -211,24 +211,6 @@ class ConvertOptions:
     ] = None
 
 
-_TIMES_TEXT = "Take these: reward=5s,rollout=2000tok/s,trainer=30s."
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """`tidemill plan`."""
-
-    config: ConfigFile
-    overrides: Overrides = field(default_factory=list)
-    run: Annotated[str | None, option("--run", "Take the times of this run.", "RUN_ID")] = None
-    assume: Annotated[str, option("--assume", _TIMES_TEXT, "TIMES")] = ""
-    measure: Annotated[bool, flag("--measure", "Do a few steps first, in a folder that is thrown away.")] = (
-        False
-    )
-    as_json: Json = False
-    runs_dir: RunsDir = None
-
-
 @dataclass(frozen=True)
 class WebOptions:
     """`tidemill web`."""

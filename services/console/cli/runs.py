@@ -12,7 +12,6 @@ from tidemill.services.console.options import (
     DiffOptions,
     FailOnWarning,
     Json,
-    PlanOptions,
     ReplayOptions,
     RunId,
     RunsDir,
@@ -40,9 +39,9 @@ def check(options: CheckOptions) -> None:
 
         print_fields(str(options.config or ""))
         return
+    from tidemill.services.console.check.explain import explain, print_findings
     from tidemill.services.console.check.memory import machine_named, print_memory
     from tidemill.services.console.check.preflight import examine
-    from tidemill.services.console.plan.explain import explain, print_findings
 
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
@@ -156,18 +155,6 @@ def archive(
     from tidemill.services.console.exports.archive import archive as archive_run
 
     raise typer.Exit(archive_run(run_id, runs_dir, check, as_json))
-
-
-@grouped
-def plan(options: PlanOptions) -> None:
-    """Say how many workers, how much memory and disk a run needs, from the times of its stages.
-
-    The times are those of the newest run with this config, unless told otherwise. The formulas are in
-    docs/operations/sizing.md; each is shown with its numbers.
-    """
-    from tidemill.services.console.plan.plan import plan as print_plan
-
-    print_plan(options)
 
 
 @grouped
