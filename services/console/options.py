@@ -220,9 +220,7 @@ class WebOptions:
         str, flag("--host", "Address to listen on. Any but this machine's own asks for a token.")
     ] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8420
-    asks_token: Annotated[
-        bool, flag("--token", "Ask for a token on this machine too; who has it may write notes.")
-    ] = False
+    asks_token: Annotated[bool, flag("--token", "Ask for a token on this machine too.")] = False
     host_names: Annotated[
         list[str],
         option(

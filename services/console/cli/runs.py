@@ -161,9 +161,9 @@ def archive(
 def web(options: WebOptions) -> None:
     """Look at runs in a browser: curves, runs compared, groups, completions token by token, steps, logs.
 
-    Pages need nothing from the network, and write nothing but notes. They listen on this machine alone,
-    unless --host says otherwise; then, or with --token, the printed address carries a token that browsers
-    must show. TIDEMILL_WEB_TOKEN in the environment makes it a fixed one.
+    Pages need nothing from the network, and write nothing. They listen on this machine alone, unless --host
+    says otherwise; then, or with --token, browsers ask for a password: the token that is printed, or that in
+    TIDEMILL_WEB_TOKEN.
     """
     from tidemill.services.console.web.server import serve
 
