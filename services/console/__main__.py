@@ -69,7 +69,7 @@ def main() -> None:
     except TidemillError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         if isinstance(error, ConfigError) and error.unknown_fields:
-            from tidemill.services.console.convert.aliases import names_elsewhere
+            from tidemill.services.console.convert.table import names_elsewhere
 
             print(names_elsewhere(error.unknown_fields), end="", file=sys.stderr)
         sys.exit(error.exit_code)
