@@ -25,9 +25,6 @@ def convert_prime_rl(draft: Draft, _: str) -> None:
     if draft.take(T + "loss.type") != "default":
         text = "the mask of DPPO stands in its place; a loss of your own is path.py:name"
         draft.say("lost", T + "loss.type", text)
-    betas = [draft.take(T + "optim.betas1"), draft.take(T + "optim.betas2")]
-    if draft.has(T + "optim.betas1") or draft.has(T + "optim.betas2"):
-        draft.put("trainer.optimizer.betas", betas, T + "optim.betas1, betas2")
     warmup, kind = draft.take(T + "scheduler.warmup_steps"), draft.take(T + "scheduler.type")
     warmup = 10 if warmup is None and kind in ("linear", "cosine") else warmup
     if warmup:

@@ -4,10 +4,10 @@ A variable that is set in a condition, or by a program, has no known value: what
 """
 
 import ast
-import operator
 import re
 import shlex
 from collections.abc import Mapping
+from operator import add, floordiv, mod, mul, sub
 
 BREAKS = ";&|()\n"
 OPENING, CLOSING = ("if", "case", "for", "while", "until", "{"), ("fi", "esac", "done", "}")
@@ -16,13 +16,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _COMMENT = re.compile(r"(^|(?<=\s))#[^\n]*", re.MULTILINE)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)|\$[@*\d]|\x00(\d+)\x00")
 _LIST = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv, ast.Mod: mod}
 
 
 class Unknown(str):
@@ -31,17 +25,8 @@ class Unknown(str):
     __slots__ = ()
 
 
-def read_commands(text: str, variables: Mapping[str, str]) -> list[list[str]]:
-    """The words of each command; `variables` go before what the script assigns.
-
-    Raises:
-        ValueError: a quotation does not end.
-    """
-    return Script(variables).read(text)
-
-
 class Script:
-    """Variables fill as the script is read."""
+    """Variables fill as the script is read; those that are given go before what it assigns."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.given = given
@@ -52,7 +37,11 @@ class Script:
         """Blocks around the command."""
 
     def read(self, text: str) -> list[list[str]]:
-        """All commands, in order."""
+        """The words of each command, in order.
+
+        Raises:
+            ValueError: a quotation does not end.
+        """
         text = self._set_programs_aside(_COMMENT.sub("", text).replace("\\\n", " "))
         lexer = shlex.shlex(text, posix=True, punctuation_chars=BREAKS)
         lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemill.services.console.convert.script import Unknown, read_commands
+from tidemill.services.console.convert.script import Script, Unknown
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from tidemill.services.console.convert.script import Unknown, read_commands
     ],
 )
 def test_words_of_the_last_command(script: str, words: list[str]) -> None:
-    assert read_commands(script, {})[-1] == words
+    assert Script({}).read(script)[-1] == words
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_words_of_the_last_command(script: str, words: list[str]) -> None:
     ],
 )
 def test_what_a_condition_or_a_program_sets_is_not_known_unless_it_is_given(script: str) -> None:
-    (word,) = read_commands(script, {})[-1][1:]
+    (word,) = Script({}).read(script)[-1][1:]
     assert isinstance(word, Unknown) and word == "a=$N"
-    assert read_commands(script, {"N": "7"})[-1] == ["run", "a=7"]
+    assert Script({"N": "7"}).read(script)[-1] == ["run", "a=7"]
 
 
 def test_a_quotation_that_does_not_end_is_refused() -> None:
     with pytest.raises(ValueError, match="quotation"):
-        read_commands("run 'a", {})
+        Script({}).read("run 'a")
