@@ -88,31 +88,27 @@ class Script:
             return
         before = self.variables.get(name)
         new = self._whole(value) if isinstance(value, str) else value
-        if appends and isinstance(before, list) and isinstance(new, list):
-            new = before + new
-        elif appends and before is not None and isinstance(new, str):
-            new = f"{before}{new}"
-        if isinstance(new, Unknown) or (is_conditional and new != before) or (appends and before is None):
-            self.variables.pop(name, None)
-        else:
-            self.variables[name] = new
+        if appends and isinstance(new, list):
+            new = [*(before if isinstance(before, list) else ()), *new]
+        elif appends and not isinstance(new, Unknown):
+            new = before if isinstance(before, Unknown) else f"{before or ''}{new}"
+        self.variables[name] = Unknown(f"${name}") if is_conditional and new != before else new
 
     def expanded(self, word: str) -> list[str]:
         """The words that one word becomes: several for an array, or a variable with spaces."""
         if word in ("$@", "$*"):
             return []
         if found := _LIST.fullmatch(word):
-            value = self.variables.get(found[1])
-            if isinstance(value, list):
-                return value
-            return shlex.split(value) if value is not None else [Unknown(word)]
+            value = self.variables.get(found[1], Unknown(word))
+            is_one = isinstance(value, Unknown)
+            return value if isinstance(value, list) else [Unknown(word)] if is_one else shlex.split(value)
         return [self._whole(word)]
 
     def _whole(self, word: str) -> str:
         text = word
         try:
-            while (new := _VARIABLE.sub(self._value, text)) != text:
-                text = new
+            for _ in range(4):  # defaults may hold variables
+                text = _VARIABLE.sub(self._value, text)
         except (KeyError, ValueError, SyntaxError, ZeroDivisionError):
             text = "${"
         if not re.search(r"\$\{(?![\w.]+\})", text):
@@ -127,8 +123,9 @@ class Script:
         if not (name or bare):
             return ""
         value = self.variables.get(name or bare) or default
-        if value is None:
-            value = self.variables[name or bare]
+        value = self.variables[name or bare] if value is None else value
+        if isinstance(value, Unknown):
+            raise ValueError(value)
         return value if isinstance(value, str) else " ".join(value)
 
     def _computed(self, program: str) -> str:

@@ -17,7 +17,7 @@ from tidemill.services.console.convert.script import Script, Unknown
         ("run a='${data.b}' b=$HOME", ["run", "a=${data.b}", "b=~"]),
         ("export n=1\nreadonly m=2\nrun a=$n$m", ["run", "a=12"]),
         ("n=1\nif [ $n = 1 ]; then n=1; fi\nrun a=$n", ["run", "a=1"]),
-        ("n=1\nn+=2\nrun a=$n", ["run", "a=12"]),
+        ("n+=1; n+=2\nrun a=$n", ["run", "a=12"]),
     ],
 )
 def test_words_of_the_last_command(script: str, words: list[str]) -> None:
@@ -32,6 +32,8 @@ def test_words_of_the_last_command(script: str, words: list[str]) -> None:
         "N=1\nif [ -e x ]; then\n  N=2\nfi\nrun a=$N",
         'case "$X" in\n  a) N=1 ;;\n  b) N=2 ;;\nesac\nrun a=$N',
         "N=1\n[ -e x ] && N=2\nrun a=$N",
+        "if [ -e x ]; then M=2; fi\nN=${M:-1}\nrun a=$N",
+        "M=$(date)\nM+=1\nN=$M\nrun a=$N",
         "X=a.b\nN=${X##*.}\nrun a=$N",
         "N=x\nM=$((N * 2))\nN=$M\nrun a=$N",
     ],
