@@ -40,8 +40,10 @@ class Finding(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The option with its value, if it has any."""
-        return self.option if self.value is None else f"{self.option} = {plain(self.value)}"
+        """The option with its value, if it has a short one."""
+        value = plain(self.value)
+        is_shown = self.value is not None and len(value) < 80
+        return f"{self.option} = {value}" if is_shown else self.option
 
 
 @dataclass

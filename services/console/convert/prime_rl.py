@@ -60,7 +60,7 @@ def _convert_sources(draft: Draft) -> None:
         draft.put("data.train", rows, option, "the rows of each environment: write them there")
     guess = "math" if all("math" in name for name in sources) else "gsm8k"
     draft.put("reward.function", guess, option, "put the environment's rubric in its place")
-    draft.say("lost", option, WRITTEN_BY_HAND)
+    draft.say("lost", option, f"{', '.join(sources)}: {WRITTEN_BY_HAND}")
     draft.put("trainer.groups_per_step", max(draft.take(O + "batch_size") // size, 1), O + "batch_size")
     draft.put("trainer.group_size", size, O + "group_size")
     curricula = [source["curriculum"] for source in sources.values() if source.get("curriculum")]
