@@ -32,7 +32,7 @@ LINK_TIMEOUT_S = 60.0
 
 
 async def _start(server: EmbeddedRedis) -> None:
-    """Start a server whose last process was killed: a child that rewrote its file may outlive it for a moment."""
+    """Start a server again; a child of the killed one that rewrote its file may outlive it for a moment."""
     await wait_until(lambda: _is_free(server.data_dir), LINK_TIMEOUT_S)
     await asyncio.to_thread(server.start)
 

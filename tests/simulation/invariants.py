@@ -36,6 +36,7 @@ NO_RUN = "this Redis has no run"
 """What people are told who mistyped a run's id; not those whose Redis was emptied."""
 KINDS: dict[str, type[Message]] = {
     "prompts": Ticket,
+    "prompts:eval": Ticket,
     "trajectories": Trajectory,
     "trajectories:eval": Trajectory,
     "commits": Commit,
@@ -76,7 +77,9 @@ class Judge:
             if message.max_version > self._newest and self.kinds <= costs.HARMLESS | {"foreign"}:
                 self._ahead.add(record.entry_id)
         elif record.is_foreign:
-            return
+            if isinstance(message, Ticket):
+                lane = "eval" if record.stream.endswith(":eval") else "train"
+                self.watch.copied.add((lane, message.ticket))
         elif isinstance(message, Commit):
             self._newest = max(self._newest, message.version)
             self.broken += self._judge_commit(message)
@@ -142,9 +145,6 @@ class Judge:
 
     def judge(self, fleet: Fleet, injector: Any, verdict: Any) -> None:
         """Everything that is wrong with the run goes into the verdict."""
-        if "foreign" in self.kinds and not self.kinds.isdisjoint(LOSSES):
-            # A stranger's copy of a ticket is worked on again where Redis has lost the progress of the first.
-            self.broken[:] = [problem for problem in self.broken if not problem.startswith("waste: sample")]
         found = [*(f"crash: {crash}" for crash in fleet.crashes), *self.broken]
         if fleet.outcome == FINISHED:
             found += self._judge_history()

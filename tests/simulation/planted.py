@@ -264,6 +264,13 @@ PLANTED = (
         "",
     ),
     Mutant(
+        "a trim leaves the progress of tickets that are held",
+        f"{LUA}/trim.lua",
+        "if ARGV[5] then",
+        "if false then",
+        kept="a ticket is trimmed whose acknowledgement was lost",
+    ),
+    Mutant(
         "entries are trimmed that are not archived",
         f"{DURABLE}/checkpointing.py",
         "return START if last_id == START else id_after(last_id)",
