@@ -138,7 +138,7 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     # its sequence weights are the ratio to the rollout, so nothing is weighed twice
     ("trl", {"loss_type": "vespo", "vespo_k_neg": 4.0, "use_vllm": True},
      {ALGORITHM + "loss": "vespo", ALGORITHM + "normalisation": "token",
-      ALGORITHM + "old_logprobs": "rollout", ALGORITHM + "vespo.positive": [2.0, 3.0],
+      ALGORITHM + "old_logprobs": "rollout", ALGORITHM + "vespo.positive": None,
       ALGORITHM + "vespo.negative": [4.0, 2.0],
       ALGORITHM + "importance": None}),
     ("trl", {"loss_type": "luspo", "importance_sampling_level": "sequence", "steps_per_generation": 2},
