@@ -40,7 +40,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
 for command, example in EXAMPLES.items():
     app.command(epilog=example)(naming_the_run(command))
 FAMILIES = {
-    "replay": (runs.app, "Do again what was recorded: a step, or a stretch of trajectories."),
+    "replay": (runs.app, "Train a recorded step again, and compare."),
     "dead": (dead.app, "Messages that nobody could process: list, show, put back, drop."),
     "weights": (weights.app, "The versions of a run on the disk: list them, see that they are whole."),
     "streams": (

@@ -5,7 +5,9 @@ RQ forks for every job, so a job that goes wrong takes nothing else with it. It 
 started it. Its name is new at every start: RQ refuses a name whose former holder was killed.
 """
 
+import contextlib
 import ctypes
+import os
 import secrets
 import signal
 import sys
@@ -46,6 +48,9 @@ class MeasuredWorker(KnownWorker):
         finally:
             labels = (queue.name.rpartition(":")[2], _outcome(job))
             metrics.JOB_SECONDS.labels(*labels).observe(time.monotonic() - started)
+            with contextlib.suppress(ChildProcessError):  # what code has left without namespaces
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
 
 
 def _outcome(job: Job) -> str:
@@ -57,7 +62,7 @@ def _outcome(job: Job) -> str:
         return UNKNOWN
 
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 BEAT_S = 2
 """How often a busy worker says that it lives; `services/reward/rewards/sandbox.py` listens for it."""
 MAINTENANCE_S = 30
@@ -68,6 +73,7 @@ def main(run_id: str, configs: str) -> int:
     """Work until SIGTERM; a running job is finished first."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         connection = make_blocking_client(redis_url(), run_id)
     except TidemillError as error:
