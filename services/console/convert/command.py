@@ -16,10 +16,9 @@ from tidemill.services.console.convert.fit import fit
 from tidemill.services.console.convert.prime_rl import convert_prime_rl
 from tidemill.services.console.convert.reading import read_options
 from tidemill.services.console.convert.table import Project, table_of
-from tidemill.services.console.convert.trl import convert_trl
+from tidemill.services.console.convert.trl import begin_trl, convert_trl
 from tidemill.services.console.convert.verl import convert_verl
 from tidemill.services.console.options import ConvertOptions
-from tidemill.services.console.text.tables import listing
 
 CONVERTERS: dict[Project, Callable[[Draft, str], None]] = {
     "verl": convert_verl,
@@ -34,6 +33,8 @@ def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
     given = dict(options)
     source = str(given.pop("module", "") or given.pop("file", ""))
     draft = Draft(table_of(project), given)
+    if project == "trl":
+        begin_trl(draft)
     draft.copy()
     CONVERTERS[project](draft, source)
     fit(draft)
@@ -79,14 +80,11 @@ def run_convert(options: ConvertOptions) -> int:
 
 
 def _print_findings(console: Console, draft: Draft) -> None:
-    titles = ("", f"option of {draft.table.project}", "what becomes of it")
-    table = listing(titles, folds=titles[1:])
     for verdict, style in STYLES.items():
         for finding in draft.findings:
             if finding.verdict == verdict:
-                table.add_row(Text(verdict, style=style), Text(finding.name), Text(finding.text))
-    if table.row_count:
-        console.print(table)
+                line = Text.assemble((f"{verdict:13}", style), f"{finding.name}: {finding.text}")
+                console.print(line, soft_wrap=True)
     counts = Counter(finding.verdict for finding in draft.findings)
     console.print(
         f"{len(draft.fields)} fields; {counts['lost']} options lost, {counts['approximated']} approximated; "

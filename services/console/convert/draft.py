@@ -3,11 +3,12 @@
 Guarantee: every option that was given ends as a field, or in the list; what is off anyway is left out of it.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -29,8 +30,7 @@ HEADINGS: dict[Verdict, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One option that is not simply carried over."""
 
     verdict: Verdict
@@ -40,8 +40,10 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """The option with its value, if it has any."""
-        return self.option if self.value is None else f"{self.option} = {plain(self.value)}"
+        """The option with its value, if it has a short one."""
+        value = plain(self.value)
+        is_shown = self.value is not None and len(value) < 80
+        return f"{self.option} = {value}" if is_shown else self.option
 
 
 @dataclass
@@ -90,11 +92,17 @@ class Draft:
         self.origins[name] = option
         self.comments[name] = "; ".join(filter(None, (option, note)))
 
-    def drop(self, prefix: str) -> None:
-        """Leave out the fields that begin so."""
+    def drop(self, prefix: str, verdict: Verdict = "automatic", text: str = NO_EFFECT) -> None:
+        """Leave out the fields that begin so, and say why of options that were given."""
         for name in [name for name in self.fields if name.startswith(prefix)]:
-            del self.fields[name]
-            self.taken.discard(self.origins[name])
+            value, option = self.fields.pop(name), self.origins[name]
+            if self.has(option) and value not in OFF:
+                self.say(verdict, option, text)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of one of our steps: each pass over its mini-batches has its own."""
+        return int(self.get("trainer.mini_batches", 1) * self.get("trainer.passes", 1))
 
     def say(self, verdict: Verdict, option: str, text: str) -> None:
         """Put an option into the list; it counts as dealt with."""
@@ -126,6 +134,11 @@ class Draft:
     def _copy(self, row: Row) -> None:
         option = next((name for name in row.options if self.has(name)), row.options[0])
         value = self.given.get(option, row.default)
+        if row.combine == "product" or (row.combine and self.has(option)):
+            parts = [self.take(name) for name in row.options]
+            value = parts if row.combine == "list" else math.prod(parts)
+        elif row.in_updates and value and value > 0:
+            value = math.ceil(value / self.updates_per_step)
         if row.as_:
             value = loggers(self, option, value) if row.as_ == "loggers" else run_name(value)
         try:
@@ -149,10 +162,9 @@ class Draft:
 
     def list_the_rest(self) -> None:
         """Name the options that nothing was made of."""
-        said = self.taken | {finding.option for finding in self.findings}
         for option, value in self.given.items():
             row = self.table.find(option)
-            if option in said or value in OFF:
+            if option in self.taken or value in OFF:
                 continue
             if row is None:
                 self.say("lost", option, "no counterpart is known")

@@ -25,9 +25,6 @@ def convert_prime_rl(draft: Draft, _: str) -> None:
     if draft.take(T + "loss.type") != "default":
         text = "the mask of DPPO stands in its place; a loss of your own is path.py:name"
         draft.say("lost", T + "loss.type", text)
-    betas = [draft.take(T + "optim.betas1"), draft.take(T + "optim.betas2")]
-    if draft.has(T + "optim.betas1") or draft.has(T + "optim.betas2"):
-        draft.put("trainer.optimizer.betas", betas, T + "optim.betas1, betas2")
     warmup, kind = draft.take(T + "scheduler.warmup_steps"), draft.take(T + "scheduler.type")
     warmup = 10 if warmup is None and kind in ("linear", "cosine") else warmup
     if warmup:
@@ -63,7 +60,7 @@ def _convert_sources(draft: Draft) -> None:
         draft.put("data.train", rows, option, "the rows of each environment: write them there")
     guess = "math" if all("math" in name for name in sources) else "gsm8k"
     draft.put("reward.function", guess, option, "put the environment's rubric in its place")
-    draft.say("lost", option, WRITTEN_BY_HAND)
+    draft.say("lost", option, f"{', '.join(sources)}: {WRITTEN_BY_HAND}")
     draft.put("trainer.groups_per_step", max(draft.take(O + "batch_size") // size, 1), O + "batch_size")
     draft.put("trainer.group_size", size, O + "group_size")
     curricula = [source["curriculum"] for source in sources.values() if source.get("curriculum")]

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.convert.script import Unknown, read_commands
+from tidemill.services.console.convert.script import Script, Unknown
 from tidemill.services.console.convert.table import Project
 
 SCRIPTS = (".sh", ".bash", ".slurm")
@@ -38,7 +38,7 @@ def read_options(
         if kind in SCRIPTS:
             variables = dict(word.split("=", 1) for word in given if _VARIABLE.match(word))
             given = [word for word in given if not _VARIABLE.match(word)]
-            found = _of_script(read_commands(text, variables), project)
+            found = _of_script(Script(variables).read(text), project)
         elif kind == ".py":
             project, found = project or "trl", {"file": path.name, **_of_calls(text, path)}
         elif kind == ".toml":

@@ -4,10 +4,10 @@ A variable that is set in a condition, or by a program, has no known value: what
 """
 
 import ast
-import operator
 import re
 import shlex
 from collections.abc import Mapping
+from operator import add, floordiv, mod, mul, sub
 
 BREAKS = ";&|()\n"
 OPENING, CLOSING = ("if", "case", "for", "while", "until", "{"), ("fi", "esac", "done", "}")
@@ -16,13 +16,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _COMMENT = re.compile(r"(^|(?<=\s))#[^\n]*", re.MULTILINE)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)|\$[@*\d]|\x00(\d+)\x00")
 _LIST = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv, ast.Mod: mod}
 
 
 class Unknown(str):
@@ -31,17 +25,8 @@ class Unknown(str):
     __slots__ = ()
 
 
-def read_commands(text: str, variables: Mapping[str, str]) -> list[list[str]]:
-    """The words of each command; `variables` go before what the script assigns.
-
-    Raises:
-        ValueError: a quotation does not end.
-    """
-    return Script(variables).read(text)
-
-
 class Script:
-    """Variables fill as the script is read."""
+    """Variables fill as the script is read; those that are given go before what it assigns."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.given = given
@@ -52,7 +37,11 @@ class Script:
         """Blocks around the command."""
 
     def read(self, text: str) -> list[list[str]]:
-        """All commands, in order."""
+        """The words of each command, in order.
+
+        Raises:
+            ValueError: a quotation does not end.
+        """
         text = self._set_programs_aside(_COMMENT.sub("", text).replace("\\\n", " "))
         lexer = shlex.shlex(text, posix=True, punctuation_chars=BREAKS)
         lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
@@ -99,31 +88,27 @@ class Script:
             return
         before = self.variables.get(name)
         new = self._whole(value) if isinstance(value, str) else value
-        if appends and isinstance(before, list) and isinstance(new, list):
-            new = before + new
-        elif appends and before is not None and isinstance(new, str):
-            new = f"{before}{new}"
-        if isinstance(new, Unknown) or (is_conditional and new != before) or (appends and before is None):
-            self.variables.pop(name, None)
-        else:
-            self.variables[name] = new
+        if appends and isinstance(new, list):
+            new = [*(before if isinstance(before, list) else ()), *new]
+        elif appends and not isinstance(new, Unknown):
+            new = before if isinstance(before, Unknown) else f"{before or ''}{new}"
+        self.variables[name] = Unknown(f"${name}") if is_conditional and new != before else new
 
     def expanded(self, word: str) -> list[str]:
         """The words that one word becomes: several for an array, or a variable with spaces."""
         if word in ("$@", "$*"):
             return []
         if found := _LIST.fullmatch(word):
-            value = self.variables.get(found[1])
-            if isinstance(value, list):
-                return value
-            return shlex.split(value) if value is not None else [Unknown(word)]
+            value = self.variables.get(found[1], Unknown(word))
+            is_one = isinstance(value, Unknown)
+            return value if isinstance(value, list) else [Unknown(word)] if is_one else shlex.split(value)
         return [self._whole(word)]
 
     def _whole(self, word: str) -> str:
         text = word
         try:
-            while (new := _VARIABLE.sub(self._value, text)) != text:
-                text = new
+            for _ in range(4):  # defaults may hold variables
+                text = _VARIABLE.sub(self._value, text)
         except (KeyError, ValueError, SyntaxError, ZeroDivisionError):
             text = "${"
         if not re.search(r"\$\{(?![\w.]+\})", text):
@@ -138,8 +123,9 @@ class Script:
         if not (name or bare):
             return ""
         value = self.variables.get(name or bare) or default
-        if value is None:
-            value = self.variables[name or bare]
+        value = self.variables[name or bare] if value is None else value
+        if isinstance(value, Unknown):
+            raise ValueError(value)
         return value if isinstance(value, str) else " ".join(value)
 
     def _computed(self, program: str) -> str:

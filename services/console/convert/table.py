@@ -42,6 +42,10 @@ class Row(BaseModel):
     """Their value -> ours, or a mapping of several fields; null writes nothing. What is missing is copied."""
     otherwise: Any = None
     """What stands for a value that is not in `values`; it is said to be lost."""
+    combine: Literal["", "list", "product"] = ""
+    """Ours is the list of their values, or the product. A list is written if any of them is given."""
+    in_updates: bool = False
+    """They count optimizer updates, and we steps."""
     as_: Literal["", "loggers", "run_name"] = Field("", alias="as")
     """A function of the converter that gives our value."""
     nearly: dict[Any, str] = Field(default_factory=dict)

@@ -1,30 +1,32 @@
 """TRL: what its table cannot say."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
 
 from tidemill.services.console.convert.draft import Draft
-from tidemill.services.console.convert.fit import IMPORTANCE, LOSS, F, put_warmup, updates
+from tidemill.services.console.convert.fit import IMPORTANCE, LOSS, F, put_warmup
 
 PROMPT_TOKENS = 1024
 OWN_REWARDS = ("accuracy_reward", "think_format_reward", "reasoning_accuracy_reward")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_LOAD = re.compile(r"load_dataset\('([^']+)'(?:, '([^']+)')?([^()]*)\)(.*)", re.DOTALL)
+_SPLIT = re.compile(r"split='([^']+)'")
 VLLM = "vllm_importance_sampling_"
 
 
 def convert_trl(draft: Draft, file: str) -> None:
     """Fields from several options; `file` is the Python file that they are from."""
-    _convert_batches(draft)
     _convert_lengths(draft)
     _convert_data(draft)
     _convert_rewards(draft, file)
     _convert_loss(draft)
-    _convert_steps(draft)
-    _convert_model(draft)
+    _convert_adapters(draft)
+    put_warmup(draft, "warmup_steps", "warmup_ratio", draft.updates_per_step)
 
 
-def _convert_batches(draft: Draft) -> None:
+def begin_trl(draft: Draft) -> None:
+    """Groups and updates of a step: TRL counts its steps in updates."""
     device, processes = draft.take("per_device_train_batch_size"), draft.take("num_processes")
     accumulated, size = draft.take("gradient_accumulation_steps"), draft.take("num_generations")
     per_generation, total = (
@@ -40,23 +42,18 @@ def _convert_batches(draft: Draft) -> None:
     note = "steps_per_generation / gradient_accumulation_steps"
     draft.put("trainer.mini_batches", max(per_generation // accumulated, 1), note=note)
     draft.put("trainer.max_staleness", 0, note="TRL generates and trains in turns")
-    draft.put("trainer.num_ranks", processes, "num_processes")
     if total % size:
         draft.say("approximated", "num_generations", f"{total} completions are no whole number of groups")
-    if not draft.has("num_processes"):
-        text = "1 is assumed; more processes make larger steps: give num_processes=8"
-        draft.say("automatic", "num_processes", text)
 
 
 def _convert_lengths(draft: Draft) -> None:
-    completion, whole = draft.take("max_completion_length"), draft.take("vllm_max_model_length")
+    completion, whole = draft.get("rollout.sampling.max_tokens"), draft.take("vllm_max_model_length")
     if prompt := draft.take("max_prompt_length"):
         draft.put("data.overlong_prompts", "left", "max_prompt_length")
     else:
         prompt = whole - completion if whole and whole > completion else PROMPT_TOKENS
         text = f"TRL takes any; here it is {prompt}, and a longer prompt is an error"
         draft.say("automatic", "max_prompt_length", text)
-    draft.put("rollout.sampling.max_tokens", completion, "max_completion_length")
     draft.put("data.max_prompt_tokens", prompt, "max_prompt_length")
     draft.put("model.max_model_len", max(whole or 0, prompt + completion), note="prompt and completion")
     rows = draft.take("per_device_train_batch_size")
@@ -68,16 +65,30 @@ def _convert_data(draft: Draft) -> None:
     names = ("train_dataset", "dataset_name", "datasets")
     found = {name: value for name in names if (value := draft.take(name))} or {"train_dataset": ""}
     option, value = next(iter(found.items()))
-    is_file = Path(str(value)).suffix in (".jsonl", ".json", ".parquet")
-    draft.put("data.train", value if is_file else "train.jsonl", option)
-    if not is_file:
-        draft.say("lost", option, "data are JSONL or Parquet files here: save it with to_json or to_parquet")
+    config, split = draft.take("dataset_config"), draft.take("dataset_train_split")
+    draft.put("data.train", _rows(draft, option, value, config, split) or "train.jsonl", option)
     if held := draft.take("eval_dataset"):
-        draft.put("data.eval", {"held_out": "eval.jsonl"}, "eval_dataset")
-        draft.say("lost", "eval_dataset", f"write {held} as JSONL or Parquet")
-    strategy, every = draft.take("eval_strategy"), draft.take("eval_steps")
-    if str(strategy) == "steps" and every:
-        draft.put("trainer.evaluation.every", math.ceil(every / updates(draft)), "eval_steps", "in steps")
+        held = _rows(draft, "eval_dataset", held, config, draft.take("dataset_test_split"))
+        draft.put("data.eval", {"held_out": held or "eval.jsonl"}, "eval_dataset")
+
+
+def _rows(draft: Draft, option: str, value: Any, config: str | None, split: str) -> str:
+    """A file, or a set of the hub by its name or from a call of `load_dataset`; empty for anything else."""
+    source = str(value)
+    if Path(source).suffix in (".jsonl", ".json", ".parquet"):
+        return source
+    name, rest = source, ""
+    if call := _LOAD.match(source):
+        name, own_config, options, rest = call.groups()
+        named = _SPLIT.search(options)
+        config, split = own_config, named[1] if named else split
+    if rest:
+        draft.say("approximated", option, f"what follows is not done to its rows: {rest}")
+    if _HUB_NAME.fullmatch(name):
+        return f"hub:{name}{f'/{config}' if config else ''}@{split}"
+    text = "data are files or sets of the hub here: save it with to_json or to_parquet"
+    draft.say("lost", option, text)
+    return ""
 
 
 def _convert_rewards(draft: Draft, file: str) -> None:
@@ -98,8 +109,6 @@ def _convert_rewards(draft: Draft, file: str) -> None:
             weight = {"weight": weights[index]} if weights else {}
             rewards[re.sub(r"\W+", "_", name).strip("_")[-60:]] = {**reward, **weight}
         draft.put("reward.rewards", rewards, "reward_funcs", "reward_weights")
-    if draft.take("multi_objective_aggregation") == "normalize_then_sum" and len(names) > 1:
-        draft.put(F + "advantage", "gdpo", "multi_objective_aggregation")
 
 
 def _function(name: str, file: str) -> str:
@@ -117,13 +126,6 @@ def _convert_loss(draft: Draft) -> None:
         low, high = 1.0, high - 1.0
     draft.put(F + "clip_low", low, "epsilon")
     draft.put(F + "clip_high", high, "epsilon_high" if draft.has("epsilon_high") else "epsilon")
-    if draft.get(LOSS) == "vespo":
-        for sign, name in (("pos", "positive"), ("neg", "negative")):
-            pair = [draft.take(f"vespo_{letter}_{sign}") for letter in ("k", "lambda")]
-            draft.put(f"{F}vespo.{name}", pair, f"vespo_k_{sign}, vespo_lambda_{sign}")
-    if draft.get(F + "reference.model") == "updated":
-        every = math.ceil(draft.take("ref_model_sync_steps") / updates(draft))
-        draft.put(F + "reference.every", every, "ref_model_sync_steps", "in steps")
     high = draft.take(VLLM + "cap") or draft.take(VLLM + "clip_max")
     corrects, kind, low = (draft.take(VLLM + name) for name in ("correction", "mode", "clip_min"))
     if not draft.take("use_vllm") or not corrects:
@@ -135,31 +137,9 @@ def _convert_loss(draft: Draft) -> None:
         draft.put(IMPORTANCE + "high", 1000.0 if high is None else float(high), VLLM + "clip_max")
         if low:
             draft.put(IMPORTANCE + "low", low, VLLM + "clip_min")
-    if draft.take("use_vllm") and draft.take("vllm_mode") == "colocate":
-        draft.say("approximated", "vllm_mode", "the engine has GPUs of its own here")
 
 
-def _convert_steps(draft: Draft) -> None:
-    per_step, limit = updates(draft), draft.take("max_steps")
-    if limit > 0:
-        draft.put("trainer.steps", math.ceil(limit / per_step), "max_steps", "in steps")
-    put_warmup(draft, "warmup_steps", "warmup_ratio", per_step)
-    strategy, every = draft.take("save_strategy"), draft.take("save_steps")
-    if strategy == "no":
-        text = "checkpoints are what a run recovers from: every 10 steps, two are kept"
-        draft.say("automatic", "save_strategy", text)
-    elif every >= 1:
-        draft.put("trainer.checkpoint_every", math.ceil(every / per_step), "save_steps", "in steps")
-
-
-def _convert_model(draft: Draft) -> None:
-    is_half = draft.take("bf16") or draft.take("fp16")
-    names = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
-    is_float32 = "float32" in [str(draft.take(name)) for name in names]
-    draft.put("model.dtype", "bfloat16" if is_half and not is_float32 else "float32", "bf16")
-    betas = [draft.take("adam_beta1"), draft.take("adam_beta2")]
-    if draft.has("adam_beta1") or draft.has("adam_beta2"):
-        draft.put("trainer.optimizer.betas", betas, "adam_beta1, adam_beta2")
+def _convert_adapters(draft: Draft) -> None:
     peft = str(draft.take("peft_config") or "")
     if draft.take("use_peft") or "LoraConfig" in peft:
         rank, alpha = re.search(r"\br=(\d+)", peft), re.search(r"lora_alpha=([\d.]+)", peft)

@@ -66,18 +66,14 @@ def _convert_batches(draft: Draft, mode: str) -> None:
 
 
 def _convert_machine(draft: Draft, mode: str) -> None:
-    ranks = draft.take("trainer.n_gpus_per_node") * draft.take("trainer.nnodes")
-    draft.put("trainer.num_ranks", ranks, note="n_gpus_per_node * nnodes")
     gpus = draft.take("rollout.n_gpus_per_node") * draft.take("rollout.nnodes")
     if mode == "fully_async" or draft.has("rollout.n_gpus_per_node"):
         workers = max(gpus // draft.get("rollout.vllm.tensor_parallel_size"), 1)
         draft.put("rollout.workers", workers, note="GPUs of the engines / tensor_model_parallel_size")
-    elif ranks > 1:
+    elif draft.get("trainer.num_ranks") > 1:
         text = "verl's engine shares these; the engine has GPUs of its own here, beside num_ranks"
         draft.say("approximated", "trainer.n_gpus_per_node", text)
-    response = draft.take("data.max_response_length")
-    draft.put("rollout.sampling.max_tokens", response, "data.max_response_length")
-    total = response + draft.get("data.max_prompt_tokens")
+    total = draft.get("rollout.sampling.max_tokens") + draft.get("data.max_prompt_tokens")
     tokens, option = draft.take(A + "ppo_max_token_len_per_gpu"), A + "ppo_max_token_len_per_gpu"
     rows = draft.take(A + "ppo_micro_batch_size_per_gpu") or draft.take(A + "ppo_micro_batch_size")
     if not draft.take(A + "use_dynamic_bsz") and rows:
@@ -103,7 +99,7 @@ def _convert_reward(draft: Draft) -> None:
         draft.say("approximated", option, f"{text} give -1 or 1: advantages are the same, plots are not)")
     length, limit = (draft.take(f"{W}reward_kwargs.{n}") for n in ("overlong_buffer_cfg.len", "max_resp_len"))
     if F + "overlong.penalty" in draft.fields and length:
-        share = round(min(length / (limit or draft.take("data.max_response_length")), 1.0), 6)
+        share = round(min(length / (limit or draft.get("rollout.sampling.max_tokens")), 1.0), 6)
         draft.put(F + "overlong.buffer_share", share, W + "reward_kwargs.overlong_buffer_cfg.len")
     else:
         draft.drop(F + "overlong.")
@@ -147,8 +143,6 @@ def _convert_correction(draft: Draft) -> None:
         draft.put(LOSS, "cispo", C + "loss_type")
         draft.put(F + "clip_low", 1.0, C + "loss_type")
         draft.put(F + "clip_high", float(high or low) - 1.0, C + "rollout_is_threshold")
-        draft.drop(DUAL)
-        draft.drop(IMPORTANCE)
     thresholds = str(draft.take(C + "rollout_rs_threshold")).split(",")
     for index, name in enumerate(str(draft.take(C + "rollout_rs") or "").split(",")):
         criterion = FORMER_CRITERIA.get(name.strip(), name.strip())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemill.services.console.convert.script import Unknown, read_commands
+from tidemill.services.console.convert.script import Script, Unknown
 
 
 @pytest.mark.parametrize(
@@ -17,11 +17,11 @@ from tidemill.services.console.convert.script import Unknown, read_commands
         ("run a='${data.b}' b=$HOME", ["run", "a=${data.b}", "b=~"]),
         ("export n=1\nreadonly m=2\nrun a=$n$m", ["run", "a=12"]),
         ("n=1\nif [ $n = 1 ]; then n=1; fi\nrun a=$n", ["run", "a=1"]),
-        ("n=1\nn+=2\nrun a=$n", ["run", "a=12"]),
+        ("n+=1; n+=2\nrun a=$n", ["run", "a=12"]),
     ],
 )
 def test_words_of_the_last_command(script: str, words: list[str]) -> None:
-    assert read_commands(script, {})[-1] == words
+    assert Script({}).read(script)[-1] == words
 
 
 @pytest.mark.parametrize(
@@ -32,16 +32,18 @@ def test_words_of_the_last_command(script: str, words: list[str]) -> None:
         "N=1\nif [ -e x ]; then\n  N=2\nfi\nrun a=$N",
         'case "$X" in\n  a) N=1 ;;\n  b) N=2 ;;\nesac\nrun a=$N',
         "N=1\n[ -e x ] && N=2\nrun a=$N",
+        "if [ -e x ]; then M=2; fi\nN=${M:-1}\nrun a=$N",
+        "M=$(date)\nM+=1\nN=$M\nrun a=$N",
         "X=a.b\nN=${X##*.}\nrun a=$N",
         "N=x\nM=$((N * 2))\nN=$M\nrun a=$N",
     ],
 )
 def test_what_a_condition_or_a_program_sets_is_not_known_unless_it_is_given(script: str) -> None:
-    (word,) = read_commands(script, {})[-1][1:]
+    (word,) = Script({}).read(script)[-1][1:]
     assert isinstance(word, Unknown) and word == "a=$N"
-    assert read_commands(script, {"N": "7"})[-1] == ["run", "a=7"]
+    assert Script({"N": "7"}).read(script)[-1] == ["run", "a=7"]
 
 
 def test_a_quotation_that_does_not_end_is_refused() -> None:
     with pytest.raises(ValueError, match="quotation"):
-        read_commands("run 'a", {})
+        Script({}).read("run 'a")
