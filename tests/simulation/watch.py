@@ -102,6 +102,11 @@ class Watch:
         if max(record.at_s, self.in_contact_since(owner)) < self.world.loop.now - ON_ITS_WAY_S:
             self.broken.append(f"waste: sample {key[1]} is generated again although Redis holds it")
 
+    def issued(self, ticket: Any) -> None:
+        """A ticket goes out. One of its number that was withdrawn is another one."""
+        for index in range(ticket.group_size):
+            self.published.pop(("train", (ticket.ticket, index)), None)
+
     def publishes(self, sample: Any, engine: Any) -> None:
         """A sample is whole, and about to be published."""
         if sample.max_version > engine.version:
