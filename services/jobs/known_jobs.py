@@ -161,9 +161,10 @@ def work(make: Callable[[], KnownWorker], name: str, is_burst: bool = False) -> 
         worker = make()
         try:
             worker.work(logging_level="WARNING", burst=is_burst)
+            if worker._shutdown_requested_date:
+                return
             # It ends where an id is no text, and would at every start.
-            waiting = [_without_unreadable(queue) for queue in worker.queues]
-            if worker._shutdown_requested_date or (is_burst and not any(waiting)):
+            if not sum(_without_unreadable(queue) for queue in worker.queues) and is_burst:
                 return
             problem = "RQ's worker ended"
         except RedisError as error:
