@@ -71,9 +71,7 @@ def _fit_bounds(draft: Draft) -> None:
     draft.fields[F + "clip_high"] = high = max(draft.get(F + "clip_high"), 0.0)
     bound = draft.get(DUAL)
     if not LOSSES[draft.get(LOSS)].has_dual_clip or not _moves(draft) or (bound and bound <= 1 + high):
-        why = (
-            "the loss has its own bound" if _moves(draft) else "with one update a step the ratio is always 1"
-        )
+        why = "the loss has its own" if _moves(draft) else "with one update a step the ratio is always 1"
         draft.drop(DUAL, "automatic", why)
     elif bound:
         draft.fields[DUAL] = None if bound > HIGHEST_DUAL_CLIP else float(bound)
@@ -95,9 +93,7 @@ def _fit_advantage(draft: Draft) -> None:
     """Advantages that compare siblings or rewards need some; a penalty has a weight."""
     name, option = draft.get(ADVANTAGE), draft.origins[ADVANTAGE]
     if ADVANTAGES[name].compares_rewards and len(draft.get("reward.rewards", ())) < 2:
-        draft.say(
-            "approximated", option, f"{name} compares rewards one by one: name several in reward.rewards"
-        )
+        draft.say("approximated", option, f"{name} compares rewards: name several in reward.rewards")
         draft.put(ADVANTAGE, "grpo", option)
     if ADVANTAGES[name].compares_siblings and draft.get("trainer.group_size", 2) < 2:
         text = f"{name} compares completions of a group: reinforce_plus_plus compares with the batch"

@@ -174,7 +174,7 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
      {ALGORITHM + "rollout_penalty": 0.01, "trainer.offload_optimizer": True}),
     ("prime-rl", {"orchestrator.train.source": [{"name": "a", "ratio": 3.0}, {"name": "b"}]},
      {"data.train": [{"name": "a", "path": "a.jsonl", "group_size": 8, "weight": 3.0},
-                     {"name": "b", "path": "b.jsonl", "group_size": 8}]}),
+                     {"name": "b", "path": "b.jsonl", "group_size": 8, "weight": 1.0}]}),
     ("prime-rl", {"orchestrator.train.source": [{"name": "a", "curriculum": {
         "sampler": {"type": "difficulty_pool"}, "gates": {"g": {"type": "advantage_range"}}}}]},
      {"data.curriculum": {}, ALGORITHM + "filter_zero_variance": True}),
@@ -247,6 +247,11 @@ def test_yaml_of_verl_with_references_and_overrides(tmp_path: Path) -> None:
     assert made.table.project == "verl"
     assert (made.fields["trainer.groups_per_step"], made.fields["trainer.mini_batches"]) == (32, 1)
     assert (made.fields["trainer.epochs"], made.fields["trainer.optimizer.lr"]) == (2, 1e-6)
+
+
+def test_null_is_an_option_that_was_not_given() -> None:
+    nulls = dict.fromkeys((A + "clip_ratio_low", A + "optim.lr", "data.max_prompt_length", R + "top_p"))
+    assert draft("verl", **nulls).fields == draft("verl").fields
 
 
 def test_a_script_and_yaml_of_trl(tmp_path: Path) -> None:
