@@ -80,6 +80,9 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("verl", {A + "fsdp_config.optimizer_offload": True}, {"trainer.offload_optimizer": True}),
     ("verl", {A + "policy_loss.loss_mode": "dppo_tv", A + "clip_ratio_c": 20.0},
      {ALGORITHM + "loss": "dppo_tv", ALGORITHM + "dppo.max_ratio": 20.0, ALGORITHM + "dual_clip": None}),
+    # with one update a step it is ppo, which has no such section
+    ("verl", {A + "policy_loss.loss_mode": "dppo_tv", A + "ppo_mini_batch_size": 1024},
+     {ALGORITHM + "loss": "ppo", ALGORITHM + "dppo": None}),
     ("verl", {A + "policy_loss.loss_mode": "clip_cov", A + "policy_loss.clip_cov_ratio": 0.001},
      {ALGORITHM + "covariance.share": 0.001}),
     ("verl", {A + "optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
@@ -175,6 +178,9 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("prime-rl", {"orchestrator.train.source": [{"name": "a", "ratio": 3.0}, {"name": "b"}]},
      {"data.train": [{"name": "a", "path": "a.jsonl", "group_size": 8, "weight": 3.0},
                      {"name": "b", "path": "b.jsonl", "group_size": 8, "weight": 1.0}]}),
+    ("prime-rl", {"orchestrator.train.source": [{"name": "a", "group_size": 1}],
+                  "orchestrator.algo.type": "max_rl"},
+     {"trainer.group_size": 1, "reward.min_group_size": 1, ALGORITHM + "advantage": "reinforce_plus_plus"}),
     ("prime-rl", {"orchestrator.train.source": [{"name": "a", "curriculum": {
         "sampler": {"type": "difficulty_pool"}, "gates": {"g": {"type": "advantage_range"}}}}]},
      {"data.curriculum": {}, ALGORITHM + "filter_zero_variance": True}),
