@@ -12,17 +12,15 @@ from tidemill.services.console.options import (
     DiffOptions,
     FailOnWarning,
     Json,
-    PlanOptions,
     ReplayOptions,
+    RescoreOptions,
     RunId,
     RunsDir,
-    SandboxOptions,
     UpOptions,
     WebOptions,
     flag,
     grouped,
     naming_the_run,
-    option,
 )
 
 
@@ -40,9 +38,9 @@ def check(options: CheckOptions) -> None:
 
         print_fields(str(options.config or ""))
         return
+    from tidemill.services.console.check.explain import explain, print_findings
     from tidemill.services.console.check.memory import machine_named, print_memory
     from tidemill.services.console.check.preflight import examine
-    from tidemill.services.console.plan.explain import explain, print_findings
 
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
@@ -159,24 +157,12 @@ def archive(
 
 
 @grouped
-def plan(options: PlanOptions) -> None:
-    """Say how many workers, how much memory and disk a run needs, from the times of its stages.
-
-    The times are those of the newest run with this config, unless told otherwise. The formulas are in
-    docs/operations/sizing.md; each is shown with its numbers.
-    """
-    from tidemill.services.console.plan.plan import plan as print_plan
-
-    print_plan(options)
-
-
-@grouped
 def web(options: WebOptions) -> None:
     """Look at runs in a browser: curves, runs compared, groups, completions token by token, steps, logs.
 
-    Pages need nothing from the network, and write nothing but notes. They listen on this machine alone,
-    unless --host says otherwise; then, or with --token, the printed address carries a token that browsers
-    must show. TIDEMILL_WEB_TOKEN in the environment makes it a fixed one.
+    Pages need nothing from the network, and write nothing. They listen on this machine alone, unless --host
+    says otherwise; then, or with --token, browsers ask for a password: the token that is printed, or that in
+    TIDEMILL_WEB_TOKEN.
     """
     from tidemill.services.console.web.server import serve
 
@@ -187,11 +173,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 
 
 @grouped
-def rescore(
-    options: SandboxOptions,
-    first: Annotated[str | None, option("--from-step", "First step.", "A")] = None,
-    last: Annotated[str | None, option("--to-step", "Last step.", "B")] = None,
-) -> None:
+def rescore(options: RescoreOptions) -> None:
     """Score a run's history with another reward, and say how the two agree.
 
     Nothing is generated again and nothing of the run changes: real reward workers score its trajectories into
@@ -200,35 +182,10 @@ def rescore(
     """
     from tidemill.services.console.rescore.commands import rescore as rescore_run
 
-    rescore_run(options, first, last)
+    rescore_run(options)
 
 
-@app.command(epilog="Example: tidemill replay trajectories arith-1 --from 10 --to 20 --speed 10x")
-@naming_the_run
-@grouped
-def trajectories(
-    options: SandboxOptions,
-    first: Annotated[str | None, option("--from", "First step, or a time (2026-01-31T10:00).", "A")] = None,
-    last: Annotated[str | None, option("--to", "Last step, or a time.", "B")] = None,
-    speed: Annotated[
-        str,
-        typer.Option("--speed", metavar="TIMES|max", help="1x keeps the old pace; max follows the scores."),
-    ] = "1x",
-    max_backlog: Annotated[
-        int, typer.Option("--max-backlog", min=1, max=1_000_000, help="Most that wait for a score at once.")
-    ] = 4096,
-) -> None:
-    """Feed recorded trajectories to a reward service again: for load tests, and to develop a reward.
-
-    They enter a sandbox run at the pace at which they were recorded, or faster, and real reward workers score
-    them; with --workers 0 the workers are yours to start. The run they come from is only read.
-    """
-    from tidemill.services.console.rescore.commands import replay_trajectories
-
-    replay_trajectories(options, first, last, speed, max_backlog)
-
-
-@app.command(epilog="Example: tidemill replay step 412 --set trainer.optimizer.lr=1e-4")
+@app.command(epilog="Example: tidemill replay step 412 arith-1")
 @naming_the_run
 @grouped
 def step(options: ReplayOptions) -> None:
