@@ -9,6 +9,9 @@ from tidemill.services.console.convert.fit import IMPORTANCE, LOSS, F, put_warmu
 
 PROMPT_TOKENS = 1024
 OWN_REWARDS = ("accuracy_reward", "think_format_reward", "reasoning_accuracy_reward")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_LOAD = re.compile(r"load_dataset\('([^']+)'(?:, '([^']+)')?([^()]*)\)(.*)", re.DOTALL)
+_SPLIT = re.compile(r"split='([^']+)'")
 VLLM = "vllm_importance_sampling_"
 
 
@@ -62,13 +65,30 @@ def _convert_data(draft: Draft) -> None:
     names = ("train_dataset", "dataset_name", "datasets")
     found = {name: value for name in names if (value := draft.take(name))} or {"train_dataset": ""}
     option, value = next(iter(found.items()))
-    is_file = Path(str(value)).suffix in (".jsonl", ".json", ".parquet")
-    draft.put("data.train", value if is_file else "train.jsonl", option)
-    if not is_file:
-        draft.say("lost", option, "data are JSONL or Parquet files here: save it with to_json or to_parquet")
+    config, split = draft.take("dataset_config"), draft.take("dataset_train_split")
+    draft.put("data.train", _rows(draft, option, value, config, split) or "train.jsonl", option)
     if held := draft.take("eval_dataset"):
-        draft.put("data.eval", {"held_out": "eval.jsonl"}, "eval_dataset")
-        draft.say("lost", "eval_dataset", f"write {held} as JSONL or Parquet")
+        held = _rows(draft, "eval_dataset", held, config, draft.take("dataset_test_split"))
+        draft.put("data.eval", {"held_out": held or "eval.jsonl"}, "eval_dataset")
+
+
+def _rows(draft: Draft, option: str, value: Any, config: str | None, split: str) -> str:
+    """A file, or a set of the hub by its name or from a call of `load_dataset`; empty for anything else."""
+    source = str(value)
+    if Path(source).suffix in (".jsonl", ".json", ".parquet"):
+        return source
+    name, rest = source, ""
+    if call := _LOAD.match(source):
+        name, own_config, options, rest = call.groups()
+        named = _SPLIT.search(options)
+        config, split = own_config, named[1] if named else split
+    if rest:
+        draft.say("approximated", option, f"what follows is not done to its rows: {rest}")
+    if _HUB_NAME.fullmatch(name):
+        return f"hub:{name}{f'/{config}' if config else ''}@{split}"
+    text = "data are files or sets of the hub here: save it with to_json or to_parquet"
+    draft.say("lost", option, text)
+    return ""
 
 
 def _convert_rewards(draft: Draft, file: str) -> None:

@@ -98,12 +98,13 @@ TRL_QUICK_START = """
 from trl import GRPOTrainer
 from trl.rewards import accuracy_reward
 
-rows = load("a/b", split="train")
+rows = load_dataset("a/b", split="train")
 trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=accuracy_reward, train_dataset=rows)
 """
 TRL_SERVER = """
 config = GRPOConfig(per_device_train_batch_size=4, use_vllm=True, vllm_mode="server", vllm_server_host=host)
-GRPOTrainer(model="Qwen/Qwen2.5-72B", args=config, reward_funcs=accuracy_reward, train_dataset=load("a/b"))
+rows = load_dataset("a/b")
+GRPOTrainer(model="Qwen/Qwen2.5-72B", args=config, reward_funcs=accuracy_reward, train_dataset=rows)
 """
 REVERSE_TEXT = """
 max_steps = 20
