@@ -29,15 +29,18 @@ import structlog
 import tidemill.common.process.service
 import tidemill.common.redis.broker
 import tidemill.common.redis.client
+import tidemill.services.reward.rewards.named
 import tidemill.services.reward.rewards.weighted_sum
 import tidemill.services.rollout.engines.simulated
 import tidemill.services.rollout.service
+import tidemill.services.trainer.durable.checkpointing
+import tidemill.services.trainer.durable.commits
 import tidemill.services.trainer.service
 from tests.simulation.archiving import spawn
 from tests.simulation.disk import WRITING
 from tests.simulation.loop import OWNER
 from tests.simulation.redis.client import MemoryClient
-from tests.simulation.reward import make_reward
+from tests.simulation.reward import SimulatedReward, make_reward
 from tests.simulation.watch import Watch
 from tests.simulation.world import World
 from tidemill.common.process.stand_in import StandIn
@@ -49,6 +52,7 @@ from tidemill.services.rollout.group import GroupGenerator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.prompts import load_tokenizer
 from tidemill.services.trainer.batch.stream_join import StreamJoin
+from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator
 from tidemill.services.trainer.groups.samples import MicroBatch
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
@@ -140,8 +144,11 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (tidemill.common.process.service, "LAG_PROBE_S", 5.0),
         (tidemill.services.rollout.service, "SAMPLE_S", 1.0),
         (tidemill.services.reward.rewards.weighted_sum, "make_reward", make_reward),
+        (tidemill.services.reward.rewards.named, "FunctionReward", SimulatedReward),
         (tidemill.services.trainer.service, "load_tokenizer", known_tokenizer),
         (httpx, "AsyncClient", NoHttpClient),
+        (tidemill.services.trainer.durable.checkpointing, "KEPT_COMMITS", world.kept_commits),
+        (tidemill.services.trainer.durable.commits, "KEPT_COMMITS", world.kept_commits),
     ]
 
 
@@ -180,7 +187,14 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         reread(join, history)
         watch.reread(join)
 
+    evaluate = Evaluator.evaluate
+
+    async def evaluate_watched(evaluator: Evaluator, version: int) -> list[EvaluationResult]:
+        watch.evaluates(version)
+        return await evaluate(evaluator, version)
+
     return [
+        (Evaluator, "evaluate", evaluate_watched),
         (StreamJoin, "reread", reread_watched),
         (GroupGenerator, "_checked_in", check_in_watched),
         (tidemill.services.rollout.engines.simulated, "request_key", new_key),

@@ -20,6 +20,7 @@ from tests.simulation.schedule import LEASE_S
 from tests.simulation.world import World
 from tidemill.common.redis.broker import LONGEST_PAUSE_S, _script
 from tidemill.common.streams.consumer import RENEWALS_PER_LEASE
+from tidemill.services.trainer.batch.reconciler import TRIMMING
 
 Key = tuple[int, int]
 Answered = Callable[[list[Any]], None]
@@ -40,6 +41,8 @@ class Watch:
     """By digest of the weights that came of it: completion ids of each sample, each time it was trained."""
     published: dict[tuple[str, Key], Record] = field(default_factory=dict)
     """By lane and key: the entry that came last."""
+    copied: set[tuple[str, int]] = field(default_factory=set)
+    """Lanes and tickets that a stranger has copied into the stream: they are worked on like any other."""
     num_generated: int = 0
     num_again: int = 0
     """Generations of samples that were generated before."""
@@ -47,8 +50,11 @@ class Watch:
     _consumers: dict[bytes, Process] = field(default_factory=dict)
     _handed_back: set[tuple[bytes, bytes]] = field(default_factory=set)
 
+    _marked_at: dict[bytes, float] = field(default_factory=dict)
+    """By mark of a trim: when it came."""
+
     def __post_init__(self) -> None:
-        shas = {_script(name)[1].encode(): name for name in ("reclaim", "hand_back")}
+        shas = {_script(name)[1].encode(): name for name in ("reclaim", "hand_back", "trim")}
         self._scripts = shas
 
     # The policy.
@@ -84,6 +90,14 @@ class Watch:
         if kept:
             self.broken.append(f"join: of tickets {kept[:5]} entries are kept that Redis may have lost")
 
+    def evaluates(self, version: int) -> None:
+        """An evaluation begins: it is not on record."""
+        path = self.world.folder / self.world.run_id / "metrics.jsonl"
+        if path.exists() and f'"kind": "evaluation", "version": {version},' in path.read_text(
+            errors="replace"
+        ):
+            self.broken.append(f"waste: version {version} is evaluated again although that is on record")
+
     # Rollout workers.
 
     def generates(self, request_id: str) -> None:
@@ -94,10 +108,16 @@ class Watch:
         self.num_again += key in self._begun
         self._begun.add(key)
         record, owner = self.published.get(key), OWNER.get(self.world.loop.world)
-        if record is None or record.is_lost or self.world.was_emptied:
+        is_copied = (lane, int(ticket)) in self.copied
+        if record is None or record.is_lost or is_copied or self.world.was_emptied:
             return
         if max(record.at_s, self.in_contact_since(owner)) < self.world.loop.now - ON_ITS_WAY_S:
             self.broken.append(f"waste: sample {key[1]} is generated again although Redis holds it")
+
+    def issued(self, ticket: Any) -> None:
+        """A ticket goes out. One of its number that was withdrawn is another one."""
+        for index in range(ticket.group_size):
+            self.published.pop(("train", (ticket.ticket, index)), None)
 
     def publishes(self, sample: Any, engine: Any) -> None:
         """A sample is whole, and about to be published."""
@@ -114,9 +134,14 @@ class Watch:
         if fields[0] == b"XREADGROUP":
             self._consumers[fields[3]] = process
             return None
+        if fields[0] == b"HSET" and fields[2] == TRIMMING.encode():
+            self._marked_at[fields[3]] = self.world.loop.now
+            return None
         name = self._scripts.get(fields[1], "") if fields[0] == b"EVALSHA" else ""
         if name == "hand_back":
             self._handed_back |= {(fields[3], entry_id) for entry_id in fields[8:]}
+        elif name == "trim":
+            return lambda replies: self._trimmed(fields, replies)
         elif name == "reclaim":
             key, group = fields[3], fields[4]
             stream = server.space.values.get(key)
@@ -146,6 +171,21 @@ class Watch:
                     f"lease: {taker.name} took {name} {entry_id.decode()} from {holder.name}, "
                     + ("which has left" if has_left else "which lives")
                 )
+
+    def _trimmed(self, fields: Fields, replies: list[Any]) -> None:
+        """What goes was there when that was decided: no server gives it the id of something later."""
+        (reply,) = replies
+        name, below = self.world.keys.name_of(fields[3].decode()), parse_id(fields[5])
+        marked_at = self._marked_at.get(fields[7], self.world.loop.now)
+        if isinstance(reply, RedisError) or reply <= 0 or name not in ("trajectories", "scores"):
+            return
+        later = [
+            record.entry_id
+            for record in self.world.history.of(name)
+            if record.at_s > marked_at and parse_id(record.entry_id.encode()) < below
+        ]
+        if later:
+            self.broken.append(f"trim: {name} {later[:3]} went, which came after it was decided what goes")
 
     def in_contact_since(self, process: Process) -> float:
         """Since when nothing has disturbed a process on its way to Redis."""
