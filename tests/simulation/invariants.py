@@ -182,10 +182,8 @@ class Judge:
             f.kind == "empty" or (f.kind in LOSSES and (f.how.get("lose") or f.how.get("lose_commits")))
             for f in self.schedule.faults
         )
-        foreign = {f.target for f in self.schedule.faults if f.kind == "foreign"}
-        if "empty" in self.kinds or (num_torn and has_losses) or num_torn >= self.trainer.keep_checkpoints:
-            return True
-        return bool(foreign & {"commits", "weights", "prompts", "prompts:eval"})
+        is_torn = (num_torn and has_losses) or num_torn >= self.trainer.keep_checkpoints
+        return "empty" in self.kinds or bool(is_torn)
 
     def standing(self) -> str:
         """Where the run stands, in words, for a stall."""
