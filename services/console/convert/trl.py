@@ -157,15 +157,20 @@ def _convert_rewards(draft: Draft) -> None:
         draft.put("reward.function", _function(str(names[0]), str(file or "")), "reward_funcs")
         return
     rewards: dict[str, Any] = {}
+    servers: dict[str, Any] = {}
     for index, name in enumerate(names):
+        key = re.sub(r"\W+", "_", str(name)).strip("_")[-60:]
         if "/" in str(name) and ".py" not in str(name):
-            reward: dict[str, Any] = {"model": {"local_replicas": {"model": name}}}
+            reward: dict[str, Any] = {"model": {"servers": key}}
+            servers[key] = {"model": name, "local": {}}
         else:
             reward = {"function": _function(str(name), str(file or ""))}
         if weights:
             reward["weight"] = weights[index]
-        rewards[re.sub(r"\W+", "_", str(name)).strip("_")[-60:]] = reward
+        rewards[key] = reward
     draft.put("reward.rewards", rewards, "reward_funcs, reward_weights")
+    if servers:
+        draft.put("servers", servers, "reward_funcs")
 
 
 def _function(name: str, file: str) -> str:

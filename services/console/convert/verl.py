@@ -131,9 +131,10 @@ def _convert_reward(draft: Draft) -> None:
     if model:
         draft.put(
             "reward.rewards",
-            {"reward_model": {"model": {"local_replicas": {"model": model}}}},
+            {"reward_model": {"model": {"servers": "reward_model"}}},
             origin(W + "reward_model.model_path", "docs/judges.md has its options"),
         )
+        draft.put("servers", {"reward_model": {"model": model, "local": {}}}, W + "reward_model.model_path")
         if path:
             draft.lose(W + "custom_reward_function.path", "give it a name in reward.rewards, with the model")
     elif path:

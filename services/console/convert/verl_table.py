@@ -150,7 +150,7 @@ ROWS = (
     automatic(f"{W}reward_manager.*, {W}num_workers", "a function's style is recognised (reward.style)"),
     computed(
         f"{W}reward_model.enable, {W}reward_model.model_path",
-        "reward.rewards.<name>.model.local_replicas.model",
+        "servers.<name>.model",
     ),
     missing(f"{W}sandbox_fusion.*", "reward.rewards.<name>.sandbox runs programs on this machine"),
     computed(

@@ -174,9 +174,9 @@ def limit_of_scores(config: RunConfig, times: StageTimes) -> tuple[str, float]:
     """What the run's limits allow at most, in scores per second, and whose limit that is; "" for none."""
     found = ("", math.inf)
     for name, reward in config.reward.named.items():
-        if reward.remote is None:
+        if not reward.servers:
             continue
-        limits = reward.remote.limits
+        limits = config.servers[reward.servers].limits
         if limits.concurrency and times.score_s:
             found = min(found, (name, limits.concurrency / times.score_s), key=lambda item: item[1])
         if limits.requests_per_minute:
