@@ -37,7 +37,7 @@ CONFIG_MAP = {
     "RUN_HASH_TAG": f"{RUN_TAG} | quote",
     "TIDEMILL_CONFIG": ".Values.run.config | quote",
     "TIDEMILL_REDIS_URL": ".Values.run.redisUrl | quote",
-    "REWARD_NAME": ".Values.rewardModel.name | quote",
+    "SERVERS_NAME": ".Values.rewardModel.name | quote",
 }
 Tree = dict[str, Any]
 

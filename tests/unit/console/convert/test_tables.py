@@ -60,6 +60,6 @@ def test_names_that_nobody_knows_have_no_hint() -> None:
 
 
 def test_fields_are_found_by_their_dotted_names() -> None:
-    known = ("seed", "trainer.lora.rank", "reward.rewards.<name>.model.local_replicas.model", "data.eval")
+    known = ("seed", "trainer.lora.rank", "servers.<name>.local.count", "data.eval")
     assert [is_field(name) for name in known] == [True] * 4
     assert not is_field("trainer.lora.ranks") and not is_field("nothing.at.all")
