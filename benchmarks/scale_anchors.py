@@ -1,6 +1,6 @@
-"""Published figures of others, and what the model of `tidemill plan` makes of their parameters.
+"""Published figures of others, and what a run that is played in virtual time makes of their parameters.
 
-Simulated are lengths, speeds and the order of events (services/console/plan/pipeline.py), in virtual time.
+Simulated are lengths, speeds and the order of events (`scale_pipeline`).
 What they publish of the trainer (its time for an update) is taken as it is; what a step takes, and what the
 trainer waits, is predicted.
 """
@@ -12,8 +12,7 @@ from math import exp
 from statistics import mean
 
 from benchmarks.report import print_table
-from tidemill.services.console.plan.lengths import mean_of_later, mean_of_lengths
-from tidemill.services.console.plan.pipeline import Flow, Pipeline, play
+from benchmarks.scale_pipeline import Flow, Pipeline, mean_of_later, mean_of_lengths, play
 
 VERL = {
     0.0: (231.34, 128.47, 98.77),

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scale_pipeline import mean_of_lengths
 from tests.support.runs import ServiceRun, simulated_config
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import Broker
@@ -25,7 +26,6 @@ from tidemill.common.streams import Entry, group_status, id_order, memory_bytes,
 from tidemill.common.streams.entries import entry_id_of
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
-from tidemill.services.console.plan.lengths import mean_of_lengths
 
 SIGMA, CUT = 0.99, 16
 MEDIAN_TOKENS, GROUP_SIZE, SLOTS, GROUPS_HELD = 64, 2, 1, 2

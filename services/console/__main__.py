@@ -30,7 +30,6 @@ EXAMPLES: dict[Callable[..., None], str] = {
     runs.top: "Example: tidemill top arith-20260131-120000",
     runs.export: "Example: tidemill export arith-20260131-120000 --version best -o my-model",
     runs.diff: "Example: tidemill diff arith-1 arith-2",
-    runs.plan: "Example: tidemill plan examples/arith/config.yaml --run arith-1",
     runs.archive: "Example: tidemill archive arith-20260131-120000 --check",
     runs.rescore: "Example: tidemill rescore arith-1 --reward my.py:fn --from-step 10 --to-step 20",
     records.trace: "Examples: tidemill trace 412  ·  tidemill trace 412.3 arith-1",

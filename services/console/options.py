@@ -211,24 +211,6 @@ class ConvertOptions:
     ] = None
 
 
-_TIMES_TEXT = "Take these: reward=5s,rollout=2000tok/s,trainer=30s."
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """`tidemill plan`."""
-
-    config: ConfigFile
-    overrides: Overrides = field(default_factory=list)
-    run: Annotated[str | None, option("--run", "Take the times of this run.", "RUN_ID")] = None
-    assume: Annotated[str, option("--assume", _TIMES_TEXT, "TIMES")] = ""
-    measure: Annotated[bool, flag("--measure", "Do a few steps first, in a folder that is thrown away.")] = (
-        False
-    )
-    as_json: Json = False
-    runs_dir: RunsDir = None
-
-
 @dataclass(frozen=True)
 class WebOptions:
     """`tidemill web`."""
@@ -238,9 +220,7 @@ class WebOptions:
         str, flag("--host", "Address to listen on. Any but this machine's own asks for a token.")
     ] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8420
-    asks_token: Annotated[
-        bool, flag("--token", "Ask for a token on this machine too; who has it may write notes.")
-    ] = False
+    asks_token: Annotated[bool, flag("--token", "Ask for a token on this machine too.")] = False
     host_names: Annotated[
         list[str],
         option(

@@ -21,6 +21,7 @@ import redis
 
 from tests.support.servers import free_port
 from tests.support.waiting import wait_until
+from tidemill.common.files import LockedError, locked
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 
@@ -28,6 +29,20 @@ FSYNC_WINDOW_S = 1.0
 """`appendfsync everysec`: what is older than this is on the disk."""
 SAMPLE_S = 0.05
 LINK_TIMEOUT_S = 60.0
+
+
+async def _start(server: EmbeddedRedis) -> None:
+    """Start a server again; a child of the killed one that rewrote its file may outlive it for a moment."""
+    await wait_until(lambda: _is_free(server.data_dir), LINK_TIMEOUT_S)
+    await asyncio.to_thread(server.start)
+
+
+def _is_free(data_dir: Path) -> bool:
+    try:
+        with locked(data_dir / "server.lock", "in use"):
+            return True
+    except LockedError:
+        return False
 
 
 class MortalRedis:
@@ -69,7 +84,7 @@ class MortalRedis:
 
     async def restart(self) -> None:
         """Come back with what the append-only file holds."""
-        await asyncio.to_thread(self.server.start)
+        await _start(self.server)
 
     def lose_tail(self, rng: random.Random) -> int:
         """Cut the file of a killed server within its last window; returns how many bytes went."""
@@ -106,7 +121,7 @@ class MortalRedis:
         """The server as it was when it died: what it had answered is in its file, whatever was lost then."""
         assert self._before is not None, "nothing was lost yet"
         server = EmbeddedRedis(self._before)
-        await asyncio.to_thread(server.start)
+        await _start(server)
         try:
             broker = await Broker.connect(server.url)
             yield broker

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -61,12 +61,12 @@ async def serving(runs: Path, url: str, *arguments: str) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def browsing(width: int = 1280, height: int = 900) -> AsyncIterator["Page"]:
+async def browsing(width: int = 1280, height: int = 900, **options: Any) -> AsyncIterator["Page"]:
     """A page that fails the test where a script fails or the page's policy is broken."""
     complaints: list[str] = []
     async with Late("playwright.async_api").async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium())
-        page = await browser.new_page(viewport={"width": width, "height": height})
+        page = await browser.new_page(viewport={"width": width, "height": height}, **options)
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)

@@ -12,7 +12,6 @@ from tidemill.services.console.options import (
     DiffOptions,
     FailOnWarning,
     Json,
-    PlanOptions,
     ReplayOptions,
     RunId,
     RunsDir,
@@ -40,9 +39,9 @@ def check(options: CheckOptions) -> None:
 
         print_fields(str(options.config or ""))
         return
+    from tidemill.services.console.check.explain import explain, print_findings
     from tidemill.services.console.check.memory import machine_named, print_memory
     from tidemill.services.console.check.preflight import examine
-    from tidemill.services.console.plan.explain import explain, print_findings
 
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
@@ -159,24 +158,12 @@ def archive(
 
 
 @grouped
-def plan(options: PlanOptions) -> None:
-    """Say how many workers, how much memory and disk a run needs, from the times of its stages.
-
-    The times are those of the newest run with this config, unless told otherwise. The formulas are in
-    docs/operations/sizing.md; each is shown with its numbers.
-    """
-    from tidemill.services.console.plan.plan import plan as print_plan
-
-    print_plan(options)
-
-
-@grouped
 def web(options: WebOptions) -> None:
     """Look at runs in a browser: curves, runs compared, groups, completions token by token, steps, logs.
 
-    Pages need nothing from the network, and write nothing but notes. They listen on this machine alone,
-    unless --host says otherwise; then, or with --token, the printed address carries a token that browsers
-    must show. TIDEMILL_WEB_TOKEN in the environment makes it a fixed one.
+    Pages need nothing from the network, and write nothing. They listen on this machine alone, unless --host
+    says otherwise; then, or with --token, browsers ask for a password: the token that is printed, or that in
+    TIDEMILL_WEB_TOKEN.
     """
     from tidemill.services.console.web.server import serve
 

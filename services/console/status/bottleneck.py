@@ -343,9 +343,9 @@ def _advice_on_workers(evidence: Evidence, role: str, more: dict[str, float]) ->
     if role in more and evidence.step_s:
         return (
             f"With one more {role} worker a step would take {more[role]:.3g} s instead of "
-            f"{evidence.step_s:.3g} s, at best. `tidemill plan` says how many it takes."
+            f"{evidence.step_s:.3g} s, at best."
         )
-    return f"Add {role} workers; they may join now. `tidemill plan` says how many it takes."
+    return f"Add {role} workers; they may join now."
 
 
 def _listed(parts: dict[str, float]) -> str:

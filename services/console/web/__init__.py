@@ -1,1 +1,1 @@
-"""`tidemill web`: pages about the runs of a folder; nothing but notes is written."""
+"""`tidemill web`: pages about the runs of a folder; nothing is written."""

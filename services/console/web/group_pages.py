@@ -32,10 +32,9 @@ async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
     found = query.select(run.index.rows(query.lane))
     num_pages = max(1, -(-len(found) // PAGE_ROWS))
     page = min(query.page, num_pages)
-    return await site.page(
+    return site.page(
         "groups.html",
         run,
-        request,
         "groups",
         query=query,
         rows=found[(page - 1) * PAGE_ROWS : page * PAGE_ROWS],
@@ -60,10 +59,9 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
     sort = request.query_params.get("sort", "index")
     first = _number(request.query_params.get("first"), 0)
     samples = sorted(view.samples, key=_SAMPLE_KEYS.get(sort, _SAMPLE_KEYS["index"]))
-    return await site.page(
+    return site.page(
         "group.html",
         run,
-        request,
         "groups",
         view=view,
         components=component_names(view),

@@ -149,12 +149,12 @@ async def without_slash(site: Site, run: WatchedRun, request: Request) -> Respon
 
 async def overview(site: Site, run: WatchedRun, request: Request) -> Response:
     """A run: its state and its curves."""
-    return await site.page("overview.html", run, request, "overview", **_state(run))
+    return site.page("overview.html", run, "overview", **_state(run))
 
 
 async def state(site: Site, run: WatchedRun, request: Request) -> Response:
     """The part of the overview that changes all the time."""
-    return await site.page("state.html", run, request, "overview", **_state(run))
+    return site.page("state.html", run, "overview", **_state(run))
 
 
 async def charts(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -207,7 +207,7 @@ async def steps(site: Site, run: WatchedRun, request: Request) -> Response:
     page = min(max(1, int(typed)), num_pages) if typed.isascii() and typed.isdigit() and len(typed) < 9 else 1
     shown = numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]
     rows = [run.index.steps[number] for number in shown]
-    return await site.page("steps.html", run, request, "steps", rows=rows, page=page, num_pages=num_pages)
+    return site.page("steps.html", run, "steps", rows=rows, page=page, num_pages=num_pages)
 
 
 async def step(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -223,10 +223,9 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
     except TidemillError as error:
         problem = str(error)
     view = view_step(commit, run.index) if commit else None
-    return await site.page(
+    return site.page(
         "step.html",
         run,
-        request,
         "steps",
         row=row,
         view=view,
@@ -248,10 +247,9 @@ async def letters(site: Site, run: WatchedRun, request: Request) -> Response:
     """All letters, the newest first."""
     needle = request.query_params.get("text", "")[:200]
     found = [letter for letter in await _read(run) if _has(letter, needle)]
-    return await site.page(
+    return site.page(
         "dead.html",
         run,
-        request,
         "dead",
         letters=found[:PAGE_LETTERS],
         num_found=len(found),
@@ -266,10 +264,9 @@ async def letter(site: Site, run: WatchedRun, request: Request) -> Response:
     found = next((letter for letter in await _read(run) if letter.letter_id == wanted), None)
     if found is None:
         raise HTTPException(404, "There is no such letter: it may have been put back or dropped.")
-    return await site.page(
+    return site.page(
         "letter.html",
         run,
-        request,
         "dead",
         letter=found,
         message=as_tree(found, with_content=True)["message"],

@@ -43,9 +43,7 @@ async def config(site: Site, run: WatchedRun, request: Request) -> Response:
     fields = flatten(await _config_tree(run))
     needle = text.casefold()
     shown = [(name, value) for name, value in fields.items() if needle in f"{name} {value}".casefold()]
-    return await site.page(
-        "config.html", run, request, "config", text=text, fields=shown, num_all=len(fields)
-    )
+    return site.page("config.html", run, "config", text=text, fields=shown, num_all=len(fields))
 
 
 async def config_file(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -90,7 +88,7 @@ async def logs(site: Site, run: WatchedRun, request: Request) -> Response:
         text = request.query_params.get("text", "")[:MAX_TEXT_CHARACTERS]
         last = int(end) if end.isascii() and end.isdigit() and len(end) < 16 else None
         part = await asyncio.to_thread(_read_part, folder / name, text, last)
-    return await site.page("logs.html", run, request, "logs", logs=found, log=part)
+    return site.page("logs.html", run, "logs", logs=found, log=part)
 
 
 def _listed(folder: Path) -> list[tuple[str, int]]:

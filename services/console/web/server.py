@@ -22,8 +22,8 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.options import WebOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
-from tidemill.services.console.web import compare_pages, group_pages, notes, pages, run_files
-from tidemill.services.console.web.access import TOKEN_PARAMETER, TOKEN_VARIABLE, Access, Gate, is_loopback
+from tidemill.services.console.web import compare_pages, group_pages, pages, run_files
+from tidemill.services.console.web.access import TOKEN_VARIABLE, Access, Gate, is_loopback
 from tidemill.services.console.web.catalog import Catalog
 from tidemill.services.console.web.site import FOLDER, Site
 
@@ -45,7 +45,7 @@ class LaneConvertor(Convertor[Lane]):
 def create_app(catalog: Catalog, access: Access) -> Starlette:
     """The application; it closes the catalog when it ends."""
     register_url_convertor("lane", LaneConvertor())
-    site = Site(catalog, access)
+    site = Site(catalog)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -67,14 +67,13 @@ def create_app(catalog: Catalog, access: Access) -> Starlette:
     async def runs(request: Request) -> Response:
         return await pages.runs(site)
 
-    run_pages = pages.ROUTES | group_pages.ROUTES | run_files.ROUTES | notes.ROUTES
+    run_pages = pages.ROUTES | group_pages.ROUTES | run_files.ROUTES
     return Starlette(
         routes=[
             Mount("/static", StaticFiles(directory=FOLDER / "static"), name="static"),
             Route("/", runs),
             *(Route(path, functools.partial(page, site)) for path, page in compare_pages.ROUTES.items()),
             *(site.route(path, page) for path, page in run_pages.items()),
-            *(site.route(path, page, "POST") for path, page in notes.WRITING_ROUTES.items()),
         ],
         middleware=[Middleware(Gate, access=access)],
         exception_handlers={HTTPException: missing, TidemillError: away, Exception: broken},
@@ -110,8 +109,9 @@ async def _serve(options: WebOptions) -> None:
         path = f"run/{run_id}"
     port = listener.getsockname()[1]
     names, fixed = tuple(options.host_names), os.environ.get(TOKEN_VARIABLE, "").strip()
-    access = Access.of(options.host, port, names, fixed, asks_always=options.asks_token)
-    print(_greeting(options.host, port, path, access), flush=True)
+    access = Access.of(options.host, names, fixed, asks_always=options.asks_token)
+    shown_token = "" if fixed else access.token
+    print(_greeting(options.host, port, path, shown_token), flush=True)
     config = server_config(
         create_app(catalog, access),
         lifespan="auto",
@@ -138,17 +138,13 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _greeting(host: str, port: int, path: str, access: Access) -> str:
+def _greeting(host: str, port: int, path: str, token: str) -> str:
     name = socket.gethostname() if host in EVERYWHERE else host
     shown = f"[{name}]" if ":" in name else name
-    query = f"?{TOKEN_PARAMETER}={access.token}" if access.token and not access.is_fixed else ""
-    lines = [f"Pages to look at: http://{shown}:{port}/{path}{query}"]
-    if access.is_fixed:
-        lines.append(f"The token is the one in {TOKEN_VARIABLE}; browsers ask for it once.")
+    lines = [f"Pages to look at: http://{shown}:{port}/{path}"]
+    if token:
+        lines.append(f"Browsers ask for a name and a password: any name, and this token: {token}")
     if not is_loopback(host):
-        lines.append(
-            "Others reach this port. Whoever has the token may read everything and write notes; it is sent "
-            "unencrypted."
-        )
+        lines.append("Others reach this port. Who has the token may read everything; it is sent unencrypted.")
     lines.append("Ctrl-C ends the pages only; runs go on.")
     return "\n".join(lines)

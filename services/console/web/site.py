@@ -1,6 +1,5 @@
 """What every page needs: the catalog of runs, and the templates."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -17,11 +16,9 @@ from tidemill.common.errors import BrokerError
 from tidemill.common.history import History, sessions
 from tidemill.services.console.text.formats import size, when
 from tidemill.services.console.web import chat, formats
-from tidemill.services.console.web.access import Access
 from tidemill.services.console.web.catalog import Catalog
 from tidemill.services.console.web.formats import sendable, visible
 from tidemill.services.console.web.metric_files import MetricFiles
-from tidemill.services.console.web.note_files import can_write, place_of, read_notes
 from tidemill.services.console.web.watched_run import WatchedRun
 
 FOLDER = Path(__file__).parent
@@ -78,10 +75,10 @@ def _plain(value: Any) -> Any:
 
 
 class Site:
-    """The catalog of runs, the templates, and who may write notes."""
+    """The catalog of runs, and the templates."""
 
-    def __init__(self, catalog: Catalog, access: Access) -> None:
-        self.catalog, self.access = catalog, access
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
         self.metric_files = MetricFiles()
         self.templates = Templates()
 
@@ -96,22 +93,16 @@ class Site:
             raise HTTPException(404, f"There is no run of this name in {self.catalog.runs}.")
         return run
 
-    def route(self, path: str, page: "Page", method: str = "GET") -> Route:
+    def route(self, path: str, page: "Page") -> Route:
         """The route of a page about a run."""
 
         async def answer(request: Request) -> Response:
             return await page(self, await self.run_of(request), request)
 
-        return Route(path, answer, methods=[method])
+        return Route(path, answer)
 
-    async def page(
-        self, template: str, run: WatchedRun, request: Request, here: str, **values: Any
-    ) -> Response:
-        """A page about a run, with what was noted of it; `here` names its place in the menu."""
-        notes = await asyncio.to_thread(read_notes, run.folder.path)
-        place = place_of(request.url.path, run.run_id)
-        form_key = self.access.form_key if can_write(run.folder.path) else ""
-        values |= {"notes": notes, "place": place, "form_key": form_key}
+    def page(self, template: str, run: WatchedRun, here: str, **values: Any) -> Response:
+        """A page about a run; `here` names its place in the menu."""
         return self.templates.response(template, run=run, here=here, **values)
 
 

@@ -30,7 +30,7 @@ KEYS = Keys("ended")
 async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     catalog = Catalog(tmp_path)
-    transport = httpx.ASGITransport(create_app(catalog, Access.of("127.0.0.1", 80)))
+    transport = httpx.ASGITransport(create_app(catalog, Access.of("127.0.0.1")))
     async with httpx.AsyncClient(
         transport=transport, base_url="http://127.0.0.1/run/ended", timeout=60, follow_redirects=True
     ) as client:

@@ -13,8 +13,8 @@ from tidemill.services.trainer.service import serve
 from tidemill.services.trainer.trainer import Trainer
 
 WARM_UP, STEPS = 500, 1000
-"""Until then the pools of threads fill, and each allocator's arena reaches its size: jumps of 4 MB, the last one near
-step 450."""
+"""Until then the pools of threads fill, and each allocator's arena reaches its size: jumps of 4 MB, the last
+one near step 450."""
 MOST_OBJECTS_PER_STEP = 0.5
 """One forgotten list, dict, message or task a step would be 1 or more."""
 MOST_BYTES = 6 << 20

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.checked_runs import make_folder, write_run
 from tidemill.services.console.check import preflight
-from tidemill.services.console.plan.explain import describe
+from tidemill.services.console.check.explain import describe
 
 
 @pytest.fixture

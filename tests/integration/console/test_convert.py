@@ -15,9 +15,9 @@ from tests.support.checked_runs import make_folder
 from tidemill.common.config import AlgorithmConfig, RunConfig
 from tidemill.common.config.algorithm_table import LOSSES
 from tidemill.services.console.__main__ import app
+from tidemill.services.console.check.explain import describe
 from tidemill.services.console.check.preflight import examine
 from tidemill.services.console.convert.table import is_field
-from tidemill.services.console.plan.explain import describe
 
 GSM8K_ROWS, MATH_ROWS, DAPO_ROWS = 7_473, 7_500, 17_398
 

@@ -222,7 +222,6 @@ async def test_on_a_small_screen_nothing_is_cut_off_without_a_hint(
         "/steps/0",
         "/dead",
         "/config",
-        "/notes",
     )
     async with serving(tmp_path, redis_server.url) as base, browsing(width=390, height=800) as page:
         run = f"http://{base}run/{keys.run_id}"
@@ -273,22 +272,22 @@ async def test_runs_are_compared_and_the_address_keeps_the_choice(
         assert await page.get_by_label("kl").is_checked() and await text_of(page, "#smoothing") == "0.50"
 
 
-async def test_a_note_is_kept_with_what_was_selected_and_leads_back_to_it(
+async def test_an_address_leads_back_to_what_was_selected_and_the_browser_keeps_the_token(
     tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIDEMILL_WEB_TOKEN", "a-token-of-the-browser-test")
     await write_run(broker, keys, write_folder(tmp_path, keys, MODEL), texts=["short"])
-    async with serving(tmp_path, redis_server.url) as base, browsing() as page:
-        await settled(page, f"http://{base}run/{keys.run_id}/groups/2?token=a-token-of-the-browser-test")
+    async with (
+        serving(tmp_path, redis_server.url) as base,
+        browsing(http_credentials={"username": "me", "password": "a-token-of-the-browser-test"}) as page,
+    ):
+        await settled(page, f"http://{base}run/{keys.run_id}/groups/2")
         await page.locator("#c1 .tokens .t").nth(4).click()
         await page.get_by_text("advantage", exact=True).click()
-        await page.locator("summary", has_text="Notes").click()
-        await page.get_by_label("A note on completion 1").fill("<b>look</b> here")
-        await page.get_by_role("button", name="Keep").click()
-        await page.locator(".notes").get_by_text("<b>look</b> here").wait_for()
         assert page.url.endswith("/groups/2?at=4&colour=advantage#c1")
-        await page.goto(f"http://{base}run/{keys.run_id}/notes")
-        await page.get_by_role("link", name="Group 2, completion 1").click()
+        address = page.url
+        await page.goto("about:blank")
+        await page.goto(address)
         await page.locator("#c1 .t.here").wait_for()
         assert "token 4" in await text_of(page, "#tip")
         assert await page.evaluate("document.body.dataset.colour") == "advantage"

@@ -34,7 +34,7 @@ from tests.support.servers import (
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.archive import ARCHIVE_FOLDER
-from tidemill.common.config import RewardConfig, ServersConfig, RunConfig
+from tidemill.common.config import RewardConfig, RunConfig, ServersConfig
 from tidemill.common.errors import BrokerError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.support.misbehaving import MisbehavingServer, cuts, says
+from tests.support.model_servers import servers_at
 from tests.support.reward_models import tiny_classifier
 from tests.support.runs import ServiceRun
-from tests.support.servers import servers_at
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import RewardModelConfig

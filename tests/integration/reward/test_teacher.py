@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.misbehaving import MisbehavingServer, cuts, hangs, says
+from tests.support.model_servers import servers_at
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.reward_models import CHAT_TEMPLATE, server_url, start_server
 from tests.support.runs import ServiceRun
-from tests.support.servers import servers_at
 from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until

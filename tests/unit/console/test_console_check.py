@@ -15,9 +15,9 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import RewardFindings
 from tidemill.common.run.dataset import Row
 from tidemill.services.console.check import preflight
+from tidemill.services.console.check.explain import describe, explain, preset_lines
 from tidemill.services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 from tidemill.services.console.check.preflight import Findings, PreflightError, examine
-from tidemill.services.console.plan.explain import describe, explain, preset_lines
 
 
 def rows(*prompts: Any) -> list[Row]:

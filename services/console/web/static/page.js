@@ -1,4 +1,4 @@
-// On every page: the theme's switch, the help, keys, the form for notes. Keys are ignored while somebody types.
+// On every page: the theme's switch, the help, keys. Keys are ignored while somebody types.
 import { hintScrolling } from "./scrolling.js";
 
 const THEMES = ["system", "light", "dark"];
@@ -48,7 +48,7 @@ const ACTIONS = {
   u: () => follow("a[rel=up]") || follow("a.run-name"),
   "/": () => document.getElementById("search")?.focus(),
 };
-for (const key of "ogsdmclb") ACTIONS[key] = () => follow(`a[data-key=${key}]`);
+for (const key of "ogsdmcl") ACTIONS[key] = () => follow(`a[data-key=${key}]`);
 
 function isTyping(target) {
   return target.isContentEditable || (target.matches("input, select, textarea") && !["radio", "checkbox", "range"].includes(target.type));
@@ -62,23 +62,6 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   action();
 });
-
-// A note belongs to the page with what is selected on it.
-const note = document.getElementById("note");
-
-function nameNote() {
-  const sample = location.hash.match(/^#c(\d+)$/);
-  document.getElementById("note-place").textContent = sample ? `completion ${sample[1]}` : "this page";
-}
-
-if (note) {
-  nameNote();
-  addEventListener("hashchange", nameNote);
-  note.addEventListener("submit", () => {
-    const selection = (location.search + location.hash).replace(/[^\w.~%+=&:,?#-]/g, encodeURIComponent);
-    note.elements.place.value = note.elements.place.defaultValue + (selection.length < 600 ? selection : "");
-  });
-}
 
 hintScrolling();
 button.addEventListener("click", nextTheme);

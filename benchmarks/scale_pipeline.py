@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 
-from tidemill.services.console.plan.lengths import mean_of_lengths
-
 CUT = 16.0
 
 
@@ -64,11 +62,6 @@ class Flow:
     """Share of the engines' speed that nobody used."""
     staleness: float
     """Steps from the begin of a group to its training."""
-
-    @property
-    def trainer_idle(self) -> float:
-        """Share of the time in which the trainer waits."""
-        return self.wait_s / self.step_s if self.step_s else 0.0
 
 
 class _Engines:
@@ -200,3 +193,33 @@ def play(pipeline: Pipeline) -> Flow:
     total_s = run.engines.now - begun_s
     idle = 1.0 - (run.engines.used_s - used_s) / total_s
     return Flow(total_s / p.steps, waited_s / p.steps, idle, stale / (p.steps * p.groups))
+
+
+def mean_of_lengths(sigma: float, cut: float) -> float:
+    """Mean length of completions: log-normal with median 1, where what is above `cut` is `cut`.
+
+    >>> round(mean_of_lengths(0.99, 16.0), 2)
+    1.61
+    """
+    if not sigma:
+        return min(1.0, cut)
+    edge = math.log(cut) / sigma
+    return math.exp(sigma**2 / 2) * _below(edge - sigma) + cut * (1.0 - _below(edge))
+
+
+def mean_of_later(varying_s: float, share: float, other_s: float) -> float:
+    """E[max(X, other)] of a normal X with the mean `varying_s` and a standard deviation of `share` of it.
+
+    C. E. Clark, The greatest of a finite set of random variables (1961), equation 2 with one variance of 0.
+    """
+    deviation = share * varying_s
+    if deviation <= 0.0:
+        return max(varying_s, other_s)
+    z = (varying_s - other_s) / deviation
+    density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    return other_s + deviation * (density + z * _below(z))
+
+
+def _below(x: float) -> float:
+    """The share of a standard normal that lies below x."""
+    return 0.5 * (1.0 + math.erf(x / math.sqrt(2.0)))

@@ -11,7 +11,7 @@ from tidemill.common.config import AlgorithmConfig, RewardConfig
 from tidemill.common.config.algorithm_table import PRESETS
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.console.check.preflight import Findings
-from tidemill.services.console.plan.sizing import redis_bytes
+from tidemill.services.console.check.redis_size import redis_bytes
 from tidemill.services.console.text.formats import printable_block, size
 from tidemill.services.console.text.tables import name_table
 
