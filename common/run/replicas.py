@@ -19,6 +19,8 @@ log = structlog.get_logger(__name__)
 TTL_S = 10.0
 """A replica that is silent this long is gone."""
 BEATS_PER_TTL = 3
+LANE_HEADER = "x-tidemill-lane"
+"""Of requests to servers: `eval` asks for the priority of evaluation."""
 
 
 class ReplicaRegistry:

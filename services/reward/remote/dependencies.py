@@ -66,6 +66,8 @@ class RewardDependencies:
 
     async def close(self) -> None:
         """Close the routers, the servers' watches and the client's connections."""
-        for each in (*self._proxies.values(), *self._servers.values()):
-            await each.close()
+        for proxy in self._proxies.values():
+            await proxy.close()
+        for servers in self._servers.values():
+            await servers.close()
         await self.http.aclose()

@@ -16,11 +16,12 @@ from starlette.routing import Route
 
 from tidemill.common.process.http_server import ServerInService, is_this_machine, server_config
 from tidemill.common.process.listening import listen
+from tidemill.common.run.replicas import LANE_HEADER
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind, RemoteFault, status_fault
 from tidemill.services.reward.remote.limiter import Permit
 from tidemill.services.reward.remote.replica import Replica
-from tidemill.services.reward.remote.servers import LANE_HEADER, Servers, usage_of
+from tidemill.services.reward.remote.servers import Servers, usage_of
 
 PASSED_ON = ("content-type", "accept", "authorization")
 METHODS = ["GET", "POST"]

@@ -20,7 +20,7 @@ import structlog
 
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.process.heartbeats import Heartbeat
-from tidemill.common.run.replicas import ReplicaRegistry, key_for
+from tidemill.common.run.replicas import LANE_HEADER, ReplicaRegistry, key_for
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.remote.faults import (
@@ -44,8 +44,6 @@ MAX_FAILOVERS = 2
 """Further replicas that one attempt asks, one after the other, when a replica fails it."""
 HEALTH_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
-LANE_HEADER = "x-tidemill-lane"
-"""`eval` asks for the priority of evaluation."""
 UNUSED = (FaultKind.CONNECTION, FaultKind.RATE_LIMITED, FaultKind.REFUSED_REQUEST)
 """Requests that failed like this were not computed: their tokens are given back."""
 

@@ -94,7 +94,7 @@ class TestServer:
             for i, size in enumerate(sizes)
         ]
         async with httpx.AsyncClient() as http:
-            teacher = teacher_of(url, http, server="transformers")
+            teacher = teacher_of(url, http)
             found = await asyncio.gather(*(logprobs_of(teacher, t) for t in trajectories))
             await teacher._servers.close()
         for trajectory, logprobs in zip(trajectories, found, strict=True):
