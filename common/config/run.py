@@ -177,10 +177,9 @@ class RunConfig(Section):
     @property
     def shared_turn_s(self) -> float | None:
         """Longest turn of an engine on GPUs that it has in turn with others; None where there are none."""
-        return self.rollout.gpu_turn_s if self.rollout.takes_gpu_turns or self._is_shared else None
+        return self.rollout.gpu_turn_s if self.rollout.takes_gpu_turns or self._shares_gpus() else None
 
-    @property
-    def _is_shared(self) -> bool:
+    def _shares_gpus(self) -> bool:
         return any(one.local and one.local.shares_rollout_gpus for one in self.servers.values())
 
     def _placement_fits(self) -> None:
@@ -191,10 +190,8 @@ class RunConfig(Section):
                 f"rollout.gpus names {len(rollout.gpus)} GPUs, but {rollout.workers} workers with "
                 f"{rollout.vllm.tensor_parallel_size} each (rollout.vllm.tensor_parallel_size) need {wanted}"
             )
-        if self._is_shared and rollout.engine == "transformers":
-            raise ValueError(
-                "shares_rollout_gpus needs an engine that can sleep: rollout.engine vllm, on a GPU"
-            )
+        if self._shares_gpus() and rollout.engine == "transformers":
+            raise ValueError("shares_rollout_gpus needs an engine that sleeps: rollout.engine vllm, on a GPU")
 
     def _rewards_fit(self) -> None:
         named = [name for name, reward in self.reward.named.items() if reward.environment]

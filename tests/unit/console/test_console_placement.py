@@ -59,7 +59,7 @@ def test_without_a_word_the_environment_decides() -> None:
     [
         (None, {"workers": 2, "gpus": [1]}, "2 workers with 1 each"),
         ({"gpus": [1], "shares_rollout_gpus": True}, {}, "not both"),
-        ({"shares_rollout_gpus": True}, {"engine": "transformers"}, "an engine that can sleep"),
+        ({"shares_rollout_gpus": True}, {"engine": "transformers"}, "an engine that sleeps"),
         ({"shares_rollout_gpus": True, "engine": "vllm"}, {}, "takes turns by itself"),
     ],
 )

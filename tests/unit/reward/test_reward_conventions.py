@@ -62,7 +62,7 @@ async def test_router_and_tokenizer_reach_a_function_that_takes_them(load: Any) 
 
 def test_a_function_that_insists_on_a_router_needs_one_in_the_config(load: Any) -> None:
     function = load("def reward(solution_str, reward_router_address): return 1.0")
-    with pytest.raises(ConfigError, match="say with `router` which judge's it is"):
+    with pytest.raises(ConfigError, match="say with `router`"):
         check_reward("mine", NamedRewardConfig(function=function.name), {})
     check_reward("mine", NamedRewardConfig(function=function.name, router="judge"), {})
 
