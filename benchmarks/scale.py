@@ -4,6 +4,7 @@
     python -m benchmarks.scale --workers 1000 --faults   # what such a run makes of faults
     python -m benchmarks.scale --workers 1000 --faults --only killed,joining
     python -m benchmarks.scale --workers "" --anchors    # the anchors alone
+    python -m benchmarks.scale --workers 10 --mean-s 0.3 --steps 100 --trim --no-anchors
 
 Workers are the services' real code on a real Redis; engines, rewards and the policy are delays (see
 `scale_cluster`). `efficiency` is the share of the engines' slots that was filled with work, counted by its
@@ -25,7 +26,7 @@ import typer
 
 from benchmarks.report import machine, print_result, print_table
 from benchmarks.scale_anchors import print_anchors
-from benchmarks.scale_cluster import Outcome, Size, measure
+from benchmarks.scale_cluster import STEPS, Outcome, Size, measure
 from benchmarks.scale_faults import FAULTS, PATIENCE_S, measure_faults, print_faults
 from tidemill.common.process.programs import run_main
 
@@ -50,14 +51,16 @@ def stretch_for(workers: int, cores_per_worker: float) -> float:
     return round(min(max(1.0, wanted), MOST_STRETCH), 1)
 
 
-async def measure_all(sizes: list[int], mean_s: float, stretch: float) -> list[Outcome]:
+async def measure_all(
+    sizes: list[int], mean_s: float, stretch: float, steps: int, trims: bool
+) -> list[Outcome]:
     """One size after the other; each tells what the next one will take."""
     outcomes: list[Outcome] = []
     for workers in sizes:
         per_worker = outcomes[-1].cores_per_worker if outcomes else FIRST_CORES_PER_WORKER
-        size = Size(workers, mean_s, stretch or stretch_for(workers, per_worker))
+        size = Size(workers, mean_s, stretch or stretch_for(workers, per_worker), trims)
         with tempfile.TemporaryDirectory() as folder:
-            outcomes.append(await measure(Path(folder), size))
+            outcomes.append(await measure(Path(folder), size, steps))
         print(f"{workers} workers: {outcomes[-1].efficiency:.3f}", file=sys.stderr)
     return outcomes
 
@@ -75,7 +78,8 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
             f"{o.commands_per_s:,.0f}",
             f"{o.redis_share:.3f}",
             f"{o.cpu_shares['rollout']:.2f}",
-            f"{o.mb_per_step:.2f}",
+            f"{max(o.mb_by_step):.2f}",
+            f"{o.memory_growth:.2f}",
             f"{len(o.books.lost)}",
             f"{o.books.duplicated}",
         )
@@ -84,11 +88,12 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
     titles = ("workers", "stretch", "efficiency", "samples/s", "step s", "trainer", "commands/s", "Redis")
     print_table(
         "Workers on one Redis",
-        (*titles, "loop", "MB a step", "lost", "twice"),
+        (*titles, "loop", "MB", "growth", "lost", "twice"),
         rows,
         "efficiency: slots filled with work, of all. trainer: share of time that it works. Redis: CPU, of\n"
         "a core, in unscaled time, like samples, steps and commands. loop: CPU of all rollout workers, of a\n"
-        f"core, in wall time: below 0.9 the loop that they share does not limit. {machine()}",
+        "core, in wall time: below 0.9 the loop that they share does not limit. MB: the most that streams\n"
+        f"took in Redis; growth: in the second half of the steps, over the first. {machine()}",
     )
 
 
@@ -96,6 +101,10 @@ def main(
     workers: Annotated[str, typer.Option(help="numbers of rollout workers")] = "10,100,1000",
     mean_s: Annotated[float, typer.Option(help="what a completion takes, on average")] = MEAN_S,
     stretch: Annotated[float, typer.Option(help="wall seconds of a second; 0: as the machine needs")] = 0.0,
+    steps: Annotated[int, typer.Option(min=2, help="of each run")] = STEPS,
+    trim: Annotated[
+        bool, typer.Option("--trim", help="streams, as a run does: is Redis's memory flat?")
+    ] = False,
     anchors: Annotated[bool, typer.Option(help="also the published figures")] = True,
     faults: Annotated[bool, typer.Option(help="faults at the largest size, in place of all else")] = False,
     patience_s: Annotated[float, typer.Option(help="after a fault, to be as before")] = PATIENCE_S,
@@ -111,7 +120,7 @@ def main(
         with tempfile.TemporaryDirectory() as folder:
             print_faults(run_main(measure_faults(Path(folder), size, chosen, patience_s)), size)
         return
-    outcomes = run_main(measure_all(sizes, mean_s, stretch))
+    outcomes = run_main(measure_all(sizes, mean_s, stretch, steps, trim))
     print_outcomes(outcomes)
     errors = print_anchors() if anchors else {}
     largest = outcomes[-1] if outcomes else None
@@ -119,7 +128,8 @@ def main(
         {
             "benchmark": "scale",
             "efficiency": {str(o.size.workers): round(o.efficiency, 3) for o in outcomes},
-            "redis_mb_per_step": round(largest.mb_per_step, 2) if largest else None,
+            "redis_mb": round(max(largest.mb_by_step), 2) if largest else None,
+            "redis_memory_growth": round(largest.memory_growth, 2) if largest else None,
             f"redis_cpu_share_{sizes[-1] if sizes else 0}": round(largest.redis_share, 3)
             if largest
             else None,

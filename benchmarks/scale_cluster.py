@@ -47,6 +47,9 @@ class Size:
     stretch: float
     """Wall seconds that stand for one second: all work and all pauses of loops take so much longer."""
 
+    trims: bool = False
+    """As a run does; tickets are then accounted for as far back as Redis has them."""
+
     @property
     def reward_workers(self) -> int:
         """A fifth as many as rollout workers."""
@@ -78,6 +81,7 @@ class Size:
             trainer__micro_batch_tokens=65536,
             trainer__simulated={"group_s": TRAINER_SHARE * step_s / groups},
             trainer__checkpoint_every=2,
+            streams__trim=self.trims,
             streams__lease_s=LEASE_S * self.stretch,
             streams__drain_s=DRAIN_S * self.stretch,
         )
@@ -109,10 +113,17 @@ class Outcome:
     """CPU of each process, of one core, in wall time."""
     trainer_share: float
     """Of the time, the trainer's work."""
-    mb_per_step: float
+    mb_by_step: list[float]
+    """What all streams take in Redis, in megabytes, after each step that counts."""
     commands_per_s: float
     """Of Redis, in the time that the run stands for."""
     books: Books
+
+    @property
+    def memory_growth(self) -> float:
+        """The most that Redis held in the second half of the steps, over the most in the first."""
+        half = len(self.mb_by_step) // 2
+        return max(self.mb_by_step[half:]) / max(self.mb_by_step[: half or 1])
 
     @property
     def redis_share(self) -> float:
@@ -196,7 +207,8 @@ class Cluster:
 
     def work(self) -> list[tuple[float, float, float]]:
         """Begin, nominal and real seconds of each completion so far."""
-        return [tuple(line) for line in self._lines() if isinstance(line, list)]
+        path = self.folder / "work-rollout.jsonl"
+        return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
     def cpu_s(self) -> dict[str, float]:
         """Of each process, since its start."""
@@ -212,18 +224,6 @@ class Cluster:
             for at, took, _ in self.work()
         )
         return spent / ((workers or self.size.workers) * SLOTS * (end - begin))
-
-    def events(self, begin: float, end: float) -> dict[str, list[float]]:
-        """When all workers connected, took over from others, and took in weights, in this time."""
-        found: dict[str, list[float]] = {}
-        for line in (line for role in self.pools for line in self._lines(role)):
-            if "event" in line and begin <= line["at"] < end:
-                found.setdefault(line["event"], []).append(line["at"])
-        return found
-
-    def _lines(self, role: str = "rollout") -> list[Any]:
-        path = self.folder / f"work-{role}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _cpu_s(pid: int) -> float:
@@ -289,9 +289,11 @@ async def measure(folder: Path, size: Size, steps: int = STEPS, warm: int = WARM
         broker, keys = cluster.run.broker, cluster.run.keys
         await cluster.until_step(warm - 1, patience_s)
         before, begin = await _used(cluster), time.time()
-        last = await cluster.until_step(steps - 1, patience_s)
+        mb_by_step = []
+        for step in range(warm, steps):
+            last = await cluster.until_step(step, patience_s)
+            mb_by_step.append(sum([await memory_bytes(broker, key) for key in _streams(keys)]) / 1e6)
         after, end = await _used(cluster), time.time()
-        stored = sum([await memory_bytes(broker, key) for key in _streams(keys)])
         await asyncio.sleep(1.5)  # pools have written what they did
         commits = await cluster.commits()
         books = await cluster.end()
@@ -307,7 +309,7 @@ async def measure(folder: Path, size: Size, steps: int = STEPS, warm: int = WARM
             step_s,
             {name: (after[name] - before[name]) / wall_s for name in before if name != "commands"},
             1.0 - sum(waits) / wall_s,
-            stored / len(commits) / 1e6,
+            mb_by_step,
             (after["commands"] - before["commands"]) * size.stretch / wall_s,
             books,
         )

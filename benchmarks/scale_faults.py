@@ -1,49 +1,24 @@
-"""What befalls a large run, one thing after the other, and what the run makes of it.
+"""Faults of a large run, one after the other, and how long the run takes to be as before.
 
-After each fault the slots of the engines are watched until they are as full as before. A thundering herd
-shows in how many connections, takeovers and loads of weights begin within a tenth of a second, at the worst,
-and on average. At the end every ticket that was ever issued is looked for.
+After each fault the slots of the engines are watched until they are as full as before. At the end every
+ticket that was ever issued is looked for.
 """
 
 import asyncio
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from redis import exceptions as redis_errors
-
 from benchmarks.report import machine, print_result, print_table
-from benchmarks.scale_cluster import LEASE_S, Books, Cluster, Size
+from benchmarks.scale_cluster import Books, Cluster, Size
 
-LOOK_S, BIN_S = 0.25, 0.1
-EVENTS = ("connections", "takeovers", "weights")
 WINDOWS, STEADY = 4, 0.95
 """Slots are steady when so many looks in a row, one a second, see this share of what was full before."""
-PATIENCE_S, TAKEOVERS_S = 40.0, 1.5 * LEASE_S
-"""Unscaled. How long slots may take to be full again; what the dead held is taken over when leases end."""
+PATIENCE_S = 40.0
+"""Unscaled. How long slots may take to be full again."""
 TENTH, WAVES, CUT_S, SLOWER = 10, 10, 3.0, 4.0
-
-
-@dataclass
-class Herd:
-    """How often something happened: in all, and within an (unscaled) tenth of a second at the worst."""
-
-    total: int = 0
-    peak: int = 0
-    mean: float = 0.0
-    """Within a tenth of a second, while the fault was watched."""
-
-    @classmethod
-    def of(cls, times: Sequence[float], begin: float, end: float, bin_s: float) -> "Herd":
-        """What happened at these times, within bins of so many wall seconds."""
-        bins = Counter(int((at - begin) / bin_s) for at in times)
-        return cls(len(times), max(bins.values(), default=0), len(times) * bin_s / (end - begin))
-
-    def __str__(self) -> str:
-        return f"{self.peak:,} / {self.mean:.1f} ({self.total:,})"
 
 
 @dataclass
@@ -55,9 +30,6 @@ class Recovery:
     """Share of the slots with work, in the worst second."""
     steady_s: float | None = None
     """From the fault until the slots were full again; None where they were not."""
-    herds: dict[str, Herd] = field(default_factory=dict)
-    most_commands: int = 0
-    """That Redis took in the worst quarter of a second, of the wall's time."""
 
 
 @dataclass
@@ -122,10 +94,8 @@ class Trouble:
         """Bring it about, and wait until the slots are full again."""
         found, stretch = Recovery(name), self.size.stretch
         begun = time.time()
-        watching = asyncio.create_task(self._watch_redis(found))
         await fault(self)
         good = 0
-        least_s = TAKEOVERS_S if fault is Trouble.kill_a_tenth else 0.0
         until = time.time() + self.patience_s * stretch
         while time.time() < until and good < WINDOWS:
             await asyncio.sleep(stretch)
@@ -135,31 +105,10 @@ class Trouble:
             good = good + 1 if share >= STEADY * full else 0
         if good == WINDOWS:
             found.steady_s = max(0.0, (time.time() - begun) / stretch - WINDOWS)
-        watching.cancel()
-        await asyncio.sleep(max(0.0, begun + least_s * stretch - time.time()))
-        await asyncio.sleep(1.2)
-        ended = time.time() - 1.2
-        for event, times in self.cluster.events(begun, ended).items():
-            found.herds[event] = Herd.of(times, begun, ended, BIN_S * stretch)
         print(found, file=sys.stderr)
         return found
 
-    async def _watch_redis(self, found: Recovery) -> None:
-        before: int | None = None
-        while True:
-            try:
-                info = await self.cluster.run.broker.redis.execute_command("INFO", "stats")
-                lines = (line for line in info.decode().splitlines() if line.startswith(COUNTED))
-                now = int(next(lines).partition(":")[2])
-            except (redis_errors.RedisError, OSError):
-                before = None  # a server that comes back counts as commands what it reads from its file
-            else:
-                found.most_commands = max(found.most_commands, now - before if before is not None else 0)
-                before = now
-            await asyncio.sleep(LOOK_S)
 
-
-COUNTED = "total_commands_processed"
 FAULTS: dict[str, tuple[str, Fault]] = {
     "killed": ("a tenth is killed", Trouble.kill_a_tenth),
     "replaced": ("all are replaced", Trouble.replace_all),
@@ -195,18 +144,14 @@ def print_faults(found: Faults, size: Size) -> None:
             r.fault,
             f"{r.lowest:.2f}",
             "-" if r.steady_s is None else f"{r.steady_s:.1f}",
-            *(str(r.herds.get(event, Herd())) for event in EVENTS),
-            f"{r.most_commands:,}",
         )
         for r in found.recoveries
     ]
     print_table(
         f"Faults with {size.workers:,} + {size.reward_workers:,} workers",
-        ("fault", "slots with work, at worst", "steady after s", *EVENTS, "commands"),
+        ("fault", "slots with work, at worst", "steady after s"),
         rows,
-        f"Before: {found.before:.2f}. Time is stretched by {size.stretch:g}; seconds are unscaled.\n"
-        f"{', '.join(EVENTS)}: within {BIN_S:g} s at the worst / on average (in all). Commands: what Redis\n"
-        f"took in the worst {LOOK_S:g} s of the wall's time. {machine()}",
+        f"Before: {found.before:.2f}. Unscaled seconds; time is stretched by {size.stretch:g}. {machine()}",
     )
     print_result(
         {
@@ -214,9 +159,6 @@ def print_faults(found: Faults, size: Size) -> None:
             "workers": size.workers,
             "stretch": size.stretch,
             "steady_s": {r.fault: r.steady_s and round(r.steady_s, 1) for r in found.recoveries},
-            "per_100_ms": {
-                r.fault: {e: asdict(herd) for e, herd in r.herds.items()} for r in found.recoveries
-            },
             "steps": found.books.steps,
             "tickets": found.books.issued,
             "dead_letters": found.books.buried,

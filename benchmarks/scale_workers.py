@@ -37,9 +37,7 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
-from tidemill.common.redis.lines import Client
 from tidemill.common.run.state import read_config
-from tidemill.common.streams import Consumer
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.outcome import RewardOutcome
@@ -58,11 +56,6 @@ INTERVALS: tuple[tuple[Any, str], ...] = (
     (weight_follower, "SPREAD_S_PER_GROUP"),
 )
 """Pauses of the services' loops, which are stretched like everything that takes time."""
-WATCHED = (
-    (Client, "_open", "connections"),
-    (Consumer, "_reclaim", "takeovers"),
-    (weight_follower.WeightFollower, "_update", "weights"),
-)
 LOCAL_S = 1.0
 """Probes that concern nobody but their own process, 50 and 4 times a second, come once a second here."""
 JOIN_S = 0.5
@@ -185,19 +178,6 @@ class Pool:
         self.num_started = 0
         self.work: list[tuple[float, float, float]] = []
         self.stretch, self.join_s = stretch, JOIN_S * stretch
-        self.events: list[tuple[str, float]] = []
-        """What could come as a herd, and when."""
-
-    def watch(self, owner: type, name: str, event: str) -> None:
-        """Note when a method of the product succeeds; of one that returns a list, for each thing in it."""
-        method = getattr(owner, name)
-
-        async def noted(*args: Any, **options: Any) -> Any:
-            begun, found = time.time(), await method(*args, **options)
-            self.events += [(event, round(begun, 3))] * (len(found) if isinstance(found, list) else 1)
-            return found
-
-        setattr(owner, name, noted)
 
     def start(self, count: int) -> None:
         """Start so many more."""
@@ -238,10 +218,6 @@ class Pool:
         work, self.work[:] = list(self.work), []
         with open(self.folder / f"work-{self.role}.jsonl", "a") as file:
             file.writelines(f"[{at:.3f}, {nominal:.4f}, {spent:.4f}]\n" for at, nominal, spent in work)
-            cpu_s = time.process_time()
-            events, self.events[:] = list(self.events), []
-            file.writelines(json.dumps({"event": event, "at": at}) + "\n" for event, at in events)
-            file.write(json.dumps({"at": time.time(), "cpu_s": cpu_s, "members": len(self.members)}) + "\n")
 
 
 async def serve(role: str, count: int, stretch: float, folder: Path, run_id: str) -> None:
@@ -252,8 +228,6 @@ async def serve(role: str, count: int, stretch: float, folder: Path, run_id: str
     keys = Keys(run_id)
     redis = await Broker.connect()
     pool = Pool(role, keys, await read_config(redis, keys), folder, stretch)
-    for owner, name, event in WATCHED:
-        pool.watch(owner, name, event)
     rollout.build_engine = pool.engine  # type: ignore[attr-defined, assignment]
     weighted_sum.make_reward = lambda *_: LoopReward()  # type: ignore[attr-defined]
     await redis.close()

@@ -1,11 +1,8 @@
-"""What sessions cost a rollout worker: four questions, one number each.
+"""What sessions cost a rollout worker: three questions, one number each.
 
-    python -m benchmarks.sessions                   # all four; the last needs vLLM
-    python -m benchmarks.sessions --only held       # one of: single_turn, held, gateway, prefix
+    python -m benchmarks.sessions                   # all three; the last needs vLLM
+    python -m benchmarks.sessions --only held       # one of: held, gateway, prefix
 
-* `single_turn`: samples of a worker without an environment for each second of processor time, over those of
-  the same worker whose samples come straight from its engine, as before there were sessions. A real Redis,
-  and an engine that takes no time: what is measured is the path. The median of pairs of rounds counts.
 * `held`: 512 sessions held by one rollout service, of four turns each; the environment takes 50 ms to 2 s
   for its answer to each. Once it blocks (so it runs in processes), once it is async. The ideal is the
   longest session's delays alone.
@@ -14,7 +11,6 @@
 * `prefix`: the share of prompt tokens of second and later turns that vLLM had in its prefix cache.
 """
 
-import statistics
 from typing import Annotated
 
 import typer
@@ -22,31 +18,22 @@ import typer
 from benchmarks.report import machine, print_result, print_table
 from benchmarks.sessions_gateway import measure_gateway
 from benchmarks.sessions_held import measure_held
-from benchmarks.sessions_path import measure_path
 from benchmarks.sessions_prefix import measure_prefix
 from tidemill.common.process.programs import run_main
 
-PARTS = ("single_turn", "held", "gateway", "prefix")
+PARTS = ("held", "gateway", "prefix")
 
 
 def main(
     only: Annotated[str, typer.Option(help=f"One of {', '.join(PARTS)}; empty: all.")] = "",
     sessions: Annotated[int, typer.Option(help="Sessions held at once.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Pairs of rounds of the path's throughput.")] = 7,
 ) -> None:
     """Measure, print a table, and end with one line of JSON."""
     if only and only not in PARTS:
         raise typer.BadParameter(f"{only!r} is none of {', '.join(PARTS)}")
     wanted = (only,) if only else PARTS
-    result: dict[str, float | None] = dict.fromkeys(
-        ("ratio_single_turn", "efficiency_512", "gateway_ms_p50", "prefix_hit_rate")
-    )
+    result: dict[str, float | None] = dict.fromkeys(("efficiency_512", "gateway_ms_p50", "prefix_hit_rate"))
     rows: list[tuple[str, ...]] = []
-    if "single_turn" in wanted:
-        pairs = run_main(measure_path(rounds))
-        result["ratio_single_turn"] = round(statistics.median(new / old for old, new in pairs), 3)
-        old, new = (statistics.median(side) for side in zip(*pairs, strict=True))
-        rows.append(("single turn through a player", f"{new:,.0f} samples/s", f"straight: {old:,.0f}"))
     if "held" in wanted:
         efficiencies = []
         for kind in ("blocking", "async"):

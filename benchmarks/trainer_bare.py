@@ -1,8 +1,9 @@
-"""The trainer's step beside a bare loop of torch, on the same packed tokens, in one process and in turns.
+"""The trainer's step beside a bare loop of torch, in one process and in turns.
 
 The bare loop gets its rectangles of token ids ready made, and for each scored token its position, target and
-weight. It runs the same model with the same attention, F.cross_entropy over a chunk of logits at a time,
-backward, and fused AdamW. It plans nothing, clips nothing, and measures neither entropies nor anything else.
+weight: the same packed tokens, or where samples share a prompt, a row for each sample. It runs the same
+model, F.cross_entropy over a chunk of logits at a time, backward, and fused AdamW. It plans
+nothing, clips nothing, and measures neither entropies nor anything else.
 """
 
 import copy
@@ -13,14 +14,14 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.trainer_measures import LR, now_s
-from benchmarks.trainer_tidemill import make_policy, train_step
+from benchmarks.trainer_sides import LR, make_policy, now_s, train_step
 from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
 from tidemill.services.trainer.policy.packing import make_tile
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
@@ -110,6 +111,25 @@ def packed(policy: TransformersPolicy, samples: Sequence[Sample], budget_tokens:
     return rectangles
 
 
+def a_row_a_sample(policy: TransformersPolicy, samples: Sequence[Sample], budget: int) -> list[Rectangle]:
+    """Samples of equal length one below the other, nothing shared."""
+    num_trained = sum(sample.num_trained for sample in samples)
+    to_device = partial(torch.as_tensor, device=policy._model.device)
+    num_prompt, num_tokens = len(samples[0].prompt_ids), samples[0].num_tokens
+    rectangles = []
+    for first in range(0, len(samples), size := max(1, budget // num_tokens)):
+        rows = samples[first : first + size]
+        ids = np.stack([np.concatenate((row.prompt_ids, row.completion_ids)) for row in rows])
+        before = np.arange(num_prompt - 1, num_tokens - 1)
+        places = np.concatenate([number * num_tokens + before for number in range(len(rows))])
+        weights = np.repeat([float(row.advantage) / num_trained for row in rows], len(before))
+        targets = np.concatenate([row.completion_ids for row in rows]).astype(np.int64)
+        inputs = {"input_ids": to_device(ids.astype(np.int64))}
+        cells = to_device(places), to_device(targets), to_device(weights.astype(np.float32))
+        rectangles.append(Rectangle(inputs, *cells))
+    return rectangles
+
+
 def run_bare(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
     """A step of each side in turns, after one of each to warm up; medians.
 
@@ -118,7 +138,9 @@ def run_bare(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: i
     """
     bare_model = copy.deepcopy(model)
     policy = make_policy(model, samples, budget_tokens)
-    bare = BareLoop(bare_model, packed(policy, samples, budget_tokens))
+    is_shared = samples[0].prompt_ids is samples[1].prompt_ids
+    lay_out = a_row_a_sample if is_shared else packed
+    bare = BareLoop(bare_model, lay_out(policy, samples, budget_tokens))
     norms = bare.norm(), train_step(policy, samples, budget_tokens)
     bare.step()
     if abs(norms[0] / norms[1] - 1.0) > 1e-2:

@@ -1,8 +1,14 @@
-"""TRL's own training loop, with the completions given instead of generated: the benchmark's other side."""
+"""TRL's side of the trainer benchmark: its training loop over given completions, or a whole run of its own.
 
+`python -m benchmarks.trainer_trl CONFIG` does what `tidemill up CONFIG` would, with GRPOTrainer.
+"""
+
+import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +18,9 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import pad
 
-from benchmarks.trainer_measures import LR, MAX_GRAD_NORM, Peak, now_s
+from benchmarks.trainer_sides import LR, MAX_GRAD_NORM, Peak, now_s
+from tidemill.common.config import RunConfig, load_config
+from tidemill.services.reward.builtin.gsm8k import compute_score
 from tidemill.services.trainer.groups.samples import Sample
 
 
@@ -121,3 +129,45 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
     )
+
+
+def run_whole(config: RunConfig) -> None:
+    """Train the config's model on its data, with TRL's generation by transformers."""
+    trainer, sampling = config.trainer, config.rollout.sampling
+    rows = [json.loads(line) for line in Path(config.data.train).read_text().splitlines()]
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=trainer.groups_per_step * trainer.group_size,
+            num_generations=trainer.group_size,
+            max_completion_length=sampling.max_tokens,
+            temperature=sampling.temperature,
+            max_steps=trainer.steps,
+            learning_rate=trainer.optimizer.lr,
+            lr_scheduler_type="constant",
+            loss_type="dr_grpo",
+            beta=0.0,
+            use_cpu=not torch.cuda.is_available(),
+            bf16=False,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        GRPOTrainer(
+            model=str(config.model.path),
+            args=arguments,
+            reward_funcs=_reward,
+            train_dataset=Dataset.from_dict({"prompt": [row["prompt"] for row in rows], "truth": truths}),
+        ).train()
+
+
+def _reward(completions: Sequence[str], truth: Sequence[str], **_: Any) -> list[float]:
+    return [
+        float(compute_score("arith", text, right, {})) for text, right in zip(completions, truth, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    run_whole(load_config(Path(sys.argv[1])))

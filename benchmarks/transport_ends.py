@@ -1,4 +1,4 @@
-"""The two ends of `benchmarks.transport` and `benchmarks.durability`: each is a process and obeys its stdin.
+"""The two ends of `benchmarks.transport`: each is a process that obeys its stdin.
 
 It prints `ready` once everything is prepared, starts at a line on stdin, and prints one line of JSON with
 its start and end on the machine's monotonic clock and the processor time it used.
@@ -6,9 +6,10 @@ its start and end on the machine's monotonic clock and the processor time it use
 
 import asyncio
 import json
+import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import redis
 
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Garbled, OffsetReader, append
+from tidemill.common.streams import Consumer, Delivery, Garbled, OffsetReader, append
 from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey
@@ -26,6 +27,9 @@ VOCABULARY = 151_936
 LEASE_S = 60.0
 BLOCK_S = 1.0
 CELLS = PROMPT_TOKENS + 2 * COMPLETION_TOKENS
+RUN_ID = "transport"
+KEYS = Keys(RUN_ID)
+PEER_MAXLEN, PEER_BLOCK_MS = 1_000_000, 100
 
 
 class Stopwatch:
@@ -37,7 +41,7 @@ class Stopwatch:
         self.cpu_s, self.start = time.process_time(), time.monotonic()
 
     def stop(self) -> None:
-        """Say how long it took."""
+        """Print how long it took."""
         end, cpu_s = time.monotonic(), time.process_time() - self.cpu_s
         print(json.dumps({"start": self.start, "end": end, "cpu_s": cpu_s}), flush=True)
 
@@ -64,14 +68,34 @@ def trajectories(count: int) -> list[Trajectory]:
     ]
 
 
-async def write_stream(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
-    """Append all records, `per_call` at a time, from a few tasks at once as a worker does."""
-    broker, key, batch = await Broker.connect(url), Keys(run_id).trajectories(), trajectories(records)
+def score_of(trajectory: Trajectory) -> Score:
+    """A score as a reward worker publishes it."""
+    return Score(
+        ticket=trajectory.ticket,
+        index=trajectory.index,
+        status=ScoreStatus.OK,
+        value=0.5,
+        components={"correct": 0.5},
+        worker="reward-0",
+    )
+
+
+async def send_plainly(broker: Broker, key: str, *messages: Message) -> None:
+    """Plain XADDs in one pipeline, without a transaction."""
+    fields = ((VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, encode_payload(message)) for message in messages)
+    await broker.pipeline([("XADD", key, "*", *pairs) for pairs in fields])
+
+
+async def _write_with(
+    send: Callable[..., Awaitable[Any]], url: str, records: int, per_call: int, in_flight: int
+) -> None:
+    """Send all records, `per_call` at a time, from a few tasks at once as a worker does."""
+    broker, key, batch = await Broker.connect(url), KEYS.trajectories(), trajectories(records)
     calls = iter(range(0, records, per_call))
 
     async def write() -> None:
         for first in calls:
-            await append(broker, key, *batch[first : first + per_call])
+            await send(broker, key, *batch[first : first + per_call])
 
     watch = Stopwatch()
     await asyncio.gather(*(write() for _ in range(in_flight)))
@@ -79,28 +103,42 @@ async def write_stream(url: str, run_id: str, records: int, per_call: int, in_fl
     await broker.close()
 
 
-async def read_stream(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
+async def write_stream(*counts: Any) -> None:
+    """Append as the product does."""
+    await _write_with(append, *counts)
+
+
+async def write_forgotten(*counts: Any) -> None:
+    """The same records in pipelines of plain XADDs."""
+    await _write_with(send_plainly, *counts)
+
+
+async def _read_with(
+    result_of: Callable[[Delivery[Trajectory]], Score | None],
+    url: str,
+    records: int,
+    per_call: int,
+    in_flight: int,
+) -> None:
     """Fetch, decode, validate and acknowledge until every record was seen."""
-    broker, keys = await Broker.connect(url), Keys(run_id)
+    broker = await Broker.connect(url)
     consumer = Consumer(
-        broker, keys.trajectories(), REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=keys.dead
+        broker, KEYS.trajectories(), REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=KEYS.dead
     )
     seen: set[TrajectoryKey] = set()
-    acknowledged = 0
+    finished, acknowledged = asyncio.Event(), 0
 
     async def read() -> None:
         nonlocal acknowledged
         while acknowledged < records:
             deliveries = await consumer.fetch(per_call, BLOCK_S)
-            done = [(delivery, None) for delivery in deliveries if not isinstance(delivery, Garbled)]
+            done = [(one, result_of(one)) for one in deliveries if not isinstance(one, Garbled)]
             if done:
-                completed = await consumer.complete(done, keys.scores(), ahead=len(done))
-                acknowledged += sum(completed)
+                completed = await consumer.complete(done, KEYS.scores(), ahead=len(done))
+                acknowledged += sum(completed)  # after the await: other readers add to it meanwhile
                 seen.update(delivery.message.key for delivery, _ in done)
-            if acknowledged >= records:
-                finished.set()
+        finished.set()
 
-    finished = asyncio.Event()
     async with consumer:
         watch = Stopwatch()
         readers = [asyncio.create_task(read()) for _ in range(in_flight)]
@@ -113,58 +151,23 @@ async def read_stream(url: str, run_id: str, records: int, per_call: int, in_fli
     await broker.close()
 
 
-async def read_scored(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
-    """As a reward worker: lease, decode, and publish a score with the acknowledgement, as one unit."""
-    broker, keys = await Broker.connect(url), Keys(run_id)
-    consumer = Consumer(
-        broker, keys.trajectories(), REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=keys.dead
-    )
-    finished, num_done = asyncio.Event(), 0
-
-    async def read() -> None:
-        nonlocal num_done
-        while num_done < records:
-            deliveries = await consumer.fetch(per_call, BLOCK_S)
-            held = [delivery for delivery in deliveries if not isinstance(delivery, Garbled)]
-            if held:
-                scored = [(delivery, score_of(delivery.message)) for delivery in held]
-                done = await consumer.complete(scored, keys.scores(), ahead=len(scored))
-                num_done += sum(done)
-        finished.set()
-
-    async with consumer:
-        watch = Stopwatch()
-        readers = [asyncio.create_task(read()) for _ in range(in_flight)]
-        await finished.wait()
-        watch.stop()
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-    await broker.close()
+async def read_stream(*counts: Any) -> None:
+    """Acknowledge each record; nothing is published."""
+    await _read_with(lambda delivery: None, *counts)
 
 
-async def write_forgotten(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
-    """The same records in pipelines of plain XADDs: no transaction."""
-    broker, key, batch = await Broker.connect(url), Keys(run_id).trajectories(), trajectories(records)
-    calls = iter(range(0, records, per_call))
-
-    async def write() -> None:
-        for first in calls:
-            await send(broker, key, batch[first : first + per_call])
-
-    watch = Stopwatch()
-    await asyncio.gather(*(write() for _ in range(in_flight)))
-    watch.stop()
-    await broker.close()
+async def read_scored(*counts: Any) -> None:
+    """As a reward worker: each score and the acknowledgement of its trajectory are one unit."""
+    await _read_with(lambda delivery: score_of(delivery.message), *counts)
 
 
-async def read_forgotten(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
+async def read_forgotten(url: str, records: int, per_call: int, in_flight: int) -> None:
     """XREAD from a position of its own, and the same scores by plain XADDs: no group, no acknowledgement.
 
     A batch is decoded and answered while the next one travels, so that this end is no slower by design.
     """
-    broker, keys = await Broker.connect(url), Keys(run_id)
-    reader, num_read = OffsetReader(broker, keys.trajectories(), Trajectory), 0
+    broker = await Broker.connect(url)
+    reader, num_read = OffsetReader(broker, KEYS.trajectories(), Trajectory), 0
     sending: set[asyncio.Task[None]] = set()
     watch = Stopwatch()
     while num_read < records:
@@ -173,46 +176,28 @@ async def read_forgotten(url: str, run_id: str, records: int, per_call: int, in_
         num_read += len(scores)
         if len(sending) == in_flight:
             _, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
-        sending.add(asyncio.create_task(send(broker, keys.scores(), scores)))
+        sending.add(asyncio.create_task(send_plainly(broker, KEYS.scores(), *scores)))
     await asyncio.gather(*sending)
     watch.stop()
     await broker.close()
 
 
-async def send(broker: Broker, key: str, messages: Sequence[Message]) -> None:
-    """Plain XADDs in one pipeline."""
-    fields = ((VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, encode_payload(message)) for message in messages)
-    await broker.pipeline([("XADD", key, "*", *pairs) for pairs in fields])
-
-
-def score_of(trajectory: Trajectory) -> Score:
-    """What a reward worker says of it."""
-    return Score(
-        ticket=trajectory.ticket,
-        index=trajectory.index,
-        status=ScoreStatus.OK,
-        value=0.5,
-        components={"correct": 0.5},
-        worker="reward-0",
-    )
-
-
-async def write_raw(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
+async def write_raw(url: str, records: int, per_call: int, in_flight: int) -> None:
     """Arrays as bytes, a pipeline of plain XADDs."""
-    client, key, batch = redis.Redis.from_url(url), Keys(run_id).trajectories(), trajectories(records)
+    client, batch = redis.Redis.from_url(url), trajectories(records)
     watch = Stopwatch()
     for first in range(0, records, per_call):
         pipe = client.pipeline(transaction=False)
         for record in batch[first : first + per_call]:
             arrays = (record.prompt_ids, record.completion_ids, record.logprobs)
-            pipe.xadd(key, {"p": b"".join(array.tobytes() for array in arrays)})
+            pipe.xadd(KEYS.trajectories(), {"p": b"".join(array.tobytes() for array in arrays)})
         pipe.execute()
     watch.stop()
 
 
-async def read_raw(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
+async def read_raw(url: str, records: int, per_call: int, in_flight: int) -> None:
     """XREADGROUP and XACK, the arrays cut out of the bytes."""
-    client, key = redis.Redis.from_url(url), Keys(run_id).trajectories()
+    client, key = redis.Redis.from_url(url), KEYS.trajectories()
     client.xgroup_create(key, REWARD_GROUP, "0", mkstream=True)
     acknowledged = 0
     watch = Stopwatch()
@@ -221,10 +206,46 @@ async def read_raw(url: str, run_id: str, records: int, per_call: int, in_flight
         reply: Any = client.xreadgroup(REWARD_GROUP, "reader", {key: ">"}, count=per_call, block=block_ms)
         for _, entries in reply:
             for _, fields in entries:
-                cells = np.frombuffer(fields[b"p"], dtype=np.int32)
-                assert len(cells) == CELLS
+                assert len(np.frombuffer(fields[b"p"], dtype=np.int32)) == CELLS
             client.xack(key, REWARD_GROUP, *[entry_id for entry_id, _ in entries])
             acknowledged += len(entries)
+    watch.stop()
+
+
+async def write_peer(url: str, records: int, per_call: int, in_flight: int) -> None:
+    """As PipelineRL's writer: lists of numbers, pickled, one XADD a record, approximately trimmed."""
+    client = redis.Redis.from_url(url)
+    batch = [peer_record(record) for record in trajectories(records)]
+    watch = Stopwatch()
+    for index, record in enumerate(batch):
+        fields: Any = {"index": index, "data": pickle.dumps(record)}
+        client.xadd(KEYS.trajectories(), fields, maxlen=PEER_MAXLEN, approximate=True)
+    watch.stop()
+
+
+def peer_record(record: Trajectory) -> dict[str, Any]:
+    """Ids and logprobs as lists, as its model of a sample has them."""
+    arrays: dict[str, Sequence[Any]] = {
+        "input_ids": [*record.prompt_ids.tolist(), *record.completion_ids.tolist()],
+        "labels": [*([-100] * PROMPT_TOKENS), *record.completion_ids.tolist()],
+        "logprobs": record.logprobs.tolist(),
+    }
+    return {**arrays, "group_id": str(record.ticket), "reward": 0.0, "metadata": {"model_version": 0}}
+
+
+async def read_peer(url: str, records: int, per_call: int, in_flight: int) -> None:
+    """As PipelineRL's reader: XREAD of one record from its own position, unpickled; no acknowledgement."""
+    client, key = redis.Redis.from_url(url), KEYS.trajectories()
+    last_id: Any = 0
+    num_read = 0
+    watch = Stopwatch()
+    while num_read < records:
+        reply: Any = client.xread({key: last_id}, count=1, block=PEER_BLOCK_MS)
+        for _, entries in reply:
+            ((last_id, fields),) = entries
+            assert int(fields[b"index"]) == num_read
+            assert len(pickle.loads(fields[b"data"])["logprobs"]) == COMPLETION_TOKENS
+            num_read += 1
     watch.stop()
 
 
@@ -236,8 +257,10 @@ ENDS: dict[str, Callable[..., Any]] = {
     "read-forgotten": read_forgotten,
     "write-raw": write_raw,
     "read-raw": read_raw,
+    "write-peer": write_peer,
+    "read-peer": read_peer,
 }
 
 if __name__ == "__main__":
-    end, url, run_id, *numbers = sys.argv[1:]
-    run_main(ENDS[end](url, run_id, *map(int, numbers)))
+    end, url, *numbers = sys.argv[1:]
+    run_main(ENDS[end](url, *map(int, numbers)))

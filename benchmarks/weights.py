@@ -31,7 +31,7 @@ import psutil
 import torch
 
 from benchmarks.report import machine, print_result, print_table
-from benchmarks.trainer_cases import CASES, CPU_SHAPE, GROUP_SIZE, Shape, make_batch, make_model
+from benchmarks.trainer_sides import CASES, CPU_SHAPE, GROUP_SIZE, Shape, make_batch, make_model
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.run.weight_files import verified_files

@@ -132,10 +132,11 @@ def read_records(path: Path) -> list[Record]:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return [record for line in lines[:-1] if (record := _parse(line)) is not None]
+    return [record for line in lines[:-1] if (record := parse_record(line)) is not None]
 
 
-def _parse(line: bytes) -> Record | None:
+def parse_record(line: bytes) -> Record | None:
+    """The record of a whole line; None where it is none."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -1,6 +1,7 @@
 """The only way in which entries leave a stream: from its beginning. The server remembers how far."""
 
 import json
+from collections.abc import Sequence
 
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams.entries import START, id_after
@@ -15,15 +16,18 @@ TRIMMED = "trimmed:{}"
 trim has lost the field too."""
 
 
-async def trim_before(broker: Broker, key: str, entry_id: str, mark: Mark | None = None) -> int:
-    """Remove entries below `entry_id`; returns how many.
+async def trim_before(
+    broker: Broker, key: str, entry_id: str, mark: Mark | None = None, held: Sequence[str] = ()
+) -> int:
+    """Remove entries below `entry_id`; returns how many. `held`: of tickets, the group whose workers may hold
+    some of them, and what the keys of their progress begin with; both go with them.
 
     Raises:
         MarkLostError: the server has not got the `mark`; nothing was removed.
     """
     if mark is None:
         return int(await broker.execute("XTRIM", key, "MINID", entry_id))
-    values = [entry_id, mark.field, mark.value, _field(key)]
+    values = [entry_id, mark.field, mark.value, _field(key), *held]
     removed = int(await broker.script("trim", [key, mark.key], values))
     if removed < 0:
         raise MarkLostError(f"Redis has lost a mark in {mark.key}")

@@ -19,6 +19,8 @@ ROLLOUT_GROUP = "rollout"
 REWARD_GROUP = "reward"
 """Consumer group of the reward workers on the `trajectories` streams."""
 
+GROUP = "group:"
+
 RQ_STATES = {"queued": "rq:queue:{}", "started": "rq:wip:{}", "failed": "rq:failed:{}"}
 """Where RQ keeps the jobs of a queue, by how far they are; a list, and two sorted sets."""
 
@@ -57,7 +59,12 @@ class Keys:
 
     def progress(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
         """Hash of a group in flight: published indices, and the version at which it started."""
-        return self._key(f"group:{ticket}", lane)
+        return self._key(f"{GROUP}{ticket}", lane)
+
+    @property
+    def progress_prefix(self) -> str:
+        """What `progress` begins with; the number of a ticket follows."""
+        return self._key(GROUP)
 
     def results(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
         """Hash: what rewards said of the samples of a group scored as a whole, until all are there."""

@@ -40,7 +40,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
 for command, example in EXAMPLES.items():
     app.command(epilog=example)(naming_the_run(command))
 FAMILIES = {
-    "replay": (runs.app, "Do again what was recorded: a step, or a stretch of trajectories."),
+    "replay": (runs.app, "Train a recorded step again, and compare."),
     "dead": (dead.app, "Messages that nobody could process: list, show, put back, drop."),
     "weights": (weights.app, "The versions of a run on the disk: list them, see that they are whole."),
     "streams": (
@@ -69,7 +69,7 @@ def main() -> None:
     except TidemillError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         if isinstance(error, ConfigError) and error.unknown_fields:
-            from tidemill.services.console.convert.aliases import names_elsewhere
+            from tidemill.services.console.convert.table import names_elsewhere
 
             print(names_elsewhere(error.unknown_fields), end="", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -314,12 +314,13 @@ _INTO_TEXT = "Name of the sandbox run, a new one. Without it: made from the run'
 _REWARD_TEXT = "The reward function, or a built-in one. Without it: the run's own rewards."
 _SECTION_TEXT = "Take the whole reward section of this config."
 _WORKERS_TEXT = "Reward workers to start. Without it: as the run's config says."
+_PACE_TEXT = "Feed them as slowly as they came: a load test. Without it: as fast as they are scored."
 _REDIS_TEXT = "Server for the sandbox, for workers on other machines. Without it: a private one."
 
 
 @dataclass(frozen=True)
-class SandboxOptions:
-    """A sandbox run: whose history it is given, and which reward scores it."""
+class RescoreOptions:
+    """`tidemill rescore`: whose history is scored again, and with which reward."""
 
     run_id: RunId = None
     into: Annotated[str | None, option("--into", _INTO_TEXT, "SANDBOX")] = None
@@ -329,17 +330,14 @@ class SandboxOptions:
         list[str],
         typer.Option("--set", metavar="FIELD=VALUE", help="Override one field, such as reward.timeout_s=5."),
     ] = field(default_factory=list)
-    workers: Annotated[int | None, typer.Option("--workers", min=0, help=_WORKERS_TEXT)] = None
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help=_WORKERS_TEXT)] = None
+    first: Annotated[int | None, option("--from-step", "First step.", "A", min=0)] = None
+    last: Annotated[int | None, option("--to-step", "Last step.", "B", min=0)] = None
+    keeps_pace: Annotated[bool, flag("--recorded-pace", _PACE_TEXT)] = False
     lane: LaneChoice = "train"
     redis: Annotated[str | None, option("--redis", _REDIS_TEXT, "URL")] = None
     as_json: Json = False
     runs_dir: RunsDir = None
-
-
-_WHAT_IF_TEXT = (
-    "Also compute each step with this changed: any trainer field that does not change what was "
-    "collected. May be repeated."
-)
 
 
 @dataclass(frozen=True)
@@ -348,15 +346,6 @@ class ReplayOptions:
 
     steps: Annotated[str, argument("A step, or several: 3,17 or 10..14.", metavar="STEPS")]
     run_id: RunId = None
-    overrides: Annotated[list[str], option("--set", _WHAT_IF_TEXT, "FIELD=VALUE")] = field(
-        default_factory=list
-    )
-    to_torch: Annotated[
-        Path | None, option("--to-torch", "Write the batch of the step as tensors.", "FILE")
-    ] = None
-    with_weights: Annotated[
-        bool, flag("--with-weights", "With --to-torch: also the weights before the step.")
-    ] = False
     shows_all: Annotated[bool, flag("--all", "Show every metric, also those that agree.")] = False
     as_json: Json = False
     runs_dir: RunsDir = None

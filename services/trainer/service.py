@@ -6,7 +6,7 @@ from functools import partial
 
 import structlog
 
-from tidemill.common.config.trainer import HealthyRange
+from tidemill.common.config.diagnostics import HealthyRange
 from tidemill.common.files import locked
 from tidemill.common.process.checks import check_loggers
 from tidemill.common.process.gpu_sharing import GpuLock, lock_files
@@ -177,7 +177,9 @@ def _resume_outputs(context: ServiceContext, recorder: Recorder) -> Outputs:
     trainer, records = context.config.trainer, list(read_records(context.run_dir / METRICS_FILE))
     ranges, evaluation = trainer.diagnostics, trainer.evaluation
     if trainer.policy == "simulated":
-        ranges = ranges.model_copy(update={"entropy": HealthyRange()})  # delays have none
+        ranges = ranges.model_copy(
+            update={"healthy": {**ranges.healthy, "entropy": HealthyRange()}}
+        )  # delays have none
     best = BestVersion(context.run_dir, evaluation.keep_best, records, evaluation.max_failed_share)
     publisher = build_publisher(context.config.weights.url, context.keys.run_id)
     weights = WeightStore(context.run_dir, context.config.weights, publisher)

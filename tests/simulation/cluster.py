@@ -10,10 +10,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError
 
 from tests.simulation.clock import Clocks
 from tests.simulation.loop import OWNER, SimulatedLoop
@@ -21,11 +22,14 @@ from tests.simulation.process import Process
 from tests.simulation.redis.client import deliver
 from tests.simulation.redis.keyspace import READS, split
 from tests.simulation.redis.server import Fields, MemoryServer
+from tidemill.common.redis.broker import _script, _script_names
 from tidemill.common.redis.lines import ANSWER_TIMEOUT_S
 
 LATENCY_S = 0.001
 NOTICED_S = 1.0
 """Whoever asks in an outage of so long has asked twice."""
+ADDING = frozenset({b"XADD", b"HSET", b"HSETNX", b"SET", b"SADD", b"ZADD", b"XSETID", b"XGROUP CREATE"})
+"""Commands that need memory."""
 REFUSED = "Error 111 connecting to redis:6379. Connection refused."
 LOST = "Connection closed by server."
 
@@ -48,6 +52,8 @@ class Weather:
     """Share of the commands that are never applied, or whose answer never comes, half of each."""
     hang_share: float = 0.0
     """Of those, the share in which the client is not even told that the connection is gone."""
+    is_full: bool = False
+    """Redis has no memory: it refuses what would need some."""
 
 
 @dataclass
@@ -167,6 +173,9 @@ class Cluster:
         if self.state is State.DEMOTED and not all(split(fields)[0] in READS for fields in unit):
             self._answer(future, ReadOnlyError("You can't write against a read only replica."))
             return
+        if self.weather.is_full and any(needs_memory(fields) for fields in unit):
+            self._answer(future, OutOfMemoryError("command not allowed when used memory > 'maxmemory'."))
+            return
         self._tell(process, unit)
         hear = self.watch(self.server, process, unit[0]) if self.watch and len(unit) == 1 else None
 
@@ -197,6 +206,18 @@ class Cluster:
         for fields in unit:
             name, args = split(fields)
             self.tell(process.name, name.decode(), b" ".join(args))
+
+
+def needs_memory(fields: Fields) -> bool:
+    """Whether a full server refuses a command: it adds something, or is a script that does."""
+    return split(fields)[0] in ADDING or (fields[0] == b"EVALSHA" and fields[1] in _adding_scripts())
+
+
+@cache
+def _adding_scripts() -> frozenset[bytes]:
+    scripts = [_script(name) for name in _script_names()]
+    calls = [f"'{command.decode()}'" for command in ADDING]
+    return frozenset(sha.encode() for source, sha in scripts if any(call in source for call in calls))
 
 
 def _of_the_file(unit: Sequence[Fields]) -> list[Any] | None:

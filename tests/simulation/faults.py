@@ -160,6 +160,14 @@ class Injector:
         """Commands get lost, or their answers, for a while."""
         self._weather(fault, Weather(lose_share=fault.how["share"], hang_share=fault.how.get("hang", 0.0)))
 
+    def full(self, fault: Fault) -> None:
+        """Redis has no memory left for a while."""
+        self._weather(fault, Weather(is_full=True))
+
+    def add(self, fault: Fault) -> None:
+        """A worker more: it starts now, and stays."""
+        self.fleet.add(fault.target, fault.target.partition("-")[0])
+
     def cut_off(self, fault: Fault) -> bool:
         """One process cannot reach Redis for a while."""
         process = self.fleet.find(fault.target)
@@ -257,6 +265,8 @@ KINDS: dict[str, Callable[[Injector, Fault], Any]] = {
     "empty": Injector.empty,
     "slow": Injector.slow,
     "unreliable": Injector.unreliable,
+    "full": Injector.full,
+    "add": Injector.add,
     "cut_off": Injector.cut_off,
     "server_clock": Injector.server_clock,
     "host_clock": Injector.host_clock,

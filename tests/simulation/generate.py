@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from tests.simulation.beside import beside, with_draws
 from tests.simulation.schedule import LEASE_S, Fault, Schedule, Setup
 
 MOST_FAULTS = 6
@@ -71,6 +72,7 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
     if is_tight:
         every = max(4, setup.checkpoint_every)
         setup = replace(setup, trim=True, archive=True, segment_mb=0.001, checkpoint_every=every, steps=6)
+    setup = with_draws(seed, setup)
     names = [f"rollout-{i}" for i in range(setup.rollouts)] + [f"reward-{i}" for i in range(setup.rewards)]
     faults: list[Fault] = []
     at_s = rng.uniform(0.0, SPAN_S)
@@ -84,7 +86,7 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
     if (kind := _kind_of(rng)) in _ALONE:
         setup, faults = _alone(kind, rng, setup)
     else:
-        faults += _rare(kind, rng, names)
+        faults += _rare(kind, rng, names) + beside(seed)
     return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 

@@ -29,15 +29,18 @@ import structlog
 import tidemill.common.process.service
 import tidemill.common.redis.broker
 import tidemill.common.redis.client
+import tidemill.services.reward.rewards.named
 import tidemill.services.reward.rewards.weighted_sum
 import tidemill.services.rollout.engines.simulated
 import tidemill.services.rollout.service
+import tidemill.services.trainer.durable.checkpointing
+import tidemill.services.trainer.durable.commits
 import tidemill.services.trainer.service
 from tests.simulation.archiving import spawn
 from tests.simulation.disk import WRITING
 from tests.simulation.loop import OWNER
 from tests.simulation.redis.client import MemoryClient
-from tests.simulation.reward import make_reward
+from tests.simulation.reward import SimulatedReward, make_reward
 from tests.simulation.watch import Watch
 from tests.simulation.world import World
 from tidemill.common.process.stand_in import StandIn
@@ -140,8 +143,11 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (tidemill.common.process.service, "LAG_PROBE_S", 5.0),
         (tidemill.services.rollout.service, "SAMPLE_S", 1.0),
         (tidemill.services.reward.rewards.weighted_sum, "make_reward", make_reward),
+        (tidemill.services.reward.rewards.named, "FunctionReward", SimulatedReward),
         (tidemill.services.trainer.service, "load_tokenizer", known_tokenizer),
         (httpx, "AsyncClient", NoHttpClient),
+        (tidemill.services.trainer.durable.checkpointing, "KEPT_COMMITS", world.kept_commits),
+        (tidemill.services.trainer.durable.commits, "KEPT_COMMITS", world.kept_commits),
     ]
 
 

@@ -27,6 +27,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import CodecError
 from tidemill.common.run.state import FINISHED
 from tidemill.common.store.claims import ClaimStore
+from tidemill.common.streams import id_order
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
 
@@ -36,6 +37,7 @@ NO_RUN = "this Redis has no run"
 """What people are told who mistyped a run's id; not those whose Redis was emptied."""
 KINDS: dict[str, type[Message]] = {
     "prompts": Ticket,
+    "prompts:eval": Ticket,
     "trajectories": Trajectory,
     "trajectories:eval": Trajectory,
     "commits": Commit,
@@ -56,6 +58,8 @@ class Judge:
         self._claims = ClaimStore(self.world.folder / self.world.run_id)
         self._samples: dict[tuple[str, tuple[int, int]], list[Record]] = {}
         """All entries of a sample, by lane and key."""
+        self._issued: dict[int, Record] = {}
+        """The entry of each ticket that came last: one of its number that was withdrawn is another ticket."""
         self._newest = 0
         """The newest version that was ever committed."""
         self._ahead: set[str] = set()
@@ -76,11 +80,15 @@ class Judge:
             if message.max_version > self._newest and self.kinds <= costs.HARMLESS | {"foreign"}:
                 self._ahead.add(record.entry_id)
         elif record.is_foreign:
-            return
+            if isinstance(message, Ticket):
+                lane = "eval" if record.stream.endswith(":eval") else "train"
+                self.watch.copied.add((lane, message.ticket))
         elif isinstance(message, Commit):
             self._newest = max(self._newest, message.version)
             self.broken += self._judge_commit(message)
         elif isinstance(message, Ticket) and record.stream == "prompts":
+            self.watch.issued(message)
+            self._issued[message.ticket] = record
             self.broken += self._judge_admission(message)
 
     def _judge_admission(self, ticket: Ticket) -> list[str]:
@@ -108,20 +116,25 @@ class Judge:
         trained = [found for found in self.watch.trained.get(commit.digest, ()) if found]
         if not trained:
             return [f"commit: no policy has trained what step {commit.step} says"]
-        problems = []
+        problems, prompts = list[str](), dict[int, set[bytes]]()
         for key in commit.trained_keys:
             records = [
                 record
                 for record in self._samples.get(("train", key), ())
                 if any(found.get(key) == record.message.completion_ids.tobytes() for found in trained)
             ]
+            prompts.setdefault(key[0], set()).update(one.message.prompt_ids.tobytes() for one in records)
+            if key[0] in self._issued:
+                prompts[key[0]].add(self._issued[key[0]].message.prompt_ids.tobytes())
             ages = [
                 -1
                 if one.message.max_version > commit.step or one.entry_id in self._ahead
                 else commit.step - one.message.min_version
                 for one in records
             ]
+            issued_at = self._issued[key[0]].at_s if key[0] in self._issued else 0.0
             standing = [one for one in self._samples.get(("train", key), ()) if not one.is_lost]
+            standing = [one for one in standing if one.at_s >= issued_at]
             is_later = any(one in records for one in standing[1:]) and standing[0] not in records
             if is_later and "empty" not in self.kinds:
                 problems.append(f"join: step {commit.step} trained {key}, not as it came first")
@@ -134,6 +147,8 @@ class Judge:
                 problems.append(
                     f"durability: step {commit.step} trained {key}, which nobody could train again"
                 )
+        if mixed := [ticket for ticket, found in prompts.items() if len(found) > 1]:
+            problems.append(f"prompt: step {commit.step} trained tickets {mixed[:5]} on two prompts")
         return problems
 
     def _newest_checkpoint(self) -> int:
@@ -142,9 +157,6 @@ class Judge:
 
     def judge(self, fleet: Fleet, injector: Any, verdict: Any) -> None:
         """Everything that is wrong with the run goes into the verdict."""
-        if "foreign" in self.kinds and not self.kinds.isdisjoint(LOSSES):
-            # A stranger's copy of a ticket is worked on again where Redis has lost the progress of the first.
-            self.broken[:] = [problem for problem in self.broken if not problem.startswith("waste: sample")]
         found = [*(f"crash: {crash}" for crash in fleet.crashes), *self.broken]
         if fleet.outcome == FINISHED:
             found += self._judge_history()
@@ -197,12 +209,14 @@ class Judge:
         return [one.message for one in records if one.message is not None or self._is_read(one, kind)]
 
     def _commits(self) -> list[Commit]:
-        """What the stream holds at the end."""
+        """What the stream holds at the end, and what was trimmed before it."""
         stream = self.world.cluster.server.space.values.get(self.world.keys.commits.encode())
         known = {
             record.entry_id: record for record in self.world.history.of("commits") if not record.is_foreign
         }
         ids = [text_of(entry_id).decode() for entry_id in stream.ids] if stream else []
+        if self.world.kept_commits < self.trainer.steps and ids:
+            ids = [*sorted({i for i in known if id_order(i) < id_order(ids[0])}, key=id_order), *ids]
         return [known[entry_id].message for entry_id in ids if entry_id in known]
 
     def _judge_history(self) -> list[str]:

@@ -346,4 +346,26 @@ KNOWN = {
         Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1),
         (Fault(0.0, "restart", "", {"for_s": 2.28, "lose": 1}),),
     ),
+    "a ticket is trimmed whose acknowledgement was lost": Schedule(
+        3003,
+        Setup(
+            groups_per_step=3,
+            group_size=8,
+            max_staleness=0,
+            checkpoint_every=1,
+            keep_checkpoints=1,
+            evaluation=True,
+            rollouts=1,
+        ),
+        (
+            Fault(2.164, "restart", "", {"for_s": 0.61, "lose_commits": 1}),
+            Fault(3.559, "kill", "trainer"),
+            Fault(4.605, "kill", "reward-0", {"step": "file", "count": 0}),
+            Fault(5.914, "cut_off", "reward-1", {"for_s": 1.13}),
+            Fault(7.964, "term", "trainer"),
+            Fault(8.797, "kill", "reward-1"),
+            Fault(8.897, "server_clock", "trainer", {"by_s": -588}),
+            Fault(11.236, "restart", "", {"for_s": 1.25, "lose": 94}),
+        ),
+    ),
 }

@@ -131,6 +131,30 @@ PLANTED = (
         "    is_held = true\n",
     ),
     Mutant(
+        "the last result of a group is acknowledged like the others",
+        f"{LUA}/store_result.lua",
+        "    if last == ARGV[3] then\n",
+        "    if last == ARGV[3] and held[1][4] == 1 then\n",
+    ),
+    Mutant(
+        "a full Redis is not waited for",
+        "common/redis/broker.py",
+        "    redis_errors.OutOfMemoryError,\n    redis_errors.TryAgainError,",
+        "    redis_errors.TryAgainError,",
+    ),
+    Mutant(
+        "a worker that starts takes what others could not renew",
+        CONSUMER,
+        "        self.takeover.be_patient()\n        self._renewal",
+        "        self._renewal",
+    ),
+    Mutant(
+        "commits are trimmed that the checkpoint does not have",
+        f"{DURABLE}/checkpointing.py",
+        "self._journalled(oldest.version - KEPT_COMMITS)",
+        "self._journalled(self._kept[-1].version + KEPT_COMMITS)",
+    ),
+    Mutant(
         "messages are taken from those who live",
         TAKEOVER,
         "int(self._lease_s * 1000), self._clock.latest_ms()",
@@ -262,6 +286,13 @@ PLANTED = (
         f"{LUA}/trim.lua",
         "if redis.call('HGET', KEYS[2], ARGV[2]) ~= ARGV[3] then\n  return -1\nend\n",
         "",
+    ),
+    Mutant(
+        "a trim leaves the progress of tickets that are held",
+        f"{LUA}/trim.lua",
+        "if ARGV[5] then",
+        "if false then",
+        kept="a ticket is trimmed whose acknowledgement was lost",
     ),
     Mutant(
         "entries are trimmed that are not archived",

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import RunConfig, parse_config
+from tidemill.common.streams.trimming import KEPT_COMMITS
 
 LEASE_S = 4.0
 REISSUE_AFTER_S = 60.0
@@ -32,6 +33,10 @@ class Setup:
     """Of each reward worker: where they are all taken, it reads ahead."""
     sample_s: float = 1.0
     """What a sample takes on average, and its reward at most: longer than a lease, it lives by renewals."""
+    per_group: bool = False
+    """The reward is given all samples of a group at once."""
+    kept_commits: int = KEPT_COMMITS
+    """So many stay when the stream of commits is trimmed."""
     claims: bool = False
     """Every trajectory lies in a file of the run, and its entry is a claim."""
     mixed: bool = False
@@ -92,6 +97,8 @@ class Setup:
         if self.sample_s > LEASE_S:
             tree["reward"] |= {"delay_s": [0.0, self.sample_s], "drain_s": 1.0}
             tree["streams"]["drain_s"] = 1.0
+        if self.per_group:
+            tree["reward"]["per"] = "group"
         if self.mixed:
             tree["data"] |= {
                 "train": [

@@ -40,6 +40,8 @@ class Watch:
     """By digest of the weights that came of it: completion ids of each sample, each time it was trained."""
     published: dict[tuple[str, Key], Record] = field(default_factory=dict)
     """By lane and key: the entry that came last."""
+    copied: set[tuple[str, int]] = field(default_factory=set)
+    """Lanes and tickets that a stranger has copied into the stream: they are worked on like any other."""
     num_generated: int = 0
     num_again: int = 0
     """Generations of samples that were generated before."""
@@ -94,10 +96,16 @@ class Watch:
         self.num_again += key in self._begun
         self._begun.add(key)
         record, owner = self.published.get(key), OWNER.get(self.world.loop.world)
-        if record is None or record.is_lost or self.world.was_emptied:
+        is_copied = (lane, int(ticket)) in self.copied
+        if record is None or record.is_lost or is_copied or self.world.was_emptied:
             return
         if max(record.at_s, self.in_contact_since(owner)) < self.world.loop.now - ON_ITS_WAY_S:
             self.broken.append(f"waste: sample {key[1]} is generated again although Redis holds it")
+
+    def issued(self, ticket: Any) -> None:
+        """A ticket goes out. One of its number that was withdrawn is another one."""
+        for index in range(ticket.group_size):
+            self.published.pop(("train", (ticket.ticket, index)), None)
 
     def publishes(self, sample: Any, engine: Any) -> None:
         """A sample is whole, and about to be published."""

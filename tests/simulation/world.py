@@ -16,6 +16,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.history import History
 from tests.simulation.loop import OWNER, SimulatedLoop
 from tests.simulation.process import Process
+from tidemill.common.streams.trimming import KEPT_COMMITS
 from tidemill.common.wire.keys import Keys
 
 INPUTS = re.compile(rb"[^\"]*/tidemill-simulation-inputs-[^/]*/")
@@ -30,6 +31,7 @@ class World:
     folder: Path
     run_id: str = "sim"
     is_traced: bool = False
+    kept_commits: int = KEPT_COMMITS
     loop: SimulatedLoop = field(init=False)
     trace: list[str] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)

@@ -7,7 +7,7 @@ from typing import Any
 Event = dict[str, Any]
 Place = tuple[int, int]
 
-PHASES = {"M", "X", "i", "C", "s", "t", "f"}
+PHASES = {"M", "X", "i", "s", "t", "f"}
 
 
 def problems_of(events: Iterable[Event]) -> list[str]:
@@ -33,8 +33,6 @@ def _shape(events: list[Event]) -> Iterator[str]:
             yield f"pid, tid and ts must be whole numbers: {event}"
         elif event["ph"] == "X" and not (type(event.get("dur")) is int and event["dur"] >= 0):
             yield f"a slice needs a whole dur: {event}"
-        elif event["ph"] == "C" and not all(isinstance(v, int | float) for v in event["args"].values()):
-            yield f"a counter has numbers: {event}"
         elif event["ph"] == "i" and event.get("s") not in ("g", "p", "t"):
             yield f"an instant has a scope: {event}"
 

@@ -1,7 +1,10 @@
 -- Remove entries below an id, where a mark still stands: a server that has lost the mark may have lost entries and
 -- given their ids, or lower ones, to others. The hash remembers how far it went: a server that has lost the trim
 -- has lost that with it.
--- KEYS: stream, hash.  ARGV: id, field of the hash, mark, field for how far the stream is trimmed.
+-- A ticket that goes while a worker holds it is nobody's any more, and its progress goes with it: Redis had lost that
+-- it was settled. Nobody can settle it again, as nobody holds it.
+-- KEYS: stream, hash.  ARGV: id, field of the hash, mark, field for how far the stream is trimmed; of tickets also the
+-- workers' group, and what keys of progress begin with before the ticket's number, which is one less than its id.
 -- Returns how many were removed, or -1 without the mark.
 if redis.call('HGET', KEYS[2], ARGV[2]) ~= ARGV[3] then
   return -1
@@ -13,5 +16,15 @@ local known = redis.call('HGET', KEYS[2], ARGV[4]) or '"0-0"'
 local ms, new_ms = number(known, '(%d+)%-'), number(ARGV[1], '^(%d+)')
 if new_ms > ms or (new_ms == ms and number(ARGV[1], '%-(%d+)') > number(known, '%-(%d+)')) then
   redis.call('HSET', KEYS[2], ARGV[4], '"' .. ARGV[1] .. '"')
+end
+if ARGV[5] then
+  local rows
+  repeat
+    rows = redis.pcall('XPENDING', KEYS[1], ARGV[5], '-', '(' .. ARGV[1], 256)
+    for _, held in ipairs(rows) do
+      redis.call('XACK', KEYS[1], ARGV[5], held[1])
+      redis.call('DEL', ARGV[6] .. string.format('%.0f', number(held[1], '^(%d+)') - 1))
+    end
+  until #rows == 0
 end
 return redis.call('XTRIM', KEYS[1], 'MINID', ARGV[1])

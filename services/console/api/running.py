@@ -22,7 +22,7 @@ from tidemill.services.console.check.preflight import Findings, examine
 from tidemill.services.console.launch.local_run import LocalRun
 from tidemill.services.console.launch.up import prepare
 from tidemill.services.console.launch.views import PlainView
-from tidemill.services.console.options import SandboxOptions, UpOptions
+from tidemill.services.console.options import RescoreOptions, UpOptions
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.run.folder import folder_of_runs
 from tidemill.services.console.status.snapshot import RunSnapshot
@@ -159,15 +159,16 @@ def rescore(
     """
     from tidemill.services.console.rescore.commands import rescore_report
 
-    options = SandboxOptions(
+    options = RescoreOptions(
         run_id=run,
         reward=reward,
         config=None if config is None else Path(config),
         overrides=_words(overrides),
+        first=steps[0],
+        last=steps[1],
         runs_dir=None if runs_dir is None else Path(runs_dir),
     )
-    first, last = (None if step is None else str(step) for step in steps)
-    report, _ = wait_for(lambda: rescore_report(options, first, last, Console(quiet=True)))
+    report, _ = wait_for(lambda: rescore_report(options, Console(quiet=True)))
     return report
 
 

@@ -124,9 +124,9 @@ def step(
 
 @grouped
 def timeline(options: TimelineOptions) -> None:
-    """Write a stretch of a run as a Chrome trace: every sample from its queue to its training.
+    """Write a stretch of a run for Perfetto: every sample from its queue to its training.
 
-    Open the file at https://ui.perfetto.dev or in chrome://tracing.
+    Open the file at https://ui.perfetto.dev.
     """
     from tidemill.services.console.records.timeline import write_timeline
 

@@ -13,15 +13,14 @@ from tidemill.services.console.options import (
     FailOnWarning,
     Json,
     ReplayOptions,
+    RescoreOptions,
     RunId,
     RunsDir,
-    SandboxOptions,
     UpOptions,
     WebOptions,
     flag,
     grouped,
     naming_the_run,
-    option,
 )
 
 
@@ -174,11 +173,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 
 
 @grouped
-def rescore(
-    options: SandboxOptions,
-    first: Annotated[str | None, option("--from-step", "First step.", "A")] = None,
-    last: Annotated[str | None, option("--to-step", "Last step.", "B")] = None,
-) -> None:
+def rescore(options: RescoreOptions) -> None:
     """Score a run's history with another reward, and say how the two agree.
 
     Nothing is generated again and nothing of the run changes: real reward workers score its trajectories into
@@ -187,35 +182,10 @@ def rescore(
     """
     from tidemill.services.console.rescore.commands import rescore as rescore_run
 
-    rescore_run(options, first, last)
+    rescore_run(options)
 
 
-@app.command(epilog="Example: tidemill replay trajectories arith-1 --from 10 --to 20 --speed 10x")
-@naming_the_run
-@grouped
-def trajectories(
-    options: SandboxOptions,
-    first: Annotated[str | None, option("--from", "First step, or a time (2026-01-31T10:00).", "A")] = None,
-    last: Annotated[str | None, option("--to", "Last step, or a time.", "B")] = None,
-    speed: Annotated[
-        str,
-        typer.Option("--speed", metavar="TIMES|max", help="1x keeps the old pace; max follows the scores."),
-    ] = "1x",
-    max_backlog: Annotated[
-        int, typer.Option("--max-backlog", min=1, max=1_000_000, help="Most that wait for a score at once.")
-    ] = 4096,
-) -> None:
-    """Feed recorded trajectories to a reward service again: for load tests, and to develop a reward.
-
-    They enter a sandbox run at the pace at which they were recorded, or faster, and real reward workers score
-    them; with --workers 0 the workers are yours to start. The run they come from is only read.
-    """
-    from tidemill.services.console.rescore.commands import replay_trajectories
-
-    replay_trajectories(options, first, last, speed, max_backlog)
-
-
-@app.command(epilog="Example: tidemill replay step 412 --set trainer.optimizer.lr=1e-4")
+@app.command(epilog="Example: tidemill replay step 412 arith-1")
 @naming_the_run
 @grouped
 def step(options: ReplayOptions) -> None:

@@ -6,7 +6,6 @@ The process is `python -m tidemill.services.trainer.replay`: torch is imported t
 import asyncio
 import contextlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import AsyncIterator
@@ -69,7 +68,7 @@ class ReplayProgress:
 
 
 def print_result(console: Console, result: dict[str, Any], shows_all: bool) -> None:
-    """The verdict on one step, its numbers, and the what-if beside them."""
+    """The verdict on one step, and its numbers."""
     console.print(_verdict(result), soft_wrap=True)
     console.print(_numbers(result, shows_all))
     for line in _remarks(result, shows_all):
@@ -92,28 +91,21 @@ def _verdict(result: dict[str, Any]) -> Text:
 
 
 def _numbers(result: dict[str, Any], shows_all: bool) -> Table:
-    changed: dict[str, Any] = result.get("what_if") or {}
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
-    columns = ["recorded", "replayed", *(["with the change"] if changed else [])]
-    for name in columns:
+    for name in ("recorded", "replayed"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     rows = {row["name"]: row for row in result["metrics"]}
     for name in [*(n for n in HEADLINES if n in rows), *(n for n in rows if n not in HEADLINES)]:
         row = rows[name]
-        is_changed = bool(changed) and not _is_same(changed["metrics"].get(name), row["replayed"])
-        if shows_all or name in HEADLINES or not row["equal"] or is_changed:
-            numbers = [row["recorded"], row["replayed"], *([changed["metrics"].get(name)] if changed else [])]
-            table.add_row(name, *_aligned(numbers, exactly=not row["equal"]), _difference(row))
+        if shows_all or name in HEADLINES or not row["equal"]:
+            numbers = (row["recorded"], row["replayed"])
+            shown = [f"{n:.{FEW_DIGITS}g}" if row["equal"] else repr(n) for n in numbers]
+            table.add_row(name, *shown, _difference(row))
     digest = result["digest"]
-    digests = [digest["recorded"], digest["replayed"], *([changed["digest"]] if changed else [])]
-    table.add_row("digest", *(text[:12] for text in digests), _mark(digest["equal"]))
+    table.add_row("digest", digest["recorded"][:12], digest["replayed"][:12], _mark(digest["equal"]))
     return table
-
-
-def _aligned(numbers: list[float | None], exactly: bool) -> list[str]:
-    return ["-" if n is None else repr(n) if exactly else f"{n:.{FEW_DIGITS}g}" for n in numbers]
 
 
 def _difference(row: dict[str, Any]) -> Text:
@@ -148,10 +140,6 @@ def _remarks(result: dict[str, Any], shows_all: bool) -> list[str]:
         )
     if weights := result.get("weights"):
         lines.append("weights, against those on the disk: " + _words(weights))
-    if changed := result.get("what_if"):
-        lines += _change_remarks(changed)
-    if written := result.get("file"):
-        lines.append(f"the batch is in [bold]{written['path']}[/] ({written['num_bytes']:,} bytes)")
     return lines
 
 
@@ -160,30 +148,6 @@ def _words(numbers: dict[str, Any]) -> str:
         f"{name.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else str(value)
         for name, value in numbers.items()
     )
-
-
-def _change_remarks(changed: dict[str, Any]) -> list[str]:
-    changes = ", ".join(
-        f"{item['field']}: {item['before']} -> {item['after']}" for item in changed["changes"]
-    )
-    lines = [f"with the change: {changes or 'none'}"]
-    if distance := changed["distance"]:
-        cosine = "" if distance["cosine"] is None else f", cosine between the two {distance['cosine']:.4f}"
-        lines.append(
-            f"weights: {distance['norm']:.4g} away from the version as it was (greatest "
-            f"{distance['max_abs']:.3g}); "
-            f"the step went {distance['replayed_update_norm']:.4g}, with the change "
-            f"{distance['changed_update_norm']:.4g}{cosine}"
-        )
-    for item in changed["refused"][:3]:
-        lines.append(f"group {item['ticket']} would have been replaced: {item['reason']}. {item['detail']}")
-    if len(changed["refused"]) > 3:
-        lines.append(f"... and {len(changed['refused']) - 3} more groups; the step was trained without them")
-    return lines
-
-
-def _is_same(one: float | None, other: float) -> bool:
-    return one is not None and (one == other or (math.isnan(one) and math.isnan(other)))
 
 
 MAX_STEPS = 10_000
@@ -195,14 +159,10 @@ def replay_steps(options: ReplayOptions) -> int:
     """Replay and print; returns the exit code.
 
     Raises:
-        ConfigError: there is no such run or step, or a change that cannot be replayed.
+        ConfigError: there is no such run or step.
         TidemillError: the records of the steps are not there any more.
     """
     steps = parse_steps(options.steps)
-    if options.to_torch and len(steps) > 1:
-        raise ConfigError("--to-torch writes the batch of one step; name one.")
-    if options.with_weights and not options.to_torch:
-        raise ConfigError("--with-weights goes with --to-torch FILE.")
     results = run_main(_replay(options, steps))
     if options.as_json:
         print(json.dumps(jsonable(results), indent=2, allow_nan=False))
@@ -235,7 +195,7 @@ async def _replay(options: ReplayOptions, steps: list[int]) -> list[dict[str, An
     async with open_history(options.run_id, options.runs_dir) as access:
         results = []
         with ReplayProgress(steps, options.as_json) as progress, tempfile.TemporaryFile() as messages:
-            async for event in _events(_command(options, access, steps), access.address, messages):
+            async for event in _events(_command(access, steps), access.address, messages):
                 if event["kind"] == "result":
                     results.append(event)
                 elif event["kind"] == "error":
@@ -247,13 +207,9 @@ async def _replay(options: ReplayOptions, steps: list[int]) -> list[dict[str, An
         return results
 
 
-def _command(options: ReplayOptions, access: RunAccess, steps: list[int]) -> list[str]:
+def _command(access: RunAccess, steps: list[int]) -> list[str]:
     command = run_own(Program.REPLAY, "--run", access.run_id, "--run-dir", str(access.folder.path))
-    command += ["--steps", ",".join(map(str, steps))]
-    command += [part for override in options.overrides for part in ("--set", override)]
-    if options.to_torch:
-        command += ["--to-torch", str(options.to_torch)]
-    return [*command, "--with-weights"] if options.with_weights else command
+    return [*command, "--steps", ",".join(map(str, steps))]
 
 
 async def _events(command: list[str], address: str, messages: IO[bytes]) -> AsyncIterator[dict[str, Any]]:

@@ -12,19 +12,34 @@ from rich.text import Text
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import write_atomically
 from tidemill.services.console.convert.draft import Draft
+from tidemill.services.console.convert.fit import fit
 from tidemill.services.console.convert.prime_rl import convert_prime_rl
-from tidemill.services.console.convert.reading import Project, read_options
-from tidemill.services.console.convert.trl import convert_trl
+from tidemill.services.console.convert.reading import read_options
+from tidemill.services.console.convert.table import Project, table_of
+from tidemill.services.console.convert.trl import begin_trl, convert_trl
 from tidemill.services.console.convert.verl import convert_verl
 from tidemill.services.console.options import ConvertOptions
-from tidemill.services.console.text.tables import listing
 
-CONVERTERS: dict[Project, Callable[[Mapping[str, Any]], Draft]] = {
+CONVERTERS: dict[Project, Callable[[Draft, str], None]] = {
     "verl": convert_verl,
     "trl": convert_trl,
     "prime-rl": convert_prime_rl,
 }
 STYLES = {"lost": "red", "approximated": "yellow"}
+
+
+def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
+    """The config that trains as these options do; what is not among them is as in that project."""
+    given = dict(options)
+    source = str(given.pop("module", "") or given.pop("file", ""))
+    draft = Draft(table_of(project), given)
+    if project == "trl":
+        begin_trl(draft)
+    draft.copy()
+    CONVERTERS[project](draft, source)
+    fit(draft)
+    draft.list_the_rest()
+    return draft
 
 
 def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
@@ -35,7 +50,7 @@ def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
     """
     name, options = read_options(file, overrides, project)
     try:
-        return CONVERTERS[name](options)
+        return convert_options(name, options)
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise ConfigError(
             f"{file}: an option has a value that cannot be understood ({error}). What other programs would "
@@ -46,7 +61,7 @@ def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
 def run_convert(options: ConvertOptions) -> int:
     """Write the config and print the list; 1 where our config refuses what came out."""
     draft = convert(options.file, options.options, options.project)
-    text = draft.text(options.file.name)
+    text, console = draft.text(options.file.name), Console(highlight=False)
     if options.output is None:
         print(text, end="")
         console = Console(highlight=False, file=sys.stderr)
@@ -55,7 +70,6 @@ def run_convert(options: ConvertOptions) -> int:
             write_atomically(options.output, text)
         except OSError as error:
             raise ConfigError(f"cannot write {options.output}: {error.strerror}") from None
-        console = Console(highlight=False)
     _print_findings(console, draft)
     if problem := draft.problem():
         console.print(Text(problem, style="red"), soft_wrap=True)
@@ -66,18 +80,14 @@ def run_convert(options: ConvertOptions) -> int:
 
 
 def _print_findings(console: Console, draft: Draft) -> None:
-    titles = ("", f"option of {draft.table.project}", "what becomes of it")
-    table = listing(titles, folds=titles[1:])
-    counts = Counter(finding.verdict for finding in draft.findings)
     for verdict, style in STYLES.items():
         for finding in draft.findings:
             if finding.verdict == verdict:
-                table.add_row(Text(verdict, style=style), Text(finding.name), Text(finding.text))
-    if table.row_count:
-        console.print(table)
+                line = Text.assemble((f"{verdict:13}", style), f"{finding.name}: {finding.text}")
+                console.print(line, soft_wrap=True)
+    counts = Counter(finding.verdict for finding in draft.findings)
     console.print(
-        f"{len(draft.fields)} fields; {counts['lost']} options lost, {counts['approximated']} "
-        "approximated; "
+        f"{len(draft.fields)} fields; {counts['lost']} options lost, {counts['approximated']} approximated; "
         f"{counts['automatic']} need none here: the end of the file names all",
         soft_wrap=True,
     )

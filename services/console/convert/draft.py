@@ -3,28 +3,34 @@
 Guarantee: every option that was given ends as a field, or in the list; what is off anyway is left out of it.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import yaml
 
 from tidemill.common.config import RunConfig, parse_config
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.convert.table import NOT_GIVEN, Table, section_of
+from tidemill.services.console.convert.script import Unknown
+from tidemill.services.console.convert.table import Row, Table, Verdict, lookup, section_of
 
-Verdict = Literal["lost", "approximated", "automatic"]
 WIDTH = 108
 TRACKERS = ("wandb", "mlflow", "trackio")
-WARMUP = "trainer.optimizer.warmup_steps"
+NO_TRACKER = ("none", "all", "console", "tensorboard", "file")
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 """What an option of theirs that we lack may be without anything being lost."""
+NO_EFFECT = "without effect beside the other options"
+HEADINGS: dict[Verdict, str] = {
+    "lost": "Without a counterpart",
+    "approximated": "Only nearly the same",
+    "automatic": "Needs no option here",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One option that is not simply carried over."""
 
     verdict: Verdict
@@ -34,104 +40,148 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """The option with its value, if it has any."""
-        return self.option if self.value is NOT_GIVEN else f"{self.option} = {plain(self.value)}"
+        """The option with its value, if it has a short one."""
+        value = plain(self.value)
+        is_shown = self.value is not None and len(value) < 80
+        return f"{self.option} = {value}" if is_shown else self.option
 
 
+@dataclass
 class Draft:
     """Options go in, fields and findings come out."""
 
-    def __init__(self, table: Table, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.table, self.given, self.defaults = table, given, defaults
-        self.fields: dict[str, Any] = {}
-        self.comments: dict[str, str] = {}
-        self.findings: list[Finding] = []
-        self._taken: set[str] = set()
+    table: Table
+    given: dict[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)
+    """The option that each field comes from."""
+    comments: dict[str, str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    """Options that are dealt with."""
+
+    def __post_init__(self) -> None:
+        """Names as of today; what is known only when the file runs counts as not given."""
+        given, self.given = self.given, {}
+        for name, value in given.items():
+            row = self.table.find(option := self.table.renewed(name))
+            if not isinstance(value, Unknown):
+                self.given[option] = value
+            elif row is None or not row.is_automatic:
+                text = f"{value} is known only when the file runs: give {option}=VALUE after the file"
+                self.findings.append(Finding("lost", option, None, text))
 
     def take(self, option: str) -> Any:
         """The value of an option, or their default; it counts as dealt with."""
-        assert self.table.find(option) is not None, (
-            f"{option} has no row in the table of {self.table.project}"
-        )
-        self._taken.add(option)
-        return self.given.get(option, self.defaults.get(option))
+        assert self.table.find(option) is not None, f"{option} is in no row of {self.table.project}"
+        self.taken.add(option)
+        value = self.given.get(option)
+        return self.table.default(option) if value is None else value
 
     def has(self, option: str) -> bool:
         """Whether the option was given."""
         return self.given.get(option) is not None
 
-    def put(self, field: str, value: Any, comment: str = "") -> None:
-        """Set one of our fields; the comment stands beside it in the file."""
-        self.fields[field] = value
-        self.comments[field] = comment
+    def get(self, name: str, default: Any = None) -> Any:
+        """What a field has by now."""
+        return self.fields.get(name, default)
 
-    def approximate(self, option: str, text: str) -> None:
-        """Say that it carries over only nearly."""
-        self._find("approximated", option, text)
+    def put(self, name: str, value: Any, option: str = "", note: str = "") -> None:
+        """Set one of our fields; where it comes from stands beside it in the file."""
+        self.fields[name] = value
+        self.origins[name] = option
+        self.comments[name] = "; ".join(filter(None, (option, note)))
 
-    def lose(self, option: str, text: str) -> None:
-        """Say that it has no counterpart."""
-        self._find("lost", option, text)
+    def drop(self, prefix: str, verdict: Verdict = "automatic", text: str = NO_EFFECT) -> None:
+        """Leave out the fields that begin so, and say why of options that were given."""
+        for name in [name for name in self.fields if name.startswith(prefix)]:
+            value, option = self.fields.pop(name), self.origins[name]
+            if self.has(option) and value not in OFF:
+                self.say(verdict, option, text)
 
-    def explain(self, option: str, text: str) -> None:
-        """Say that it needs no option here."""
-        self._find("automatic", option, text)
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of one of our steps: each pass over its mini-batches has its own."""
+        return int(self.get("trainer.mini_batches", 1) * self.get("trainer.passes", 1))
+
+    def say(self, verdict: Verdict, option: str, text: str) -> None:
+        """Put an option into the list; it counts as dealt with."""
+        self.taken.add(option)
+        default = self.table.default(option)
+        finding = Finding(verdict, option, self.given.get(option, default), text)
+        if finding not in self.findings:
+            self.findings.append(finding)
 
     def copy(self) -> None:
-        """Carry over every option whose row says `same`; a field that is set already stays."""
+        """Carry over every option whose row has a field and is not computed; a field that is set stays."""
         for row in self.table.rows:
-            if row.kind != "same":
+            if row.computed or not row.to or not all(map(self._holds, filter(None, row.when.split(", ")))):
                 continue
-            self._taken.update(row.options)
-            option = next((name for name in row.options if self.has(name)), row.options[0])
-            value = self.given.get(option, row.default)
-            if value is not NOT_GIVEN and value is not None and row.target not in self.fields:
-                self.put(row.target, row.words(value) if row.words else value, origin(option, row.note))
+            if "*" not in row.option:
+                self._copy(row)
+                continue
+            prefix = row.option.removesuffix("*")
+            for option in [name for name in self.given if name.startswith(prefix)]:
+                self.put(row.to.replace("*", option.removeprefix(prefix)), self.take(option), option)
 
-    def copy_records(self, trackers: str, own: Sequence[str], name: str) -> None:
-        """Carry over where a run is recorded and what it is called. `own` are trackers of theirs that need no
-        counterpart."""
-        given = self.take(trackers)
-        loggers = [given] if isinstance(given, str) else list(given or ())
-        if known := [logger for logger in loggers if logger in TRACKERS]:
-            self.put("trainer.loggers", known, trackers)
-        if others := [logger for logger in loggers if logger not in (*TRACKERS, *own)]:
-            self.lose(trackers, f"{', '.join(others)}: not among wandb, mlflow, trackio and TensorBoard")
-        if run_id := run_name(self.take(name)):
-            self.put("run_id", run_id, name)
+    def _holds(self, condition: str) -> bool:
+        name, has_value, wanted = condition.partition("=")
+        if name.endswith("*"):
+            return any(option.startswith(name[:-1]) for option in self.given)
+        value = self.given.get(name, self.table.default(name))
+        return str(value) == wanted if has_value else bool(value)
 
-    def finish(self) -> None:
-        """Copy what is `same`, mend what our config would refuse, and name what nothing was made of."""
-        self.copy()
-        if self.fields.get("trainer.group_size") == 1:
-            self.put("reward.min_group_size", 1, "groups of one")
-        steps = self.fields.get("trainer.steps", 0)
-        if 1 < steps <= self.fields.get(WARMUP, 0):
-            self.put(WARMUP, steps - 1, f"{self.comments[WARMUP]}: cut, for the run has {steps} steps")
-        self._list_the_rest()
+    def _copy(self, row: Row) -> None:
+        option = next((name for name in row.options if self.has(name)), row.options[0])
+        value = self.given.get(option, row.default)
+        if row.combine == "product" or (row.combine and self.has(option)):
+            parts = [self.take(name) for name in row.options]
+            value = parts if row.combine == "list" else math.prod(parts)
+        elif row.in_updates and value and value > 0:
+            value = math.ceil(value / self.updates_per_step)
+        if row.as_:
+            value = loggers(self, option, value) if row.as_ == "loggers" else run_name(value)
+        try:
+            ours = lookup(row.values, value)
+        except KeyError:
+            ours = value
+            if row.values and row.otherwise is not None and value is not None:
+                ours = row.otherwise
+                words = ", ".join(map(str, ours.values())) if isinstance(ours, dict) else ours
+                self.say("lost", option, f"no {value} here: {words}")
+        several = ours if isinstance(ours, dict) and row.values else {row.targets[0]: ours}
+        new = {name: it for name, it in several.items() if name not in self.fields}
+        if new or all(self.fields[name] == it for name, it in several.items()):
+            self.taken.update(row.options)
+        for name, it in new.items():
+            if it is not None or several is ours:
+                self.put(name, it, option, "" if row.values else row.note)
+        for verdict, texts in (("approximated", row.nearly), ("automatic", row.fine)):
+            if any(key == value for key in texts):
+                self.say(verdict, option, texts[value])  # type: ignore[arg-type]
 
-    def _list_the_rest(self) -> None:
+    def list_the_rest(self) -> None:
+        """Name the options that nothing was made of."""
         for option, value in self.given.items():
-            if option in self._taken:
-                continue
             row = self.table.find(option)
-            if row is None or row.kind == "missing":
-                if value not in OFF and (row is None or value != row.off):
-                    self._find("lost", option, row.note if row else "no counterpart is known")
-            elif row.kind == "automatic":
-                self._find("automatic", option, row.note)
-            elif value not in OFF:
-                self._find("automatic", option, "without effect beside the other options")
+            if option in self.taken or value in OFF:
+                continue
+            if row is None:
+                self.say("lost", option, "no counterpart is known")
+            elif row.to or row.is_automatic:
+                self.say("automatic", option, NO_EFFECT if row.to else row.note)
+            elif value != row.neutral:
+                self.say("lost", option, row.note)
 
     def tree(self) -> dict[str, Any]:
         """The fields as sections in sections."""
         tree: dict[str, Any] = {}
-        for field, value in self.fields.items():
-            *sections, name = field.split(".")
+        for name, value in self.fields.items():
+            *sections, last = name.split(".")
             node = tree
             for section in sections:
                 node = node.setdefault(section, {})
-            node[name] = value
+            node[last] = value
         return tree
 
     def problem(self) -> str:
@@ -147,57 +197,51 @@ class Draft:
         lines = [f"# From {source} ({self.table.project}), by tidemill convert. Paths are as they were."]
         lines += self._lines(self.tree(), RunConfig)
         for verdict, heading in HEADINGS.items():
-            texts = dict.fromkeys(finding.text for finding in self.findings if finding.verdict == verdict)
-            if texts:
-                lines += ["", f"# {heading}:"]
-            for text in texts:
-                found = (item for item in self.findings if (item.verdict, item.text) == (verdict, text))
-                words = f"{', '.join(item.name for item in found)}: {text}"
-                lines += wrap(words, WIDTH, initial_indent="# - ", subsequent_indent="#   ", **WRAPPING)
+            texts: dict[str, list[str]] = {}
+            for finding in self.findings:
+                if finding.verdict == verdict:
+                    texts.setdefault(finding.text, []).append(finding.name)
+            lines += ["", f"# {heading}:"] if texts else []
+            for text, names in texts.items():
+                lines += _comment(f"{', '.join(names)}: {text}", "# - ", "#   ")
         if problem := self.problem():
-            lines += [
-                "",
-                "# This config is refused as it is:",
-                *(f"# {line}" for line in problem.splitlines()),
-            ]
+            lines += ["", "# This config is refused as it is:"]
+            lines += [f"# {line}" for line in problem.splitlines()]
         return "\n".join(lines) + "\n"
 
-    def _find(self, verdict: Verdict, option: str, text: str) -> None:
-        self._taken.add(option)
-        value = self.given.get(option, self.defaults.get(option, NOT_GIVEN))
-        finding = Finding(verdict, option, value, text)
-        if finding not in self.findings:
-            self.findings.append(finding)
-
-    def _lines(self, tree: dict[str, Any], section: Any, prefix: str = "", depth: int = 0) -> Iterator[str]:
+    def _lines(self, tree: Mapping[str, Any], section: Any, prefix: str = "") -> Iterator[str]:
         """The fields below `prefix`, in the order of the config."""
-        order = list(section.model_fields) if section is not None else []
-        indent = "  " * depth
+        fields = section.model_fields if section is not None else {}
+        order, indent = list(fields), "  " * prefix.count(".")
         for name in sorted(tree, key=lambda name: order.index(name) if name in order else len(order)):
-            field = prefix + name
-            if field in self.fields:
-                yield from _commented(f"{indent}{name}: {plain(tree[name])}", self.comments[field], indent)
+            if (whole := prefix + name) not in self.fields:
+                yield f"{indent}{name}:"
+                inner = section_of(fields[name].annotation) if name in fields else None
+                yield from self._lines(tree[name], inner, f"{whole}.")
                 continue
-            yield f"{indent}{name}:"
-            inner = section_of(section.model_fields[name].annotation) if name in order else None
-            yield from self._lines(tree[name], inner, f"{field}.", depth + 1)
+            line, comment = f"{indent}{name}: {plain(tree[name])}", self.comments[whole]
+            if comment and len(line) + len(comment) + 3 > WIDTH:
+                yield from _comment(comment, f"{indent}# ", f"{indent}# ")
+                comment = ""
+            yield f"{line}  # {comment}" if comment else line
 
 
-def _commented(line: str, comment: str, indent: str) -> Iterator[str]:
-    """A line with its comment behind it, or before it where it would be too long."""
-    if comment and len(line) + len(comment) + 3 > WIDTH:
-        start = f"{indent}# "
-        yield from wrap(comment, WIDTH, initial_indent=start, subsequent_indent=start, **WRAPPING)
-        comment = ""
-    yield f"{line}  # {comment}" if comment else line
+def _comment(text: str, first: str, later: str) -> list[str]:
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return wrap(text, WIDTH, initial_indent=first, subsequent_indent=later, **options)
 
 
-WRAPPING: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-HEADINGS = {
-    "lost": "Without a counterpart",
-    "approximated": "Only nearly the same",
-    "automatic": "Needs no option here",
-}
+def loggers(draft: Draft, option: str, given: Any) -> list[str] | None:
+    """The trackers among theirs that we know; TensorBoard is always on."""
+    names = [given] if isinstance(given, str) else list(given or ())
+    if others := [name for name in names if name not in (*TRACKERS, *NO_TRACKER)]:
+        draft.say("lost", option, f"{', '.join(others)}: not among wandb, mlflow, trackio and TensorBoard")
+    return [name for name in names if name in TRACKERS] or None
+
+
+def run_name(given: Any) -> str | None:
+    """A name that a run may have; None where nothing is left of it."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(given or "")).strip("._-")[:100] or None
 
 
 class _Dumper(yaml.SafeDumper):
@@ -205,16 +249,6 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_multi_representer(str, yaml.SafeDumper.represent_str)
-
-
-def run_name(given: Any) -> str:
-    """A name that a run may have; empty where nothing is left of it."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(given or "")).strip("._-")[:100]
-
-
-def origin(option: str, note: str = "") -> str:
-    """The comment of a field that an option was copied to."""
-    return f"{option}; {note}" if note else option
 
 
 def plain(value: Any) -> str:

@@ -1,36 +1,58 @@
-"""What another project calls what we have: a row for each option, read by converter, docs and error messages.
+"""What verl, TRL and prime-rl call what we have: the rows of verl.yml, trl.yml and prime_rl.yml.
 
-There are four kinds of rows. `same`: the value is copied, perhaps in other words. `computed`: the converter
-makes it from several options. `automatic`: it needs no option here. `missing`: there is no counterpart.
+The converter, docs/coming-from.md and the answer to an unknown field read the same rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
 
 from tidemill.common.config import RunConfig
 
-Kind = Literal["same", "computed", "automatic", "missing"]
-NOT_GIVEN: Any = object()
+Project = Literal["verl", "trl", "prime-rl"]
+Verdict = Literal["lost", "approximated", "automatic"]
+FILES: dict[Project, str] = {"verl": "verl.yml", "trl": "trl.yml", "prime-rl": "prime_rl.yml"}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One option of theirs, or several that go together."""
+class Row(BaseModel):
+    """One option of theirs, or several that go together; its value is copied, perhaps in other words."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     option: str
     """Dotted name, several with `, ` between; `*` stands for anything."""
-    kind: Kind
-    target: str = ""
-    """Our field or fields, dotted, with `, ` between."""
+    to: str = ""
+    """Our field or fields, dotted, with `, ` between. Without one there is no counterpart."""
     note: str = ""
     """How they differ, or what becomes of it."""
-    default: Any = NOT_GIVEN
-    """Their default where ours is another: it is written even if the option was not given."""
-    words: Callable[[Any], Any] | None = None
-    """The value in our words."""
-    off: Any = None
+    computed: bool = False
+    """Code makes our field from these options, perhaps with others."""
+    is_automatic: bool = False
+    """It needs no option here."""
+    default: Any = None
+    """Theirs where ours is another: it is written even if the option was not given."""
+    when: str = ""
+    """Options that must be on, or have a value (`name=value`), with `, ` between: else it has no effect."""
+    values: dict[Any, Any] = Field(default_factory=dict)
+    """Their value -> ours, or a mapping of several fields; null writes nothing. What is missing is copied."""
+    otherwise: Any = None
+    """What stands for a value that is not in `values`; it is said to be lost."""
+    combine: Literal["", "list", "product"] = ""
+    """Ours is the list of their values, or the product. A list is written if any of them is given."""
+    in_updates: bool = False
+    """They count optimizer updates, and we steps."""
+    as_: Literal["", "loggers", "run_name"] = Field("", alias="as")
+    """A function of the converter that gives our value."""
+    nearly: dict[Any, str] = Field(default_factory=dict)
+    """Value -> in what it is only nearly the same."""
+    fine: dict[Any, str] = Field(default_factory=dict)
+    """Value -> why it needs nothing here."""
+    neutral: Any = None
     """With this value nothing is lost, though there is no counterpart; nor with false, 0 or nothing."""
 
     @property
@@ -41,37 +63,49 @@ class Row:
     @property
     def targets(self) -> tuple[str, ...]:
         """Each of our fields in it."""
-        return tuple(self.target.split(", ")) if self.target else ()
-
-    def matches(self, option: str) -> bool:
-        """Whether it is about this option."""
-        return any(option == name or fnmatchcase(option, name) for name in self.options)
+        return tuple(self.to.split(", ")) if self.to else ()
 
 
-def same(
-    option: str,
-    target: str,
-    note: str = "",
-    default: Any = NOT_GIVEN,
-    words: Callable[[Any], Any] | None = None,
-) -> Row:
-    """The value is copied."""
-    return Row(option, "same", target, note, default, words)
+class Table(BaseModel):
+    """All rows of one project."""
+
+    project: str
+    renamed: dict[str, str] = Field(default_factory=dict)
+    """Beginnings of names in older releases -> those of today."""
+    defaults: dict[str, Any]
+    """Theirs, of options that the converter computes with."""
+    rows: tuple[Row, ...]
+
+    def find(self, option: str) -> Row | None:
+        """The row about an option: one that names it before one with a pattern."""
+        exact = (row for row in self.rows if option in row.options)
+        near = (row for row in self.rows if any(fnmatchcase(option, name) for name in row.options))
+        return next(exact, None) or next(near, None)
+
+    def default(self, option: str) -> Any:
+        """Their default where it is known."""
+        row = self.find(option)
+        return self.defaults.get(option, row.default if row else None)
+
+    def renewed(self, option: str) -> str:
+        """Its name in today's release."""
+        for old, new in self.renamed.items():
+            if option == old or (old.endswith(".") and option.startswith(old)):
+                return new + option[len(old) :]
+        return option
 
 
-def computed(option: str, target: str, note: str = "") -> Row:
-    """The converter makes our field from these options, perhaps with others."""
-    return Row(option, "computed", target, note)
-
-
-def automatic(option: str, note: str) -> Row:
-    """It needs no option here; `note` says why."""
-    return Row(option, "automatic", note=note)
-
-
-def missing(option: str, note: str, off: Any = None) -> Row:
-    """There is no counterpart; `note` says what comes near."""
-    return Row(option, "missing", note=note, off=off)
+@cache
+def table_of(project: Project) -> Table:
+    """The table in a project's file."""
+    path = Path(__file__).with_name(FILES[project])
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    rows = [Row(option=option, **given) for option, given in tree.pop("fields").items()]
+    for kind in ("missing", "automatic"):
+        for option, given in tree.pop(kind).items():
+            row = given if isinstance(given, dict) else {"note": given}
+            rows.append(Row(option=option, is_automatic=kind == "automatic", **row))
+    return Table(rows=tuple(rows), **tree)
 
 
 def section_of(annotation: Any) -> Any:
@@ -81,32 +115,39 @@ def section_of(annotation: Any) -> Any:
 
 
 def is_field(target: str) -> bool:
-    """Whether our config has a field; `<name>` stands for a name that the user gives."""
+    """Whether our config has a field; `<name>` stands for a name that the user gives, and below a field that
+    takes any mapping all is allowed."""
     section: Any = RunConfig
-    *outer, last = (name for name in target.split(".") if name != "<name>")
-    for name in outer:
-        if name not in section.model_fields:
+    for name in (name for name in target.split(".") if name != "<name>"):
+        if section is None or name not in section.model_fields:
             return False
-        found = section.model_fields[name].annotation
-        section = section_of(found) or next(filter(None, map(section_of, get_args(found))), section)
-    return last in section.model_fields
+        annotation = section.model_fields[name].annotation
+        if annotation == dict[str, Any]:
+            return True
+        section = section_of(annotation) or next(filter(None, map(section_of, get_args(annotation))), None)
+    return True
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """All rows of one project."""
+def names_elsewhere(unknown: Iterable[str]) -> str:
+    """A line for each of a config's unknown fields that is an option of another project."""
+    lines = []
+    for field in unknown:
+        name, meanings = field.rpartition(".")[2], dict[str, None]()
+        for table in map(table_of, FILES):
+            for row in table.rows:
+                for option in row.options:
+                    if row.to and option.rpartition(".")[2] == name:
+                        note = f": {row.note}" if row.note else ""
+                        meanings[f"{row.to} ({table.project}'s {option}{note})"] = None
+        if meanings:
+            lines.append(f"  {field} is {' or '.join(list(meanings)[:3])}\n")
+    hint = "  `tidemill convert` reads whole files of verl, TRL and prime-rl.\n"
+    return "".join(lines) + hint if lines else ""
 
-    project: str
-    """How people call it."""
-    rows: Sequence[Row]
 
-    def find(self, option: str) -> Row | None:
-        """The row about an option: one that names it before one with a pattern."""
-        found = [row for row in self.rows if row.matches(option)]
-        return next((row for row in found if option in row.options), found[0] if found else None)
-
-    def by_last_name(self, name: str) -> Iterable[Row]:
-        """Rows with a target for an option whose last part is `name`."""
-        for row in self.rows:
-            if row.target and any(option.rpartition(".")[2] == name for option in row.options):
-                yield row
+def lookup(values: Mapping[Any, Any], value: Any) -> Any:
+    """The entry of a value, by itself or as text (`-1`, `True`); KeyError without one."""
+    for key, found in values.items():
+        if key == value and isinstance(key, bool) == isinstance(value, bool):
+            return found
+    raise KeyError(value)

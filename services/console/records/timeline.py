@@ -1,13 +1,16 @@
-"""From the records of a stretch to its trace.
+"""A stretch of a run as a trace for Perfetto (https://ui.perfetto.dev): JSON of Chrome's trace events.
 
-One process for each queue, rollout worker and reward worker, and for the trainer; what they do at once lies
-in lanes. What no record tells is not drawn: within a step, only its waiting for the first group and its
-writing of weights have times of their own; the shares of the others are among the arguments of the step.
+One process for each queue, rollout worker and reward worker, and for the trainer. What a process does at once
+lies in lanes, a thread each, so that slices of one thread nest or do not overlap; arrows follow each sample,
+and go forward in time. What no record tells is not drawn: within a step, only its waiting for the first group
+and its writing of weights have times of their own; the other shares are among the arguments of the step.
 """
 
+import heapq
 import json
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,6 @@ from tidemill.common.history.records import SampleFacts, StepRecord, read_sample
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit, Lane, TrajectoryKey, WeightManifest
 from tidemill.services.console.options import TimelineOptions
-from tidemill.services.console.records.trace_events import Process, Slice, TraceEvents, Track
 from tidemill.services.console.run.folder import nearest
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.tables import terminal
@@ -45,11 +47,6 @@ class Stretch:
         """When the first ticket was issued, or the first step begun."""
         issued = [s.issued_at or s.started_at for s in self.samples.values()]
         return min(at for at in (self.commits[0].started_at, *issued) if at)
-
-    @property
-    def end_s(self) -> float:
-        """The last commit."""
-        return self.commits[-1].finished_at
 
     def steps(self) -> Iterator[StepRecord]:
         """The steps, each with the samples of the tickets that its commit names."""
@@ -80,70 +77,145 @@ async def read_stretch(history: History, first: int, last: int, max_staleness: i
     ahead = IN_FLIGHT_STEPS if max_staleness is None else max_staleness + 1
     under_way = Selection(tickets=(min(tickets), max(tickets) + ahead * num_groups))
     stretch.samples = await read_samples(history, under_way)
-    window = (stretch.begin_s, stretch.end_s)
+    window = (stretch.begin_s, stretch.commits[-1].finished_at)
     stretch.evaluated = await read_samples(history, Selection(times=window), Lane.EVAL)
     manifests = history.messages(StreamName.WEIGHTS, WeightManifest, Selection(times=window))
     stretch.manifests = [manifest async for manifest in manifests]
     return stretch
 
 
-MAX_POINTS = 4000
-"""Points of a curve."""
-Links = dict[tuple[int, int], list[tuple[Process, Slice]]]
-"""The slices that a sample went through."""
+Event = dict[str, Any]
 
 
-def build(stretch: Stretch) -> TraceEvents:
+@dataclass(slots=True, eq=False, repr=False)
+class Trace:
+    """A trace under construction. Times are given in seconds since 1970, and kept in whole microseconds."""
+
+    begin_s: float
+    slices: dict[str, dict[str, list[Event]]] = field(default_factory=dict)
+    """By process, by track; they may overlap."""
+    moments: list[tuple[str, str, Event]] = field(default_factory=list)
+    paths: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    """The slices that a sample goes through, by its name."""
+
+    def us(self, at_s: float) -> int:
+        """A time as the trace has it."""
+        return max(0, round((at_s - self.begin_s) * 1e6))
+
+    def slice(self, place: tuple[str, str], name: str, begin_s: float, end_s: float, **args: Any) -> Event:
+        """Something that took time, none where it would end before it begins. `place`: process, track."""
+        begin_us = self.us(begin_s)
+        item = _complete(name, begin_us, max(begin_us, self.us(end_s)), args)
+        self.slices.setdefault(place[0], {}).setdefault(place[1], []).append(item)
+        return item
+
+    def child(self, parent: Event, name: str, begin_s: float, end_s: float, **args: Any) -> None:
+        """A part of a slice; it is cut to the parent, and to what follows the part before it."""
+        parts, end_us = parent["parts"], parent["ts"] + parent["dur"]
+        least = parts[-1]["ts"] + parts[-1]["dur"] if parts else parent["ts"]
+        begin_us = min(max(self.us(begin_s), least), end_us)
+        parts.append(_complete(name, begin_us, min(max(self.us(end_s), begin_us), end_us), args))
+
+    def moment(self, place: tuple[str, str], name: str, at_s: float, **args: Any) -> None:
+        """Something that took no time."""
+        self.slices.setdefault(place[0], {}).setdefault(place[1], [])
+        self.moments.append((*place, {"ph": "i", "s": "t", "name": name, "ts": self.us(at_s), "args": args}))
+
+    def events(self) -> Iterator[Event]:
+        """All events."""
+        threads: dict[tuple[str, str], tuple[int, int]] = {}
+        for pid, (process, tracks) in enumerate(self.slices.items(), 1):
+            yield _metadata("process_name", pid, 0, {"name": process})
+            yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
+            tid = 1
+            for track, items in tracks.items():
+                threads[process, track] = pid, tid
+                num_lanes = _lay_out(items, pid, tid)
+                for lane in range(num_lanes):
+                    name = track if num_lanes == 1 else f"{track}, lane {lane + 1}"
+                    yield _metadata("thread_name", pid, tid + lane, {"name": name})
+                tid += num_lanes
+                for item in items:
+                    where = {"pid": pid, "tid": item["tid"]}
+                    for one in (item, *item["parts"]):
+                        yield {name: value for name, value in one.items() if name != "parts"} | where
+        for process, track, event in self.moments:
+            yield event | dict(zip(("pid", "tid"), threads[process, track], strict=True))
+        for number, (name, items) in enumerate(self.paths.items(), 1):
+            yield from _arrows(number, name, items)
+
+
+def _complete(name: str, begin_us: int, end_us: int, args: dict[str, Any]) -> Event:
+    # JSON has no numbers that are not finite.
+    kept = {k: v for k, v in args.items() if not isinstance(v, float) or math.isfinite(v)}
+    return {"ph": "X", "name": name, "ts": begin_us, "dur": end_us - begin_us, "args": kept, "parts": []}
+
+
+def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def _lay_out(items: list[Event], pid: int, first_thread: int) -> int:
+    """Give each slice the first lane that is free; returns how many lanes there are."""
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    num_lanes = 1
+    for item in sorted(items, key=lambda s: (s["ts"], s["dur"])):
+        while busy and busy[0][0] <= item["ts"]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        lane = heapq.heappop(free) if free else len(busy)
+        num_lanes = max(num_lanes, lane + 1)
+        item |= {"pid": pid, "tid": first_thread + lane}
+        heapq.heappush(busy, (item["ts"] + item["dur"], lane))
+    return num_lanes
+
+
+def _arrows(number: int, name: str, items: list[Event]) -> Iterator[Event]:
+    """Each point lies as early in its slice as the points before it allow; one that cannot is left out.
+
+    Clocks of two machines differ: then a slice may seem to end before the one that it follows.
+    """
+    points: list[Event] = []
+    for item in items:
+        at_us = max(item["ts"], points[-1]["ts"] if points else 0)
+        if at_us <= item["ts"] + item["dur"]:
+            points.append({"pid": item["pid"], "tid": item["tid"], "ts": at_us})
+    for place, point in enumerate(points if len(points) > 1 else ()):
+        phase = "s" if not place else "f" if place == len(points) - 1 else "t"
+        end = {"bp": "e"} if phase == "f" else {}
+        yield {"ph": phase, "name": name, "cat": "sample", "id": number} | point | end
+
+
+TICKETS, TO_SCORE, TO_TRAIN = (
+    ("queue: tickets", "tickets"),
+    ("queue: to be scored", "samples"),
+    ("queue: to be trained", "groups"),
+)
+STEPS, GROUPS = ("trainer", "steps"), ("trainer", "groups")
+
+
+def build(stretch: Stretch) -> Trace:
     """The whole trace of a stretch."""
-    trace = TraceEvents(stretch.begin_s)
-    tracks = _Tracks(trace)
-    links: Links = defaultdict(list)
-    group_slices = _draw_waiting_tickets(tracks, stretch)
+    trace = Trace(stretch.begin_s)
+    tickets = _draw_waiting_tickets(trace, stretch)
     for key, sample in sorted(stretch.samples.items()):
-        if key[0] in group_slices:
-            links[key].append((tracks.prompts.process, group_slices[key[0]]))
-        links[key] += _draw_sample(tracks, sample)
+        if key[0] in tickets:
+            trace.paths[_name(key)].append(tickets[key[0]])
+        trace.paths[_name(key)] += _draw_sample(trace, sample)
     for sample in stretch.evaluated.values():
-        _draw_sample(tracks, sample, "evaluation ")
+        list(_draw_sample(trace, sample, "evaluation "))
     for step in stretch.steps():
-        _draw_step(tracks, step, links)
+        _draw_step(trace, step)
     for manifest in stretch.manifests:
-        trace.instant(tracks.steps, f"version {manifest.version} announced", manifest.announced_at)
-    for (ticket, index), steps in links.items():
-        trace.flow(f"{ticket}.{index}", steps)
-    _draw_idle(tracks, stretch)
-    _draw_curves(trace, stretch)
+        trace.moment(STEPS, f"version {manifest.version} announced", manifest.announced_at)
     return trace
 
 
-class _Tracks:
-    """The tracks of a trace, in the order in which messages flow."""
-
-    def __init__(self, trace: TraceEvents) -> None:
-        self.trace = trace
-        self.prompts = trace.process("queue: tickets").track("tickets")
-        self.workers: dict[str, Track] = {}
-        self.to_score = trace.process("queue: to be scored").track("samples")
-        self.scorers: dict[str, Track] = {}
-        self.to_train = trace.process("queue: to be trained").track("groups")
-        self.steps = trace.process("trainer").track("steps")
-        self.groups = trace.process("trainer").track("groups")
-
-    def worker(self, name: str) -> Track:
-        """Where a rollout worker generates."""
-        return self._of(self.workers, f"rollout {name or '(no name)'}")
-
-    def scorer(self, name: str) -> Track:
-        """Where a reward worker scores."""
-        return self._of(self.scorers, f"reward {name or '(no name)'}")
-
-    def _of(self, known: dict[str, Track], name: str) -> Track:
-        if name not in known:
-            known[name] = self.trace.process(name).track("samples")
-        return known[name]
+def _name(key: TrajectoryKey) -> str:
+    return f"{key[0]}.{key[1]}"
 
 
-def _draw_waiting_tickets(tracks: _Tracks, stretch: Stretch) -> dict[int, Slice]:
+def _draw_waiting_tickets(trace: Trace, stretch: Stretch) -> dict[int, Event]:
     """Each ticket from its issue until a worker begins it."""
     begun: dict[int, SampleFacts] = {}
     for (ticket, _), sample in stretch.samples.items():
@@ -151,44 +223,41 @@ def _draw_waiting_tickets(tracks: _Tracks, stretch: Stretch) -> dict[int, Slice]
             known = begun.get(ticket)
             begun[ticket] = sample if known is None or sample.started_at < known.started_at else known
     return {
-        ticket: tracks.trace.slice(
-            tracks.prompts, f"ticket {ticket}", sample.issued_at, sample.started_at, taken_by=sample.worker
+        ticket: trace.slice(
+            TICKETS, f"ticket {ticket}", sample.issued_at, sample.started_at, taken_by=sample.worker
         )
         for ticket, sample in begun.items()
     }
 
 
-def _draw_sample(tracks: _Tracks, sample: SampleFacts, what: str = "") -> Iterator[tuple[Process, Slice]]:
+def _draw_sample(trace: Trace, sample: SampleFacts, what: str = "") -> Iterator[Event]:
     """A sample through generation, waiting and reward; yields the slices."""
-    trace, name = tracks.trace, f"{what}{sample.key[0]}.{sample.key[1]}"
+    name = f"{what}{_name(sample.key)}"
     if sample.started_at:
-        track = tracks.worker(sample.worker)
         oldest, newest = sample.versions
         version = str(newest) if oldest == newest else f"{oldest} to {newest}"
+        place = (f"rollout {sample.worker or '(no name)'}", "samples")
         made = trace.slice(
-            track, name, sample.started_at, sample.finished_at, version=version, tokens=sample.num_tokens
+            place, name, sample.started_at, sample.finished_at, version=version, tokens=sample.num_tokens
         )
         _draw_turns(trace, made, sample)
-        yield track.process, made
+        yield made
     if not sample.scored_at:
         return
-    yield (
-        tracks.to_score.process,
-        trace.slice(tracks.to_score, name, sample.finished_at or sample.asked_at, sample.asked_at),
-    )
-    track = tracks.scorer(sample.scorer)
+    yield trace.slice(TO_SCORE, name, sample.finished_at or sample.asked_at, sample.asked_at)
+    place = (f"reward {sample.scorer or '(no name)'}", "samples")
     outcome = {"reward": sample.reward} if sample.reward is not None else {"error": sample.error}
-    scored = trace.slice(track, name, sample.asked_at, sample.scored_at, attempts=sample.attempts, **outcome)
+    scored = trace.slice(place, name, sample.asked_at, sample.scored_at, attempts=sample.attempts, **outcome)
     if len({reward for reward, *_ in sample.tries}) == 1:  # those of several rewards run side by side
         at_s = sample.asked_at
-        for place, (reward, took_s, paused_s, error) in enumerate(sample.tries, 1):
+        for number, (reward, took_s, paused_s, error) in enumerate(sample.tries, 1):
             at_s += paused_s
-            trace.child(scored, f"{reward}, attempt {place}", at_s, at_s + took_s, error=error)
+            trace.child(scored, f"{reward}, attempt {number}", at_s, at_s + took_s, error=error)
             at_s += took_s
-    yield track.process, scored
+    yield scored
 
 
-def _draw_turns(trace: TraceEvents, made: Slice, sample: SampleFacts) -> None:
+def _draw_turns(trace: Trace, made: Event, sample: SampleFacts) -> None:
     """Generation and environment in turn. A turn has lengths and no time of day, so they are drawn one after
     the other from the session's beginning: what lay between them is missing at the end."""
     at_s = sample.started_at
@@ -203,13 +272,13 @@ def _draw_turns(trace: TraceEvents, made: Slice, sample: SampleFacts) -> None:
             at_s += turn.environment_s
 
 
-def _draw_step(tracks: _Tracks, record: StepRecord, links: Links) -> None:
+def _draw_step(trace: Trace, record: StepRecord) -> None:
     """A step, the groups it trained and those it dropped."""
-    trace, commit, metrics = tracks.trace, record.commit, record.commit.metrics
+    commit, metrics = record.commit, record.commit.metrics
     spent = {name: round(value, 6) for name, value in metrics.items() if name.startswith("time/")}
     numbers = {name: metrics[name] for name in ("reward", "loss", "grad_norm") if name in metrics}
     step = trace.slice(
-        tracks.steps, f"step {commit.step}", commit.started_at, commit.finished_at,
+        STEPS, f"step {commit.step}", commit.started_at, commit.finished_at,
         groups=len(commit.groups), version=commit.version, digest=commit.digest, **numbers, **spent,
     )  # fmt: skip
     complete = {ticket: record.complete_at(ticket) for ticket in commit.groups}
@@ -222,73 +291,15 @@ def _draw_step(tracks: _Tracks, record: StepRecord, links: Links) -> None:
     for ticket in commit.groups:
         ready_s = complete[ticket] or commit.started_at
         begin_s = min(max(ready_s, commit.started_at), commit.finished_at)
-        waiting = trace.slice(tracks.to_train, f"ticket {ticket}", min(ready_s, begin_s), begin_s)
-        training = trace.slice(
-            tracks.groups, f"ticket {ticket}", begin_s, commit.finished_at, step=commit.step
-        )
+        waiting = trace.slice(TO_TRAIN, f"ticket {ticket}", min(ready_s, begin_s), begin_s)
+        training = trace.slice(GROUPS, f"ticket {ticket}", begin_s, commit.finished_at, step=commit.step)
         for sample in record.group(ticket):
             if sample.key in trained:
-                steps = [(tracks.to_train.process, waiting), (tracks.groups.process, training)]
-                links[sample.key] += [*steps, (tracks.steps.process, step)]
+                trace.paths[_name(sample.key)] += [waiting, training, step]
     for ticket, index, reason in commit.dropped:
         name = f"ticket {ticket}" if index == WHOLE_GROUP else f"{ticket}.{index}"
         at_s = record.complete_at(ticket) or commit.finished_at
-        trace.instant(tracks.steps, f"{name} dropped: {reason}", at_s, step=commit.step)
-
-
-def _draw_idle(tracks: _Tracks, stretch: Stretch) -> None:
-    """When a worker or the trainer had nothing, within the stretch."""
-    trace = tracks.trace
-    begin_us, end_us = trace.us(stretch.begin_s), trace.us(stretch.end_s)
-    busy = [*tracks.workers.values(), *tracks.scorers.values(), tracks.steps]
-    for track in busy:
-        idle = track.process.track("idle")
-        for first, last in gaps(((s.begin_us, s.end_us) for s in track.slices), begin_us, end_us):
-            idle.add(Slice("between steps" if track is tracks.steps else "idle", first, last))
-
-
-def gaps(spans: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """What of `begin` to `end` none of the spans covers."""
-    covered = begin
-    for first, last in sorted(spans):
-        if first >= end:
-            break
-        if first > covered:
-            yield covered, first
-        covered = max(covered, last)
-    if covered < end:
-        yield covered, end
-
-
-def _draw_curves(trace: TraceEvents, stretch: Stretch) -> None:
-    """How many samples are where, and how stale what was trained is."""
-    changes: list[tuple[float, str, int]] = []
-    for sample in (*stretch.samples.values(), *stretch.evaluated.values()):
-        if sample.started_at:
-            changes += [(sample.started_at, "generating", 1), (sample.finished_at, "generating", -1)]
-        if sample.scored_at:
-            waits = sample.finished_at or sample.asked_at
-            changes += [(waits, "to be scored", 1), (max(waits, sample.asked_at), "to be scored", -1)]
-            changes += [(sample.asked_at, "being scored", 1), (sample.scored_at, "being scored", -1)]
-    changes.sort()
-    now = dict.fromkeys(("generating", "to be scored", "being scored"), 0)
-    every = max(1, len(changes) // MAX_POINTS)
-    for place, (at_s, name, change) in enumerate(changes):
-        now[name] += change
-        if place % every == 0 or place == len(changes) - 1:
-            trace.counter("samples in flight", at_s, dict(now))
-    for commit in stretch.commits:
-        ages = {name: commit.metrics.get(f"staleness/{name}") for name in ("mean", "max")}
-        trace.counter("staleness of trained tokens", commit.finished_at, _known(ages))
-        trace.counter("version", commit.finished_at, {"version": commit.version})
-
-
-def _known(values: dict[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-MANY_EVENTS = 2_000_000
-"""More than a browser shows without trouble."""
+        trace.moment(STEPS, f"{name} dropped: {reason}", at_s, step=commit.step)
 
 
 def write_timeline(options: TimelineOptions) -> None:
@@ -303,7 +314,7 @@ def write_timeline(options: TimelineOptions) -> None:
     if output.is_dir() or not output.parent.is_dir():
         raise ConfigError(f"{output} cannot be written: give the name of a file in a folder that exists.")
 
-    async def look() -> tuple[TraceEvents, str]:
+    async def look() -> tuple[Trace, str]:
         async with open_history(options.run_id, options.runs_dir) as access:
             max_staleness = access.config.trainer.max_staleness if access.config else None
             stretch = await read_stretch(access.history, first, last, max_staleness)
@@ -312,32 +323,22 @@ def write_timeline(options: TimelineOptions) -> None:
 
     trace, words = run_main(look())
     with aside_file(output, "the timeline") as aside:
-        num_events = _write(aside, trace, {"run": words})
+        num_events = _write(aside, trace)
         publish_file(aside, output)
     console = terminal()
     size = f"{num_events:,} events, {output.stat().st_size / 1e6:,.1f} MB"
     console.print(Text(f"{nearest(output.resolve())}: {words}, {size}"), soft_wrap=True)
-    console.print(Text("open it at https://ui.perfetto.dev, or in chrome://tracing", "dim"), soft_wrap=True)
-    if num_events > MANY_EVENTS:
-        console.print(Text("that is much for a browser: give fewer steps if it is slow", "yellow"))
+    console.print(Text("open it at https://ui.perfetto.dev", "dim"), soft_wrap=True)
 
 
-def _write(path: Path, trace: TraceEvents, notes: dict[str, Any]) -> int:
+def _write(path: Path, trace: Trace) -> int:
     """One event a line; returns how many."""
     num_events = 0
-    head = {"displayTimeUnit": "ms", "otherData": notes | {"begin_s": trace.begin_s}}
     with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+        file.write('{"traceEvents": [')
         for event in trace.events():
-            line = json.dumps(_finite(event), separators=(",", ":"), allow_nan=False)
-            file.write((",\n" if num_events else "") + line)
+            line = json.dumps(event, separators=(",", ":"), allow_nan=False)
+            file.write((",\n" if num_events else "\n") + line)
             num_events += 1
         file.write("\n]}\n")
     return num_events
-
-
-def _finite(event: dict[str, Any]) -> dict[str, Any]:
-    """The event with what JSON cannot say left out of its arguments."""
-    args = event.get("args") or {}
-    finite = {k: v for k, v in args.items() if not isinstance(v, float) or abs(v) < float("inf")}
-    return event if len(finite) == len(args) else event | {"args": finite}

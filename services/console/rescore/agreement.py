@@ -146,20 +146,6 @@ def rescore_tables(report: dict[str, Any]) -> list[Table]:
     return tables
 
 
-def replay_table(summary: dict[str, Any]) -> Table:
-    """What a replayed stretch of traffic did to the reward service."""
-    rows = {
-        "emitted": f"{summary['emitted']:,} in {summary['seconds']:.1f} s",
-        "scored": f"{summary['scored']:,} ({summary['scores_per_s']:,.0f}/s)",
-        "failed": f"{summary['failed']:,}",
-        "from emission to score": _quantiles(summary["wait_s"]),
-        "the reward's own time": _quantiles(summary["latency_s"]),
-        "most that waited at once": f"{summary['max_backlog']:,}",
-        "behind its pace at the end": f"{summary['behind_s']:.1f} s",
-    }
-    return _two_columns(f"trajectories of {summary['run']} into {summary['sandbox']}", rows)
-
-
 def _agreement(report: dict[str, Any]) -> Table:
     found = report["agreement"]
     flipped = found["groups_with_another_best"]
@@ -186,6 +172,7 @@ def _cost(cost: dict[str, Any]) -> Table:
         "speed": f"{cost['scores_per_s']:,.0f}/s ({cost['wall_s']:.1f} s with starting and stopping)",
         "attempts": f"{cost['attempts']:,}",
         "time of one": f"median {cost['latency_p50_s']:.3g} s, 95% {cost['latency_p95_s']:.3g} s",
+        "with waiting": f"median {cost['wait_p50_s']:.3g} s, 95% {cost['wait_p95_s']:.3g} s",
     }
     return _two_columns(
         "cost", rows | {f"tokens of {k}": f"{tokens:,}" for k, tokens in cost["tokens"].items()}
@@ -221,7 +208,3 @@ def _two_columns(title: str, rows: dict[str, str]) -> Table:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _quantiles(found: dict[str, float]) -> str:
-    return f"median {found['p50']:.2g} s, 95% {found['p95']:.2g} s, 99% {found['p99']:.2g} s"

@@ -1,6 +1,6 @@
-"""Puts recorded trajectories into a sandbox's stream: at their old pace, faster, or as it scores them.
+"""Puts recorded trajectories into a sandbox's stream: as fast as it scores them, or at their recorded pace.
 
-Guarantees: each trajectory goes in once, in the order in which it was recorded; at most `max_backlog` wait
+Guarantees: each trajectory goes in once, in the order in which it was recorded; at most `MAX_BACKLOG` wait
 for a score at any time, and what has its score is trimmed, so that memory does not grow with the history.
 """
 
@@ -22,16 +22,8 @@ from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
 BATCH = 256
 BLOCK_S = 0.5
 TRIM_EVERY = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast trajectories go in."""
-
-    speed: float | None = None
-    """2 is twice as fast as it was; None is as fast as scores come back."""
-    max_backlog: int = 4096
-    """Most trajectories that wait for a score; the emission waits, and says how far behind it is."""
+MAX_BACKLOG = 4096
+"""Most trajectories that wait for a score; the emission waits."""
 
 
 @dataclass(slots=True)
@@ -43,9 +35,6 @@ class Flow:
     first_taken_at: float = float("inf")
     """When a worker began with the first trajectory; before that, workers were starting."""
     last_scored_at: float = 0.0
-    behind_s: float = 0.0
-    """How far the emission is behind its pace, because the backlog was full or this machine too slow."""
-    max_backlog: int = 0
     scores: dict[TrajectoryKey, Score] = field(default_factory=dict)
     waits_s: list[float] = field(default_factory=list)
     """Seconds from emission to score, in the order of the scores."""
@@ -73,10 +62,10 @@ class Emission:
         history: History,
         selection: Selection,
         lane: Lane = Lane.TRAIN,
-        pace: Pace = Pace(),
+        keeps_pace: bool = False,
     ) -> None:
         self.broker, self.keys, self.history = broker, keys, history
-        self.selection, self.lane, self.pace = selection, lane, pace
+        self.selection, self.lane, self.keeps_pace = selection, lane, keeps_pace
         self.flow = Flow()
         self._waiting: dict[TrajectoryKey, tuple[str, float]] = {}
         """Entry id and time of emission of what has no score yet, oldest first."""
@@ -103,12 +92,11 @@ class Emission:
     async def _emit(self) -> None:
         stream = StreamName.TRAJECTORIES.of(self.lane)
         self.flow.started_at = time.time()
-        async for due_at, batch in self._paced(self._batches(stream)):
-            while len(self._waiting) + len(batch) > self.pace.max_backlog:
+        async for batch in self._paced(self._batches(stream)):
+            while len(self._waiting) + len(batch) > MAX_BACKLOG:
                 self._room.clear()
                 await self._room.wait()
             now = time.time()
-            self.flow.behind_s = max(0.0, now - due_at) if due_at else 0.0
             # Noted before it is in the stream: a score may be there before `append` returns.
             for trajectory in batch:
                 self._waiting[trajectory.key] = ("", now)
@@ -117,7 +105,6 @@ class Emission:
                 if trajectory.key in self._waiting:
                     self._waiting[trajectory.key] = (entry_id, now)
             self.flow.emitted += len(batch)
-            self.flow.max_backlog = max(self.flow.max_backlog, len(self._waiting))
         self.flow.is_complete = True
 
     async def _batches(self, stream: StreamName) -> AsyncIterator[list[tuple[float, Trajectory]]]:
@@ -131,7 +118,7 @@ class Emission:
                 continue
             seen.add(record.message.key)
             batch.append((id_order(record.entry_id)[0] / 1000, record.message))
-            if len(batch) >= min(BATCH, self.pace.max_backlog):
+            if len(batch) >= BATCH:
                 yield batch
                 batch = []
         if batch:
@@ -139,21 +126,20 @@ class Emission:
 
     async def _paced(
         self, batches: AsyncIterator[list[tuple[float, Trajectory]]]
-    ) -> AsyncIterator[tuple[float, list[Trajectory]]]:
-        """(when it is due, trajectories that are due together), not before their time."""
-        first_at: float | None = None
+    ) -> AsyncIterator[list[Trajectory]]:
+        """Trajectories that go in together: a batch, or what is due now at the recorded pace."""
+        ahead_s: float | None = None
         async for batch in batches:
-            if self.pace.speed is None:
-                yield 0.0, [trajectory for _, trajectory in batch]
+            if not self.keeps_pace:
+                yield [trajectory for _, trajectory in batch]
                 continue
-            first_at = batch[0][0] if first_at is None else first_at
-            due = [(self.flow.started_at + (at - first_at) / self.pace.speed, one) for at, one in batch]
-            while due:
-                await asyncio.sleep(max(0.0, due[0][0] - time.time()))
+            ahead_s = self.flow.started_at - batch[0][0] if ahead_s is None else ahead_s
+            while batch:
+                await asyncio.sleep(max(0.0, batch[0][0] + ahead_s - time.time()))
                 now = time.time()
-                count = max(1, sum(at <= now for at, _ in due))
-                yield due[0][0], [one for _, one in due[:count]]
-                due = due[count:]
+                count = max(1, sum(at + ahead_s <= now for at, _ in batch))
+                yield [trajectory for _, trajectory in batch[:count]]
+                batch = batch[count:]
 
     async def _read_scores(self, on_progress: Callable[[Flow], None]) -> None:
         reader = OffsetReader(self.broker, self.keys.scores(self.lane), Score)
@@ -190,15 +176,14 @@ SAY_EVERY_S = 10.0
 
 
 @contextlib.contextmanager
-def shown(console: Console, verb: str) -> Iterator[Callable[[Flow], None]]:
+def shown(console: Console) -> Iterator[Callable[[Flow], None]]:
     """Give a function that shows a flow: a live line on a terminal, else a line now and then."""
     said_at = time.monotonic()
 
     def text(flow: Flow) -> str:
         rate = flow.scored / max(time.time() - flow.started_at, 1e-9)
-        behind = f", {flow.behind_s:.1f} s behind its pace" if flow.behind_s > 1 else ""
         more = "" if flow.is_complete else " so far"
-        return f"{flow.scored:,} of {flow.emitted:,}{more} {verb}, {rate:,.0f}/s{behind}"
+        return f"{flow.scored:,} of {flow.emitted:,}{more} scored, {rate:,.0f}/s"
 
     if not console.is_terminal:
 

@@ -1,7 +1,6 @@
-"""What the commands that make sandbox runs are given, and the config and history that follow from it."""
+"""The folder, the config and the history of a sandbox run, from the options of `tidemill rescore`."""
 
 import itertools
-from datetime import datetime
 from pathlib import Path
 
 from tidemill.common.config import RunConfig, load_config, override_config
@@ -9,14 +8,14 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.common.wire.messages import Lane
-from tidemill.services.console.options import SandboxOptions
+from tidemill.services.console.options import RescoreOptions
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.run.history import RunAccess
 
 
-def sandbox_folder(options: SandboxOptions, source: RunFolder, kind: str) -> RunFolder:
+def sandbox_folder(options: RescoreOptions, source: RunFolder) -> RunFolder:
     """The sandbox's folder: the name that was given, else the first that is free."""
-    names = [options.into] if options.into else (f"{source.run_id}.{kind}-{n}" for n in itertools.count(1))
+    names = [options.into] if options.into else (f"{source.run_id}.rescore-{n}" for n in itertools.count(1))
     for name in names:
         if not RUN_ID.fullmatch(name):
             raise ConfigError(
@@ -29,7 +28,7 @@ def sandbox_folder(options: SandboxOptions, source: RunFolder, kind: str) -> Run
     raise ConfigError(f"{folder.path} is there already; give the sandbox another name with --into.")
 
 
-def sandbox_config(options: SandboxOptions, source: RunAccess, run_id: str) -> RunConfig:
+def sandbox_config(options: RescoreOptions, source: RunAccess, run_id: str) -> RunConfig:
     """The run's config with another reward, by `--reward`, `--config` or `--set`.
 
     Raises:
@@ -55,37 +54,6 @@ def sandbox_config(options: SandboxOptions, source: RunAccess, run_id: str) -> R
         reward = reward.model_copy(update={"workers": options.workers})
     config = config.model_copy(update={"run_id": run_id, "reward": reward})
     return override_config(config, options.overrides)
-
-
-def stretch(first: str | None, last: str | None) -> Selection:
-    """The stretch of history: steps, or times, both ends included.
-
-    Raises:
-        ConfigError: the ends are not of one kind, or the first is after the last.
-    """
-    ends = [_end(value) for value in (first, last)]
-    kinds = {kind for kind, _ in ends if kind}
-    if len(kinds) > 1:
-        raise ConfigError("give two steps or two times, not one of each")
-    span = (ends[0][1], ends[1][1])
-    if span[0] is not None and span[1] is not None and span[0] > span[1]:
-        raise ConfigError(f"the first end, {first}, is after the last, {last}")
-    if not kinds:
-        return Selection()
-    return Selection(steps=span) if "step" in kinds else Selection(times=span)
-
-
-def _end(value: str | None) -> tuple[str, float | None]:
-    if value is None:
-        return "", None
-    if value.isdigit():
-        return "step", float(value)
-    try:
-        return "time", datetime.fromisoformat(value).timestamp()
-    except ValueError:
-        raise ConfigError(
-            f"{value!r} is neither the number of a step nor a time such as 2026-01-31T10:00"
-        ) from None
 
 
 async def require_history(history: History, selection: Selection, lane: Lane) -> None:

@@ -51,8 +51,8 @@ class SandboxRun:
         return [spec for spec in service_specs(self.config) if spec.role in ROLES]
 
     @contextlib.asynccontextmanager
-    async def running(self, kind: str, source: str) -> AsyncIterator["SandboxRun"]:
-        """Start everything, and stop it again; the folder stays. `kind` and `source` say what it is for.
+    async def running(self, source: str) -> AsyncIterator["SandboxRun"]:
+        """Start everything, and stop it again; the folder stays. `source` is the run whose history it scores.
 
         Raises:
             ConfigError: the run exists already, or a reward cannot be loaded.
@@ -63,7 +63,7 @@ class SandboxRun:
                 self.url = url
                 self.broker = await Broker.connect(url)
                 try:
-                    await self._register(kind, source)
+                    await self._register(source)
                     async with self._workers(guard, url):
                         yield self
                     if self.config.streams.archive.enabled:
@@ -101,11 +101,11 @@ class SandboxRun:
         text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(self.folder.path / CONFIG_FILE, text)
 
-    async def _register(self, kind: str, source: str) -> None:
+    async def _register(self, source: str) -> None:
         if await run_exists(self.broker, self.keys):
             raise ConfigError(f"this Redis has a run {self.keys.run_id} already; give another with --into.")
         await publish_config(self.broker, self.keys, self.config)
-        await update_state(self.broker, self.keys, kind=kind, source=source)
+        await update_state(self.broker, self.keys, kind="rescore", source=source)
         for lane in Lane:
             await ensure_group(self.broker, self.keys.trajectories(lane), REWARD_GROUP)
 

@@ -12,62 +12,34 @@ MAX_POINTS = 600
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One small picture: a title, what it means, and its lines by label and metric."""
+    """One small picture: a title, and its lines by label and metric."""
 
     key: str
     title: str
-    lines: tuple[tuple[str, str], ...]
+    lines: Mapping[str, str]
     unit: str = ""
-    """"share" is drawn from 0 to 1, "s" are seconds."""
+    """"share" is drawn from 0 to 1."""
 
 
+KL = {"KL to reference": "kl", "KL of rollout": "rollout_kl", "entropy": "entropy"}
+LENGTH = {"mean": "completions/mean_length", "longest": "completions/max_length"}
+IDLE = {"trainer": "trainer_idle_share", "rollout": "idle/rollout", "reward": "idle/reward"}
+LOST = {"failed scores": "scores/failed_ratio", "dropped groups": "groups_dropped_ratio"}
+SESSION = {"engine": "sessions/engine_s", "environment": "sessions/environment_s"}
+STAGES = {"generation": "generation_s", "wait for reward": "reward_queue_s", "score": "score_s"}
 CHARTS = (
-    Chart("reward", "Reward", (("mean", "reward"), ("std in groups", "reward_group_std"))),
-    Chart("loss", "Loss", (("loss", "loss"),)),
-    Chart(
-        "kl",
-        "KL and entropy",
-        (("KL to reference", "kl"), ("KL of rollout", "rollout_kl"), ("entropy", "entropy")),
-    ),
-    Chart("grad", "Gradient norm", (("norm", "grad_norm"),)),
-    Chart(
-        "length",
-        "Completion length, tokens",
-        (("mean", "completions/mean_length"), ("longest", "completions/max_length")),
-    ),
-    Chart("staleness", "Staleness, steps", (("mean", "staleness/mean"), ("most", "staleness/max"))),
-    Chart(
-        "idle",
-        "Idle shares",
-        (("trainer", "trainer_idle_share"), ("rollout", "idle/rollout"), ("reward", "idle/reward")),
-        "share",
-    ),
-    Chart(
-        "failed",
-        "Failed scores, dropped groups, cut completions",
-        (
-            ("failed scores", "scores/failed_ratio"),
-            ("dropped groups", "groups_dropped_ratio"),
-            ("cut", "completions/clipped_ratio"),
-        ),
-        "share",
-    ),
-    Chart("turns", "Turns of a session", (("mean", "sessions/mean_turns"),)),
-    Chart(
-        "session",
-        "A session's time, seconds",
-        (("engine", "sessions/engine_s"), ("environment", "sessions/environment_s")),
-    ),
-    Chart("time", "Step time, seconds", (("step", "step_time_s"), ("training", "time/train_s"))),
-    Chart(
-        "latency",
-        "A completion's way, seconds",
-        (
-            ("generation", "stages/generation_s"),
-            ("wait for reward", "stages/reward_queue_s"),
-            ("score", "stages/score_s"),
-        ),
-    ),
+    Chart("reward", "Reward", {"mean": "reward", "std in groups": "reward_group_std"}),
+    Chart("loss", "Loss", {"loss": "loss"}),
+    Chart("kl", "KL and entropy", KL),
+    Chart("grad", "Gradient norm", {"norm": "grad_norm"}),
+    Chart("length", "Completion length, tokens", LENGTH),
+    Chart("staleness", "Staleness, steps", {"mean": "staleness/mean", "most": "staleness/max"}),
+    Chart("idle", "Idle shares", IDLE, "share"),
+    Chart("failed", "Failed, dropped, cut", LOST | {"cut completions": "completions/clipped_ratio"}, "share"),
+    Chart("turns", "Turns of a session", {"mean": "sessions/mean_turns"}),
+    Chart("session", "A session's time, seconds", SESSION),
+    Chart("time", "Step time, seconds", {"step": "step_time_s", "training": "time/train_s"}),
+    Chart("latency", "A completion's way, seconds", {k: f"stages/{v}" for k, v in STAGES.items()}),
 )
 IDLE_PREFIX = "idle/"
 """Of the roles whose commits tell how busy their workers were, not how idle."""
@@ -97,13 +69,13 @@ def _source_charts(rows: Iterable[StepPoint]) -> list[Chart]:
     names = {name.split("/")[1] for row in rows for name in row.metrics if name.startswith(SOURCE_PREFIX)}
     shown = sorted(names)[:MOST_SOURCES]
     return [
-        Chart(key, title, tuple((name, f"{SOURCE_PREFIX}{name}/{metric}") for name in shown), unit)
+        Chart(key, title, {name: f"{SOURCE_PREFIX}{name}/{metric}" for name in shown}, unit)
         for key, title, metric, unit in SOURCE_CHARTS
     ]
 
 
 def _tree(chart: Chart, rows: Sequence[StepPoint]) -> dict[str, Any]:
-    lines = [{"label": label, "points": _points(rows, name)} for label, name in chart.lines]
+    lines = [{"label": label, "points": _points(rows, name)} for label, name in chart.lines.items()]
     shown = [line for line in lines if line["points"]]
     return {"key": chart.key, "title": chart.title, "unit": chart.unit, "x": "step", "lines": shown}
 

@@ -7,22 +7,21 @@ import sys
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.jobs.sandbox.runner import SandboxError, is_whole, probe
+from tidemill.services.jobs.sandbox.jail import SandboxError
+from tidemill.services.jobs.sandbox.runner import probe
 
 
 def main(config: str) -> int:
     """Try the sandbox once; returns the exit code."""
     try:
-        isolation = probe(SandboxConfig.model_validate_json(config))
+        has_namespaces = probe(SandboxConfig.model_validate_json(config))
     except SandboxError as error:
         print(error, file=sys.stderr)
         return ConfigError.exit_code
-    if is_whole(isolation):
+    if has_namespaces:
         print("code runs apart from this machine: no network, no files but its own, limits")
     else:
-        print(
-            "code runs under limits ONLY: the kernel allows no namespaces here, so it has network and files"
-        )
+        print("code runs under limits ONLY: there are no namespaces for it here, and it reads files")
     return 0
 
 

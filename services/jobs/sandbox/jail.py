@@ -1,311 +1,256 @@
-"""Runs programs that nobody trusts. Standard library only: its process is started with `-I -S`.
+"""Runs programs that nobody trusts, each in a jail of its own.
 
-It reads one JSON map from stdin and writes one to stdout. The order is what makes it safe: first this
-process leaves for namespaces of its own (processes, network, mounts), then it builds a root folder that
-holds nothing but the interpreter, and only then, for each program, a child gives up all privileges, takes
-its limits and a filter of system calls upon it and becomes the program. This process is the first of its
-namespace: when it ends, for whatever reason, the kernel kills everything inside. It ends with its parent.
+bubblewrap leaves for namespaces of their own (processes, network, mounts) and builds a root folder that
+holds nothing but the system's programs, the interpreter and an empty /tmp. In it `launcher.py` gives up
+what is left of privileges and takes limits and a filter of system calls (`system_calls.py`) upon itself,
+and becomes the program. From outside, its time, its output, and the memory and number of its processes are
+followed; what no process owns counts in a memory cgroup where one may be made. The kernel ends all of it
+with bubblewrap, which ends with this process's thread.
 
-What the kernel refuses is left out and reported under `isolation`; limits always hold. With `require`
-nothing is left out: where anything is refused, no program is run at all.
+Without namespaces there are limits, filter and, for root, another user alone. The filter keeps what a
+program starts in its process group, so one signal ends all of it.
 """
 
 import contextlib
-import ctypes
-import json
+import itertools
+import marshal
+import math
 import os
-import re
-import resource
+import select
+import shutil
 import signal
+import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from tidemill.services.jobs.sandbox import seccomp
-from tidemill.services.jobs.sandbox.emptying import empty
-from tidemill.services.jobs.sandbox.jail_watch import Watch, descendants, reap
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.errors import TidemillError
+from tidemill.services.jobs.sandbox.memory_group import MemoryGroup
+from tidemill.services.jobs.sandbox.system_calls import make_filter
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-MNT_DETACH = 2
-SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
-DEVICES = ("null", "urandom", "random")
-"""Without `zero`, a mapping of which can be memory that belongs to no process."""
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
+DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")
+"""Without /dev/zero, a mapping of which can be memory that belongs to no process."""
+LAUNCHER = Path(__file__).with_name("launcher.py").read_text(encoding="utf-8")
+FETCHED = Path(sys.prefix, "bubblewrap")
+"""Where `make` unpacks bubblewrap on machines without it."""
 MAX_FILES = 4096
-LONGEST_ARGUMENT = 100_000
-"""Linux takes none of 128 KiB or more."""
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def build_root(order: dict[str, Any], work: str) -> None:
-    """A root folder in memory: the interpreter, read-only, and an empty /tmp; nothing else of the machine."""
-    _mount("none", "/", None, MS_REC | MS_PRIVATE)
-    _mount(
-        "jail",
-        work,
-        "tmpfs",
-        MS_NOSUID | MS_NODEV,
-        f"size={order['file_mb'] + 4}m,nr_inodes={MAX_FILES},mode=755",
-    )
-    for folder in (*SYSTEM_FOLDERS, *order["shown"]):
-        _show(folder, work)
-    os.mkdir(f"{work}/dev")
-    for name in DEVICES:
-        Path(work, "dev", name).touch()
-        _mount(f"/dev/{name}", f"{work}/dev/{name}", None, MS_BIND)
-    os.mkdir(f"{work}/proc")
-    # Refused where the machine's own /proc is partly hidden, as in some containers. Without it nobody could
-    # watch the processes inside.
-    _mount("proc", f"{work}/proc", "proc", MS_NOSUID | MS_NODEV | MS_RDONLY)
-    os.mkdir(f"{work}/tmp")
-    options = f"size={order['file_mb']}m,nr_inodes={MAX_FILES},mode=1777"
-    _mount("tmp", f"{work}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
-    os.mkdir(f"{work}/old")
-    if libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], work.encode(), f"{work}/old".encode()) != 0:
-        raise OSError(ctypes.get_errno(), "pivot_root")
-    os.chdir("/")
-    if libc.umount2(b"/old", MNT_DETACH) != 0:
-        raise OSError(ctypes.get_errno(), "umount of the machine's files")
-    os.rmdir("/old")
-    _mount("jail", "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
-
-
-def _show(folder: str, work: str) -> None:
-    """The same folder or file inside, read-only, with all that is mounted in it; links stay links."""
-    source = Path(folder)
-    inside = Path(f"{work}{folder}")
-    if inside.exists() or not source.exists():
-        return
-    inside.parent.mkdir(parents=True, exist_ok=True)
-    if source.is_symlink():
-        inside.symlink_to(os.readlink(source))
-        return
-    inside.mkdir() if source.is_dir() else inside.touch()
-    _mount(folder, str(inside), None, MS_BIND | MS_REC)
-    for point in _mounts_in(os.path.realpath(inside)):
-        flags = os.statvfs(point).f_flag & (MS_NOSUID | MS_NODEV | 8)  # a mapped user may not clear these
-        _mount(folder, point, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | flags)
-
-
-def _mounts_in(folder: str) -> list[str]:
-    """Where something is mounted: the folder itself, and below it."""
-    lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    points = [
-        re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), line.split(" ")[4]) for line in lines
-    ]
-    return [point for point in points if point == folder or point.startswith(f"{folder}/")]
-
-
-def _mount(source: str, target: str, kind: "str | None", flags: int, options: str = "") -> None:
-    arguments = (source.encode(), target.encode(), kind.encode() if kind else None, flags, options.encode())
-    if libc.mount(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"mount of {target}: {os.strerror(number)}")
-
-
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 38, 36
-NEW_MOUNTS, NEW_UTS, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
-NEW_USER, NEW_PIDS, NEW_NET = 0x10000000, 0x20000000, 0x40000000
-EVERYTHING = NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NET
+LOOK_S = 0.04
+LOOK_SHARE = 0.1
+"""Of the time, at most, for looking at processes: on large machines there are many."""
 NOBODY = 65534
-OTHER_PYTHONS = ("/usr/local/bin/python3", "/usr/bin/python3")
 FIRST_UID, NUM_UIDS = 200_000, 60_000
-"""A jail that was started by root has a user of its own: limits on processes count by user."""
+"""A program that is started by root has a user of its own: limits on processes count by user, and processes
+that have ended count until they are reaped."""
+NUMBERS, STRIDE = itertools.count(), 7919
+CAP_SYS_ADMIN = 21
+ENDINGS = {128 + signal.SIGXCPU: "timeout", 128 + signal.SIGXFSZ: "file"}
+LAST_SIGNAL = 128 + 64
 
-Map = dict[str, Any]
-
-
-def main() -> None:
-    """Run what stdin asks for."""
-    os.setsid() if os.getpid() != os.getsid(0) else None
-    _die_with_parent()
-    order = {"number": os.getpid(), **json.load(sys.stdin)}
-    isolation = _leave() if order["namespaces"] else _stay()
-    answers, inside = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(answers)
-        _die_with_parent()
-        _inside(order, isolation, inside)
-        os._exit(0)
-    os.close(inside)
-    with os.fdopen(answers, "rb") as stream:
-        answer = stream.read()
-    os.waitpid(child, 0)
-    sys.stdout.buffer.write(answer)
+Result = dict[str, Any]
 
 
-def _leave() -> Map:
-    """Namespaces for the children of this process; says which there are."""
-    uid, gid = os.getuid(), os.getgid()
-    if uid == 0 and libc.unshare(EVERYTHING) == 0:
-        return {"namespaces": True, "user": "own"}
-    if libc.unshare(EVERYTHING | NEW_USER) == 0:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{NOBODY} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{NOBODY} {gid} 1")
-        with contextlib.suppress(OSError):  # of this namespace only; the filter of calls says the same
-            Path("/proc/sys/user/max_user_namespaces").write_text("0")
-        return {"namespaces": True, "user": "mapped"}
-    return _stay()
+class SandboxError(TidemillError):
+    """The jail failed, which says nothing about the code in it."""
 
 
-def _stay() -> Map:
-    """Without namespaces."""
-    return {"namespaces": False, "user": "own" if os.getuid() == 0 else "same"}
+def run_program(
+    source: str, stdin: str, config: SandboxConfig, time_s: float, group: MemoryGroup, namespaces: bool
+) -> Result:
+    """Run one program to its end, or to the first limit that it meets.
 
-
-def _inside(order: Map, isolation: Map, answers: int) -> None:
-    """The first process of the jail: prepare, run one program after the other, answer."""
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel spares it signals that it does not catch
-    work = order["folder"]
-    isolation["files"] = False
-    if isolation["namespaces"]:
+    Raises:
+        SandboxError: the jail could not be set up; no line of the program has run.
+    """
+    with contextlib.ExitStack() as stack:
+        order, fed, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+        uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if _is_admin() else 0
+        work = "/tmp" if namespaces else stack.enter_context(_work_folder(uid))
+        order.write(marshal.dumps(_order(source, config, uid)))
+        fed.write(stdin.encode())
+        for file in (order, fed):
+            file.seek(0)
+        interpreter = _interpreter(0 if namespaces else uid)
+        python = [interpreter, "-ISBc", LAUNCHER, str(order.fileno())]
+        started, killed = time.monotonic(), group.num_killed()
+        process = subprocess.Popen(
+            group.entered([*_bubblewrap(config, uid), *python] if namespaces else python),
+            stdin=fed, stdout=out, stderr=err, pass_fds=[order.fileno()], start_new_session=True,
+            cwd=None if namespaces else work,
+            env={"PATH": "/usr/bin:/bin", "HOME": work, "TMPDIR": work, "LANG": "C.UTF-8"},
+        )  # fmt: skip
         try:
-            build_root(order, work)
-            work, isolation["files"] = "/tmp", True
-        except OSError as error:
-            isolation["why"] = str(error)
-    isolation["seccomp"] = seccomp.is_supported()
-    jail = Jail(order, isolation, work)
-    is_refused = order["require"] and not all(isolation[part] for part in ("namespaces", "files", "seccomp"))
-    results: list[Map] = []
-    deadline = time.monotonic() + order["total_s"]
-    for program in order["programs"] if not is_refused else []:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            results.append(
-                {"outcome": "timeout", "stdout": "", "stderr": "total_s is used up", "wall_s": 0.0}
-            )
-            continue
-        results.append(jail.run(program, min(order["time_s"], left_s)))
-    report = {**isolation, "network": isolation["namespaces"]}
-    with os.fdopen(answers, "wb") as stream:
-        stream.write(json.dumps({"results": results, "isolation": report}).encode())
-
-
-class Jail:
-    """Runs programs under limits, one at a time."""
-
-    def __init__(self, order: Map, isolation: Map, work: str) -> None:
-        self.order, self.isolation, self.work = order, isolation, work
-        self.uid = FIRST_UID + order["number"] % NUM_UIDS
-
-    def run(self, program: Map, time_s: float) -> Map:
-        """Run one program to its end, or to the first limit that it meets."""
-        self._clean()
-        pipes = {name: os.pipe() for name in ("stdin", "stdout", "stderr")}
-        child = os.fork()
-        if child == 0:
-            self._become(program, pipes)
-        for name, (reader, writer) in pipes.items():
-            os.close(reader if name == "stdin" else writer)
-        watch = Watch(child, self.order, self.isolation["files"])
-        started = time.monotonic()
-        try:
-            outcome, code, stdout, stderr = watch.follow(
-                program["stdin"].encode(), pipes["stdin"][1], pipes["stdout"][0], pipes["stderr"][0], time_s
-            )
+            outcome = _follow(process, config, started + time_s, order, (out, err), namespaces)
         finally:
-            self._kill_all(child)
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group's number is its own
+            code = process.wait()
+        stdout, stderr = (_written(file, config.output_kb << 10) for file in (out, err))
+        if os.fstat(order.fileno()).st_size:
+            raise SandboxError(stderr.strip()[-500:] or f"it ended with {code}")
+        if group.num_killed() > killed:
+            outcome = "memory"
+        code = code if code >= 0 else 128 - code
         return {
-            "outcome": outcome,
-            "code": code,
-            "stdout": stdout.decode(errors="replace"),
-            "stderr": stderr[-2000:].decode(errors="replace"),
+            "outcome": outcome or ENDINGS.get(code) or ("killed" if 128 < code <= LAST_SIGNAL else "done"),
+            "code": None if outcome else code,
+            "stdout": stdout,
+            "stderr": stderr[-2000:],
             "wall_s": round(time.monotonic() - started, 3),
         }
 
-    def _become(self, program: Map, pipes: Map) -> None:
-        """In the child: no way back from here."""
-        try:
-            os.setsid()
-            for target, (name, end) in enumerate((("stdin", 0), ("stdout", 1), ("stderr", 1))):
-                os.dup2(pipes[name][end], target)
-            os.closerange(3, 4096)
-            os.chdir(self.work)
-            named = _program_arguments(program["source"])
-            _limit(self.order)
-            libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-            self._drop_user()
-            if self.isolation["seccomp"]:
-                seccomp.install()
-            environment = {"PATH": "/usr/bin:/bin", "HOME": self.work, "TMPDIR": self.work, "LANG": "C.UTF-8"}
-            flags = ["-I", "-B"] if self.order["packages"] else ["-I", "-B", "-S"]
-            # Without a root folder of its own, the interpreter may be where only its owner can read it.
-            for python in (self.order["python"], *OTHER_PYTHONS):
-                with contextlib.suppress(FileNotFoundError, PermissionError):
-                    os.execve(python, [python, *flags, *named], environment)
-            os.write(2, b"no interpreter that this user may run")
-        except BaseException as error:
-            os.write(2, f"the jail could not start the program: {error!r}".encode())
-        finally:
-            os._exit(126)
 
-    def _drop_user(self) -> None:
-        if self.isolation["user"] == "own":
-            os.setgroups([])
-            os.setgid(self.uid)
-            os.setuid(self.uid)
-        # Where the user is mapped or the same, exec drops whatever the namespace gave.
-
-    def _kill_all(self, child: int) -> None:
-        """Nothing of a program outlives it."""
-        if self.isolation["namespaces"]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)  # everything in this namespace but its first process
-        else:
-            for _ in range(100):  # children may appear while their parents are killed
-                found = descendants()
-                if not found:
-                    break
-                for pid in found:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, signal.SIGKILL)
-                reap()
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child, signal.SIGKILL)
-        reap(wait=self.isolation["namespaces"])
-
-    def _clean(self) -> None:
-        """An empty folder for each program, owned by who it runs as."""
-        empty(self.work)
-        if not self.isolation["files"] and self.isolation["user"] == "own":
-            os.chown(self.work, self.uid, self.uid)
-
-
-def _program_arguments(source: str) -> list[str]:
-    """How Python is given the program: in a file of the folder where it is too long for an argument."""
-    content = os.fsencode(source)
-    if len(content) < LONGEST_ARGUMENT:
-        return ["-c", source]
-    path = Path("program.py")
-    path.write_bytes(content)
-    path.chmod(0o644)
-    return [str(path)]
-
-
-def _limit(order: Map) -> None:
-    """Limits of the process that becomes the program, and of each process that it starts."""
-    cpu_s = max(1, -(-int(order["cpu_s"] * 1000) // 1000))
+def _order(source: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
+    """What the launcher is to do. Limits are those of each process."""
+    cpu_s = math.ceil(config.cpu_s)
     limits = {
-        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
-        resource.RLIMIT_AS: (order["memory_mb"] << 20,) * 2,
-        resource.RLIMIT_FSIZE: (order["file_mb"] << 20,) * 2,
-        resource.RLIMIT_NPROC: (order["max_processes"],) * 2,
-        resource.RLIMIT_NOFILE: (64, 64),  # the buffers of pipes and sockets belong to no process
-        resource.RLIMIT_SIGPENDING: (256, 256),
-        resource.RLIMIT_CORE: (0, 0),
-        resource.RLIMIT_MSGQUEUE: (0, 0),
-        resource.RLIMIT_MEMLOCK: (0, 0),
+        "RLIMIT_CPU": (cpu_s, cpu_s + 1),
+        "RLIMIT_AS": (config.memory_mb << 20,) * 2,
+        "RLIMIT_FSIZE": (max(config.file_mb << 20, config.output_kb << 10),) * 2,
+        "RLIMIT_NPROC": (config.max_processes,) * 2,
+        "RLIMIT_NOFILE": (64, 64),  # the buffers of pipes and sockets belong to no process
+        "RLIMIT_SIGPENDING": (256, 256),
+        "RLIMIT_CORE": (0, 0),
+        "RLIMIT_MSGQUEUE": (0, 0),
+        "RLIMIT_MEMLOCK": (0, 0),
     }
-    for number, limit in limits.items():
-        resource.setrlimit(number, limit)
+    try:
+        code = make_filter()
+    except OSError as error:
+        raise SandboxError(f"no filter of system calls (Debian's libseccomp2): {error}") from None
+    return {"limits": limits, "uid": uid, "filter": code, "source": source, "path": _packages(config)}
 
 
-def _die_with_parent() -> None:
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
+    """The command that sets up namespaces and files, up to what runs in them.
+
+    Raises:
+        SandboxError: there is no bubblewrap.
+    """
+    program = shutil.which("bwrap", path=f"{os.environ.get('PATH', os.defpath)}:{FETCHED}")
+    if program is None:
+        raise SandboxError("there is no bubblewrap (bwrap) on the PATH; Debian's package is bubblewrap")
+    # Root needs no namespace of users, which some kernels forbid; the launcher takes another user.
+    user = (
+        ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        if uid
+        else ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    )
+    files: list[str] = []
+    for path in (*SYSTEM, os.path.realpath(sys.base_prefix), *_packages(config), *DEVICES):
+        if os.path.islink(path):
+            files += ["--symlink", os.readlink(path), path]
+        elif not path.startswith("/usr/"):
+            for folder in list(Path(path).parents)[-2::-1]:  # the jail's user has to get through
+                files += ["--perms", "0755", "--dir", str(folder)]
+            files += ["--dev-bind" if path in DEVICES else "--ro-bind-try", path, path]
+    files += ["--perms", "1777", "--size", str(config.file_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    return [program, *spaces, *user, "--die-with-parent", *files, "--remount-ro", "/", "--"]
+
+
+def _packages(config: SandboxConfig) -> list[str]:
+    """Folders of the packages that are installed beside this project."""
+    found = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    return sorted(found) if config.packages else []
+
+
+def _interpreter(uid: int) -> str:
+    """Our own, or where that is in a folder that another user cannot enter, the system's."""
+    own = os.path.realpath(sys.executable)
+    is_open = all(folder.stat().st_mode & 0o001 for folder in Path(own).parents)
+    return own if is_open or not uid else os.path.realpath("/usr/bin/python3")
+
+
+def _is_admin() -> bool:
+    status = Path("/proc/self/status").read_text().splitlines()
+    capabilities = next((line.split()[1] for line in status if line.startswith("CapEff:")), "0")
+    return os.geteuid() == 0 and bool(int(capabilities, 16) >> CAP_SYS_ADMIN & 1)
+
+
+@contextlib.contextmanager
+def _work_folder(uid: int) -> Any:
+    """An empty folder of the machine. It may be left in any state, and nested deeper than Python removes."""
+    folder = tempfile.mkdtemp(prefix="tidemill-jail-")
+    if uid:
+        os.chown(folder, uid, uid)
+    try:
+        yield folder
+    finally:
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
+
+
+def _follow(
+    process: "subprocess.Popen[bytes]", config: SandboxConfig, deadline: float, order: IO[bytes],
+    written: tuple[IO[bytes], ...], namespaces: bool,
+) -> str:  # fmt: skip
+    """The limit that it met; nothing where it came to an end by itself, which is not reaped yet."""
+    pause_s = LOOK_S
+    ending = os.pidfd_open(process.pid)
+    try:
+        while True:
+            has_ended = bool(
+                select.select([ending], [], [], max(0.0, min(pause_s, deadline - time.monotonic())))[0]
+            )
+            if sum(os.fstat(file.fileno()).st_size for file in written) > config.output_kb << 10:
+                return "output"
+            if has_ended:
+                return ""
+            looked = time.monotonic()
+            if looked > deadline:
+                return "timeout"
+            if outcome := _excess(process.pid, config, namespaces and not os.fstat(order.fileno()).st_size):
+                return outcome
+            pause_s = max(LOOK_S, (time.monotonic() - looked) / LOOK_SHARE)
+    finally:
+        os.close(ending)
+
+
+def _excess(group: int, config: SandboxConfig, has_files: bool) -> str:
+    """Limits that no setrlimit has: of all processes together."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and _group_of(name) == group]
+    own = 2 if has_files else 0  # bubblewrap's
+    if len(pids) > config.max_processes + own:
+        return "processes"
+    if sum(map(_used_bytes, pids)) > config.memory_mb << 20:
+        return "memory"
+    return "file" if has_files and any(_num_files(pid) > MAX_FILES for pid in pids if pid != group) else ""
+
+
+def _group_of(pid: str) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[2])
+    return 0
+
+
+def _used_bytes(pid: int) -> int:
+    """Memory of a process, what was moved to swap included.
+
+    Every thread tells it; the first one has none to tell when it has ended. A status's first line holds the
+    name, which the process chose: any bytes, other ends of lines among them.
+    """
+    with contextlib.suppress(OSError):
+        for status in [Path(f"/proc/{pid}/status"), *Path(f"/proc/{pid}/task").glob("*/status")]:
+            with contextlib.suppress(OSError):
+                lines = status.read_bytes().split(b"\n")
+                told = [line for line in lines if line.startswith((b"VmRSS:", b"VmSwap:"))]
+                if told:
+                    return sum(int(line.split()[1]) << 10 for line in told)
+    return 0
+
+
+def _num_files(pid: int) -> int:
+    """Files in the jail's /tmp, empty ones included: the kernel's memory for them belongs to no process."""
+    with contextlib.suppress(OSError):
+        found = os.statvfs(f"/proc/{pid}/root/tmp")
+        return found.f_files - found.f_ffree
+    return 0
+
+
+def _written(file: IO[bytes], max_bytes: int) -> str:
+    file.seek(0)
+    return file.read(max_bytes).decode(errors="replace")

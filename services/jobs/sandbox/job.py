@@ -16,8 +16,9 @@ from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.process.programs import JobFunction
 from tidemill.common.wire.keys import Keys
 from tidemill.services.jobs.known_jobs import Functions, is_run
+from tidemill.services.jobs.sandbox.jail import SandboxError
 from tidemill.services.jobs.sandbox.programs import TestsError, make_cases
-from tidemill.services.jobs.sandbox.runner import SandboxError, run_cases
+from tidemill.services.jobs.sandbox.runner import run_cases
 
 MAX_SHOWN_CHARS = 500
 BOUNDED = ("max_cases", "time_s", "cpu_s", "total_s", "memory_mb", "file_mb", "max_processes", "output_kb")
@@ -59,7 +60,7 @@ def run_tests(code: str, tests: Any, config: SandboxConfig) -> dict[str, Any]:
     except TestsError as error:
         return {"error": str(error), "is_final": True}
     try:
-        results, isolation = run_cases(cases, config)
+        results, has_namespaces = run_cases(cases, config)
     except (SandboxError, OSError) as error:
         return {"error": str(error), "is_final": False}
     passed = [case.passed(result) for case, result in zip(cases, results, strict=True)]
@@ -70,7 +71,7 @@ def run_tests(code: str, tests: Any, config: SandboxConfig) -> dict[str, Any]:
         "outcomes": [result["outcome"] for result in results],
         "wall_s": round(sum(result["wall_s"] for result in results), 3),
         "first_failure": _shown(failed) if failed else None,
-        "isolation": isolation,
+        "has_namespaces": has_namespaces,
     }
 
 

@@ -12,7 +12,8 @@ from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.telemetry.batched import ChildMetrics
-from tidemill.services.jobs.sandbox.runner import SandboxError, is_whole, probe
+from tidemill.services.jobs.sandbox.jail import SandboxError
+from tidemill.services.jobs.sandbox.runner import probe
 
 log = structlog.get_logger(__name__)
 
@@ -27,16 +28,13 @@ async def serve(context: ServiceContext) -> None:
         raise ConfigError(f"run {context.keys.run_id} has no reward of kind sandbox: there is nothing to do")
     for config in configs:
         try:
-            isolation = await asyncio.to_thread(probe, config)
+            has_namespaces = await asyncio.to_thread(probe, config)
         except SandboxError as error:
             raise ConfigError(str(error)) from None
-    if is_whole(isolation):
-        log.info("code runs without network, in namespaces of its own", user=isolation["user"])
+    if has_namespaces:
+        log.info("code runs without network and files, in namespaces of its own")
     else:
-        log.warning(
-            "code runs under limits only: the kernel allows no namespaces here; it has network and files",
-            **isolation,
-        )
+        log.warning("code runs under limits only: there are no namespaces for it here; it reads files")
     bounds = json.dumps([config.model_dump(mode="json") for config in configs])
     command = run_own(Program.SANDBOX_QUEUE, context.keys.run_id, bounds)
     children = ChildMetrics()
@@ -51,7 +49,7 @@ async def serve(context: ServiceContext) -> None:
             process.send_signal(signal.SIGTERM)
             await asyncio.wait({ended}, timeout=max(config.total_s for config in configs) + GRACE_S)
         elif not context.stopping.is_set():
-            raise TidemillError(f"RQ's worker ended with {process.returncode}; its own words stand above")
+            raise TidemillError(f"RQ's worker ended with {process.returncode}; see its output above")
     finally:
         if process.returncode is None:
             process.kill()

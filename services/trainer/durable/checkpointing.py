@@ -39,6 +39,7 @@ from tidemill.common.streams import (
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.streams.trimming import KEPT_COMMITS, newest_begin
 from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler, RunStreams
 from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES
@@ -103,10 +104,12 @@ class Trimmer:
                 allowed = await asyncio.to_thread(self._allowed, stream)
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
                 broker, key = self.context.broker, stream.key(self.context.keys)
+                tickets = (ROLLOUT_GROUP, self.context.keys.progress_prefix)
                 if allowed is not None and first != START:
                     await on_disk(self.context, note_trim, stream_folder(self.context.run_dir, stream), first)
                 try:
-                    removed += await trim_before(broker, key, first, mark)
+                    held = tickets if stream is StreamName.PROMPTS else ()
+                    removed += await trim_before(broker, key, first, mark, held)
                 except MarkLostError:
                     self._below.clear()
                     break

@@ -12,15 +12,22 @@ from typing import Any
 
 import structlog
 
-from tidemill.common.config.trainer import DiagnosticsConfig, HealthyRange
+from tidemill.common.config.diagnostics import CHECKS, Check, DiagnosticsConfig, HealthyRange
 from tidemill.common.run.state import STEP, Record
 from tidemill.common.telemetry import metrics
-from tidemill.services.trainer.metrics.warning_texts import CHECKS, Check, time_advice
 
 log = structlog.get_logger(__name__)
 
 MAX_WARNINGS = 100
 """Kept for people, the newest; ended ones go first."""
+
+WAITS = {
+    "time/wait_trajectories_s": "generation: add rollout workers or GPUs, or shorten max_tokens",
+    "time/wait_scores_s": "scores: add reward workers (they may join now), raise their concurrency, or give "
+    "slow judges replicas",
+    "time/wait_redis_s": "Redis: look at its load and at the network to it; see docs/operations/sizing.md",
+    "time/wait_evaluation_s": "evaluation: evaluate less often, on fewer prompts or samples",
+}
 
 
 @dataclass(slots=True)
@@ -69,7 +76,7 @@ class Diagnostics:
         return diagnostics
 
     def observe(self, step: int, numbers: Mapping[str, Any]) -> list[Warned]:
-        """GroupFilter one step; returns the warnings that began or ended with it, after logging them."""
+        """Check one step; returns the warnings that began or ended with it, after logging them."""
         changed = self._judge(step, numbers)
         for warning in changed:
             if warning.until_step is None:
@@ -96,7 +103,7 @@ class Diagnostics:
         self, check: Check, step: int, value: float | None, numbers: Mapping[str, Any]
     ) -> Warned | None:
         number = math.nan if value is None else float(value)  # a record has null for what is not finite
-        healthy, course = self._range(check), self._course(check)
+        healthy, course = self.config.range_of(check), self._course(check)
         if healthy.holds(number):
             course.num_inside, course.num_outside = course.num_inside + 1, 0
             return self._end(check, course, step)
@@ -113,10 +120,11 @@ class Diagnostics:
         if course.num_outside < self.config.patience_steps:
             return None
         since = step - course.num_outside + 1
-        is_low = self._range(check).low is not None and number < (self._range(check).low or 0.0)
+        healthy = self.config.range_of(check)
+        is_low = healthy.low is not None and number < healthy.low
         advice = time_advice(numbers) if check.name == "waiting" else check.advice_for(is_low)
         problem = check.problem_for(is_low)
-        text = f"{problem}: {check.metric} is {number:.4g}, healthy is {_shown(self._range(check))}"
+        text = f"{problem}: {check.metric} is {number:.4g}, healthy is {_shown(healthy)}"
         course.warning = Warned(check.name, check.metric, since, _plain(course.worst), text, advice)
         self._keep(course.warning)
         self._show(check, course)
@@ -138,11 +146,6 @@ class Diagnostics:
 
     def _show(self, check: Check, course: _Course) -> None:
         metrics.UNHEALTHY.labels(check.name).set(course.warning is not None)
-
-    def _range(self, check: Check) -> HealthyRange:
-        found = getattr(self.config, check.name)
-        assert isinstance(found, HealthyRange)
-        return found
 
     def _course(self, check: Check) -> _Course:
         return self._courses.setdefault(check.name, _Course())
@@ -171,3 +174,12 @@ def _shown(healthy: HealthyRange) -> str:
     if healthy.high is None:
         return f"at least {healthy.low:g}"
     return f"{healthy.low:g} to {healthy.high:g}"
+
+
+def time_advice(numbers: Mapping[str, Any]) -> str:
+    """What to do about waiting: about the longest wait of the step."""
+    waits = {name: float(numbers.get(name) or 0.0) for name in WAITS}
+    longest = max(waits, key=lambda name: waits[name])
+    if not waits[longest]:
+        return "`tidemill top` says who waits for whom."
+    return f"It waited {waits[longest]:.3g} s for {WAITS[longest]}."

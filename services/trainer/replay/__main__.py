@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tidemill.common.config import RunConfig, load_recorded
-from tidemill.common.config.loading import override_config
-from tidemill.common.config.recorded import FIXED, changed_fields
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History, StreamName
 from tidemill.common.process.programs import run_main
@@ -26,40 +24,6 @@ from tidemill.common.run.state import read_config
 from tidemill.common.streams import Entry
 from tidemill.common.telemetry.logs import LEVEL_VARIABLE, configure_logs
 from tidemill.common.wire.messages import Commit
-
-OTHER_PARAMETERS = {
-    "trainer.lora": "other parameters would be trained than those of the run's checkpoints",
-    "trainer.algorithm.value.model": "other parameters would be trained than those of the run's checkpoints",
-    "trainer.algorithm.value.head": "other parameters would be trained than those of the run's checkpoints",
-    "trainer.num_ranks": "a what-if is computed in one process",
-}
-"""Field or section -> why a step cannot be replayed with it changed, besides those that no run can change."""
-
-
-def changed_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The config with the overrides. Raises ConfigError: a field is bad, or a change would have led to other
-    records."""
-    changed = override_config(config, [_of_whole_section(override) for override in overrides])
-    refused = FIXED | OTHER_PARAMETERS
-    for change in changed_fields(config, changed):
-        reason = next((why for name, why in refused.items() if f"{change.field}.".startswith(f"{name}.")), "")
-        if not change.field.startswith("trainer."):
-            reason = "what was collected would have been something else"
-        if reason:
-            raise ConfigError(f"--set {change.field}: a step cannot be replayed with that: {reason}.")
-    if config.trainer.num_ranks > 1:
-        raise ConfigError(
-            f"the run trains on {config.trainer.num_ranks} ranks: it can be replayed with as many, but --set "
-            "does not work there."
-        )
-    return changed
-
-
-def _of_whole_section(override: str) -> str:
-    """A preset fills in what is not given, and a run's config gives all: it takes the whole section."""
-    name, _, value = override.partition("=")
-    is_preset = name.strip() == "trainer.algorithm.preset"
-    return f"trainer.algorithm={{preset: {value}}}" if is_preset else override
 
 
 async def check_committed(history: History, steps: Sequence[int]) -> None:
@@ -98,9 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run", required=True, metavar="RUN_ID")
     parser.add_argument("--run-dir", required=True, type=Path, help="the run's folder")
     parser.add_argument("--steps", required=True, help="numbers with commas between them")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="also try this")
-    parser.add_argument("--to-torch", type=Path, metavar="FILE", help="write the batch of a single step")
-    parser.add_argument("--with-weights", action="store_true", help="and the weights before it")
     return parser
 
 
@@ -112,14 +73,10 @@ async def _replay(options: argparse.Namespace, lines: TextIO) -> bool:
         history = History(options.run, options.run_dir, broker)
         config = await _config(options.run_dir, history)
         steps = [int(part) for part in options.steps.split(",")]
-        changed = changed_config(config, options.set) if options.set else None
-        if options.with_weights and config.trainer.num_ranks > 1:
-            raise ConfigError("--with-weights works for runs that train on one rank only.")
         await check_committed(history, steps)
-        from tidemill.services.trainer.replay.steps import StepReplay
+        from tidemill.services.trainer.replay.steps import replay_steps
 
-        work = StepReplay(history, config, changed, options, lambda event: _print(lines, event))
-        return await work.run(steps)
+        return await replay_steps(history, config, options.run_dir, steps, lambda event: _print(lines, event))
     finally:
         if broker is not None:
             await broker.close()

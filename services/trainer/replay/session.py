@@ -7,7 +7,7 @@ together.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,6 @@ from tidemill.common.history import (
     GroupCursor,
     History,
     MissingRecordsError,
-    RecordedGroup,
     Selection,
     StreamName,
 )
@@ -51,7 +50,6 @@ class ReplayedStep:
     """A committed step and what came out now; the policy has its version at this moment."""
 
     commit: Commit
-    groups: Mapping[int, RecordedGroup]
     result: StepResult
     metrics: dict[str, float]
     digest: str
@@ -77,17 +75,13 @@ class Session:
         """The first step, of those replayed since the last restored checkpoint, with another digest."""
         self._cursor: GroupCursor | None = None
 
-    async def steps(
-        self, wanted: Sequence[int], before: Callable[[int], Awaitable[None]] | None = None
-    ) -> AsyncIterator[ReplayedStep]:
-        """Each wanted step, ascending. `before` is called when the policy stands right before one. Raises
-        TidemillError: its streams do not hold what it was trained on, or the config has changed."""
+    async def steps(self, wanted: Sequence[int]) -> AsyncIterator[ReplayedStep]:
+        """Each wanted step, ascending. Raises TidemillError: its streams do not hold what it was trained on,
+        or the config has changed."""
         async with AsyncExitStack() as stack:
             for step in sorted(set(wanted)):
                 await self._restore(step, stack)
                 async for commit in self._commits(self.version, step):
-                    if commit.step == step and before is not None:
-                        await before(step)
                     replayed = await self._train(commit)
                     if commit.step == step:
                         yield replayed
@@ -152,21 +146,21 @@ class Session:
 
     async def _train(self, commit: Commit) -> ReplayedStep:
         started_at = time.monotonic()
-        recorded = await self._groups_of(commit)
-        result = await self.runner.replay(commit, complete_groups(recorded, commit))
+        result = await self.runner.replay(commit, await self._groups_of(commit))
         digest = await self.thread.call(self.policy.digest, commit.digest)
         self.version = commit.version
         if digest != commit.digest and self.first_difference is None:
             self.first_difference = commit.step
         seconds = time.monotonic() - started_at
         self.say({"kind": "step", "step": commit.step, "seconds": seconds, "equal": digest == commit.digest})
-        return ReplayedStep(commit, recorded, result, metrics_of(commit, result, self.config), digest)
+        return ReplayedStep(commit, result, _metrics_of(commit, result, self.config), digest)
 
-    async def _groups_of(self, commit: Commit) -> dict[int, RecordedGroup]:
+    async def _groups_of(self, commit: Commit) -> dict[int, CompleteGroup]:
+        """Groups to be judged and prepared again."""
         assert self._cursor is not None, "`_restore` comes first"
         self._cursor.close(ticket for ticket, index, _ in commit.dropped if index < 0)
         try:
-            groups = await self._cursor.groups(commit.groups)
+            recorded = await self._cursor.groups(commit.groups)
         except MissingRecordsError as error:
             raise TidemillError(
                 f"step {commit.step} cannot be trained again: {error}. Turn the archive on to keep all of a "
@@ -174,18 +168,13 @@ class Session:
                 "checkpoint on. Steps after a later checkpoint can be replayed."
             ) from None
         self._cursor.close(commit.groups)
-        return groups
+        return {
+            ticket: CompleteGroup(ticket, commit.step, group.trajectories, group.scores)
+            for ticket, group in recorded.items()
+        }
 
 
-def complete_groups(recorded: Mapping[int, RecordedGroup], commit: Commit) -> dict[int, CompleteGroup]:
-    """Groups to be judged, and prepared, anew."""
-    return {
-        ticket: CompleteGroup(ticket, commit.step, group.trajectories, group.scores)
-        for ticket, group in recorded.items()
-    }
-
-
-def metrics_of(commit: Commit, result: StepResult, config: RunConfig) -> dict[str, float]:
+def _metrics_of(commit: Commit, result: StepResult, config: RunConfig) -> dict[str, float]:
     """A step's metrics, but for those that are times."""
     num_dropped = sum(index < 0 for _, index, _ in commit.dropped)
     threshold = config.trainer.evaluation.success_threshold

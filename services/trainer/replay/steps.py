@@ -4,7 +4,6 @@ Compared bit by bit: every metric that follows from records and weights, each sa
 left out, and the digest. Times that were measured while the run went on are not compared.
 """
 
-import argparse
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,8 @@ from tidemill.services.trainer.durable.recovery import weight_difference
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.memory.model import PASSES_FILE
-from tidemill.services.trainer.policy.policy import Policy, PolicyThread
-from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.replay.session import ReplayedStep, Say, Session
-from tidemill.services.trainer.replay.torch_dump import write_dump
-from tidemill.services.trainer.replay.what_if import WhatIf, copied_state
 from tidemill.services.trainer.step import StepResult
 
 
@@ -105,61 +101,26 @@ def is_same(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
-class StepReplay:
-    """Replays steps and says what came out, event by event."""
-
-    def __init__(
-        self,
-        history: History,
-        config: RunConfig,
-        changed: RunConfig | None,
-        options: argparse.Namespace,
-        say: Say,
-    ) -> None:
-        """`changed` is the config of a what-if; `options` are those of the command line."""
-        self.history, self.config, self.options, self.say = history, config, options, say
-        self.thread = PolicyThread()
-        self.what_if = WhatIf(config, changed, self.thread) if changed else None
-        self._start: PolicyState | None = None
-
-    async def run(self, steps: Sequence[int]) -> bool:
-        """Replay the steps; returns whether all came out as recorded."""
-        folder: Path = self.options.run_dir
-        # What this GPU would choose is none of the run's business.
-        known = folder if (folder / PASSES_FILE).exists() else None
-        policy = await self.thread.call(open_policy, self.config, known)
-        try:
-            return await self._run(policy, steps)
-        finally:
-            if isinstance(policy, ShardedPolicy):
-                await self.thread.call(policy.close)
-
-    async def _run(self, policy: Policy, steps: Sequence[int]) -> bool:
-        session = Session(self.history, self.config, self.options.run_dir, policy, self.thread, self.say)
-
-        async def before(_step: int) -> None:
-            if self.what_if is not None:
-                await self.what_if.remember(policy)
-            if self.options.with_weights:
-                self._start = await self.thread.call(copied_state, policy)
-
-        is_equal, started_at = True, time.monotonic()
-        async for replayed in session.steps(steps, before):
+async def replay_steps(
+    history: History, config: RunConfig, run_dir: Path, steps: Sequence[int], say: Say
+) -> bool:
+    """Replay the steps and say what came out, event by event; returns whether all came out as recorded."""
+    thread = PolicyThread()
+    # What this GPU would choose is none of the run's business.
+    known = run_dir if (run_dir / PASSES_FILE).exists() else None
+    policy = await thread.call(open_policy, config, known)
+    session = Session(history, config, run_dir, policy, thread, say)
+    is_equal, started_at = True, time.monotonic()
+    try:
+        async for replayed in session.steps(steps):
             result = compare_step(replayed)
             is_equal = is_equal and result["equal"]
             result["first_difference"] = session.first_difference
             result["from_version"] = session.from_version
             if not result["digest"]["equal"]:
-                result["weights"] = await self.thread.call(
-                    weight_difference, policy, self.options.run_dir, replayed.commit
-                )
-            if self.what_if is not None:
-                result["what_if"] = await self.what_if.train(replayed.commit, replayed.groups, policy)
-            if self.options.to_torch:
-                result["file"] = self._dump(replayed)
-            self.say({"kind": "result", "seconds": time.monotonic() - started_at, **result})
-        return is_equal
-
-    def _dump(self, replayed: ReplayedStep) -> dict[str, str | int]:
-        path = self.options.to_torch
-        return {"path": str(path), "num_bytes": write_dump(path, self.config, replayed, self._start)}
+                result["weights"] = await thread.call(weight_difference, policy, run_dir, replayed.commit)
+            say({"kind": "result", "seconds": time.monotonic() - started_at, **result})
+    finally:
+        if isinstance(policy, ShardedPolicy):
+            await thread.call(policy.close)
+    return is_equal

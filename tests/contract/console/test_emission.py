@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
-
 from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
@@ -14,7 +12,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, append, id_order, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
-from tidemill.services.console.rescore.emission import Emission, Flow, Pace
+from tidemill.services.console.rescore.emission import MAX_BACKLOG, Emission, Flow
 
 SPACING_MS = 100
 
@@ -45,13 +43,10 @@ def nothing(_: Flow) -> None:
     pass
 
 
-@pytest.mark.parametrize("speed", [1.0, 4.0])
-async def test_trajectories_keep_their_distances_at_any_speed(
-    broker: Broker, keys: Keys, speed: float
-) -> None:
+async def test_at_the_recorded_pace_trajectories_keep_their_distances(broker: Broker, keys: Keys) -> None:
     recorded = [make_trajectory(0), *(as_session(make_trajectory(ticket)) for ticket in (1, 2, 3))]
     history = Recorded(recorded)
-    emission = Emission(broker, keys, history, ALL, pace=Pace(speed))
+    emission = Emission(broker, keys, history, ALL, keeps_pace=True)
     await score(broker, keys, 0, 1, 2, 3)  # before they are asked for, which must not be taken for an answer
     running = asyncio.create_task(emission.run(nothing))
     await wait_until(lambda: emission.flow.is_complete)
@@ -61,20 +56,20 @@ async def test_trajectories_keep_their_distances_at_any_speed(
     assert [entry.message for entry in entries] == recorded, "sessions with all that was said in them"
     times_ms = [id_order(entry.entry_id)[0] for entry in entries]
     # From the start, which the first one may miss, and less what clocks round away.
-    assert times_ms[-1] - 1000 * flow.started_at >= 3 * SPACING_MS / speed - 2
+    assert times_ms[-1] - 1000 * flow.started_at >= 3 * SPACING_MS - 2
     assert (flow.emitted, flow.scored) == (4, 4)
 
 
 async def test_no_more_wait_for_a_score_than_may_and_each_key_goes_in_once(
     broker: Broker, keys: Keys
 ) -> None:
-    history = Recorded([make_trajectory(ticket % 600) for ticket in range(900)])
-    emission = Emission(broker, keys, history, ALL, pace=Pace(None, max_backlog=256))
+    num_keys = MAX_BACKLOG + 600
+    history = Recorded([make_trajectory(ticket % num_keys) for ticket in range(num_keys + 300)])
+    emission = Emission(broker, keys, history, ALL)
     running = asyncio.create_task(emission.run(nothing))
-    await wait_until(lambda: emission.flow.emitted == 256)
+    await wait_until(lambda: emission.flow.emitted == MAX_BACKLOG)
     await asyncio.sleep(0.1)
-    assert emission.flow.emitted == 256
-    for first in (0, 256, 512):
-        await score(broker, keys, *range(first, min(first + 256, 600)))
+    assert emission.flow.emitted == MAX_BACKLOG
+    await score(broker, keys, *range(num_keys))
     flow = await running
-    assert (flow.emitted, flow.scored, flow.max_backlog) == (600, 600, 256)
+    assert (flow.emitted, flow.scored) == (num_keys, num_keys)

@@ -13,14 +13,14 @@ from tests.support.histories import DIGESTS, commits, write_small_run
 from tests.support.traces import problems_of
 from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import ConfigError
-from tidemill.common.history.records import STAGES
+from tidemill.common.history.records import STAGES, SampleFacts
 from tidemill.common.redis.broker import URL_VARIABLE, Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import append_numbered
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.console.__main__ import app
-from tidemill.services.console.records.trace_events import Slice
+from tidemill.services.console.records.timeline import Stretch, Trace
 
 HOSTILE = "[bold red]\x1b[2J\u202e"
 
@@ -184,8 +184,9 @@ class TestTimeline:
         assert "7.0" in names, "what was under way is drawn too, though no step has trained on it"
 
     def test_the_records_are_not_put_into_words_as_the_command_ends(self, tidemill, tmp_path, monkeypatch):
-        asked: list[Slice] = []
-        monkeypatch.setattr(Slice, "__repr__", lambda slice: str(asked.append(slice)))
+        asked: list[object] = []
+        for kind in (Trace, Stretch, SampleFacts):
+            monkeypatch.setattr(kind, "__repr__", lambda record: str(asked.append(record)))
         tidemill("timeline", "--from-step", "0", "--to-step", "1", "-o", str(tmp_path / "trace.json"))
         assert asked == []
 

@@ -13,22 +13,16 @@ from typer.testing import CliRunner
 
 from tests.support.checked_runs import make_folder
 from tidemill.common.config import AlgorithmConfig, RunConfig
-from tidemill.common.config.algorithm_table import LOSSES
 from tidemill.services.console.__main__ import app
 from tidemill.services.console.check.explain import describe
 from tidemill.services.console.check.preflight import examine
-from tidemill.services.console.convert.table import is_field
 
 GSM8K_ROWS, MATH_ROWS, DAPO_ROWS = 7_473, 7_500, 17_398
 
 VERL_GRPO = """
 NNODES=${NNODES:-1}
 batch=${BATCH:-1024}
-DEVICE=$(python3 -c 'import torch_npu' && echo npu || echo gpu)
-case "$DEVICE" in
-    gpu) tp=2 ;;
-    npu) tp=4; batch=16 ;;
-esac
+tp=2
 DATA=(
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False
     data.train_files="['$HOME/gsm8k/train.parquet', '$HOME/math/train.parquet']"
@@ -104,12 +98,13 @@ TRL_QUICK_START = """
 from trl import GRPOTrainer
 from trl.rewards import accuracy_reward
 
-rows = load("a/b", split="train")
+rows = load_dataset("a/b", split="train")
 trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=accuracy_reward, train_dataset=rows)
 """
 TRL_SERVER = """
 config = GRPOConfig(per_device_train_batch_size=4, use_vllm=True, vllm_mode="server", vllm_server_host=host)
-GRPOTrainer(model="Qwen/Qwen2.5-72B", args=config, reward_funcs=accuracy_reward, train_dataset=load("a/b"))
+rows = load_dataset("a/b")
+GRPOTrainer(model="Qwen/Qwen2.5-72B", args=config, reward_funcs=accuracy_reward, train_dataset=rows)
 """
 REVERSE_TEXT = """
 max_steps = 20
@@ -147,13 +142,7 @@ group_size = 32
 """
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "loss"}}
 NONE: dict[str, Any] = {"importance": {"mode": "off"}}
-ROUNDS = {"max_filter_rounds": 10} if is_field("trainer.algorithm.max_filter_rounds") else {}
-PRIME = {
-    "advantage": "dr_grpo",
-    "loss": "dppo_tv" if "dppo_tv" in LOSSES else "ppo",
-    "old_logprobs": "rollout",
-    "clip_high": 0.2,
-}
+PRIME = {"preset": "dppo"}
 CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]] = {
     # file, text, options, rows; steps, groups, updates, group size, staleness and other fields; algorithm
     "verl GRPO": (
@@ -170,7 +159,7 @@ CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]
         "run.sh", DAPO, [], DAPO_ROWS,
         {"": (33, 512, 16, 16, 0), "optimizer.warmup_steps": 10, "optimizer.weight_decay": 0.1,
          "evaluation.temperature": 1.0, "evaluation.top_p": 0.7},
-        {"preset": "dapo", "dual_clip": 10.0, **NONE, **ROUNDS},
+        {"preset": "dapo", "dual_clip": 10.0, "max_filter_rounds": 10, **NONE},
     ),
     "verl one step off": (
         "run.sh", ONE_STEP_OFF, [], GSM8K_ROWS,

@@ -1,4 +1,4 @@
-"""Recorded trajectories through a real reward service again: rescored, and replayed at a pace."""
+"""Recorded trajectories through a real reward service again."""
 
 import asyncio
 import json
@@ -119,15 +119,6 @@ def test_a_stretch_of_steps_a_failing_reward_and_a_name_for_the_sandbox(runs: Pa
     assert again.returncode == 2 and "second is there already" in again.stderr
 
 
-def test_recorded_trajectories_go_through_the_reward_service_once_more(runs: Path) -> None:
-    done = tidemill(runs, "replay", "trajectories", "base", "--speed", "max", "--into", "third", "--json")
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    assert summary["emitted"] == summary["scored"] == NUM_TICKETS * GROUP_SIZE
-    assert (summary["failed"], summary["sandbox"]) == (0, "third")
-    assert "python -m tidemill.services.reward --run third" in done.stderr
-
-
 def test_sessions_are_rescored_from_their_conversation_and_from_what_their_environment_gave(
     tmp_path: Path,
 ) -> None:
@@ -170,14 +161,9 @@ def test_sessions_are_rescored_from_their_conversation_and_from_what_their_envir
     [
         (("rescore", "base", "--reward", "nowhere.py:fn"), "nowhere.py"),
         (("rescore", "base", "--from-step", "9"), "no train trajectories in that stretch"),
-        (("rescore", "base", "--from-step", "2", "--to-step", "1"), "is after the last"),
+        (("rescore", "base", "--from-step", "2", "--to-step", "1"), "--from-step 2 is after --to-step 1"),
         (("rescore", "nobody"), "nobody"),
-        (("replay", "trajectories", "base", "--speed", "quick"), "must be max, or a number"),
-        (
-            ("replay", "trajectories", "base", "--from", "yesterday"),
-            "neither the number of a step nor a time",
-        ),
-        (("replay", "trajectories", "base", "--into", "a b"), "--into"),
+        (("rescore", "base", "--into", "a b"), "--into"),
     ],
 )
 def test_a_mistake_is_told_in_plain_words(runs: Path, arguments: tuple[str, ...], message: str) -> None:

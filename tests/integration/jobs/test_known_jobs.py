@@ -179,7 +179,7 @@ def wait(seconds):
 
 connection, queue, names = make_blocking_client(sys.argv[1]), sys.argv[2], sys.argv[3]
 options = {"connection": connection, "job_monitoring_interval": 1}
-make = lambda: KnownWorker([queue], {"wait": wait}, names, name=f"{names}{time.time_ns()}", **options)
+make = lambda: KnownWorker(queue, {"wait": wait}, names, **options)
 work(make, "these tests")
 """
 

@@ -97,15 +97,3 @@ def test_the_exit_code_says_whether_all_came_out(
     monkeypatch.setattr(replay, "_replay", answer)
     assert replay.replay_steps(ReplayOptions("12", as_json=True)) == code
     assert json.loads(capsys.readouterr().out)[0]["first_difference"] is None, "JSON has no NaN"
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"steps": "1,2", "to_torch": "x.pt"}, "one step"),
-        ({"steps": "1", "with_weights": True}, "--to-torch"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        replay.replay_steps(ReplayOptions(**options))

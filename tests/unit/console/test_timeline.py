@@ -8,8 +8,7 @@ import pytest
 from tests.support.histories import BEGIN, commits, manifests, scores, tickets, trajectories
 from tests.support.traces import problems_of, slices_of
 from tidemill.common.history.records import SampleFacts
-from tidemill.services.console.records.timeline import Stretch, build, gaps
-from tidemill.services.console.records.trace_events import Slice, TraceEvents
+from tidemill.services.console.records.timeline import Stretch, Trace, build
 
 
 def small_stretch() -> Stretch:
@@ -58,23 +57,13 @@ def test_a_sample_that_was_not_trained_ends_with_its_reward() -> None:
     assert "ticket 2 dropped: zero_variance" in {e["name"] for e in events if e["ph"] == "i"}
 
 
-def test_steps_idle_gaps_and_versions_are_drawn() -> None:
+def test_steps_and_versions_are_drawn() -> None:
     events = events_of(small_stretch())
     drawn = {e["name"]: e for e in named(events, "trainer")}
     assert (drawn["step 1"]["ts"], drawn["step 1"]["dur"]) == (10_000_000, 9_500_000)
-    assert (drawn["between steps"]["ts"], drawn["between steps"]["dur"]) == (9_500_000, 500_000)
     assert drawn["waits for the first group"]["dur"] == 4_500_000
     assert drawn["writes the weights"]["dur"] == 1_000_000
-    idle = [e for e in named(events, "rollout rollout-1") if e["name"] == "idle"]
-    seconds = [(e["ts"] / 1e6, e["dur"] / 1e6) for e in idle]
-    assert seconds == [(0.0, 1.0), (4.0, 7.0), (14.0, 5.5)]
     assert "version 2 announced" in {e["name"] for e in events if e["ph"] == "i"}
-
-
-def test_curves_count_what_is_in_flight_and_end_with_nothing() -> None:
-    curve = [e["args"] for e in events_of(small_stretch()) if e["ph"] == "C" and "flight" in e["name"]]
-    assert max(point["generating"] for point in curve) == 4
-    assert curve[-1] == {"generating": 0, "to be scored": 0, "being scored": 0}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -94,18 +83,11 @@ def test_clocks_that_differ_make_no_trace_that_breaks_the_rules(seed: int) -> No
 @pytest.mark.parametrize("seed", range(20))
 def test_slices_that_overlap_lie_in_as_few_lanes_as_can_be(seed: int) -> None:
     chance = random.Random(seed)
-    trace = TraceEvents(0.0)
-    track = trace.process("p").track("t")
-    for place in range(200):
-        begin = chance.randrange(1000)
-        track.add(Slice(str(place), begin, begin + chance.choice([0, 1, 10, 300])))
+    trace = Trace(0.0)
+    spans = [(begin := chance.randrange(1000), begin + chance.choice([0, 1, 10, 300])) for _ in range(200)]
+    for begin, end in spans:
+        trace.slice(("p", "t"), "slice", begin / 1e6, end / 1e6)
     events = list(trace.events())
     assert problems_of(events) == []
-    most = max(sum(1 for s in track.slices if s.begin_us <= at < s.end_us) for at in range(1300))
+    most = max(sum(begin <= at < end for begin, end in spans) for at in range(1300))
     assert len(slices_of(events)) <= max(most, 1) + 1, "slices that take no time may need one more"
-
-
-def test_gaps_are_what_no_span_covers() -> None:
-    assert list(gaps([(2, 4), (3, 6), (8, 20)], 0, 10)) == [(0, 2), (6, 8)]
-    assert list(gaps([], 5, 9)) == [(5, 9)]
-    assert list(gaps([(0, 9)], 2, 5)) == []

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.models import PIECES, make_policy, one_batch, run_config, tiny_llama
+from tests.support.models import PIECES, make_policy, one_batch, run_config
 from tests.support.sessions import random_session
 from tests.support.training import make_context, make_score, outstanding
 from tests.support.trajectories import make_trajectory
@@ -29,8 +29,6 @@ from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFi
 from tidemill.services.trainer.groups.samples import PrecomputedTokens
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
-from tidemill.services.trainer.replay.session import ReplayedStep
-from tidemill.services.trainer.replay.torch_dump import batch_of
 from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
 
 T = TypeVar("T")
@@ -398,24 +396,3 @@ async def test_what_was_precomputed_for_a_step_is_not_used_for_another():
     await runner.precompute.compute(group, 0)
     assert runner.precompute.is_ready(group, 0)
     assert not runner.precompute.is_ready(group, 1)
-
-
-def test_the_dump_of_a_step_has_a_row_for_each_segment_and_its_loss_is_the_recorded_one():
-    config = config_of(1)
-    policy = policy_of(config)
-    start = {name: parameter.detach().clone() for name, parameter in policy._parameters}
-    result = run_step(config, policy, range(GROUPS))
-    groups: dict[int, Any] = {ticket: group_of(ticket) for ticket in range(GROUPS)}
-    batch = batch_of(config, ReplayedStep(commit_of(result), groups, result, {}, ""), None)
-    assert len(batch["input_ids"]) == GROUPS * SIZE + GROUPS // 2
-    assert sorted(batch["segment"].tolist()) == [0] * GROUPS * SIZE + [1] * (GROUPS // 2)
-    assert ((batch["token_versions"] >= 0) | ~batch["loss_mask"]).all()
-
-    model = tiny_llama().double()
-    model.load_state_dict(start, strict=False)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    logprobs = model(**inputs).logits[:, :-1].log_softmax(-1)
-    logprobs = logprobs.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
-    importance = (logprobs - batch["rollout_logprobs"][:, 1:]).exp().clamp(max=2.0)
-    terms = (importance * batch["advantages"][:, 1:])[batch["loss_mask"][:, 1:]]
-    assert -terms.sum().item() == pytest.approx(result.sums.loss_sum, rel=1e-5)

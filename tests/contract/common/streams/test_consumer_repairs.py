@@ -75,6 +75,29 @@ async def test_a_garbled_entry_of_a_dead_consumer_is_buried_by_the_next_only(
     assert await streams.length(broker, keys.dead) == 1
 
 
+async def test_a_ticket_that_is_trimmed_while_it_is_held_leaves_no_progress(
+    broker: Broker, keys: Keys
+) -> None:
+    """Two tickets are held; the first goes, and its holder publishes nothing more."""
+    await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
+    tickets = [(number, make_ticket(number)) for number in range(2)]
+    await streams.append_numbered(broker, keys.prompts(), tickets)
+    consumer = make_rollout(broker, keys)
+    held = [found for found in await consumer.fetch(2, 0) if isinstance(found, Delivery)]
+    for number, delivery in enumerate(held):
+        await consumer.start_group(delivery, keys.progress(number), 0)
+    mark = streams.Mark(keys.state, "trimming", b"m")
+    await broker.execute("HSET", mark.key, mark.field, mark.value)
+    of_tickets = (ROLLOUT_GROUP, keys.progress_prefix)
+    assert await streams.trim_before(broker, keys.prompts(), held[1].entry_id, mark, of_tickets) == 1
+    assert await broker.execute("EXISTS", keys.progress(0)) == 0
+    assert await broker.execute("EXISTS", keys.progress(1)) == 1
+    left = await streams.pending_ids(broker, keys.prompts(), ROLLOUT_GROUP, "-", "+", 10)
+    assert left == [held[1].entry_id]
+    with pytest.raises(LeaseLostError):
+        await consumer.publish_sample(held[0], keys.trajectories(), keys.progress(0), make_trajectory(0))
+
+
 async def test_entries_trimmed_while_they_were_held_do_not_stay_pending(broker: Broker, keys: Keys) -> None:
     ids = await publish(broker, keys, 4)
     await fetched(make_consumer(broker, keys, "dead"), 4)

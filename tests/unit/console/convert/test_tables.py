@@ -4,21 +4,22 @@ from pathlib import Path
 
 import pytest
 
+from infra.docs.option_tables import HEADING, as_markdown
 from tidemill.common.process.programs import ROOT
 from tidemill.services.console.__main__ import main
-from tidemill.services.console.convert.aliases import TABLES, names_elsewhere
-from tidemill.services.console.convert.table import Row, Table, is_field
-from tidemill.services.console.reference.option_tables import HEADING, as_markdown
+from tidemill.services.console.convert.table import FILES, Row, Table, is_field, names_elsewhere, table_of
 
+TABLES = [table_of(project) for project in FILES]
 ROWS = [(table, row) for table in TABLES for row in table.rows]
 
 
 @pytest.mark.parametrize("table, row", ROWS, ids=[f"{table.project} {row.options[0]}" for table, row in ROWS])
 def test_a_row_leads_to_fields_that_exist_or_says_why_to_none(table: Table, row: Row) -> None:
     assert [target for target in row.targets if not is_field(target)] == []
-    assert bool(row.targets) == (row.kind in ("same", "computed"))
     assert row.targets or row.note
-    assert len(row.targets) == 1 or row.kind != "same"
+    written = [field for ours in row.values.values() if isinstance(ours, dict) for field in ours]
+    assert [field for field in written if not is_field(field)] == []
+    assert row.computed or len(row.targets) < 2 or written
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.project)
@@ -29,8 +30,8 @@ def test_an_option_has_one_row(table: Table) -> None:
 
 def test_a_row_with_the_name_goes_before_one_with_a_pattern() -> None:
     verl = TABLES[0]
-    assert (row := verl.find("async_training.partial_rollout")) is not None and "versions" in row.note
-    assert (row := verl.find("async_training.other")) is not None and row.kind == "automatic"
+    assert (row := verl.find("async_training.partial_rollout")) is not None and row.is_automatic
+    assert (row := verl.find("async_training.other")) is not None and row.is_automatic
     assert verl.find("nothing.like.it") is None
 
 
@@ -60,6 +61,12 @@ def test_names_that_nobody_knows_have_no_hint() -> None:
 
 
 def test_fields_are_found_by_their_dotted_names() -> None:
-    known = ("seed", "trainer.lora.rank", "servers.<name>.local.count", "data.eval")
-    assert [is_field(name) for name in known] == [True] * 4
+    known = (
+        "seed",
+        "trainer.lora.rank",
+        "reward.rewards.<name>.model",
+        "data.eval",
+        "rollout.vllm.extra.x.y",
+    )
+    assert [is_field(name) for name in known] == [True] * 5
     assert not is_field("trainer.lora.ranks") and not is_field("nothing.at.all")

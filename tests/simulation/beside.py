@@ -1,0 +1,38 @@
+"""Draws that stand beside a schedule's own: each in a few of 100, and each from its seed alone."""
+
+import random
+from dataclasses import replace
+
+from tests.simulation.schedule import LEASE_S, Fault, Setup
+
+GROUP_SHARE = 0.12
+"""Share of the schedules whose reward is given whole groups."""
+KEPT_SHARE = 0.12
+"""Share of those whose stream of commits is trimmed."""
+BESIDE = {"": 88, "full": 6, "add": 6}
+"""Kind of what is added to a schedule's faults -> in how many of 100 schedules it is."""
+
+
+def with_draws(seed: int, setup: Setup) -> Setup:
+    """The config, perhaps with what only some runs have."""
+    if random.Random(f"group {seed}").random() < GROUP_SHARE:
+        setup = replace(setup, per_group=True)
+    rng = random.Random(f"kept {seed}")
+    if rng.random() < KEPT_SHARE and setup.trim:
+        setup = replace(setup, kept_commits=rng.choice((1, 2)))
+    return setup
+
+
+def beside(seed: int) -> list[Fault]:
+    """What happens beside the faults that are drawn for a seed."""
+    rng = random.Random(f"beside {seed}")
+    kind = rng.choices(list(BESIDE), list(BESIDE.values()))[0]
+    at_s, for_s = round(rng.uniform(1.0, 8.0), 3), round(rng.uniform(1.1, 2.0) * LEASE_S, 2)
+    if kind == "full":
+        return [Fault(at_s, "full", "", {"for_s": round(rng.uniform(0.5, 6.0), 2)})]
+    if kind == "add":
+        # It finds what the others hold, whose leases have run out while Redis was away.
+        role = rng.choice(("rollout", "reward"))
+        added = Fault(round(at_s + 0.5, 3), "add", f"{role}-9")
+        return [Fault(at_s, "restart", "", {"for_s": for_s}), added]
+    return []
