@@ -42,6 +42,8 @@ class Watch:
     """By lane and key: the entry that came last."""
     copied: set[tuple[str, int]] = field(default_factory=set)
     """Lanes and tickets that a stranger has copied into the stream: they are worked on like any other."""
+    withdrawn: set[int] = field(default_factory=set)
+    """Tickets that a trainer has taken back, and nobody has issued since."""
     num_generated: int = 0
     num_again: int = 0
     """Generations of samples that were generated before."""
@@ -50,7 +52,7 @@ class Watch:
     _handed_back: set[tuple[bytes, bytes]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        shas = {_script(name)[1].encode(): name for name in ("reclaim", "hand_back")}
+        shas = {_script(name)[1].encode(): name for name in ("reclaim", "hand_back", "move_aside")}
         self._scripts = shas
 
     # The policy.
@@ -104,6 +106,7 @@ class Watch:
 
     def issued(self, ticket: Any) -> None:
         """A ticket goes out. One of its number that was withdrawn is another one."""
+        self.withdrawn.discard(ticket.ticket)
         for index in range(ticket.group_size):
             self.published.pop(("train", (ticket.ticket, index)), None)
 
@@ -123,7 +126,9 @@ class Watch:
             self._consumers[fields[3]] = process
             return None
         name = self._scripts.get(fields[1], "") if fields[0] == b"EVALSHA" else ""
-        if name == "hand_back":
+        if name == "move_aside" and fields[3] == self.world.keys.prompts().encode():
+            self.withdrawn |= {parse_id(entry_id)[0] - 1 for entry_id in fields[7::2]}
+        elif name == "hand_back":
             self._handed_back |= {(fields[3], entry_id) for entry_id in fields[8:]}
         elif name == "reclaim":
             key, group = fields[3], fields[4]
