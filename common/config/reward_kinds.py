@@ -322,7 +322,7 @@ class SandboxConfig(Section):
     output_kb: int = Field(256, ge=1, le=1 << 16)
     """Longest output of one test, in KiB."""
     isolation: Literal["prefer", "require"] = "require"
-    """`require` runs nothing where the kernel allows no world of its own; `prefer` has only limits there."""
+    """`require` runs nothing where bubblewrap can make no namespaces; `prefer` has only limits there."""
     packages: bool = False
     """Let the code import the packages that are installed beside this project, such as numpy."""
     queue_s: float = Field(300.0, gt=0.0, le=86_400.0)

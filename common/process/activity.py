@@ -7,9 +7,10 @@ A process that has nothing to do while a Redis command is under way waits for Re
 for next: that time is booked on `wait:redis`, on its own account.
 """
 
+import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from prometheus_client import Counter
@@ -24,6 +25,12 @@ WAIT_ENVIRONMENT = "wait:environment"
 """A rollout worker holds sessions, and each of them waits for its environment: the engine has no request."""
 BOOKKEEPING = "bookkeeping"
 """Between two pieces of work: settling, announcing. Next to nothing but Redis takes time in it."""
+
+
+def times_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a step by the trainer's state: `time/wait_scores_s` is that of `wait:scores`."""
+    times = {name[5:-2]: value for name, value in metrics.items() if re.fullmatch("time/.+_s", name)}
+    return {re.sub("^wait_", WAIT, name): seconds for name, seconds in times.items()}
 
 
 class Activity:

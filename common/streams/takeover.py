@@ -49,6 +49,7 @@ class Takeover:
         if self._broker.num_interruptions == self._num_interruptions:
             return False
         self._num_interruptions = self._broker.num_interruptions
+        self._place = EVERYWHERE  # a server that has lost its last writes may hold them again as they were
         if self._waited_s != self._broker.waited_s:  # a connection that is back at once is no outage
             self._waited_s = self._broker.waited_s
             self.be_patient()

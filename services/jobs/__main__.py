@@ -6,14 +6,10 @@ folder of runs is. It waits for a Redis that is away, and takes only processor t
 
 import contextlib
 import os
-import secrets
 import sys
 
-from tidemill.common.errors import TidemillError
-from tidemill.common.redis.broker import redis_url
-from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs.known_jobs import KnownWorker, run_functions, work
+from tidemill.services.jobs.known_jobs import run_functions, serve_queue
 
 NICENESS = 10
 BEAT_S = 5
@@ -21,27 +17,14 @@ BEAT_S = 5
 
 
 def main(run_id: str, *options: str) -> int:
-    """Work until SIGTERM; with `--burst`, until the queue is empty. A running job is finished first."""
-    try:
-        keys, connection = Keys(run_id), make_blocking_client(redis_url(), run_id)
-    except TidemillError as error:
-        print(f"tidemill jobs: {error}", file=sys.stderr)
-        return error.exit_code
+    """Work until SIGTERM; with `--burst`, until the queue is empty."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-
-    def make() -> KnownWorker:
-        return KnownWorker(
-            [keys.jobs_queue],
-            run_functions(run_id),
-            keys.jobs_names,
-            name=f"{keys.jobs_names}{secrets.token_hex(4)}",
-            connection=connection,
-            job_monitoring_interval=BEAT_S,
-        )
-
-    work(make, "tidemill jobs", is_burst="--burst" in options)
-    return 0
+    keys, functions = Keys(run_id), run_functions(run_id)
+    return serve_queue(
+        run_id, keys.jobs_queue, keys.jobs_names, functions, "tidemill jobs",
+        job_monitoring_interval=BEAT_S, is_burst="--burst" in options,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

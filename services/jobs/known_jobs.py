@@ -7,22 +7,28 @@ that a job of ours does not have are not read.
 """
 
 import contextlib
+import os
+import secrets
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, JsonValue, StrictBool, StringConstraints, validate_call
 from redis.exceptions import RedisError
-from rq import Worker
-from rq.exceptions import NoSuchJobError, StopRequested
+from rq import Queue, Worker
+from rq.exceptions import InvalidJobOperation, NoSuchJobError, StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
+from tidemill.common.errors import TidemillError
 from tidemill.common.process.programs import JobFunction
+from tidemill.common.redis.broker import redis_url
+from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.streams.selection import StreamName
+from tidemill.common.telemetry import metrics
 
 # fmt: off
 FIELDS = frozenset((
@@ -72,9 +78,7 @@ class KnownJob(Job):
         Raises:
             UnknownJobError: there is none; nothing has been imported to find out.
         """
-        name = str(self.func_name)
-        # A job that waits since before the package had one name says `services.jobs...`.
-        function = self.functions.get(name) or self.functions.get(f"tidemill.{name}")
+        function = self.functions.get(str(self.func_name))
         if function is None or self.instance is not None:
             raise UnknownJobError(
                 f"{self.func_name} is no job of this worker; expected one of {', '.join(self.functions)}"
@@ -113,41 +117,43 @@ def _bounded(data: bytes) -> bytes:
 
 
 class KnownWorker(Worker):
-    """Does the jobs of `queues` that are one of `functions`, and fails all others; ids begin with `names`."""
+    """Does the jobs of one queue that are one of `functions`, and fails all others; ids begin with `names`.
 
-    def __init__(self, queues: Sequence[str], functions: Functions, names: str, **options: Any) -> None:
-        own = {"functions": dict(functions), "queues": frozenset(queues), "names": names}
-        job_class = type("KnownJob", (KnownJob,), own)
-        super().__init__(list(queues), **options | {"serializer": JSONSerializer, "job_class": job_class})
-        self._is_asked_to_stop = self._has_found_nothing = False
+    Counts each job: its queue (the part after the run), how it ended, and how long that took. The forks of
+    jobs end before anybody could ask them.
+    """
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it ended because it was to. RQ also ends, without an error, where Redis goes away during a
-        job."""
-        return self._is_asked_to_stop or self._has_found_nothing
+    def __init__(self, queue: str, functions: Functions, names: str, **options: Any) -> None:
+        self.is_asked_to_stop = False
+        own = {"functions": dict(functions), "queues": frozenset([queue]), "names": names}
+        # RQ refuses a name whose former holder was killed, so it is new at every start.
+        super().__init__(
+            [queue], name=f"{names}{secrets.token_hex(4)}", serializer=JSONSerializer,
+            job_class=type("KnownJob", (KnownJob,), own), **options,
+        )  # fmt: skip
 
     def request_stop(self, signum: int, frame: Any) -> None:
         """What a signal calls."""
-        self._is_asked_to_stop = True
+        self.is_asked_to_stop = True
         super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
-    def dequeue_job_and_maintain_ttl(self, *arguments: Any, **options: Any) -> Any:
-        """The next job. RQ ends where an id is no text, and would at every start: such ids are taken out."""
-        while True:
+    def execute_job(self, job: Job, queue: Queue) -> None:
+        """Fork, wait for the job's end, and count it."""
+        started = time.monotonic()
+        try:
+            super().execute_job(job, queue)
+        finally:
             try:
-                found = super().dequeue_job_and_maintain_ttl(*arguments, **options)
-                self._has_found_nothing = found is None  # it waits for ever, or was told to until all is done
-                return found
-            except UnicodeDecodeError:
-                for queue in self.queues:
-                    self._take_out_unreadable(queue.intermediate_queue_key)
-
-    def _take_out_unreadable(self, key: str) -> None:
-        found: list[Any] = self.connection.lrange(key, 0, -1)
-        for job_id in found:
-            if job_id.decode(errors="ignore").encode() != job_id:
-                self.connection.lrem(key, 0, job_id)
+                outcome = job.get_status(refresh=True).value
+            except InvalidJobOperation:
+                outcome = "finished"  # it succeeded, and is kept by nobody
+            except RedisError:
+                outcome = "unknown"
+            labels = (queue.name.rpartition(":")[2], outcome)
+            metrics.JOB_SECONDS.labels(*labels).observe(time.monotonic() - started)
+            with contextlib.suppress(ChildProcessError):  # orphans of jobs
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
 
     def _set_ip_address(self, connection: Any) -> None:
         """RQ asks for the list of all clients to find its own address, which workers may not read."""
@@ -155,13 +161,16 @@ class KnownWorker(Worker):
 
 
 def work(make: Callable[[], KnownWorker], name: str, is_burst: bool = False) -> None:
-    """Work until a signal, or until nothing is left to do; with a new worker whenever Redis was away. `name`
-    stands before what it says."""
+    """Work until a signal, or until nothing is left to do; with a new worker whenever RQ's has ended, as it
+    does where Redis was away during a job. `name` stands before what it says."""
     while True:
         worker = make()
         try:
             worker.work(logging_level="WARNING", burst=is_burst)
-            if worker.is_done:
+            if worker.is_asked_to_stop:
+                return
+            # It ends where an id is no text, and would at every start.
+            if not sum(_without_unreadable(queue) for queue in worker.queues) and is_burst:
                 return
             problem = "RQ's worker ended"
         except RedisError as error:
@@ -169,8 +178,32 @@ def work(make: Callable[[], KnownWorker], name: str, is_burst: bool = False) -> 
         print(f"{name}: {problem}; trying again", file=sys.stderr, flush=True)
         with contextlib.suppress(StopRequested):
             time.sleep(PAUSE_S)
-        if worker.is_done:
+        if worker.is_asked_to_stop:
             return
+
+
+def _without_unreadable(queue: Queue) -> int:
+    """Takes out ids that are no text; returns how many jobs wait."""
+    taken: list[Any] = queue.connection.lrange(queue.intermediate_queue_key, 0, -1)
+    for job_id in taken:
+        if job_id.decode(errors="ignore").encode() != job_id:
+            queue.connection.lrem(queue.intermediate_queue_key, 0, job_id)
+    return int(queue.count)
+
+
+def serve_queue(run_id: str, queue: str, names: str, functions: Functions, name: str, **options: Any) -> int:
+    """Do the jobs of a run's queue until SIGTERM; returns the exit code. A running job is finished first.
+
+    `is_burst` ends when the queue is empty; all else is for RQ.
+    """
+    is_burst = options.pop("is_burst", False)
+    try:
+        connection = make_blocking_client(redis_url(), run_id)
+    except TidemillError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    work(lambda: KnownWorker(queue, functions, names, connection=connection, **options), name, is_burst)
+    return 0
 
 
 EntryId = Annotated[str, StringConstraints(pattern=r"^(\d{1,20}(-\d{1,20})?|\+)$")]

@@ -31,6 +31,11 @@ def script_sha(name: str) -> bytes:
     return _script(name)[1].encode()
 
 
+def _is_script(command: str, fields: list[bytes]) -> bool:
+    """Whether a script of this name is called: only their names are in small letters."""
+    return command.islower() and fields[1:2] == [script_sha(command)]
+
+
 class Injector:
     """`arm` sets every fault's alarm; `done` counts those that happened."""
 
@@ -77,13 +82,15 @@ class Injector:
         name, text = split(fields)[0].decode(), b" ".join(fields[:8]).decode(errors="replace")
         for armed in list(self._armed):
             command, key, happen = armed
-            is_it = name == command or (command == "XADD" and name in SCRIPTED)
+            is_it = name == command or (command == "XADD" and name in SCRIPTED) or _is_script(command, fields)
             if process.role == "trainer" and is_it and key in text:
                 self._armed.remove(armed)
                 happen()
 
     def _happen(self, fault: Fault) -> None:
         self.world.tell("FAULT", repr(fault))
+        if hold_s := fault.how.get("hold_s"):  # others come before the trainer when Redis is back
+            self.cut_off(Fault(fault.at_s, "cut_off", "trainer", {"for_s": hold_s}))
         if KINDS[fault.kind](self, fault) is not False:
             self.done[fault.kind] += 1
 
@@ -242,12 +249,18 @@ class Injector:
         return True
 
     def _units_kept(self, how: dict[str, Any]) -> int:
-        """How many writes the next server knows: all but the last `lose`, or but those from a commit on."""
+        """How many writes the next server knows: all but the last `lose`, or but those from a commit on, or
+        (`lose_step`) but those after the last commit."""
         num_units = len(self.world.cluster.server.log)
         if num_commits := how.get("lose_commits", 0):
             commits = self.world.history.of("commits")
             units = [record.unit for record in commits if not record.is_foreign][-num_commits:]
             num_units = min([num_units, *units])
+        if how.get("lose_step"):
+            commits = self.world.history.of("commits")
+            num_units = max(
+                [record.unit + 1 for record in commits if not record.is_foreign], default=num_units
+            )
         return max(0, num_units - int(how.get("lose", 0)))
 
     def _come_up(self, num_units: int, clock_s: float) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.simulation.beside import beside, with_draws
+from tests.simulation.crafted import CRAFTED, crafted
 from tests.simulation.schedule import LEASE_S, Fault, Schedule, Setup
 
 MOST_FAULTS = 6
@@ -30,7 +31,14 @@ MOMENTS = (
 )
 """Commands of the trainer before which Redis may fail."""
 RARE = {
-    "": 48,
+    "": 21,
+    "between": 4,
+    "trim": 6,
+    "oldest": 4,
+    "reuse": 4,
+    "end": 3,
+    "late": 3,
+    "again": 3,
     "damage": 5,
     "old": 5,
     "commit": 6,
@@ -44,8 +52,6 @@ RARE = {
     "twin": 5,
 }
 """Kind of what chance hardly brings together -> in how many of 100 schedules it is."""
-_ALONE = frozenset({"outage", "behind", "back", "ahead", "jump", "leave", "twin"})
-"""Those that take the place of a schedule's other faults."""
 STREAMS = (
     "prompts",
     "trajectories",
@@ -83,8 +89,8 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
             at_s += rng.uniform(0.0, 0.6)  # on top of the one before
         faults.append(_fault(rng, round(at_s, 3), names, setup))
     rng = random.Random(f"rare {seed}")
-    if (kind := _kind_of(rng)) in _ALONE:
-        setup, faults = _alone(kind, rng, setup)
+    if (kind := _kind_of(rng)) in CRAFTED:
+        setup, faults = crafted(kind, rng, setup)
     else:
         faults += _rare(kind, rng, names) + beside(seed)
     return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_s)))
@@ -92,37 +98,6 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
 
 def _kind_of(rng: random.Random) -> str:
     return rng.choices(list(RARE), list(RARE.values()))[0]
-
-
-def _alone(kind: str, rng: random.Random, setup: Setup) -> tuple[Setup, list[Fault]]:
-    """What shows best where nothing else happens, and the config that goes with it."""
-    at_s, for_s = round(rng.uniform(2.0, 8.0), 3), round(rng.uniform(0.3, 2.5), 2)
-    if kind == "outage":
-        # Longer than a lease: everybody's has run out then.
-        return setup, [Fault(at_s, "restart", "", {"for_s": round(rng.uniform(1.1, 2.0) * LEASE_S, 2)})]
-    if kind == "behind":
-        clock_s = -round(rng.uniform(15.0, 90.0), 1)
-        how = {"for_s": for_s, "lose": rng.randint(8, 64), "clock_s": clock_s}
-        return setup, [Fault(at_s, "failover", "", how)]
-    if kind == "back":
-        # Nobody has the steps any more that came after the last checkpoint.
-        setup = replace(setup, checkpoint_every=4, max_staleness=rng.choice((0, 0, 1)))
-        lost = {"for_s": for_s, "lose_commits": rng.randint(1, 3)}
-        back = Fault(round(at_s + rng.uniform(0.0, 0.3), 3), "restart", "", lost)
-        return setup, [Fault(at_s, "kill", "trainer"), back]
-    if kind == "jump":
-        # When everybody has renewed a lease: until then nobody can know that it is no restart.
-        setup, at_s = replace(setup, steps=6), round(at_s + 6.0, 3)
-        return setup, [Fault(at_s, "server_clock", "trainer", {"by_s": rng.randint(10, 3600)})]
-    if kind == "leave":
-        # Before they could finish what they have.
-        setup = replace(setup, sample_s=1.25 * LEASE_S, steps=3, rollouts=2, rewards=2, reward_slots=2)
-        leavers = rng.sample(("rollout-0", "rollout-1", "reward-0", "reward-1"), 3)
-        return setup, [Fault(round(at_s + 2.0 * i, 3), "term", name) for i, name in enumerate(leavers)]
-    # Of the same version as the sample; or of one that will be there before the sample's step is trained.
-    setup = replace(setup, group_size=8) if kind == "twin" else replace(setup, max_staleness=3, steps=6)
-    moments = [round(rng.uniform(0.5, 6.0), 3) for _ in range(6)]
-    return setup, [Fault(moment, "foreign", "trajectories", {"what": kind}) for moment in moments]
 
 
 def _rare(kind: str, rng: random.Random, names: list[str]) -> list[Fault]:
@@ -139,8 +114,9 @@ def _rare(kind: str, rng: random.Random, names: list[str]) -> list[Fault]:
         how = {"for_s": for_s, "lose": rng.randint(8, 64), "before": moment}
         return [Fault(at_s, rng.choice(("restart", "failover")), "", how)]
     if kind == "clock":
+        at_s /= 2.0  # while there is much in flight
         back = Fault(round(at_s + 0.1, 3), "server_clock", "trainer", {"by_s": -rng.randint(60, 600)})
-        return [Fault(at_s, "kill", rng.choice(names)), back]
+        return [Fault(round(at_s, 3), "kill", rng.choice(names)), back]
     return []
 
 

@@ -52,6 +52,7 @@ from tidemill.services.rollout.group import GroupGenerator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.prompts import load_tokenizer
 from tidemill.services.trainer.batch.stream_join import StreamJoin
+from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator
 from tidemill.services.trainer.groups.samples import MicroBatch
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
@@ -186,7 +187,14 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         reread(join, history)
         watch.reread(join)
 
+    evaluate = Evaluator.evaluate
+
+    async def evaluate_watched(evaluator: Evaluator, version: int) -> list[EvaluationResult]:
+        watch.evaluates(version)
+        return await evaluate(evaluator, version)
+
     return [
+        (Evaluator, "evaluate", evaluate_watched),
         (StreamJoin, "reread", reread_watched),
         (GroupGenerator, "_checked_in", check_in_watched),
         (tidemill.services.rollout.engines.simulated, "request_key", new_key),

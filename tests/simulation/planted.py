@@ -332,9 +332,9 @@ PLANTED = (
     ),
     Mutant(
         "a run is over without its last commit",
-        f"{LUA}/finish.lua",
-        "number(info[i + 1]) < number(ARGV[1]) then\n    return 0",
-        "number(info[i + 1]) < number(ARGV[1]) then\n    return redis.call('HSET', KEYS[2], unpack(ARGV, 2))",
+        TRAINER,
+        "        last = entry_id_of(self.config.steps - 1)\n",
+        "        last = entry_id_of(self.config.steps - 2)\n",
     ),
     Mutant(
         "a curriculum forgets what the replayed steps came to",

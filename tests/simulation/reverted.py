@@ -202,4 +202,11 @@ REVERTED = (
         "        await self.evaluator.trim(version)\n",
         "an evaluation is trimmed whose version goes back",
     ),
+    Mutant(
+        "after a loss nobody looks for deliveries from the future",
+        "common/streams/takeover.py",
+        "        self._place = EVERYWHERE  # a server",
+        "        pass  # a server",
+        "deliveries from the future come back",
+    ),
 )

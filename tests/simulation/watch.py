@@ -20,6 +20,7 @@ from tests.simulation.schedule import LEASE_S
 from tests.simulation.world import World
 from tidemill.common.redis.broker import LONGEST_PAUSE_S, _script
 from tidemill.common.streams.consumer import RENEWALS_PER_LEASE
+from tidemill.services.trainer.batch.reconciler import TRIMMING
 
 Key = tuple[int, int]
 Answered = Callable[[list[Any]], None]
@@ -51,8 +52,12 @@ class Watch:
     _consumers: dict[bytes, Process] = field(default_factory=dict)
     _handed_back: set[tuple[bytes, bytes]] = field(default_factory=set)
 
+    _marked_at: dict[bytes, float] = field(default_factory=dict)
+    """By mark of a trim: when it came."""
+
     def __post_init__(self) -> None:
-        shas = {_script(name)[1].encode(): name for name in ("reclaim", "hand_back", "move_aside")}
+        names = ("reclaim", "hand_back", "move_aside", "trim")
+        shas = {_script(name)[1].encode(): name for name in names}
         self._scripts = shas
 
     # The policy.
@@ -87,6 +92,14 @@ class Watch:
         kept = [g.ticket for g in join.groups.values() if not g.is_taken and (g.trajectories or g.scores)]
         if kept:
             self.broken.append(f"join: of tickets {kept[:5]} entries are kept that Redis may have lost")
+
+    def evaluates(self, version: int) -> None:
+        """An evaluation begins: it is not on record."""
+        path = self.world.folder / self.world.run_id / "metrics.jsonl"
+        if path.exists() and f'"kind": "evaluation", "version": {version},' in path.read_text(
+            errors="replace"
+        ):
+            self.broken.append(f"waste: version {version} is evaluated again although that is on record")
 
     # Rollout workers.
 
@@ -125,11 +138,16 @@ class Watch:
         if fields[0] == b"XREADGROUP":
             self._consumers[fields[3]] = process
             return None
+        if fields[0] == b"HSET" and fields[2] == TRIMMING.encode():
+            self._marked_at[fields[3]] = self.world.loop.now
+            return None
         name = self._scripts.get(fields[1], "") if fields[0] == b"EVALSHA" else ""
         if name == "move_aside" and fields[3] == self.world.keys.prompts().encode():
             self.withdrawn |= {parse_id(entry_id)[0] - 1 for entry_id in fields[7::2]}
         elif name == "hand_back":
             self._handed_back |= {(fields[3], entry_id) for entry_id in fields[8:]}
+        elif name == "trim":
+            return lambda replies: self._trimmed(fields, replies)
         elif name == "reclaim":
             key, group = fields[3], fields[4]
             stream = server.space.values.get(key)
@@ -159,6 +177,21 @@ class Watch:
                     f"lease: {taker.name} took {name} {entry_id.decode()} from {holder.name}, "
                     + ("which has left" if has_left else "which lives")
                 )
+
+    def _trimmed(self, fields: Fields, replies: list[Any]) -> None:
+        """What goes was there when that was decided: no server gives it the id of something later."""
+        (reply,) = replies
+        name, below = self.world.keys.name_of(fields[3].decode()), parse_id(fields[5])
+        marked_at = self._marked_at.get(fields[7], self.world.loop.now)
+        if isinstance(reply, RedisError) or reply <= 0 or name not in ("trajectories", "scores"):
+            return
+        later = [
+            record.entry_id
+            for record in self.world.history.of(name)
+            if record.at_s > marked_at and parse_id(record.entry_id.encode()) < below
+        ]
+        if later:
+            self.broken.append(f"trim: {name} {later[:3]} went, which came after it was decided what goes")
 
     def in_contact_since(self, process: Process) -> float:
         """Since when nothing has disturbed a process on its way to Redis."""

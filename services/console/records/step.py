@@ -16,6 +16,7 @@ from tidemill.common.history import History, StreamName
 from tidemill.common.history.groups import advantages_of, dropped_groups, left_out
 from tidemill.common.history.records import STAGES, SampleFacts, StepRecord, ends, read_step
 from tidemill.common.history.sessions import SessionFacts
+from tidemill.common.process.activity import times_of
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.options import ViewOptions
@@ -203,12 +204,7 @@ def _batches_table(trace: StepRecord) -> Table:
 
 def _times_table(trace: StepRecord) -> Table:
     """The trainer's own time by what it did, most first."""
-    prefix, suffix = "time/", "_s"
-    spent = {
-        name.removeprefix(prefix).removesuffix(suffix).replace("_", " "): seconds
-        for name, seconds in trace.commit.metrics.items()
-        if name.startswith(prefix) and name.endswith(suffix)
-    }
+    spent = times_of(trace.commit.metrics)
     total_s = sum(spent.values())
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -217,7 +213,12 @@ def _times_table(trace: StepRecord) -> Table:
     table.add_column(no_wrap=True)
     for name, seconds in sorted(spent.items(), key=lambda item: -item[1]):
         share = seconds / total_s if total_s else 0.0
-        table.add_row(f"trainer: {name}", took(seconds), f"{share:.0%}", "█" * round(BAR_WIDTH * share))
+        table.add_row(
+            f"trainer: {name.replace(':', ' ')}",
+            took(seconds),
+            f"{share:.0%}",
+            "█" * round(BAR_WIDTH * share),
+        )
     return table
 
 

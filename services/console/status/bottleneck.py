@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.common.process.activity import WAIT, WAIT_ENVIRONMENT, WAIT_REDIS, WAIT_START
+from tidemill.common.process.activity import WAIT, WAIT_ENVIRONMENT, WAIT_REDIS, WAIT_START, times_of
 from tidemill.common.process.heartbeats import Heartbeat
 
 RATE_STEPS = 10
@@ -99,9 +99,8 @@ def _shares_of_steps(steps: Sequence[Mapping[str, float]], step_s: float | None)
     """The trainer's own states, and of the workers when they had something of these steps to do."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for numbers in steps:
-        for name, value in numbers.items():
-            if name.startswith("time/") and name.endswith("_s"):
-                seconds[state_of(name)] += value
+        for state, spent_s in times_of(numbers).items():
+            seconds[state] += spent_s
     total_s = sum(seconds.values())
     if not total_s or not step_s:
         return {}
@@ -111,12 +110,6 @@ def _shares_of_steps(steps: Sequence[Mapping[str, float]], step_s: float | None)
             busy = min(1.0, _mean(steps, f"stages/{role}_busy_s") / (workers * step_s))
             shares[role] = {work: busy, wait: 1.0 - busy}
     return shares
-
-
-def state_of(name: str) -> str:
-    """`time/wait_scores_s` as the state that it was: `wait:scores`."""
-    state = name.removeprefix("time/").removesuffix("_s")
-    return state.replace("_", ":", 1) if state.startswith("wait_") else state
 
 
 def _shares_of_processes(alive: Sequence[Heartbeat]) -> dict[str, Shares]:

@@ -1,7 +1,6 @@
-"""One step for people: its numbers by topic, where its time went, and what its micro-batches held."""
+"""The list of runs, and of a run its state, its steps and its dead letters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -11,6 +10,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP, micro_batches_of
+from tidemill.common.process.activity import times_of
 from tidemill.common.streams.entries import Garbled
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane
 from tidemill.services.console.dead.commands import as_tree
@@ -18,7 +18,7 @@ from tidemill.services.console.dead.dead_letters import Letter, decode_letter, u
 from tidemill.services.console.status.render import weights_texts
 from tidemill.services.console.text.formats import sample_name
 from tidemill.services.console.web.charts import chart_trees
-from tidemill.services.console.web.group_index import STATES, GroupIndex, GroupRow
+from tidemill.services.console.web.group_index import STATES, GroupRow
 from tidemill.services.console.web.site import Page, Site, history_of
 from tidemill.services.console.web.watched_run import WatchedRun
 
@@ -45,46 +45,6 @@ TOPICS = (
     ("Time", ("step_time_s", "time/", "trainer_idle_share")),
 )
 OTHER = "Other"
-TIME_PREFIX = "time/"
-SECONDS_SUFFIX = "_s"
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """What one forward and backward pass held."""
-
-    mini: int
-    micro: int
-    tickets: tuple[tuple[int, tuple[int, ...]], ...]
-    """Tickets with the indices that were in it, in order."""
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepView:
-    """What a commit says, joined with the index."""
-
-    commit: Commit
-    rows: list[GroupRow]
-    """Groups that were trained, in the order in which they entered."""
-    dropped: list[tuple[int, int, str]]
-    micro_batches: list[MicroBatch]
-    topics: list[tuple[str, list[tuple[str, float]]]]
-    times: list[tuple[str, float, float]]
-    """Part of the step, its seconds, and its share of the step."""
-
-
-def view_step(commit: Commit, index: GroupIndex) -> StepView:
-    """Put a step together."""
-    rows = [index.get(ticket, Lane.TRAIN) or GroupRow(ticket) for ticket in commit.groups]
-    return StepView(
-        commit,
-        rows,
-        sorted(commit.dropped, key=lambda item: (item[1] != WHOLE_GROUP, item)),
-        _micro_batches(commit),
-        sort_metrics(commit.metrics),
-        _times(commit.metrics),
-    )
 
 
 def sort_metrics(metrics: Mapping[str, float]) -> list[tuple[str, list[tuple[str, float]]]]:
@@ -101,36 +61,13 @@ def _topic(name: str) -> str:
 
 
 def _times(metrics: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    whole = metrics.get("step_time_s", 0.0)
-    parts = [
-        (name.removeprefix(TIME_PREFIX).removesuffix(SECONDS_SUFFIX), value)
-        for name, value in metrics.items()
-        if name.startswith(TIME_PREFIX) and name.endswith(SECONDS_SUFFIX)
-    ]
-    rest = whole - sum(value for _, value in parts)
-    if whole and rest > 0:
-        parts.append(("waiting and all else", rest))
-    return [(name, value, min(1.0, value / whole) if whole else 0.0) for name, value in parts]
+    """Parts of a step, with their seconds and shares."""
+    whole, parts = metrics.get("step_time_s", 0.0), times_of(metrics)
+    if (rest := whole - sum(parts.values())) > 0:
+        parts["waiting and all else"] = rest
+    return [(name, value, min(1.0, value / whole) if whole else 0.0) for name, value in parts.items()]
 
 
-def _micro_batches(commit: Commit) -> list[MicroBatch]:
-    found = []
-    for mini, micro, keys in micro_batches_of(commit):
-        tickets: dict[int, list[int]] = {}
-        for ticket, index in keys:
-            tickets.setdefault(ticket, []).append(index)
-        grouped = tuple((ticket, tuple(indices)) for ticket, indices in tickets.items())
-        found.append(MicroBatch(mini, micro, grouped, len(keys)))
-    return found
-
-
-QUEUE_WORDS = {
-    "prompts": ("Prompts", "groups to generate"),
-    "trajectories": ("Trajectories", "completions to score"),
-    "scores": ("Scores", ""),
-    "prompts:eval": ("Prompts, evaluation", "groups to generate"),
-    "trajectories:eval": ("Trajectories, evaluation", "completions to score"),
-}
 RECENT_STEPS = 5
 
 
@@ -187,7 +124,6 @@ def _state(run: WatchedRun) -> dict[str, Any]:
     steps = run.index.steps
     return {
         "snapshot": run.snapshot,
-        "queue_words": QUEUE_WORDS,
         "weights": list(weights_texts(run.snapshot.workers)) if run.snapshot else [],
         "counts": counts,
         "num_eval": len(run.index.groups[Lane.EVAL]),
@@ -222,14 +158,17 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
         commit = await history_of(run).commit(number)
     except TidemillError as error:
         problem = str(error)
-    view = view_step(commit, run.index) if commit else None
     return site.page(
         "step.html",
         run,
         "steps",
         row=row,
-        view=view,
-        topics=view.topics if view else sort_metrics(row.metrics),
+        commit=commit,
+        groups=[run.index.get(t, Lane.TRAIN) or GroupRow(t) for t in commit.groups] if commit else [],
+        dropped=sorted(commit.dropped, key=lambda item: (item[1] != WHOLE_GROUP, item)) if commit else [],
+        micro_batches=list(micro_batches_of(commit)) if commit else [],
+        times=_times(row.metrics),
+        topics=sort_metrics(row.metrics),
         problem=problem,
         most_dropped=MAX_DROPPED,
         previous=number - 1 if number - 1 in run.index.steps else None,

@@ -3,11 +3,15 @@ too.
 """
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+PREFIX = "tidemill-jail-"
+VERSION_1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+VERSION_2 = ("memory.max", "memory.swap.max")
 CGROUPS = Path("/sys/fs/cgroup")
 ENTER = '{ echo 0 > "$0"; } 2>/dev/null; exec "$@"'
 """Where a process may not move itself, the program has the other limits."""
@@ -51,31 +55,38 @@ def memory_group(num_bytes: int) -> Iterator[MemoryGroup]:
             time.sleep(PAUSE_S)
 
 
+def _remove_orphans(place: Path) -> None:
+    """Groups of workers that were killed."""
+    for folder in place.glob(f"{PREFIX}*"):
+        if not Path("/proc", folder.name.removeprefix(PREFIX).partition("-")[0]).exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
 def _make(num_bytes: int) -> Path | None:
-    """Below this process's own group or beside it: groups with processes may have no children with limits."""
+    for place in _places():
+        _remove_orphans(place)
+        folder = place / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            is_second = (folder / "memory.max").exists()
+            limit, swap = VERSION_2 if is_second else VERSION_1
+            with contextlib.suppress(OSError), open(folder / limit, "r+") as file:
+                file.write(str(num_bytes))
+                file.flush()
+                with contextlib.suppress(OSError):  # no swap, where it is counted
+                    (folder / swap).write_text("0" if is_second else str(num_bytes))
+                return folder
+            folder.rmdir()
+    return None
+
+
+def _places() -> Iterator[Path]:
+    """This process's own group, and the one above: groups with processes may have no children with limits."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
-        if number == "0":
-            parent, limits = CGROUPS / path.lstrip("/"), ("memory.max", "memory.swap.max")
-        elif "memory" in controllers.split(","):
-            parent = CGROUPS / "memory" / path.lstrip("/")
-            limits = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
-        else:
-            continue
-        for place in (parent, parent.parent) if path != "/" else (parent,):
-            folder = place / f"tidemill-jail-{secrets.token_hex(4)}"
-            try:
-                folder.mkdir()
-            except OSError:
-                continue
-            try:
-                with open(folder / limits[0], "r+") as file:  # where there is such a file
-                    file.write(str(num_bytes))
-            except OSError:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-                continue
-            with contextlib.suppress(OSError):  # no swap, where it is counted
-                (folder / limits[1]).write_text("0" if number == "0" else str(num_bytes))
-            return folder
-    return None
+        if number == "0" or "memory" in controllers.split(","):
+            own = CGROUPS / ("" if number == "0" else "memory") / path.lstrip("/")
+            yield own
+            if path != "/":
+                yield own.parent

@@ -22,10 +22,10 @@ from tidemill.common.process.children import (
     frame_of,
     kill_group,
     receive,
-    spawn,
     variables_for_users,
 )
 from tidemill.common.process.programs import Child, ending_in_words
+from tidemill.common.process.worker_process import StartupError, WorkerProcess
 from tidemill.services.rollout.environments.agent_host import result_of, variables_of
 from tidemill.services.rollout.gateway.program_errors import ProgramError, cause_in
 
@@ -152,29 +152,24 @@ class HostedFunction:
     def __init__(self, reference: str, model: str) -> None:
         self._reference, self._model = reference, model
         self._folder: Path | None = None
-        self._host: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._host: WorkerProcess | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Import the function, in the host."""
         self._folder = Path(tempfile.mkdtemp(prefix="tidemill-agent-"))
-        self._host, channel = spawn(Child.AGENTS)
-        reader, self._writer = await asyncio.open_unix_connection(sock=channel)
+        self._host = WorkerProcess(Child.AGENTS, f"rollout.environment.agent {self._reference}")
         spec = {"agent": self._reference, "path": str(self._socket), "model": self._model}
-        self._writer.write(frame_of(spec))
         try:
-            error = (await receive(reader)).get("error", "")
-        except asyncio.IncompleteReadError:
-            error = f"rollout.environment.agent {self._reference}: the process that imports it ended"
-        if error:
+            await self._host.start(spec)
+        except StartupError as error:
             await self.close()
-            raise ConfigError(error)
+            raise ConfigError(str(error)) from None
 
     async def run(self, assignment: Assignment) -> Result:
         """Have the host fork, and wait for the result. A host that has died is started again."""
         async with self._starting:
-            if self._host is None or self._host.poll() is not None:
+            if self._host is None or not self._host.is_sound:
                 await self.close()
                 await self.start()
         pid = 0
@@ -202,11 +197,9 @@ class HostedFunction:
 
     async def close(self) -> None:
         """End the host; the kernel ends what it has forked."""
-        if self._writer is not None:
-            self._writer.close()
         if self._host is not None:
-            kill_group(self._host)
-            await asyncio.to_thread(self._host.wait)
+            self._host.kill()
+            await self._host.wait()
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 

@@ -34,7 +34,7 @@ def main(descriptor: int, parent: int) -> None:
         try:
             design = load_design(EnvironmentConfig.model_validate(spec["config"]))
         except ConfigError as error:
-            send({"fault": str(error)})
+            send({"error": str(error)})
             return
         send({})
         sessions: dict[int, SessionThread] = {}

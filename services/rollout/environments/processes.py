@@ -6,27 +6,24 @@ process dies, the sessions in it fail, as faults, and no others. The next sessio
 """
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
 
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.common.process.children import frame_of, kill_group, receive, spawn
-from tidemill.common.process.programs import Child, ending_in_words
+from tidemill.common.process.programs import Child
+from tidemill.common.process.worker_process import ProcessEndedError, StartupError, WorkerProcess
 from tidemill.services.rollout.environments.environment import Act, Closing, Environment, Kind, Opening, Row
 from tidemill.services.rollout.environments.loading import Design
 from tidemill.services.rollout.environments.local import late, late_call
 
 log = structlog.get_logger(__name__)
 
-START_TIMEOUT_S = 120.0
-"""Longest time a process may take to import the environment."""
-GRACE_S = 5.0
-"""How long a process that has to end may take to close its environments."""
+GRACE_S = 6.0
+"""How long a process that has to end may take to close its environments; it has its own limit before."""
 
 
 class ProcessStage:
@@ -50,7 +47,7 @@ class ProcessStage:
     async def close(self) -> None:
         """Let all processes close what they hold, and end them."""
         processes, self._processes = list(self._all), []
-        await asyncio.gather(*(process.end() for process in processes))
+        await asyncio.gather(*(process.end(GRACE_S) for process in processes))
 
     @property
     def pids(self) -> list[int]:
@@ -67,39 +64,25 @@ class ProcessStage:
         self._processes = [process for process in self._processes if process.is_sound]
         free = min(self._processes, key=lambda process: process.num_sessions, default=None)
         if free is None or (free.num_sessions and len(self._processes) < self._config.processes):
-            free = EnvironmentProcess(self._config)
+            free = EnvironmentProcess(self._config, self._all.discard)
             self._processes.append(free)
             self._all.add(free)
-            free.on_end = self._all.discard
         return free
 
 
-class EnvironmentProcess:
-    """One process, as its worker sees it: operations go in with a number, answers come back with it."""
+class EnvironmentProcess(WorkerProcess):
+    """One process, with any number of sessions."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._config = config
-        self._process, self._channel = spawn(Child.ENVIRONMENTS)
-        self._writer: asyncio.StreamWriter | None = None
-        self._loading = asyncio.ensure_future(self._load())
-        self._loading.add_done_callback(lambda loading: loading.cancelled() or loading.exception())
-        self._reading: asyncio.Task[None] | None = None
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._numbers = itertools.count(1)
-        self.on_end: Any = lambda process: None
+    def __init__(self, config: EnvironmentConfig, on_end: "Callable[[EnvironmentProcess], None]") -> None:
+        super().__init__(Child.ENVIRONMENTS, config.use)
+        self._spec, self._on_end = {"config": config.model_dump(mode="json")}, on_end
+        self._sessions = itertools.count(1)
         self.num_sessions = 0
-        self.is_sound = True
-        """Whether it may be given another session."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id, which is that of its group too."""
-        return self._process.pid
 
     def begin(self) -> int:
         """A session begins in it; returns the session's number."""
         self.num_sessions += 1
-        return next(self._numbers)
+        return next(self._sessions)
 
     def leave(self) -> None:
         """A session in it has ended."""
@@ -111,94 +94,32 @@ class EnvironmentProcess:
         self.is_sound = False
         self._end_if_idle()
 
-    async def ask(self, session: int, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    async def operate(self, session: int, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         """Have it do one operation of a session.
 
         Raises:
             EnvironmentFaultError: the environment failed, or the process died.
             TimeoutError: there is no answer in time.
         """
-        await asyncio.shield(self._loading)
-        if self._writer is None or self._writer.is_closing():
-            raise self._death("its process has died")
-        number = next(self._numbers)
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
         try:
-            self._writer.write(frame_of({"id": number, "session": session, "op": op, **arguments}))
-            await asyncio.wait({answer}, timeout=timeout_s)
-            if not answer.done():
-                raise TimeoutError
-            found = answer.result()
-        finally:
-            self._waiting.pop(number, None)
-            answer.cancel()
+            await self.start(self._spec)
+            found = await self.ask({"session": session, "op": op, **arguments}, timeout_s)
+        except StartupError as error:
+            raise EnvironmentFaultError(str(error), "start") from None
+        except ProcessEndedError as error:
+            raise EnvironmentFaultError(str(error), "died") from None
         if "fault" in found:
             raise EnvironmentFaultError(found["fault"], found["kind"])
         return found
 
-    async def end(self) -> None:
-        """Let it close its environments for a moment; then kill it with all that it started."""
-        self.is_sound = False
-        with contextlib.suppress(EnvironmentFaultError):
-            self._loading.cancel()
-        if self._writer is not None and not self._writer.is_closing():
-            with contextlib.suppress(OSError):
-                self._writer.write_eof()
-                await asyncio.wait_for(asyncio.to_thread(self._process.wait, GRACE_S + 1), None)
-        self._kill()
-        await asyncio.to_thread(self._process.wait)
-        if self._reading is not None:
-            await asyncio.gather(self._reading, return_exceptions=True)
-
-    async def _load(self) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=self._channel)
-        self._writer.write(frame_of({"config": self._config.model_dump(mode="json")}))
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                answer = await receive(reader)
-        except TimeoutError:
-            self._kill()
-            raise EnvironmentFaultError(
-                f"importing the environment took longer than {START_TIMEOUT_S:g} s", "start"
-            ) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise await self._obituary("start") from None
-        if "fault" in answer:
-            self._kill()
-            raise EnvironmentFaultError(answer["fault"], "start")
-        self._reading = asyncio.create_task(self._read_for_ever(reader))
-
-    async def _read_for_ever(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                frame = await receive(reader)
-                answer = self._waiting.get(frame["id"])
-                if answer is not None and not answer.done():
-                    answer.set_result(frame)
-        fault = await self._obituary("died")
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(fault)
-
-    async def _obituary(self, kind: str) -> EnvironmentFaultError:
-        self._kill()  # it is ending already, and its exit code stands; what it started may linger
-        code = await asyncio.to_thread(self._process.wait)
-        return self._death(f"its process died ({ending_in_words(code)})", kind)
-
-    def _death(self, reason: str, kind: str = "died") -> EnvironmentFaultError:
-        return EnvironmentFaultError(f"{self._config.use}: {reason}", kind)
+    def kill(self) -> None:
+        """Kill it with all that it started."""
+        super().kill()
+        self._on_end(self)
 
     def _end_if_idle(self) -> None:
         if not self.is_sound and self.num_sessions <= 0:
-            self._kill()
-
-    def _kill(self) -> None:
-        self.is_sound = False
-        kill_group(self._process)
-        if self._writer is not None:
-            self._writer.transport.abort()
-        self.on_end(self)
+            self.kill()
 
 
 class RemoteEnvironment:
@@ -260,7 +181,7 @@ class RemoteEnvironment:
         if self._process is None:
             raise EnvironmentFaultError(f"{op}: the environment is gone", "died")
         try:
-            return await self._process.ask(self._session, op, self._timeout_s, **arguments)
+            return await self._process.operate(self._session, op, self._timeout_s, **arguments)
         except TimeoutError:
             self._process.retire()
             self._drop()

@@ -37,7 +37,6 @@ EMPTY = {
     r"redis_(up|memory|cpu|connected)": "there is no exporter of the Redis server beside the test",
     r"tidemill_sandbox_|tidemill_job_seconds": "no reward runs code, and nothing is archived",
     r"tidemill_session_|tidemill_environment_|tidemill_agent_": "samples are single turns",
-    r"tidemill_device_turn_": "nothing shares a device",
     r"tidemill_(duplicates_|leases_lost|handed_back)": "no worker loses or gives back what it holds",
     r"tidemill_stray_entries_": "nobody writes into the numbered streams by hand",
     r"tidemill_redis_wait_": "Redis is never away",

@@ -6,9 +6,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.environments import THIS
+from tests.support.waiting import wait_until
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.errors import EnvironmentFaultError
 from tidemill.services.rollout.environments.loading import load_design
@@ -131,3 +133,23 @@ async def test_opening_that_is_broken_off_leaves_nothing() -> None:
     await asyncio.gather(opening, return_exceptions=True)
     await stage.close()
     assert not stage.pids
+
+
+async def test_what_an_environment_started_ends_with_its_process(tmp_path: Path) -> None:
+    """Also where the process came to its end by itself."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import subprocess\n"
+        "class Mine:\n"
+        "    def reset(self, row):\n"
+        "        self.started = subprocess.Popen(['sleep', '600'])\n"
+        "        return str(self.started.pid)\n"
+        "    def step(self, text):\n"
+        "        return 'more', 0.0, False\n"
+    )
+    stage = stage_of(use=f"{file}:Mine")
+    environment = await stage.open(ROW)
+    pid = int((await environment.reset(ROW)).added)
+    assert psutil.pid_exists(pid)
+    await stage.close()
+    await wait_until(lambda: not psutil.pid_exists(pid))

@@ -1,4 +1,4 @@
-"""Names of functions in jobs that wait in Redis, also from before the package had one name."""
+"""Names of functions in jobs that wait in Redis."""
 
 import pytest
 
@@ -10,10 +10,9 @@ class Known(KnownJob):
     functions = {JobFunction.EXPORT: len}  # noqa: RUF012
 
 
-@pytest.mark.parametrize("name", [JobFunction.EXPORT.value, "services.jobs.export.export"])
-def test_a_job_is_known_by_its_name_of_today_and_of_before(name: str) -> None:
+def test_a_job_is_known_by_its_name() -> None:
     job = Known(connection=object())
-    job._func_name = name
+    job._func_name = JobFunction.EXPORT.value
     assert job.func is len
 
 

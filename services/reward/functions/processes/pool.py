@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import structlog
 
 from tidemill.common.telemetry import metrics
+from tidemill.services.reward.functions.processes.crash_bisection import CrashBisection
 from tidemill.services.reward.functions.processes.scoring_process import (
     Call,
     MainThreadError,
     ProcessLostError,
     ScoringProcess,
 )
-from tidemill.services.reward.functions.processes.suspects import Suspects
 from tidemill.services.reward.functions.request import Callee, Request
 from tidemill.services.reward.outcome import RewardOutcome
 
@@ -185,7 +185,7 @@ class ProcessPool:
         self._processes: list[ScoringProcess] = []
         self._line: deque[asyncio.Future[None]] = deque()
         self._reapers: set[asyncio.Task[int]] = set()
-        self._suspects = Suspects(self._start_apart)
+        self._bisection = CrashBisection(self._start_apart)
         self.blockage = Blockage(str(spec["reference"]).rpartition(":")[2])
 
     @property
@@ -201,21 +201,21 @@ class ProcessPool:
         """
         call = Call(request, timeout_s)
         while True:
-            if self._suspects.is_known(call):
-                return await self._suspects.run(call)
+            if self._bisection.is_known(call):
+                return await self._bisection.run(call)
             try:
                 return await self._once(call)
             except ProcessLostError as lost:
-                if lost.death.culprit is call:
+                if lost.death.crashing_call is call:
                     raise lost.death.error() from None
-                if lost.death.culprit is None:
-                    return await self._suspects.run(call, lost.death)
+                if lost.death.crashing_call is None:
+                    return await self._bisection.run(call, lost.death)
             except MainThreadError:
                 pass  # `_release` saw to it that it runs alone now
 
     async def close(self) -> None:
         """Kill all processes and wait until they are gone."""
-        await self._suspects.close()
+        await self._bisection.close()
         for process in list(self._processes):
             self._discard(process)
         await asyncio.gather(*self._reapers)

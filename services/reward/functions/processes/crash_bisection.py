@@ -23,7 +23,7 @@ MOST_KNOWN = 1024
 Identity = tuple[Any, ...]
 
 
-class Suspects:
+class CrashBisection:
     """The suspects of one pool."""
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, ScoringProcess]]) -> None:
@@ -112,14 +112,14 @@ class Suspects:
         if not deaths:
             return [[call] for call in lost]
         (death, *_) = deaths
-        innocent = [call for call in lost if call is not death.culprit]
-        if death.culprit is None:
-            return _halves(innocent)
-        self._known[_identity(death.culprit)] = None
+        cleared = [call for call in lost if call is not death.crashing_call]
+        if death.crashing_call is None:
+            return _halves(cleared)
+        self._known[_identity(death.crashing_call)] = None
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
-        self._settle(death.culprit, death.error())
-        return [innocent] if innocent else []
+        self._settle(death.crashing_call, death.error())
+        return [cleared] if cleared else []
 
     def _settle(self, call: Call, result: list[RewardOutcome] | AttemptError) -> None:
         waiting = self._results.get(call)

@@ -1,0 +1,161 @@
+"""A process that runs users' code for a service: started, asked, held to deadlines, killed as a group.
+
+Guarantee: every request ends, with its answer, at its deadline, or with the reason why the process ended.
+The process ends with the service.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from tidemill.common.process.children import frame_of, kill_group, receive, spawn
+from tidemill.common.process.programs import Child, ending_in_words
+
+START_TIMEOUT_S = 120.0
+"""Longest time a process may take to import users' code."""
+
+Frame = dict[str, Any]
+Answer = asyncio.Future[Frame]
+
+
+class StartupError(Exception):
+    """The process could not load users' code; the text says why."""
+
+
+class ProcessEndedError(Exception):
+    """The process ended before it answered; the text says how."""
+
+
+class WorkerProcess:
+    """One process, as its service sees it: requests go in with a number, answers come back with it."""
+
+    def __init__(self, child: Child, what: str) -> None:
+        """`what` is what it runs, for messages."""
+        self._what = what
+        self._process, self._channel = spawn(child)
+        self._writer: asyncio.StreamWriter | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._numbers = itertools.count(1)
+        self._end_reason = ""
+        self.waiting: dict[int, Answer] = {}
+        self.is_sound = True
+        """Whether it may be given more to do."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is that of its group too."""
+        return self._process.pid
+
+    async def start(self, spec: Frame) -> None:
+        """Have it load what `spec` describes, once, whoever asks.
+
+        Raises:
+            StartupError: it cannot, or not in time.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(spec))
+            self._starting.add_done_callback(lambda starting: starting.cancelled() or starting.exception())
+        await asyncio.shield(self._starting)
+
+    @contextlib.contextmanager
+    def request(self, frame: Frame) -> Iterator[tuple[int, Answer]]:
+        """A request that has been sent: its number, and its answer to wait for."""
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self.waiting[number] = answer
+        try:
+            self.send({"id": number, **frame})
+            if self._end_reason:
+                self.fail(self._end_reason)
+            yield number, answer
+        finally:
+            self.waiting.pop(number, None)
+            answer.cancel()
+
+    async def ask(self, frame: Frame, timeout_s: float) -> Frame:
+        """The answer to a request.
+
+        Raises:
+            ProcessEndedError: the process ended.
+            TimeoutError: there is no answer in time.
+        """
+        with self.request(frame) as (_, answer):
+            await asyncio.wait({answer}, timeout=timeout_s)
+            if not answer.done():
+                raise TimeoutError
+            return answer.result()
+
+    def send(self, frame: Frame) -> None:
+        """Send something that needs no answer."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame_of(frame))
+
+    def kill(self) -> None:
+        """Kill it with all that it started, whatever it is doing."""
+        self.is_sound = False
+        kill_group(self._process)
+        if self._writer is not None:
+            self._writer.transport.abort()
+        else:
+            self._channel.close()
+
+    async def wait(self) -> int:
+        """Reap it after `kill`; returns its exit code, negative for a signal."""
+        code = await asyncio.to_thread(self._process.wait)
+        if self._reading is not None:
+            await asyncio.gather(self._reading, return_exceptions=True)
+        return code
+
+    async def end(self, grace_s: float) -> None:
+        """Let it close what it holds for a moment; then kill it."""
+        self.is_sound = False
+        if self._starting is not None:
+            self._starting.cancel()
+        if self._reading is not None and self._writer is not None and not self._writer.is_closing():
+            with contextlib.suppress(OSError):
+                self._writer.write_eof()
+            await asyncio.wait({self._reading}, timeout=grace_s)  # which kills what is left before it reaps
+        self.kill()
+        await self.wait()
+
+    def receive(self, frame: Frame) -> None:
+        """Something that came from it."""
+        answer = self.waiting.get(frame["id"])
+        if answer is not None and not answer.done():
+            answer.set_result(frame)
+
+    def fail(self, reason: str) -> None:
+        """It has ended, and nobody who waits gets an answer any more."""
+        for answer in self.waiting.values():
+            if not answer.done():
+                answer.set_exception(ProcessEndedError(reason))
+
+    async def _start(self, spec: Frame) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._channel)
+        self.send(spec)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                answer = await receive(reader)
+        except TimeoutError:
+            self.kill()
+            raise StartupError(f"importing {self._what} took longer than {START_TIMEOUT_S:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise StartupError(await self._exit_reason()) from None
+        if "error" in answer:
+            self.kill()
+            raise StartupError(answer["error"])
+        self._reading = asyncio.create_task(self._read_for_ever(reader))
+
+    async def _read_for_ever(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                self.receive(await receive(reader))
+        self._end_reason = await self._exit_reason()
+        self.fail(self._end_reason)
+
+    async def _exit_reason(self) -> str:
+        self.kill()  # it is ending already, and its exit code stands; what it started may linger
+        code = await asyncio.to_thread(self._process.wait)
+        return f"the process of {self._what} died ({ending_in_words(code)})"

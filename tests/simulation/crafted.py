@@ -1,0 +1,141 @@
+"""Faults at the one moment where they matter, in a run that suits them: chance hardly does that."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from tests.simulation.schedule import LEASE_S, Fault, Setup
+
+Crafted = tuple[Setup, list[Fault]]
+
+
+def crafted(kind: str, rng: random.Random, setup: Setup) -> Crafted:
+    """What shows best where nothing else happens, and the config that goes with it."""
+    at_s, for_s = round(rng.uniform(2.0, 8.0), 3), round(rng.uniform(0.3, 2.5), 2)
+    return CRAFTED[kind](rng, setup, at_s, for_s)
+
+
+def _outage(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Longer than a lease: everybody's has run out then."""
+    return setup, [Fault(at_s, "restart", "", {"for_s": round(rng.uniform(1.1, 2.0) * LEASE_S, 2)})]
+
+
+def _behind(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """New ids are lower than the places of readers."""
+    clock_s = -round(rng.uniform(15.0, 90.0), 1)
+    how = {"for_s": for_s, "lose": rng.randint(8, 64), "clock_s": clock_s}
+    return setup, [Fault(at_s, "failover", "", how)]
+
+
+def _back(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Nobody has the steps any more that came after the last checkpoint."""
+    setup = replace(setup, checkpoint_every=4, max_staleness=rng.choice((0, 0, 1)))
+    lost = {"for_s": for_s, "lose_commits": rng.randint(1, 3)}
+    back = Fault(round(at_s + rng.uniform(0.0, 0.3), 3), "restart", "", lost)
+    return setup, [Fault(at_s, "kill", "trainer"), back]
+
+
+def _jump(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """When everybody has renewed a lease: until then nobody can know that it is no restart."""
+    setup = replace(setup, steps=4, sample_s=1.25 * LEASE_S, rollouts=2, rewards=2)
+    return setup, [Fault(round(at_s + 6.0, 3), "server_clock", "trainer", {"by_s": rng.randint(10, 3600)})]
+
+
+def _leave(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Before they could finish what they have."""
+    setup = replace(setup, sample_s=1.25 * LEASE_S, steps=3, rollouts=2, rewards=2, reward_slots=2)
+    leavers = rng.sample(("rollout-0", "rollout-1", "reward-0", "reward-1"), 3)
+    return setup, [Fault(round(at_s + 2.0 * i, 3), "term", name) for i, name in enumerate(leavers)]
+
+
+def _ahead(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Of a version that will be there before the sample's step is trained."""
+    return replace(setup, max_staleness=3, steps=6), _strangers(rng, "ahead")
+
+
+def _twin(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Of the same version as the sample."""
+    return replace(setup, group_size=8), _strangers(rng, "twin")
+
+
+def _strangers(rng: random.Random, what: str) -> list[Fault]:
+    moments = [round(rng.uniform(0.5, 6.0), 3) for _ in range(6)]
+    return [Fault(moment, "foreign", "trajectories", {"what": what}) for moment in moments]
+
+
+def _between(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """A step was trained and is not committed; what it was trained on is lost, and no commit."""
+    setup = replace(setup, steps=5, max_staleness=0, checkpoint_every=4, archive=False, evaluation=False)
+    at_s = at_s if setup.sample_s < LEASE_S else 2.0 * at_s
+    moment = rng.choice((["HSET", "committing"], ["append_after", "commits"]))
+    how = {"for_s": for_s, "lose_step": True, "before": moment}
+    return setup, [Fault(at_s, rng.choice(("restart", "failover")), "", how)]
+
+
+def _trim(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """It is decided what goes; another server has lost that, and gives lower ids to others."""
+    setup = replace(setup, steps=6, checkpoint_every=1, keep_checkpoints=1, trim=True, archive=False)
+    how = {"for_s": for_s, "lose_commits": 1, "lose": rng.randint(8, 64), "before": ["trim", "trajectories"]}
+    how |= {"clock_s": -round(rng.uniform(15.0, 90.0), 1), "hold_s": round(rng.uniform(3.0, 6.0), 1)}
+    return replace(setup, max_staleness=rng.choice((1, 3)), sample_s=1.0), [Fault(at_s, "failover", "", how)]
+
+
+def _oldest(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """The newest checkpoint is torn: the one before replays what has come since."""
+    setup = replace(setup, steps=6, checkpoint_every=rng.choice((1, 2)), keep_checkpoints=2, archive=False)
+    torn = {"what": "checkpoint", "share": round(rng.random(), 3)}
+    return replace(setup, trim=True, sample_s=1.0), [Fault(round(at_s + 2.0, 3), "tear", "trainer", torn)]
+
+
+def _reuse(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Ids no longer follow the time: those that are lost are given to the next entries."""
+    back = Fault(0.8, "server_clock", "trainer", {"by_s": -rng.randint(60, 600)})
+    faults = [back, Fault(at_s, "restart", "", {"for_s": for_s, "lose": rng.randint(8, 64)})]
+    if rng.random() < 0.5:
+        how = {"for_s": 6.0, "share": round(rng.uniform(0.1, 0.4), 2), "hang": 0.5}
+        faults.append(Fault(at_s, "unreliable", "", how))
+    setup = replace(setup, steps=4, max_staleness=rng.choice((0, 1)), evaluation=False, sample_s=1.0)
+    return replace(setup, group_size=8, rollouts=3, rewards=1), faults
+
+
+def _end(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """The run is over, but for a server that lacks the last commits."""
+    how = {"for_s": for_s, "lose_commits": rng.choice((1, 1, 2)), "before": ["finish", "commits"]}
+    return replace(setup, steps=3), [Fault(2.0, rng.choice(("restart", "failover")), "", how)]
+
+
+def _late(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Groups of earlier steps are replaced in later ones."""
+    setup = replace(setup, steps=6, batch_order="as_ready", groups_per_step=3, group_size=2, mixed=True)
+    setup = replace(setup, max_staleness=rng.choice((1, 3)), rollouts=2, rewards=2, evaluation=False)
+    setup = replace(setup, sample_s=1.0)
+    freeze = Fault(
+        round(at_s / 2.0, 3), "freeze", rng.choice(("rollout-0", "rollout-1")), {"for_s": 2.0 * for_s}
+    )
+    return setup, [freeze]
+
+
+def _again(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """The trainer dies when it has evaluated a version, and is about to announce the next."""
+    how = {"before": ["XINFO STREAM", "weights"]}
+    faults = [Fault(round(at_s / 2.0 + 2.5 * i, 3), "kill", "trainer", how) for i in range(3)]
+    return replace(setup, evaluation=True, steps=6, sample_s=1.0), faults
+
+
+CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
+    "outage": _outage,
+    "behind": _behind,
+    "back": _back,
+    "jump": _jump,
+    "leave": _leave,
+    "ahead": _ahead,
+    "twin": _twin,
+    "between": _between,
+    "trim": _trim,
+    "oldest": _oldest,
+    "reuse": _reuse,
+    "end": _end,
+    "late": _late,
+    "again": _again,
+}
+"""Kind -> the schedule, of a generator, a config, and a time and a duration that it may use."""
