@@ -93,7 +93,6 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/python -m tidemill.services.console.reference.api_page --check docs/api.md
 	$(BIN)/python -m tidemill.services.console.reference.fits_table --check docs/operations/memory.md
 	$(BIN)/python -m infra.grafana --check
-	$(BIN)/python -m infra.helm --check
 	$(BIN)/python -m infra.docs --check
 	$(BIN)/python -m infra.docs.architecture --check
 

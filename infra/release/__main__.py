@@ -1,19 +1,22 @@
-"""What a release needs: `python -m infra.release check TAG | notes TAG | dist FOLDER`."""
+"""What a release needs: `python -m infra.release check TAG | notes TAG | dist FOLDER | chart FOLDER`."""
 
 import argparse
+import io
 import os
 import re
 import sys
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
+CHART = REPO / "infra" / "helm" / "tidemill"
 NAMED_IN = {
     "CITATION.cff": r"^version: (\S+)$",
     "docker-compose.yml": r"TIDEMILL_TAG:-([^}]+)\}",
-    "infra/kubernetes/kustomization.yaml": r"newTag: (\S+)$",
+    "infra/helm/tidemill/values.yaml": r"^  tag: (\S+)$",
     "infra/helm/tidemill/Chart.yaml": r'^(?:appVersion|version): "?([^"\s]+)"?$',
 }
 """Files that name the version, beside pyproject.toml, and where in them."""
@@ -59,14 +62,29 @@ def build(folder: Path) -> list[str]:
     return [backend.build_sdist(str(folder)), backend.build_wheel(str(folder))]
 
 
+def pack(folder: Path) -> Path:
+    """The Helm chart as an archive that helm installs; the same bytes from the same files."""
+    path = folder / f"tidemill-{project()['version']}.tgz"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz") as archive:
+        for file in sorted(file for file in CHART.rglob("*") if file.is_file()):
+            entry = tarfile.TarInfo(f"tidemill/{file.relative_to(CHART).as_posix()}")
+            content = file.read_bytes()
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return path
+
+
 def main() -> int:
     """Returns the exit code: 1 where the tag does not fit."""
     parser = argparse.ArgumentParser(description="Parts of a release.")
-    parser.add_argument("what", choices=["check", "notes", "dist"])
-    parser.add_argument("argument", help="a tag, such as v0.2.0; with dist, a folder")
+    parser.add_argument("what", choices=["check", "notes", "dist", "chart"])
+    parser.add_argument("argument", help="a tag, such as v0.2.0; with dist and chart, a folder")
     options = parser.parse_args()
     if options.what == "dist":
         print("\n".join(build(Path(options.argument).resolve())))
+    elif options.what == "chart":
+        print(pack(Path(options.argument)))
     elif options.what == "notes":
         text = section(options.argument.removeprefix("v"))
         place = os.environ.get("GITHUB_REPOSITORY")

@@ -36,8 +36,8 @@ sbom: $(TOOLS)/.$(CYCLONEDX).stamp ## list what the lock files install, as Cyclo
 	$(TOOLS)/bin/cyclonedx-py requirements requirements/base.lock --pyproject pyproject.toml --output-reproducible \
 		-o $(OUT)/tidemill-$(VERSION).cdx.json
 
-chart: $(BASE) ## write the Helm chart from the kustomize base, and pack it into build/release/
-	$(BIN)/python -m infra.helm --pack $(OUT)
+chart: $(BASE) ## pack the Helm chart into build/release/
+	$(BIN)/python -m infra.release chart $(OUT)
 
 release-check: $(BASE) ## does everything that names the version name that of RELEASE_TAG?
 	$(BIN)/python -m infra.release check $(RELEASE_TAG)

@@ -2,8 +2,6 @@
 
 from infra.grafana.boards.faults import FAULTS
 from infra.grafana.boards.pipeline import PIPELINE
-from infra.grafana.boards.reward import REWARD
-from infra.grafana.boards.rollout_gpu import ROLLOUT_GPU
 from infra.grafana.boards.run import RUN
 
-BOARDS = (RUN, PIPELINE, REWARD, ROLLOUT_GPU, FAULTS)
+BOARDS = (RUN, PIPELINE, FAULTS)

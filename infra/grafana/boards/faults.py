@@ -1,8 +1,8 @@
 """Faults: what broke, and did it recover?"""
 
+from infra.grafana.boards.stages import FAULTS_HEADING as HEADING
+from infra.grafana.boards.stages import FAULTS_OF_STAGES
 from infra.grafana.panels import Board, Panel, Query, Row, increase, per_s, spread, total
-
-HEADING = "Faults: what broke, and did it recover?"
 
 PROCESSES = Row(
     "Processes",
@@ -202,4 +202,4 @@ RECOVERY = Row(
     ),
 )
 
-FAULTS = Board("faults", "Faults", HEADING, (PROCESSES, DELIVERY, RECOVERY))
+FAULTS = Board("faults", "Faults", HEADING, (PROCESSES, DELIVERY, RECOVERY, FAULTS_OF_STAGES))

@@ -1,5 +1,7 @@
 """Pipeline: where is the bottleneck?"""
 
+from infra.grafana.boards.stages import PIPELINE_HEADING as HEADING
+from infra.grafana.boards.stages import REWARD, ROLLOUT
 from infra.grafana.panels import (
     Board,
     Panel,
@@ -12,8 +14,6 @@ from infra.grafana.panels import (
     spread,
     total,
 )
-
-HEADING = "Pipeline: where is the bottleneck?"
 
 BOTTLENECK = Row(
     "Bottleneck",
@@ -128,22 +128,6 @@ STAGES = Row(
             ),
         ),
         Panel(
-            "Bytes of a version",
-            "bytes",
-            "Size of the last version's files: a full one, or a delta.",
-            "Always full: weights of float32, or too much changes; see the next panel.",
-            HEADING,
-            (Query("tidemill_weights_bytes{$run}", "bytes"),),
-        ),
-        Panel(
-            "Changed weights",
-            "percentunit",
-            "Share of the values that the last step changed, as engines get them; -1: not measured.",
-            "Above weights.max_share_changed versions are full; a smaller rate changes less.",
-            HEADING,
-            (Query("tidemill_weights_share_changed{$run}", "changed"),),
-        ),
-        Panel(
             "Groups of the trainer",
             "short",
             "Groups under way: in generation, waiting for scores, ready.",
@@ -194,28 +178,12 @@ STREAMS = Row(
             (Query("tidemill_stream_oldest_age_seconds{$run}", "{{stream}} {{state}}"),),
         ),
         Panel(
-            "Deliveries",
-            "short",
-            "Entries handed to workers a second.",
-            "0 while entries wait: no worker reads this stream.",
-            "No workers",
-            (Query(per_s("tidemill_deliveries_total", "stream"), "{{stream}}"),),
-        ),
-        Panel(
             "Length",
             "short",
             "Entries kept in each stream.",
             "Growing without end: trimming stands still, or commits and dead letters pile up.",
             "Redis memory",
             (Query("tidemill_stream_length{$run}", "{{stream}}"),),
-        ),
-        Panel(
-            "Consumers",
-            "short",
-            "Consumers that Redis knows in each group.",
-            "Fewer than workers: some have not joined; more: old ones are forgotten with time.",
-            "No workers",
-            (Query("tidemill_stream_consumers{$run}", "{{stream}}"),),
         ),
     ),
 )
@@ -238,14 +206,6 @@ STALENESS = Row(
             "Lower max_staleness if KL or importance weights suffer.",
             "Staleness at its bound",
             (Query('tidemill_step_metric{$run, metric=~"staleness/(mean|max)"}', "{{metric}}"),),
-        ),
-        Panel(
-            "Versions of a trajectory",
-            "short",
-            "Versions that produced one trajectory.",
-            "Above 1 is normal where weights arrive in flight; many: completions are long against steps.",
-            HEADING,
-            spread("tidemill_trained_spans"),
         ),
     ),
 )
@@ -289,4 +249,6 @@ REDIS = Row(
     ),
 )
 
-PIPELINE = Board("pipeline", "Pipeline", HEADING, (BOTTLENECK, STAGES, STREAMS, STALENESS, REDIS))
+PIPELINE = Board(
+    "pipeline", "Pipeline", HEADING, (BOTTLENECK, STAGES, ROLLOUT, REWARD, STREAMS, STALENESS, REDIS)
+)

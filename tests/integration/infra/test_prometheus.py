@@ -37,7 +37,6 @@ EMPTY = {
     r"redis_(up|memory|cpu|connected)": "there is no exporter of the Redis server beside the test",
     r"tidemill_sandbox_|tidemill_job_seconds": "no reward runs code, and nothing is archived",
     r"tidemill_session_|tidemill_environment_|tidemill_agent_": "samples are single turns",
-    r"tidemill_device_turn_": "nothing shares a device",
     r"tidemill_(duplicates_|leases_lost|handed_back)": "no worker loses or gives back what it holds",
     r"tidemill_stray_entries_": "nobody writes into the numbered streams by hand",
     r"tidemill_redis_wait_": "Redis is never away",
@@ -163,29 +162,25 @@ def make_config(folder: Path, judges: tuple[str, ...]) -> RunConfig:
     rewards = {
         "length": {"function": f"{function}:compute_score", "backoff_s": 0.01},
         "judge": {
-            "judge": {
-                "model": "m",
-                "template": "{{ completion }}",
-                "base_urls": judges,
-                "limits": {"concurrency": 4},
-                "hedge": {"after_s": 0.1},
-                "routing": {"health_interval_s": 0.5},
-                "prices": {"prompt": 1.0, "completion": 2.0},
-            },
+            "judge": {"servers": "judge", "template": "{{ completion }}"},
             "backoff_s": 0.01,
         },
-        "model": {
-            "model": {
-                "local_replicas": {"model": str(tiny_classifier(folder / "classifier"))},
-                "routing": {"health_interval_s": 0.5},
-            },
-        },
+        "model": {"model": {"servers": "model"}},
     }
+    judge = {
+        "base_urls": judges,
+        "model": "m",
+        "limits": {"concurrency": 4},
+        "prices": {"prompt": 1.0, "completion": 2.0},
+    }
+    model = {"model": str(tiny_classifier(folder / "classifier")), "local": {}}
     return simulated_config(
         folder,
         data__eval={"held-out": str(folder / "train.jsonl")},
         reward__function=None,
         reward__rewards=rewards,
+        servers__judge=judge,
+        servers__model=model,
         reward__group="rank",
         trainer__steps=100_000,
         trainer__evaluation={"every": 5, "max_prompts": 4},

@@ -1,19 +1,13 @@
-"""The manifests of infra/kubernetes: valid, consistent with each other, and with what the services need.
+"""The objects of the Helm chart: valid, consistent with each other, and with what the services need."""
 
-There is no kustomize here: the files are read as it would read them.
-"""
-
-import json
 import re
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from jsonschema import Draft202012Validator
 
+from tests.support.chart import EVERYTHING, VALUES, objects, rendered, schema_of
 from tidemill.common.config import RunConfig
 from tidemill.common.config.run import StreamsConfig
 from tidemill.common.process import service
@@ -22,96 +16,48 @@ from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.services.console.exporter import __main__ as exporter
 from tidemill.services.console.launch.local_run import GRACE_MARGIN_S
 
-FOLDER = ROOT / "infra" / "kubernetes"
-COMPONENTS = ("keda", "monitoring", "reward-model")
-SCHEMAS = [json.loads(path.read_text()) for path in (ROOT / "tests/data/kubernetes").glob("*.json")]
 PODS = ("Deployment", "StatefulSet", "Job")
 Object = dict[str, Any]
-
-
-def read(path: Path) -> list[Object]:
-    return [tree for tree in yaml.safe_load_all(path.read_text(encoding="utf-8")) if tree]
-
-
-def kustomization(folder: Path) -> Object:
-    (tree,) = read(folder / "kustomization.yaml")
-    return tree
-
-
-def variables_of(generator: Object, folder: Path) -> dict[str, str]:
-    lines = list(generator.get("literals", []))
-    for name in generator.get("envs", []):
-        lines += (folder / name).read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-
-
-FOLDERS = [FOLDER / "base", *(FOLDER / name for name in COMPONENTS)]
-CONFIG_MAPS = {
-    generator["name"]: variables_of(generator, folder)
-    for folder in FOLDERS
-    for generator in kustomization(folder).get("configMapGenerator", [])
-}
-OBJECTS = [
-    (f"{folder.name}/{name}", tree)
-    for folder in FOLDERS
-    for name in kustomization(folder)["resources"]
-    for tree in read(folder / name)
-]
-NAMES = {(tree["kind"], tree["metadata"]["name"]) for _, tree in OBJECTS}
-
-
-def templates() -> Iterator[tuple[str, Object]]:
-    """Each pod template, by the name of what owns it."""
-    for _, tree in OBJECTS:
-        if tree["kind"] in PODS:
-            yield tree["metadata"]["name"], tree["spec"]["template"]
-
-
-TEMPLATES = dict(templates())
+OBJECTS: dict[tuple[str, str], Object] = objects(rendered(EVERYTHING))
+CONFIG_MAPS = {name: tree["data"] for (kind, name), tree in OBJECTS.items() if kind == "ConfigMap"}
+TEMPLATES = {name: tree["spec"]["template"] for (kind, name), tree in OBJECTS.items() if kind in PODS}
 CONTAINERS = {name: template["spec"]["containers"][0] for name, template in TEMPLATES.items()}
 OWN = sorted(set(CONTAINERS) - {"redis"})
 
 
-def schema_of(kind: str) -> Object:
-    (found,) = [schema for schema in SCHEMAS if kind in schema["kinds"]]
-    return {"$defs": found["$defs"], "$ref": found["kinds"][kind]}
+def only(kind: str) -> Object:
+    """The one object of a kind."""
+    (found,) = [tree for (other, _), tree in OBJECTS.items() if other == kind]
+    return found
 
 
-@pytest.mark.parametrize(("where", "tree"), OBJECTS, ids=[f"{w}-{t['kind']}" for w, t in OBJECTS])
-def test_every_object_fits_the_strict_schema_of_its_kind(where: str, tree: Object) -> None:
+@pytest.mark.parametrize("place", [place for place in OBJECTS if place[0] != "ConfigMap"], ids="-".join)
+def test_every_object_fits_the_strict_schema_of_its_kind(place: tuple[str, str]) -> None:
+    metadata = dict(OBJECTS[place]["metadata"])
+    assert metadata.pop("namespace") == "tidemill"  # which the schemas do not have
+    tree = OBJECTS[place] | {"metadata": metadata}
     errors = Draft202012Validator(schema_of(tree["kind"])).iter_errors(tree)
-    assert [f"{where}: {error.json_path}: {error.message}" for error in errors] == []
+    assert [f"{error.json_path}: {error.message}" for error in errors] == []
+
+
+def test_values_of_variables_are_text() -> None:
+    assert all(isinstance(value, str) for data in CONFIG_MAPS.values() for value in data.values())
 
 
 @pytest.mark.parametrize(("kind", "path"), [("Deployment", "replicaz"), ("ScaledObject", "trigger")])
 def test_the_schemas_refuse_what_they_do_not_know(kind: str, path: str) -> None:
-    tree = next(tree for _, tree in OBJECTS if tree["kind"] == kind)
+    tree = next(tree for (other, _), tree in OBJECTS.items() if other == kind)
     wrong = tree | {"spec": tree["spec"] | {path: 1}}
     assert not Draft202012Validator(schema_of(kind)).is_valid(wrong)
 
 
-def test_every_file_is_part_of_a_kustomization_and_none_is_missing() -> None:
-    named = {FOLDER / "kustomization.yaml"}
-    for folder in FOLDERS:
-        tree = kustomization(folder)
-        files = [*tree["resources"], "kustomization.yaml"]
-        files += [
-            env for generator in tree.get("configMapGenerator", []) for env in generator.get("envs", [])
-        ]
-        named |= {folder / name for name in files}
-    assert {path for path in FOLDER.rglob("*") if path.is_file() and path.name != "README.md"} == named
-    whole = kustomization(FOLDER)
-    assert whole["resources"] == ["base"] and set(whole["components"]) <= set(COMPONENTS)
-
-
 def test_images_are_named_with_the_release_of_this_repository() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    named = {image["name"]: image["newTag"] for image in kustomization(FOLDER)["images"]}
-    assert named == {CONTAINERS[name]["image"]: version for name in OWN}
+    assert {CONTAINERS[name]["image"].partition(":")[2] for name in OWN} == {version}
 
 
 def keys_of_secrets() -> dict[str, set[str]]:
-    """What the README has people make."""
+    """What docs/operations/kubernetes.md has people make."""
     users = (ROOT / "infra/redis/users.acl").read_text()
     passwords = {f"{name.upper()}_PASSWORD" for name in re.findall(r"^user (\w+) on", users, re.MULTILINE)}
     return {
@@ -130,12 +76,12 @@ def test_a_pod_refers_only_to_what_is_there(name: str) -> None:
         if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
             assert reference["key"] in secrets[reference["name"]]
     volumes = {volume["name"]: volume for volume in template["spec"].get("volumes", [])}
-    owner = next(t for _, t in OBJECTS if t["kind"] in PODS and t["metadata"]["name"] == name)
+    owner = next(tree for (kind, other), tree in OBJECTS.items() if kind in PODS and other == name)
     claims = {claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", [])}
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes) | claims
     for volume in volumes.values():
         if claim := volume.get("persistentVolumeClaim"):
-            assert ("PersistentVolumeClaim", claim["claimName"]) in NAMES
+            assert ("PersistentVolumeClaim", claim["claimName"]) in OBJECTS
         if secret := volume.get("secret"):
             assert secret["secretName"] in secrets
     known = {v["name"] for v in container.get("env", [])}
@@ -150,7 +96,7 @@ def test_a_pod_refers_only_to_what_is_there(name: str) -> None:
 
 
 def test_selectors_find_their_pods() -> None:
-    for _, tree in OBJECTS:
+    for tree in OBJECTS.values():
         if tree["kind"] in ("Deployment", "StatefulSet"):
             labels = tree["spec"]["template"]["metadata"]["labels"]
             assert tree["spec"]["selector"]["matchLabels"].items() <= labels.items()
@@ -210,7 +156,7 @@ def test_redis_has_the_settings_of_infra_redis() -> None:
 
 
 def test_only_services_of_the_run_reach_redis() -> None:
-    (policy,) = [tree["spec"] for _, tree in OBJECTS if tree["kind"] == "NetworkPolicy"]
+    policy = only("NetworkPolicy")["spec"]
     assert policy["podSelector"]["matchLabels"].items() <= TEMPLATES["redis"]["metadata"]["labels"].items()
     (rule,) = policy["ingress"]
     (expression,) = rule["from"][0]["podSelector"]["matchExpressions"]
@@ -220,28 +166,21 @@ def test_only_services_of_the_run_reach_redis() -> None:
 
 
 class TestScaling:
-    """As kustomize and KEDA would have it."""
+    """As KEDA would have it."""
 
     @pytest.fixture
     def spec(self) -> Object:
-        return next(tree for _, tree in OBJECTS if tree["kind"] == "ScaledObject")["spec"]
+        found: Object = only("ScaledObject")["spec"]
+        return found
 
     def test_the_stream_is_that_of_the_run(self, spec: Object) -> None:
-        (replacement,) = kustomization(FOLDER / "keda")["replacements"]
-        source, (target,) = replacement["source"], replacement["targets"]
-        value = CONFIG_MAPS[source["name"]][source["fieldPath"].removeprefix("data.")]
-        assert target["fieldPaths"] == ["spec.triggers.*.metadata.stream"]
-        run_id = CONFIG_MAPS["tidemill"]["TIDEMILL_RUN_ID"]
+        run_id = VALUES["run"]["id"]
         for trigger in spec["triggers"]:
-            parts = trigger["metadata"]["stream"].split(target["options"]["delimiter"])
-            parts[target["options"]["index"]] = value
-            assert ":".join(parts) == Keys(run_id).trajectories()
+            assert trigger["metadata"]["stream"] == Keys(run_id).trajectories()
             assert trigger["metadata"]["consumerGroup"] == REWARD_GROUP
 
     def test_what_is_scaled_has_no_number_of_its_own(self, spec: Object) -> None:
-        target = spec["scaleTargetRef"]["name"]
-        assert ("Deployment", target) in NAMES
-        (tree,) = [t for _, t in OBJECTS if (t["kind"], t["metadata"]["name"]) == ("Deployment", target)]
+        tree = OBJECTS["Deployment", spec["scaleTargetRef"]["name"]]
         assert "replicas" not in tree["spec"], "every apply would set the number back"
 
     def test_targets_fit_the_slots_of_a_worker(self, spec: Object) -> None:
@@ -251,7 +190,7 @@ class TestScaling:
         assert 0.8 * reward.max_in_flight < int(by_name["held"]["pendingEntriesCount"]) < reward.max_in_flight
 
     def test_keda_asks_as_a_user_that_may(self, spec: Object) -> None:
-        (authentication,) = [tree for _, tree in OBJECTS if tree["kind"] == "TriggerAuthentication"]
+        authentication = only("TriggerAuthentication")
         references = {t["authenticationRef"]["name"] for t in spec["triggers"]}
         assert references == {authentication["metadata"]["name"]}
         (username,) = authentication["spec"]["configMapTargetRef"]
@@ -265,7 +204,6 @@ class TestScaling:
 
 
 def test_prometheus_discovers_through_the_exporter() -> None:
-    (tree,) = [tree for _, tree in OBJECTS if tree["kind"] == "ScrapeConfig"]
-    (discovery,) = tree["spec"]["httpSDConfigs"]
-    assert discovery["url"] == f"http://exporter.{kustomization(FOLDER)['namespace']}:9109/sd"
-    assert ("Service", "exporter") in NAMES
+    (discovery,) = only("ScrapeConfig")["spec"]["httpSDConfigs"]
+    assert discovery["url"] == "http://exporter.tidemill:9109/sd"
+    assert ("Service", "exporter") in OBJECTS

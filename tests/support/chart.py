@@ -1,0 +1,64 @@
+"""The Helm chart as objects, with given values; a reader of the few expressions that its templates have."""
+
+import json
+import re
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.release.__main__ import CHART
+
+SCHEMAS_DIR = Path(__file__).parents[1] / "data/kubernetes"
+SCHEMAS = [json.loads(path.read_text()) for path in SCHEMAS_DIR.glob("*.json")]
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+EVERYTHING = VALUES | {"rewardModel": VALUES["rewardModel"] | {"enabled": True}}
+Objects = dict[tuple[str, str], Any]
+
+
+def value_of(expression: str, values: dict[str, Any]) -> str:
+    """What helm puts in place of one expression."""
+    source, *functions = [part.strip() for part in expression.split("|")]
+    scope = {"Values": values, "Release": {"Namespace": "tidemill"}}
+
+    def lookup(word: str) -> Any:
+        return (
+            word[1:-1]
+            if word[0] == '"'
+            else reduce(lambda tree, name: tree[name], word[1:].split("."), scope)
+        )
+
+    words = source.split()
+    found = "".join(lookup(word) for word in words[1:]) if words[0] == "print" else lookup(words[0])
+    for function in functions:
+        found = {"quote": lambda x: f'"{x}"', "toJson": json.dumps}[function](found)
+    return str(found)
+
+
+def rendered(values: dict[str, Any]) -> str:
+    """All templates, one after the other."""
+    parts = []
+    for path in sorted((CHART / "templates").iterdir()):
+        text = path.read_text()
+        if found := re.search(r"\{\{- if (\S+) \}\}\n(.*)\{\{- end \}\}", text, re.DOTALL):
+            text = found[2] if value_of(found[1], values) == "True" else ""
+        parts.append(re.sub(r"\{\{ (.+?) \}\}", lambda found: value_of(found[1], values), text))
+    return "\n---\n".join(parts)
+
+
+def pruned(tree: Any) -> Any:
+    """Without what is empty: `nodeSelector: {}` says as much as nothing."""
+    if isinstance(tree, dict):
+        return {key: pruned(value) for key, value in tree.items() if value not in (None, {}, [])}
+    return [pruned(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def objects(text: str) -> Objects:
+    return {(t["kind"], t["metadata"]["name"]): pruned(t) for t in yaml.safe_load_all(text) if t}
+
+
+def schema_of(kind: str) -> dict[str, Any]:
+    """The strict schema of a kind of object."""
+    (found,) = [schema for schema in SCHEMAS if kind in schema["kinds"]]
+    return {"$defs": found["$defs"], "$ref": found["kinds"][kind]}
