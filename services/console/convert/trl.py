@@ -93,13 +93,18 @@ def _convert_rewards(draft: Draft, file: str) -> None:
         draft.put("reward.function", _function(names[0], file), "reward_funcs")
     else:
         rewards: dict[str, Any] = {}
+        servers: dict[str, Any] = {}
         for index, name in enumerate(names):
-            is_model = "/" in name and ".py" not in name
-            model = {"model": {"local_replicas": {"model": name}}}
-            reward = model if is_model else {"function": _function(name, file)}
+            key = re.sub(r"\W+", "_", name).strip("_")[-60:]
+            reward: dict[str, Any] = {"function": _function(name, file)}
+            if "/" in name and ".py" not in name:
+                reward = {"model": {"servers": key}}
+                servers[key] = {"model": name, "local": {}}
             weight = {"weight": weights[index]} if weights else {}
-            rewards[re.sub(r"\W+", "_", name).strip("_")[-60:]] = {**reward, **weight}
+            rewards[key] = {**reward, **weight}
         draft.put("reward.rewards", rewards, "reward_funcs", "reward_weights")
+        if servers:
+            draft.put("servers", servers, "reward_funcs")
 
 
 def _function(name: str, file: str) -> str:

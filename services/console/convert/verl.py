@@ -82,7 +82,8 @@ def _convert_reward(draft: Draft) -> None:
     path, name = (draft.take(f"{W}custom_reward_function.{part}") for part in ("path", "name"))
     model, option = draft.take(W + "reward_model.model_path"), W + "custom_reward_function.path"
     if draft.take(W + "reward_model.enable") and model:
-        rewards: dict[str, Any] = {"reward_model": {"model": {"local_replicas": {"model": model}}}}
+        rewards: dict[str, Any] = {"reward_model": {"model": {"servers": "reward_model"}}}
+        draft.put("servers", {"reward_model": {"model": model, "local": {}}}, W + "reward_model.model_path")
         if path:
             rewards["function"] = {"function": f"{path}:{name}"}
         draft.put("reward.rewards", rewards, W + "reward_model.model_path", "docs/judges.md has its options")
