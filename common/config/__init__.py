@@ -5,8 +5,7 @@ from tidemill.common.config.data import CurriculumConfig, DataConfig, SourceConf
 from tidemill.common.config.loading import load_config, override_config, parse_config
 from tidemill.common.config.recorded import Change, changed_fields, load_recorded, parse_recorded
 from tidemill.common.config.reward import NamedRewardConfig, RewardCacheConfig, RewardConfig, RewardLimits
-from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig
-from tidemill.common.config.reward_teacher import TeacherConfig
+from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
 from tidemill.common.config.run import (
     ArchiveConfig,
@@ -16,6 +15,7 @@ from tidemill.common.config.run import (
     StreamsConfig,
     is_path,
 )
+from tidemill.common.config.servers import LocalServersConfig, ServersConfig
 from tidemill.common.config.trainer import EvaluationConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "EvaluationConfig",
     "ExpectConfig",
     "JudgeConfig",
+    "LocalServersConfig",
     "ModelConfig",
     "NamedRewardConfig",
     "OptimizerConfig",
@@ -38,6 +39,7 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "SandboxConfig",
+    "ServersConfig",
     "SourceConfig",
     "StreamsConfig",
     "TeacherConfig",

@@ -133,6 +133,10 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
                 source["path"] = resolve(source["path"])
         if isinstance(data.get("eval"), dict):
             data["eval"] = {name: resolve(value) for name, value in data["eval"].items()}
+    servers = tree.get("servers")
+    for section in servers.values() if isinstance(servers, dict) else ():
+        if isinstance(section, dict) and "local" in section and "model" in section:
+            section["model"] = resolve(section["model"])
     if isinstance(reward, dict):
         named = reward.get("rewards")
         for section in (reward, *(named.values() if isinstance(named, dict) else ())):
@@ -140,7 +144,7 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
                 if isinstance(section, dict) and name in section:
                     section[name] = resolve(section[name])
             if isinstance(section, dict):
-                _resolve_servers(section, resolve, base)
+                _resolve_asking(section, resolve, base)
 
 
 def _matches(base: Path, value: str) -> Iterator[str]:
@@ -148,18 +152,17 @@ def _matches(base: Path, value: str) -> Iterator[str]:
     return glob.iglob(str(base / value), recursive=True) if glob.has_magic(value) else iter(())
 
 
-def _resolve_servers(section: dict[str, Any], resolve: Callable[[Any], Any], base: Path) -> None:
-    """The paths of rewards with servers; a template is read here, for workers elsewhere."""
+def _resolve_asking(section: dict[str, Any], resolve: Callable[[Any], Any], base: Path) -> None:
+    """The paths of rewards that ask servers; a template is read here, for workers elsewhere."""
     for kind in ("judge", "model", "teacher"):
-        servers = section.get(kind)
-        if not isinstance(servers, dict):
+        asking = section.get(kind)
+        if not isinstance(asking, dict):
             continue
-        for inner, name in (("verdict", "function"), ("local_replicas", "model")):
-            if isinstance(servers.get(inner), dict) and name in servers[inner]:
-                servers[inner][name] = resolve(servers[inner][name])
-        if (file := servers.pop("template_file", "")) and not servers.get("template"):
+        if isinstance(verdict := asking.get("verdict"), dict) and "function" in verdict:
+            verdict["function"] = resolve(verdict["function"])
+        if (file := asking.pop("template_file", "")) and not asking.get("template"):
             try:
-                servers["template"] = (base / str(file)).read_text(encoding="utf-8")
+                asking["template"] = (base / str(file)).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"cannot read template_file {base / str(file)}: {error}") from None
 

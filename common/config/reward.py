@@ -4,6 +4,7 @@
 all, complete.
 """
 
+from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, Literal, Self
 
@@ -11,14 +12,12 @@ from pydantic import Field, field_validator, model_validator
 
 from tidemill.common.config.reward_kinds import (
     JudgeConfig,
-    LocalReplicasConfig,
-    RemoteConfig,
     RewardModelConfig,
-    RoutingConfig,
     SandboxConfig,
+    TeacherConfig,
 )
-from tidemill.common.config.reward_teacher import TeacherConfig
 from tidemill.common.config.section import Section
+from tidemill.common.config.servers import LocalServersConfig, ServersConfig
 
 KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
 
@@ -60,7 +59,7 @@ class FunctionConfig(Section):
     tokenizer: str = ""
     """Folder or hub name of what a function is given as `reward_model_tokenizer`."""
     router: str = ""
-    """Name of the judge whose router's address a function is given as `reward_router_address`."""
+    """Name of the servers whose router's address a function is given as `reward_router_address`."""
 
 
 class NamedRewardConfig(RewardLimits, FunctionConfig):
@@ -102,19 +101,10 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     @property
-    def local_replicas(self) -> LocalReplicasConfig | None:
-        """The servers that `tidemill up` starts for it."""
-        return self.remote.local_replicas if self.remote is not None else None
-
-    @property
-    def routing(self) -> RoutingConfig | None:
-        """How its requests find its servers; None where it has none."""
-        return self.remote.routing if self.remote is not None else None
-
-    @property
-    def remote(self) -> RemoteConfig | None:
-        """What it has in common with others that ask servers."""
-        return self.judge or self.model or self.teacher
+    def servers(self) -> str:
+        """Name of the servers that it asks itself; empty where it asks none."""
+        asking = self.judge or self.model or self.teacher
+        return asking.servers if asking is not None else ""
 
     def scores_source(self, data_source: str, source: str = "") -> bool:
         """Whether it scores samples of this data source, and of this source of `data.train`."""
@@ -216,6 +206,10 @@ class RewardConfig(RewardLimits, FunctionConfig):
         counted = [reward for reward in self.rewards.values() if "train" in reward.lanes and reward.weight]
         return bool(counted) and all(reward.teacher for reward in counted)
 
+    def asking(self, servers: str) -> dict[str, NamedRewardConfig]:
+        """The rewards that ask these servers, by name."""
+        return {name: reward for name, reward in self.named.items() if reward.servers == servers}
+
     def teacher_of(self, data_source: str, source: str = "") -> tuple[str, NamedRewardConfig] | None:
         """Name and config of the teacher of a data source in training; None where it has none."""
         found = (item for item in self.teachers.items() if item[1].scores_source(data_source, source))
@@ -288,3 +282,38 @@ def _with_limits(reward: Any, limits: dict[str, Any]) -> Any:
     if "on_failure" in reward or "failure_value" in reward:
         limits = {name: value for name, value in limits.items() if "fail" not in name}
     return {**limits, **reward}
+
+
+def check_servers(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> None:
+    """See that there is what rewards name, and that one server can do what they want of it.
+
+    Raises:
+        ValueError: it is not so.
+    """
+    for name, reward in config.named.items():
+        wanted = reward.servers or reward.router
+        if wanted and wanted not in servers:
+            field = f"{reward.kind}.servers" if reward.servers else "router"
+            raise ValueError(
+                f"reward.rewards.{name}.{field} names {wanted!r}; the section servers has "
+                f"{', '.join(servers) or 'none'}"
+            )
+        if reward.judge is not None and not servers[wanted].model:
+            raise ValueError(f"servers.{wanted} needs the name of its model: the judge {name} asks it")
+    for name, one in servers.items():
+        if one.local is not None and not one.local.command:
+            _check_local(name, one.local, config.asking(name))
+
+
+def _check_local(name: str, local: LocalServersConfig, asking: Mapping[str, NamedRewardConfig]) -> None:
+    kinds = {(reward.kind, reward.model and reward.model.head) for reward in asking.values()}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"servers.{name}.local would have to be different servers for {' and '.join(sorted(asking))}: "
+            "give each a section of its own"
+        )
+    kind = next(iter(kinds))[0] if kinds else "function"
+    if kind in ("judge", "function") and local.engine == "transformers":
+        raise ValueError(f"servers.{name}.local.engine: what a {kind} asks is served by vllm")
+    if kind != "model" and local.engine == "auto" and local.shares_rollout_gpus:
+        raise ValueError(f"servers.{name}.local: shares_rollout_gpus needs engine: transformers")

@@ -1,136 +1,13 @@
-"""What every reward that asks servers has in common: which servers, how much of them, and for how long."""
+"""Kinds of rewards: judges, reward models, and code that is run."""
 
 import math
 import re
-from typing import Any, Literal, Self
-from urllib.parse import urlsplit
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from tidemill.common.config.section import Section
-
-
-class LimitsConfig(Section):
-    """What all reward workers of a run together may ask of one reward's servers; 0 is no limit."""
-
-    concurrency: int = Field(0, ge=0, le=1_000_000)
-    """Requests in flight at once."""
-    requests_per_minute: float = Field(0.0, ge=0.0, le=1e9)
-    """Requests started in a minute."""
-    tokens_per_minute: float = Field(0.0, ge=0.0, le=1e12)
-    """Tokens in a minute, of prompts and answers; estimated before a request and corrected after it."""
-    burst_s: float = Field(2.0, gt=0.0, le=60.0)
-    """What this many seconds allow may be used at once; no minute has more than its limit and one burst."""
-    evaluation_share: float = Field(0.1, ge=0.0, le=0.9)
-    """Share of everything that training leaves to evaluation."""
-    lease_s: float = Field(30.0, ge=0.2, le=3600.0)
-    """A worker that is silent this long gives back the concurrency that it held."""
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is any limit."""
-        return bool(self.concurrency or self.requests_per_minute or self.tokens_per_minute)
-
-
-class RoutingConfig(Section):
-    """How requests are spread over replicas, and when a replica gets none."""
-
-    health_interval_s: float = Field(2.0, ge=0.05, le=3600.0)
-    """Between two looks at each replica's /health, and at which replicas there are."""
-    health_timeout_s: float = Field(5.0, gt=0.0, le=600.0)
-    """A replica that does not answer /health for this long is down."""
-    breaker_failures: int = Field(5, ge=1, le=10_000)
-    """Failures in a row after which a replica gets no requests for a while."""
-    breaker_cooldown_s: float = Field(5.0, ge=0.01, le=3600.0)
-    """How long it gets none; then one request tries it. Doubles up to a minute while that fails."""
-    max_failovers: int = Field(2, ge=0, le=64)
-    """Further replicas that one attempt asks, one after the other, when a replica fails it."""
-    patience_s: float = Field(300.0, ge=0.0, le=86_400.0)
-    """How long a sample waits for any replica to be there; models take minutes to load."""
-    replica_ttl_s: float = Field(10.0, ge=0.5, le=3600.0)
-    """A registered replica that is silent this long is gone; replicas speak at a third of it."""
-
-
-class PricesConfig(Section):
-    """What a reward's servers charge, in a currency of the user's choice."""
-
-    prompt: float = Field(0.0, ge=0.0, le=1e6)
-    """A million tokens of prompts."""
-    completion: float = Field(0.0, ge=0.0, le=1e6)
-    """A million tokens of answers."""
-
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """What so many tokens cost."""
-        return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
-
-
-class HedgeConfig(Section):
-    """A second request for the same sample when the first is slow; the first answer wins."""
-
-    after_s: float | None = Field(None, gt=0.0, le=86_400.0)
-    """Seconds after which the second request is sent."""
-    quantile: float | None = Field(None, ge=0.5, lt=1.0)
-    """Or: when the first takes longer than this share of the last 256 requests did."""
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
-        if (self.after_s is None) == (self.quantile is None):
-            raise ValueError("give after_s or quantile, one of both")
-        return self
-
-
-class LocalReplicasConfig(Section):
-    """Servers that `tidemill up` starts on this machine and keeps alive."""
-
-    count: int = Field(1, ge=1, le=64)
-    """How many."""
-    model: str = Field(min_length=1)
-    """Folder or hub name of the model that they serve."""
-    command: tuple[str, ...] = ()
-    """Another server than vLLM's: its command line, where {host}, {port} and {model} are filled in."""
-    args: tuple[str, ...] = ()
-    """Further arguments of the server, such as [--enforce-eager]. vLLM on a CPU computes in float32 unless a
-    --dtype stands here."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Variables of its environment, such as CUDA_VISIBLE_DEVICES; `{index}` is its number."""
-    start_timeout_s: float = Field(600.0, gt=0.0, le=86_400.0)
-    """A server that is not healthy this long after its start is started again."""
-
-
-def check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """Addresses of servers, without a slash at the end and without credentials."""
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is not an address such as http://host:8000/v1")
-        if parts.username or parts.password:
-            raise ValueError("an address holds no credentials: name the variable that does in api_key_env")
-    if len(set(urls)) < len(urls):
-        raise ValueError("an address is given twice")
-    return tuple(url.rstrip("/") for url in urls)
-
-
-class RemoteConfig(Section):
-    """Base of rewards that ask servers."""
-
-    base_urls: tuple[str, ...] = ()
-    """Addresses of the servers; replicas that register themselves are used besides them."""
-    api_key_env: str = Field("", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$|^$")
-    """Name of the environment variable with the servers' key; empty sends none."""
-    limits: LimitsConfig = LimitsConfig()
-    routing: RoutingConfig = RoutingConfig()
-    hedge: HedgeConfig | None = None
-    """A second request when the first is slow; off by default."""
-    prices: PricesConfig = PricesConfig()
-    """For `tidemill_remote_cost_total`: what the reward has cost so far."""
-    local_replicas: LocalReplicasConfig | None = None
-    """Servers that `tidemill up` starts."""
-
-    @field_validator("base_urls")
-    @classmethod
-    def _urls_are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return check_urls(urls)
-
+from tidemill.common.config.servers import refuse_former_shape
 
 SCORE = "score"
 """Name of the group in a verdict's regular expression, and of what a verdict is called in errors."""
@@ -188,11 +65,26 @@ class VerdictConfig(Section):
         return choices
 
 
-class JudgeConfig(RemoteConfig):
+class AskingConfig(Section):
+    """Base of rewards that ask servers."""
+
+    kind: ClassVar[str]
+
+    servers: str = Field(min_length=1)
+    """Name of its servers in the section `servers`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_servers(cls, tree: Any) -> Any:
+        refuse_former_shape(cls.kind, tree)
+        return tree
+
+
+class JudgeConfig(AskingConfig):
     """A judge behind servers that speak the OpenAI API: hosted ones, or vLLM's of your own."""
 
-    model: str = ""
-    """Name of the model in requests; empty takes that of `local_replicas`."""
+    kind: ClassVar[str] = "judge"
+
     api: Literal["chat", "completions"] = "chat"
     """`chat` sends the template's text as the user's message, `completions` as it is."""
     template: str = ""
@@ -212,35 +104,21 @@ class JudgeConfig(RemoteConfig):
     """Further fields of each request, such as {seed: 0} or vLLM's own."""
     verdict: VerdictConfig = VerdictConfig()
     """From the judge's words to a number."""
-    router_only: bool = False
-    """Score nothing: the servers are there for functions that name this reward as their `router`."""
-
-    @property
-    def model_name(self) -> str:
-        """What requests call the model."""
-        return self.model or (self.local_replicas.model if self.local_replicas else "")
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
-        if not self.template and not self.router_only:
+        if not self.template:
             raise ValueError("a judge needs a template, or a template_file with one")
-        if not self.model_name and not self.router_only:
-            raise ValueError("a judge needs the name of its model, or local_replicas with one")
         if self.system and self.api != "chat":
             raise ValueError("system belongs to api: chat; put it into the template")
         return self
 
 
-class RewardModelConfig(RemoteConfig):
-    """A classifier that scores sequences or tokens, behind vLLM's pooling API or this project's own server.
+class RewardModelConfig(AskingConfig):
+    """A classifier that scores sequences or tokens, behind vLLM's pooling API or this project's server."""
 
-    Local replicas run `python -m tidemill.services.reward.model_server`, or vLLM with `server: vllm`.
-    """
+    kind: ClassVar[str] = "model"
 
-    server: Literal["transformers", "vllm"] = "transformers"
-    """What local replicas run: the reward model server of this project, or vLLM's pooling server."""
-    served_name: str = ""
-    """Name of the model in requests; empty leaves it out, which suits servers with one model."""
     head: Literal["sequence", "token"] = "sequence"
     """One score for the whole sequence (/classify), or one for every token (/pooling)."""
     input: Literal["ids", "chat", "text"] = "chat"
@@ -264,12 +142,6 @@ class RewardModelConfig(RemoteConfig):
     """Lowest and highest value after normalisation."""
     max_tokens: int = Field(0, ge=0, le=1 << 20)
     """Longer inputs lose their beginning; 0 refuses what the model cannot take, and never cuts."""
-    gpus: tuple[int, ...] = ()
-    """GPUs of this machine for local replicas, dealt out in turn; empty takes some that nobody has."""
-    shares_rollout_gpus: bool = False
-    """Local replica i takes turns with rollout worker i on its GPUs: one generates, or the other scores."""
-    turn_s: float = Field(5.0, ge=0.05, le=3600.0)
-    """With `shares_rollout_gpus`: the longest turn while the other one waits, what is running aside."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -284,12 +156,44 @@ class RewardModelConfig(RemoteConfig):
                 f"token_reward: {self.token_reward} needs input: ids, because only then is it known which "
                 "tokens are the completion's; or take last or all_mean"
             )
-        if self.gpus and self.shares_rollout_gpus:
-            raise ValueError("give gpus of its own, or shares_rollout_gpus, not both")
-        if (self.gpus or self.shares_rollout_gpus) and self.local_replicas is None:
-            raise ValueError("gpus and shares_rollout_gpus are about local_replicas, and there are none")
-        if self.shares_rollout_gpus and self.server == "vllm":
-            raise ValueError("shares_rollout_gpus needs server: transformers, which takes turns by itself")
+        return self
+
+
+class TeacherConfig(AskingConfig):
+    """A language model with the policy's tokenizer. It gives the logprob of every token that the policy
+    sampled; `trainer.algorithm.teacher` says what is made of them, and `weight` how much they count.
+
+    Its servers speak OpenAI's completions with `prompt_logprobs`: vLLM, or this project's model server.
+    """
+
+    kind: ClassVar[str] = "teacher"
+
+    prompt_column: str = ""
+    """Column of the row with the prompt that the teacher reads in place of the policy's, text or chat
+    messages: what only the teacher knows (self-distillation, arXiv 2601.19897). Empty: the policy's own
+    prompt."""
+    template: str = ""
+    """Or a Jinja template of it, from the same as a judge's: prompt, messages, ground_truth, extra, ..."""
+    template_file: str = ""
+    """Or a file with that, relative to the config; its text is taken when the config is read."""
+    chat: bool = False
+    """Put the text of `prompt_column` or `template` into the teacher's chat template, as the user's message.
+    Messages always go into it."""
+
+    @property
+    def has_own_prompt(self) -> bool:
+        """Whether it reads another prompt than the policy did."""
+        return bool(self.prompt_column or self.template)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.prompt_column and self.template:
+            raise ValueError("give prompt_column or template, not both: each is the prompt of the teacher")
+        if self.chat and not self.has_own_prompt:
+            raise ValueError(
+                "chat is about the teacher's own prompt, and there is none: the teacher reads the policy's "
+                "token ids. Give prompt_column or template, or leave chat out"
+            )
         return self
 
 
@@ -322,7 +226,7 @@ class SandboxConfig(Section):
     output_kb: int = Field(256, ge=1, le=1 << 16)
     """Longest output of one test, in KiB."""
     isolation: Literal["prefer", "require"] = "require"
-    """`require` runs nothing where the kernel allows no world of its own; `prefer` has only limits there."""
+    """`require` runs nothing where bubblewrap can make no namespaces; `prefer` has only limits there."""
     packages: bool = False
     """Let the code import the packages that are installed beside this project, such as numpy."""
     queue_s: float = Field(300.0, gt=0.0, le=86_400.0)

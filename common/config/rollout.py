@@ -87,7 +87,8 @@ class RolloutConfig(Section):
     computes a step, and the trainer waits in the host's memory while the engine generates. `auto` does where
     `tidemill up` finds one GPU for the trainer and vLLM."""
     gpu_turn_s: float = Field(5.0, ge=0.05, le=3600.0)
-    """With `gpu_turns`: how long an engine keeps the GPU while another process waits for it, in seconds."""
+    """How long who has a GPU in turn with others keeps it while another process waits, in seconds: with
+    `gpu_turns`, and with `shares_rollout_gpus` of servers."""
     workers: int = Field(1, ge=0, le=1024)
     """Rollout processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)

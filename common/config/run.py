@@ -1,15 +1,15 @@
 """One YAML file per run: its sections, and the checks that span them."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
-from tidemill.common.config.reward import RewardConfig
-from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.common.config.reward import RewardConfig, check_servers
 from tidemill.common.config.rollout import RolloutConfig
 from tidemill.common.config.section import Section
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
 
@@ -103,6 +103,9 @@ class ExpectConfig(Section):
     """Final evaluation minus first evaluation is at least this."""
 
 
+ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
 class RunConfig(Section):
     """A whole run. `--set section.field=value` overrides any field."""
 
@@ -114,6 +117,8 @@ class RunConfig(Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    servers: dict[ServersName, ServersConfig] = Field(default_factory=dict, max_length=64)
+    """Models behind HTTP by name: judges, reward models, teachers and functions name them."""
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     streams: StreamsConfig = StreamsConfig()
@@ -137,6 +142,7 @@ class RunConfig(Section):
             self._groups_fit(field, size)
         self._sources_fit()
         self._rewards_fit()
+        check_servers(self.reward, self.servers)
         self._teachers_fit()
         self._algorithm_fits()
         self._placement_fits()
@@ -171,13 +177,10 @@ class RunConfig(Section):
     @property
     def shared_turn_s(self) -> float | None:
         """Longest turn of an engine on GPUs that it has in turn with others; None where there are none."""
-        trainer = [self.rollout.gpu_turn_s] if self.rollout.takes_gpu_turns else []
-        models = [model.turn_s for model in self._models_in_turn()]
-        return min([*trainer, *models], default=None)
+        return self.rollout.gpu_turn_s if self.rollout.takes_gpu_turns or self._shares_gpus() else None
 
-    def _models_in_turn(self) -> list[RewardModelConfig]:
-        models = [reward.model for reward in self.reward.named.values() if reward.model]
-        return [model for model in models if model.shares_rollout_gpus]
+    def _shares_gpus(self) -> bool:
+        return any(one.local and one.local.shares_rollout_gpus for one in self.servers.values())
 
     def _placement_fits(self) -> None:
         rollout = self.rollout
@@ -187,10 +190,8 @@ class RunConfig(Section):
                 f"rollout.gpus names {len(rollout.gpus)} GPUs, but {rollout.workers} workers with "
                 f"{rollout.vllm.tensor_parallel_size} each (rollout.vllm.tensor_parallel_size) need {wanted}"
             )
-        if self._models_in_turn() and rollout.engine == "transformers":
-            raise ValueError(
-                "shares_rollout_gpus needs an engine that can sleep: rollout.engine vllm, on a GPU"
-            )
+        if self._shares_gpus() and rollout.engine == "transformers":
+            raise ValueError("shares_rollout_gpus needs an engine that sleeps: rollout.engine vllm, on a GPU")
 
     def _rewards_fit(self) -> None:
         named = [name for name, reward in self.reward.named.items() if reward.environment]

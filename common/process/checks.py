@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.common.config import RewardConfig, RunConfig
+from tidemill.common.config import RunConfig
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
@@ -47,7 +47,7 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         _run(Program.TRAINER_CHECK, [algorithm.model_dump_json()], what)
 
 
-def check_reward(config: RewardConfig, row: Row | None = None, calls: bool = False) -> RewardFindings:
+def check_reward(config: RunConfig, row: Row | None = None, calls: bool = False) -> RewardFindings:
     """Have a process of the reward service load every reward, as its workers will.
 
     With a row, judges and reward models tell what they would read of it; with `calls` too, every reward that
@@ -60,7 +60,7 @@ def check_reward(config: RewardConfig, row: Row | None = None, calls: bool = Fal
     if row is not None:
         arguments.append(_row_json(row))
         arguments += ["call"] if calls else []
-    named = ", ".join(reward.function or name for name, reward in config.named.items())
+    named = ", ".join(reward.function or name for name, reward in config.reward.named.items())
     lines = _run(Program.REWARD_CHECK, arguments, f"reward {named}").splitlines()
     reads: dict[str, str] = {}
     for line in lines:

@@ -85,12 +85,13 @@ def redis_url() -> str:
 class Broker:
     """Commands on one Redis, repeated until they are answered. Replies are raw (RESP2, bytes)."""
 
+    max_bytes: int | None = None
+    """The run's limit on a message, for workers, trainer and payloads; None where it is not known."""
+
     def __init__(self, redis: Client) -> None:
         self.redis = redis
         self.claims: Claims | None = None
         """Reads the payloads that lie beside the streams, where the run's folder is known."""
-        self.max_bytes: int | None = None
-        """The run's limit on a message, for workers, trainer and payloads; None where it is not known."""
         self.waits_for_claims = True
         """While they cannot be read; a person is shown that instead."""
         self.waited_s = 0.0

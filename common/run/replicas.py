@@ -1,4 +1,4 @@
-"""Which replicas a reward has: each says every few seconds that it is there, and is gone when it does not.
+"""Which replicas servers have: each says every few seconds that it is there, and is gone when it does not.
 
 Times are those of the Redis server, so that machines need not agree on theirs.
 """
@@ -16,14 +16,18 @@ from tidemill.common.wire.keys import Keys
 
 log = structlog.get_logger(__name__)
 
+TTL_S = 10.0
+"""A replica that is silent this long is gone."""
 BEATS_PER_TTL = 3
+LANE_HEADER = "x-tidemill-lane"
+"""Of requests to servers: `eval` asks for the priority of evaluation."""
 
 
 class ReplicaRegistry:
-    """The replicas of one reward of one run."""
+    """The registered replicas of one section of `servers` of one run."""
 
-    def __init__(self, broker: Broker, keys: Keys, reward: str, ttl_s: float) -> None:
-        self._broker, self._key, self._ttl_s = broker, keys.replicas(reward), ttl_s
+    def __init__(self, broker: Broker, keys: Keys, servers: str, ttl_s: float = TTL_S) -> None:
+        self._broker, self._key, self._ttl_s = broker, keys.replicas(servers), ttl_s
 
     async def announce(self, url: str) -> None:
         """Say that the replica at `url` is there; also forgets those that fell silent."""

@@ -135,32 +135,25 @@ SCORING_PROCESSES_KILLED = Counter(
     "tidemill_scoring_processes_killed_total", "Processes of reward functions killed or found dead"
 )
 
-REMOTE_SECONDS = _Latency(
-    "tidemill_remote_seconds", "Time of one answered request to a judge or reward model", ["reward"]
-)
-REMOTE_TOKENS = Counter(
-    "tidemill_remote_tokens_total", "Tokens that judges and reward models charged", ["reward", "kind"]
-)
+REMOTE_SECONDS = _Latency("tidemill_remote_seconds", "Time of one answered request to a server", ["servers"])
+REMOTE_TOKENS = Counter("tidemill_remote_tokens_total", "Tokens that servers charged", ["servers", "kind"])
 REMOTE_COST = Counter(
     "tidemill_remote_cost_total",
-    "What these tokens cost, by the reward's `prices` in the config and in their currency",
-    ["reward"],
+    "What these tokens cost, by the servers' `prices` in the config and in their currency",
+    ["servers"],
 )
 REMOTE_ERRORS = Counter(
-    "tidemill_remote_errors_total", "Requests to judges and reward models that failed", ["reward", "kind"]
+    "tidemill_remote_errors_total", "Requests to servers that failed", ["servers", "kind"]
 )
 REMOTE_FAILOVERS = Counter(
-    "tidemill_remote_failovers_total", "Requests repeated at another replica at once", ["reward"]
-)
-REMOTE_HEDGES = Counter(
-    "tidemill_remote_hedges_total", "Second requests sent because the first was slow", ["reward", "winner"]
+    "tidemill_remote_failovers_total", "Requests repeated at another replica at once", ["servers"]
 )
 LIMITER_WAIT_SECONDS = _Latency(
-    "tidemill_limiter_wait_seconds", "Time that requests waited for the run's limits", ["reward", "lane"]
+    "tidemill_limiter_wait_seconds", "Time that requests waited for the run's limits", ["servers", "lane"]
 )
-REPLICAS = Gauge("tidemill_replicas", "Replicas that this worker knows, by state", ["reward", "state"])
+REPLICAS = Gauge("tidemill_replicas", "Replicas that this worker knows, by state", ["servers", "state"])
 REPLICA_IN_FLIGHT = Gauge(
-    "tidemill_replica_in_flight", "Requests of this worker at one replica", ["reward", "replica"]
+    "tidemill_replica_in_flight", "Requests of this worker at one replica", ["servers", "replica"]
 )
 
 REWARD_MODEL_REQUESTS = Counter(

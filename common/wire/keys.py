@@ -140,17 +140,17 @@ class Keys:
         """Hash: heartbeat of every process of a role, by name. Only the role's Redis user writes it."""
         return self._key(f"workers:{role}")
 
-    def replicas(self, reward: str) -> str:
-        """Sorted set: addresses of the servers that registered for a reward, by when they last spoke."""
-        return self._key(f"replicas:{reward}")
+    def replicas(self, servers: str) -> str:
+        """Sorted set: addresses that registered for a section of `servers`, by when they last spoke."""
+        return self._key(f"replicas:{servers}")
 
-    def limits(self, reward: str) -> str:
-        """Hash: what is left of the rates that a reward's servers allow."""
-        return self._key(f"limits:{reward}")
+    def limits(self, servers: str) -> str:
+        """Hash: what is left of the rates that these servers allow."""
+        return self._key(f"limits:{servers}")
 
-    def requests(self, reward: str) -> str:
-        """Sorted set: requests in flight to a reward's servers, by when their lease ends."""
-        return self._key(f"requests:{reward}")
+    def requests(self, servers: str) -> str:
+        """Sorted set: requests in flight to these servers, by when their lease ends."""
+        return self._key(f"requests:{servers}")
 
     def name_of(self, key: str) -> str:
         """The part of a key after the run's prefix, such as `prompts:eval`."""

@@ -313,7 +313,7 @@ class LetterChoice(LetterFilter):
 _INTO_TEXT = "Name of the sandbox run, a new one. Without it: made from the run's name."
 _REWARD_TEXT = "The reward function, or a built-in one. Without it: the run's own rewards."
 _SECTION_TEXT = "Take the whole reward section of this config."
-_WORKERS_TEXT = "Reward workers to start. Without it: as the run's config says."
+_WORKERS_TEXT = "Reward workers to start. Without it: as the run's config says, and at least one."
 _PACE_TEXT = "Feed them as slowly as they came: a load test. Without it: as fast as they are scored."
 _REDIS_TEXT = "Server for the sandbox, for workers on other machines. Without it: a private one."
 

@@ -124,12 +124,18 @@ class KnownWorker(Worker):
     """
 
     def __init__(self, queue: str, functions: Functions, names: str, **options: Any) -> None:
+        self.is_asked_to_stop = False
         own = {"functions": dict(functions), "queues": frozenset([queue]), "names": names}
         # RQ refuses a name whose former holder was killed, so it is new at every start.
         super().__init__(
             [queue], name=f"{names}{secrets.token_hex(4)}", serializer=JSONSerializer,
             job_class=type("KnownJob", (KnownJob,), own), **options,
         )  # fmt: skip
+
+    def request_stop(self, signum: int, frame: Any) -> None:
+        """What a signal calls."""
+        self.is_asked_to_stop = True
+        super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
     def execute_job(self, job: Job, queue: Queue) -> None:
         """Fork, wait for the job's end, and count it."""
@@ -161,9 +167,10 @@ def work(make: Callable[[], KnownWorker], name: str, is_burst: bool = False) -> 
         worker = make()
         try:
             worker.work(logging_level="WARNING", burst=is_burst)
+            if worker.is_asked_to_stop:
+                return
             # It ends where an id is no text, and would at every start.
-            waiting = [_without_unreadable(queue) for queue in worker.queues]
-            if worker._shutdown_requested_date or (is_burst and not any(waiting)):
+            if not sum(_without_unreadable(queue) for queue in worker.queues) and is_burst:
                 return
             problem = "RQ's worker ended"
         except RedisError as error:
@@ -171,7 +178,7 @@ def work(make: Callable[[], KnownWorker], name: str, is_burst: bool = False) -> 
         print(f"{name}: {problem}; trying again", file=sys.stderr, flush=True)
         with contextlib.suppress(StopRequested):
             time.sleep(PAUSE_S)
-        if worker._shutdown_requested_date:
+        if worker.is_asked_to_stop:
             return
 
 

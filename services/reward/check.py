@@ -1,7 +1,7 @@
-"""`python -m tidemill.services.reward.check '{"function": ..., ...}' [ROW [call]]`: can rewards be loaded?
+"""`python -m tidemill.services.reward.check CONFIG [ROW [call]]`: can the rewards of a run be loaded?
 
-ROW, a row of the dataset as JSON, has told what judges and reward models would read of it; with `call`, those
-that are functions are called once with it.
+CONFIG is the run's config as JSON. ROW, a row of the dataset as JSON, has told what judges and reward models
+would read of it; with `call`, those that are functions are called once with it.
 
 Exits with 0, or with 2 and the reason on stderr. A process of its own, because importing a user's module
 runs whatever stands in it.
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tidemill.common.config import NamedRewardConfig, RewardConfig
+from tidemill.common.config import NamedRewardConfig, RewardConfig, RunConfig, ServersConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import CALLED, READS
 from tidemill.common.process.programs import run_main
@@ -31,21 +31,22 @@ from tidemill.services.reward.sample import ChatMessages, RewardSample
 
 
 def main(argument: str, row: str = "", call: str = "") -> int:
-    """Check every reward of the section given as JSON, and show or call it for the row, if one is given.
+    """Check every reward of the run's config given as JSON, and show or call it for the row, if one is given.
 
     Returns the exit code.
     """
     try:
-        config = RewardConfig.model_validate(json.loads(argument))
+        run = RunConfig.model_validate(json.loads(argument))
+        config = run.reward
         functions = {}
         for name, reward in config.named.items():
-            functions[name] = check_reward(name, reward)
-            _check_names(name, reward, config)
+            functions[name] = check_reward(name, reward, run.servers)
+            _check_tokenizer(name, reward)
         if config.group:
             load_group_function(config.group, config.group_kwargs)
         if row:
             _check_columns(config, functions, json.loads(row))
-            print(READS + json.dumps(readings(config, json.loads(row))))
+            print(READS + json.dumps(readings(run, json.loads(row))))
         if call:
             run_main(_call_functions(config, json.loads(row)))
     except ConfigError as error:
@@ -54,18 +55,8 @@ def main(argument: str, row: str = "", call: str = "") -> int:
     return 0
 
 
-def _check_names(name: str, reward: NamedRewardConfig, config: RewardConfig) -> None:
-    """See that there is what a function's `router` and `tokenizer` name.
-
-    Raises:
-        ConfigError: there is not.
-    """
-    servers = [other for other, one in config.named.items() if one.remote is not None]
-    if reward.router and reward.router not in servers:
-        raise ConfigError(
-            f"reward {name}: router names {reward.router!r}, which is no judge or reward model of "
-            f"reward.rewards; there is {', '.join(servers) or 'none'}. Name one of them, or leave it out."
-        )
+def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:
+    """See that there is the folder of a function's tokenizer. Raises ConfigError: there is not."""
     if reward.tokenizer.startswith(("/", "~", ".")) and not Path(reward.tokenizer).exists():
         raise ConfigError(
             f"reward {name}: the tokenizer {reward.tokenizer} does not exist on this machine; give the "
@@ -133,7 +124,7 @@ COMPLETION = "(the completion)"
 TEMPLATED = "(the prompt in the policy's chat template)"
 
 
-def readings(config: RewardConfig, row: dict[str, Any]) -> dict[str, str]:
+def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
     """By the reward's name, the text of a request about this row; rewards without servers are left out.
 
     Raises:
@@ -155,17 +146,16 @@ def readings(config: RewardConfig, row: dict[str, Any]) -> dict[str, str]:
     )
     asked = {
         name: reward
-        for name, reward in config.named.items()
-        if reward.remote is not None and reward.scores_source(sample.data_source, sample.source)
+        for name, reward in run.reward.named.items()
+        if reward.servers and reward.scores_source(sample.data_source, sample.source)
     }
-    texts = {name: _reading(name, reward, sample) for name, reward in asked.items()}
-    return {name: text for name, text in texts.items() if text}
+    return {
+        name: _reading(name, reward, sample, run.servers[reward.servers]) for name, reward in asked.items()
+    }
 
 
-def _reading(name: str, reward: NamedRewardConfig, sample: RewardSample) -> str:
+def _reading(name: str, reward: NamedRewardConfig, sample: RewardSample, servers: ServersConfig) -> str:
     if reward.judge is not None:
-        if reward.judge.router_only:
-            return ""
         try:
             messages = JudgePrompt(name, reward.judge).messages(sample)
         except AttemptError as error:
@@ -180,7 +170,7 @@ def _reading(name: str, reward: NamedRewardConfig, sample: RewardSample) -> str:
         return "the token ids that the policy read and wrote"
     if reward.model.input == "text":
         return sample.prompt_text + sample.solution_str
-    return _rendered(reward, sample.conversation)
+    return _rendered(servers, sample.conversation)
 
 
 def _taught(name: str, reward: NamedRewardConfig, sample: RewardSample) -> str:
@@ -197,11 +187,11 @@ def _taught(name: str, reward: NamedRewardConfig, sample: RewardSample) -> str:
     return (prompt if isinstance(prompt, str) else _lines(prompt) + "\n") + COMPLETION
 
 
-def _rendered(reward: NamedRewardConfig, messages: ChatMessages) -> str:
+def _rendered(servers: ServersConfig, messages: ChatMessages) -> str:
     """In the reward model's template where that is on this machine, else as messages."""
-    local = reward.local_replicas
-    if local is not None and not local.command and Path(local.model).is_dir():
-        template = ChatTemplate.of(Path(local.model), template_file(reward))
+    local = servers.local
+    if local is not None and not local.command and Path(servers.model).is_dir():
+        template = ChatTemplate.of(Path(servers.model), template_file(local))
         try:
             if template is not None:
                 return template.render(messages, add_generation_prompt=False)

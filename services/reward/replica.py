@@ -1,4 +1,4 @@
-"""`python -m tidemill.services.reward.replica --run RUN_ID --reward NAME -- SERVER ARGUMENTS`: one server.
+"""`python -m tidemill.services.reward.replica --run RUN_ID --servers NAME -- SERVER ARGUMENTS`: one server.
 
 Starts the server as its child, waits until it is healthy, and registers its address for all reward workers of
 the run; takes the address back when it is told to stop or the server ends. Start and stop as many as needed,
@@ -25,8 +25,8 @@ def main() -> int:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--reward", required=True, metavar="NAME", help="name below reward.rewards")
-    parser.add_argument("--model", default="", help="model to serve (default: local_replicas.model)")
+    parser.add_argument("--servers", required=True, metavar="NAME", help="name in the section servers")
+    parser.add_argument("--model", default="", help="model to serve (default: that of the section)")
     parser.add_argument(
         "--host",
         default="127.0.0.1",

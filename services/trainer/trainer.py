@@ -112,6 +112,8 @@ class Trainer:
                 await self._step(self.version)
             await self.publication.finish()
             await self._finish_evaluation()
+            await self.publication.finish()  # for the evaluation, a version may have been written again
+            await self.publication.give_up()
             await self._save()
             await self._finish()
         except StoppedError:

@@ -9,7 +9,7 @@ GROUP_SHARE = 0.12
 """Share of the schedules whose reward is given whole groups."""
 KEPT_SHARE = 0.12
 """Share of those whose stream of commits is trimmed."""
-BESIDE = {"": 88, "full": 6, "add": 6}
+BESIDE = {"": 76, "full": 6, "add": 6, "operate": 4, "second": 4, "resume": 4}
 """Kind of what is added to a schedule's faults -> in how many of 100 schedules it is."""
 
 
@@ -35,4 +35,14 @@ def beside(seed: int) -> list[Fault]:
         role = rng.choice(("rollout", "reward"))
         added = Fault(round(at_s + 0.5, 3), "add", f"{role}-9")
         return [Fault(at_s, "restart", "", {"for_s": for_s}), added]
+    if kind == "operate":
+        # Once there is something to put back.
+        moments = [round(at_s + 1.5 * i, 3) for i in range(3)]
+        return [Fault(at_s, "damage", "publish_sample"), *(Fault(m, "operate") for m in moments)]
+    if kind == "second":
+        return [Fault(at_s, "second")]
+    if kind == "resume":
+        settings = [{"max_staleness": rng.choice((0, 1, 3))}, {"algorithm.filter_zero_variance": True}]
+        changed = {f"trainer.{name}": value for name, value in rng.choice(settings).items()}
+        return [Fault(at_s, "config", "trainer", {"set": changed})]
     return []

@@ -29,15 +29,17 @@ def dead_letters(world: World, schedule: Schedule) -> list[str]:
     found = []
     for record in world.history.records:
         if record.stream == "dead" and (letter := record.message) is not None:
-            is_of_lost_history = letter.error.startswith("staleness") and not kinds.isdisjoint(LOSSES)
+            may_be_old = not kinds.isdisjoint(LOSSES) or len(schedule.bounds) > 1
+            is_of_lost_history = letter.error.startswith("staleness") and may_be_old
             if not is_of_lost_history:
                 found.append(f"dead: {letter.origin} {letter.entry_id}: {letter.error}")
     return found[:1]
 
 
 def dropped_without_need(schedule: Schedule, commits: list[Commit]) -> list[str]:
-    """Groups are replaced for their rewards alone, unless Redis has lost something or strangers write."""
-    if not {fault.kind for fault in schedule.faults}.isdisjoint(LOSSES | POISON):
+    """Groups are replaced for their rewards alone, unless Redis has lost something, strangers write, or the
+    run was resumed with a tighter bound."""
+    if not {fault.kind for fault in schedule.faults}.isdisjoint(LOSSES | POISON) or len(schedule.bounds) > 1:
         return []
     found = [
         f"dropped: ticket {ticket} at step {commit.step}: {reason}"

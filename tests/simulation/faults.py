@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tests.simulation import damage, strangers
+from tests.simulation import damage, operators, strangers
 from tests.simulation.cluster import State, Weather
 from tests.simulation.fleet import Fleet
 from tests.simulation.loop import START_S
@@ -171,6 +171,17 @@ class Injector:
         """Redis has no memory left for a while."""
         self._weather(fault, Weather(is_full=True))
 
+    def operate(self, _: Fault) -> None:
+        """Somebody looks at the run, and puts its dead letters back."""
+        operators.operate(self.world, self.fleet)
+
+    def second(self, _: Fault) -> bool:
+        """Somebody starts a trainer of the same folder beside the one that lives."""
+        if self.fleet.find("trainer") is None:
+            return False
+        operators.start_second_trainer(self.world, self.fleet)
+        return True
+
     def add(self, fault: Fault) -> None:
         """A worker more: it starts now, and stays."""
         self.fleet.add(fault.target, fault.target.partition("-")[0])
@@ -280,6 +291,8 @@ KINDS: dict[str, Callable[[Injector, Fault], Any]] = {
     "unreliable": Injector.unreliable,
     "full": Injector.full,
     "add": Injector.add,
+    "operate": Injector.operate,
+    "second": Injector.second,
     "cut_off": Injector.cut_off,
     "server_clock": Injector.server_clock,
     "host_clock": Injector.host_clock,

@@ -51,9 +51,12 @@ class Judge:
     """Judges one run."""
 
     def __init__(self, watch: Watch, config: RunConfig, schedule: Schedule) -> None:
-        self.watch, self.config, self.schedule = watch, config, schedule
+        self.watch, self.schedule = watch, schedule
+        # What a resumed run may have trained under the wider bound does not say when it did.
+        trainer = config.trainer.model_copy(update={"max_staleness": max(schedule.bounds)})
+        self.config = config.model_copy(update={"trainer": trainer})
         self.world, self.broken = watch.world, watch.broken
-        self.trainer = config.trainer
+        self.trainer = trainer
         self.kinds = {fault.kind for fault in schedule.faults}
         self._claims = ClaimStore(self.world.folder / self.world.run_id)
         self._samples: dict[tuple[str, tuple[int, int]], list[Record]] = {}
@@ -182,10 +185,8 @@ class Judge:
             f.kind == "empty" or (f.kind in LOSSES and (f.how.get("lose") or f.how.get("lose_commits")))
             for f in self.schedule.faults
         )
-        foreign = {f.target for f in self.schedule.faults if f.kind == "foreign"}
-        if "empty" in self.kinds or (num_torn and has_losses) or num_torn >= self.trainer.keep_checkpoints:
-            return True
-        return bool(foreign & {"commits", "weights", "prompts", "prompts:eval"})
+        is_torn = (num_torn and has_losses) or num_torn >= self.trainer.keep_checkpoints
+        return "empty" in self.kinds or bool(is_torn)
 
     def standing(self) -> str:
         """Where the run stands, in words, for a stall."""
@@ -259,7 +260,8 @@ class Judge:
         )
 
     def _tickets(self) -> list[Ticket]:
-        return [record.message for record in self.world.history.of("prompts") if not record.is_foreign]
+        tickets = [record.message for record in self.world.history.of("prompts") if not record.is_foreign]
+        return [ticket for ticket in tickets if ticket.ticket not in self.watch.withdrawn]
 
     def _judge_digests(self, commits: list[Commit]) -> list[str]:
         """The simulated policy's digest follows from the commits alone."""

@@ -155,6 +155,12 @@ PLANTED = (
         "self._journalled(self._kept[-1].version + KEPT_COMMITS)",
     ),
     Mutant(
+        "two trainers work in one folder",
+        "services/trainer/service.py",
+        "            held.enter_context(lock)\n",
+        "            assert lock\n",
+    ),
+    Mutant(
         "messages are taken from those who live",
         TAKEOVER,
         "int(self._lease_s * 1000), self._clock.latest_ms()",

@@ -9,6 +9,7 @@ from tidemill.common.streams.trimming import KEPT_COMMITS
 
 LEASE_S = 4.0
 REISSUE_AFTER_S = 60.0
+BOUND = "trainer.max_staleness"
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,12 @@ class Schedule:
         setup = ", ".join(f"{k}={v!r}" for k, v in asdict(self.setup).items() if v != default[k])
         faults = "".join(f"\n        {fault!r}," for fault in self.faults)
         return f"Schedule(\n    {self.seed},\n    Setup({setup}),\n    ({faults}\n    ),\n)"
+
+    @property
+    def bounds(self) -> list[int]:
+        """Every `max_staleness` that the run has had or will have."""
+        changed = [fault.how["set"].get(BOUND) for fault in self.faults if fault.kind == "config"]
+        return [self.setup.max_staleness, *(bound for bound in changed if bound is not None)]
 
     def without(self, fault: Fault) -> "Schedule":
         return replace(self, faults=tuple(item for item in self.faults if item is not fault))

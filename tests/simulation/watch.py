@@ -43,6 +43,8 @@ class Watch:
     """By lane and key: the entry that came last."""
     copied: set[tuple[str, int]] = field(default_factory=set)
     """Lanes and tickets that a stranger has copied into the stream: they are worked on like any other."""
+    withdrawn: set[int] = field(default_factory=set)
+    """Tickets that a trainer has taken back, and nobody has issued since."""
     num_generated: int = 0
     num_again: int = 0
     """Generations of samples that were generated before."""
@@ -54,7 +56,8 @@ class Watch:
     """By mark of a trim: when it came."""
 
     def __post_init__(self) -> None:
-        shas = {_script(name)[1].encode(): name for name in ("reclaim", "hand_back", "trim")}
+        names = ("reclaim", "hand_back", "move_aside", "trim")
+        shas = {_script(name)[1].encode(): name for name in names}
         self._scripts = shas
 
     # The policy.
@@ -116,6 +119,7 @@ class Watch:
 
     def issued(self, ticket: Any) -> None:
         """A ticket goes out. One of its number that was withdrawn is another one."""
+        self.withdrawn.discard(ticket.ticket)
         for index in range(ticket.group_size):
             self.published.pop(("train", (ticket.ticket, index)), None)
 
@@ -138,7 +142,9 @@ class Watch:
             self._marked_at[fields[3]] = self.world.loop.now
             return None
         name = self._scripts.get(fields[1], "") if fields[0] == b"EVALSHA" else ""
-        if name == "hand_back":
+        if name == "move_aside" and fields[3] == self.world.keys.prompts().encode():
+            self.withdrawn |= {parse_id(entry_id)[0] - 1 for entry_id in fields[7::2]}
+        elif name == "hand_back":
             self._handed_back |= {(fields[3], entry_id) for entry_id in fields[8:]}
         elif name == "trim":
             return lambda replies: self._trimmed(fields, replies)

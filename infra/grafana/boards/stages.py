@@ -144,9 +144,9 @@ REWARD = Row(
             "Time of a request",
             "s",
             "Answered requests to judges and reward models.",
-            "95 % far from the median: hedge slow requests, or add a replica.",
+            "95 % far from the median: add a replica.",
             PIPELINE_HEADING,
-            spread("tidemill_remote_seconds", "reward"),
+            spread("tidemill_remote_seconds", "servers"),
         ),
         Panel(
             "Waiting for limits",
@@ -156,18 +156,18 @@ REWARD = Row(
             "Limiter saturated",
             (
                 Query(
-                    quantile(0.95, "tidemill_limiter_wait_seconds", "reward, lane"),
-                    "{{reward}} {{lane}} 95 %",
+                    quantile(0.95, "tidemill_limiter_wait_seconds", "servers, lane"),
+                    "{{servers}} {{lane}} 95 %",
                 ),
             ),
         ),
         Panel(
             "Cost",
             "short",
-            "What judges cost an hour, in the currency of the reward's prices.",
+            "What judges cost an hour, in the currency of the servers' prices.",
             "Too much: a cache, a smaller judge, or fewer samples.",
             PIPELINE_HEADING,
-            (Query(f"3600 * {per_s('tidemill_remote_cost_total', 'reward')}", "{{reward}} an hour"),),
+            (Query(f"3600 * {per_s('tidemill_remote_cost_total', 'servers')}", "{{servers}} an hour"),),
         ),
     ),
 )
@@ -189,7 +189,7 @@ FAULTS_OF_STAGES = Row(
             "Requests to judges and reward models that failed, by kind.",
             "rate_limited: lower the limit; server or connection: look at the server.",
             "Judge errors",
-            (Query(per_s("tidemill_remote_errors_total", "reward, kind"), "{{reward}} {{kind}}"),),
+            (Query(per_s("tidemill_remote_errors_total", "servers, kind"), "{{servers}} {{kind}}"),),
         ),
         Panel(
             "Killed scoring processes",
@@ -203,9 +203,9 @@ FAULTS_OF_STAGES = Row(
             "Replicas",
             "short",
             "Replicas that the workers know, by state; the largest number any of them sees.",
-            "down or open: that server does not answer, or its breaker keeps it out.",
+            "down or resting: that server does not answer, or fails.",
             "Replicas down",
-            (Query("max by (reward, state) (tidemill_replicas{$run})", "{{reward}} {{state}}"),),
+            (Query("max by (servers, state) (tidemill_replicas{$run})", "{{servers}} {{state}}"),),
         ),
         Panel(
             "Version of each worker",

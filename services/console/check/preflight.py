@@ -148,7 +148,7 @@ def _look_at_model(findings: Findings) -> None:
 
 def _check_rewards(findings: Findings, rows: Rows, calls_reward: bool) -> None:
     row = _first_row(rows)
-    found = check_reward(findings.config.reward, row, calls_reward and row is not None)
+    found = check_reward(findings.config, row, calls_reward and row is not None)
     findings.rewards, findings.reads = found.called, found.reads
 
 
@@ -170,7 +170,7 @@ def _check_gpus(config: RunConfig) -> None:
         raise PreflightError(
             "; ".join(overlaps)
             + ". Give each process GPUs of its own, or leave gpus out: `tidemill up` deals them out. To "
-            "share on purpose: rollout.gpu_turns, rollout.shares_trainer_gpus, or a reward model's "
+            "share on purpose: rollout.gpu_turns, rollout.shares_trainer_gpus, or a reward model's local."
             "shares_rollout_gpus"
         )
     named = {".".join(field): gpus for field, gpus in named_gpus(config).items()}

@@ -17,8 +17,8 @@ def check_teachers(config: RunConfig) -> None:
     """
     own = _vocabulary(config.model.path)
     for name, reward in config.reward.named.items():
-        local = reward.teacher.local_replicas if reward.teacher else None
-        if local is None or not own or not (theirs := _vocabulary(local.model)):
+        served = config.servers[reward.servers] if reward.teacher else None
+        if served is None or served.local is None or not own or not (theirs := _vocabulary(served.model)):
             continue
         # A teacher may know more tokens: the policy never samples those.
         wrong = [(number, token) for token, number in own.items() if theirs.get(token) != number]
@@ -26,7 +26,7 @@ def check_teachers(config: RunConfig) -> None:
             number, token = min(wrong)
             there = f"is {theirs[token]}" if token in theirs else "does not exist"
             raise ConfigError(
-                f"reward.rewards.{name}: the teacher {local.model} has another tokenizer than model.path, "
+                f"reward.rewards.{name}: the teacher {served.model} has another tokenizer than model.path, "
                 f"{config.model.path}: token {token!r} is {number} in the policy's and {there} in the "
                 f"teacher's; {len(wrong):,} of {len(own):,} differ. A teacher scores token ids: take one of "
                 "the policy's family"

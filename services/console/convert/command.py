@@ -51,7 +51,7 @@ def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
     name, options = read_options(file, overrides, project)
     try:
         return convert_options(name, options)
-    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, ZeroDivisionError, AttributeError) as error:
         raise ConfigError(
             f"{file}: an option has a value that cannot be understood ({error}). What other programs would "
             "compute can be given after the file: key=value, or NAME=value for a variable of a script."

@@ -62,6 +62,8 @@ class Draft:
 
     def __post_init__(self) -> None:
         """Names as of today; what is known only when the file runs counts as not given."""
+        for name, value in self.table.always.items():
+            self.put(name, value, note=f"as {self.table.project} does")
         given, self.given = self.given, {}
         for name, value in given.items():
             row = self.table.find(option := self.table.renewed(name))
@@ -133,7 +135,7 @@ class Draft:
 
     def _copy(self, row: Row) -> None:
         option = next((name for name in row.options if self.has(name)), row.options[0])
-        value = self.given.get(option, row.default)
+        value = self.given[option] if self.has(option) else row.default
         if row.combine == "product" or (row.combine and self.has(option)):
             parts = [self.take(name) for name in row.options]
             value = parts if row.combine == "list" else math.prod(parts)

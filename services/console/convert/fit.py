@@ -3,6 +3,7 @@
 import math
 
 from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES
+from tidemill.common.config.losses import SECTIONS_OF_LOSSES
 from tidemill.services.console.convert.draft import Draft
 
 F, IMPORTANCE, EVALUATION = "trainer.algorithm.", "trainer.algorithm.importance.", "trainer.evaluation."
@@ -35,7 +36,9 @@ def fit(draft: Draft) -> None:
     if "model.max_model_len" not in draft.fields:
         total = draft.get("data.max_prompt_tokens") + draft.get("rollout.sampling.max_tokens")
         draft.put("model.max_model_len", total, note="prompt and completion")
-    if draft.get("trainer.group_size") == 1:
+    train = draft.get("data.train")
+    own = [row["group_size"] for row in train if isinstance(row, dict)] if isinstance(train, list) else []
+    if 1 in (draft.get("trainer.group_size"), *own):
         draft.put("reward.min_group_size", 1, note="groups of one")
     _fit_ratio(draft)
     _fit_bounds(draft)
@@ -59,6 +62,9 @@ def _fit_ratio(draft: Draft) -> None:
     if traits.is_idle_at_one and not _moves(draft):
         draft.say("automatic", option, "with one update a step the ratio is 1, and the loss is ppo")
         draft.put(LOSS, "ppo", option)
+    for section, losses in SECTIONS_OF_LOSSES.items():
+        if draft.get(LOSS) not in losses:
+            draft.drop(f"{F}{section}.")
 
 
 def _moves(draft: Draft) -> bool:
@@ -71,9 +77,7 @@ def _fit_bounds(draft: Draft) -> None:
     draft.fields[F + "clip_high"] = high = max(draft.get(F + "clip_high"), 0.0)
     bound = draft.get(DUAL)
     if not LOSSES[draft.get(LOSS)].has_dual_clip or not _moves(draft) or (bound and bound <= 1 + high):
-        why = (
-            "the loss has its own bound" if _moves(draft) else "with one update a step the ratio is always 1"
-        )
+        why = "the loss has its own" if _moves(draft) else "with one update a step the ratio is always 1"
         draft.drop(DUAL, "automatic", why)
     elif bound:
         draft.fields[DUAL] = None if bound > HIGHEST_DUAL_CLIP else float(bound)
@@ -95,9 +99,7 @@ def _fit_advantage(draft: Draft) -> None:
     """Advantages that compare siblings or rewards need some; a penalty has a weight."""
     name, option = draft.get(ADVANTAGE), draft.origins[ADVANTAGE]
     if ADVANTAGES[name].compares_rewards and len(draft.get("reward.rewards", ())) < 2:
-        draft.say(
-            "approximated", option, f"{name} compares rewards one by one: name several in reward.rewards"
-        )
+        draft.say("approximated", option, f"{name} compares rewards: name several in reward.rewards")
         draft.put(ADVANTAGE, "grpo", option)
     if ADVANTAGES[name].compares_siblings and draft.get("trainer.group_size", 2) < 2:
         text = f"{name} compares completions of a group: reinforce_plus_plus compares with the batch"

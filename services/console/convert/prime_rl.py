@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidemill.services.console.convert.draft import Draft
-from tidemill.services.console.convert.fit import EVALUATION, OLD, WARMUP, F
+from tidemill.services.console.convert.fit import EVALUATION, WARMUP, F
 
 O, T = "orchestrator.", "trainer."  # noqa: E741
 PROMPT_TOKENS = 1024
@@ -20,11 +20,6 @@ def convert_prime_rl(draft: Draft, _: str) -> None:
     _convert_lengths(draft)
     _convert_evaluation(draft)
     _convert_machine(draft)
-    draft.put("trainer.batch_order", "as_ready", note="rollouts are trained on as they complete")
-    draft.put(OLD, "rollout", note="the ratio is to the rollout's logprobs")
-    if draft.take(T + "loss.type") != "default":
-        text = "the mask of DPPO stands in its place; a loss of your own is path.py:name"
-        draft.say("lost", T + "loss.type", text)
     warmup, kind = draft.take(T + "scheduler.warmup_steps"), draft.take(T + "scheduler.type")
     warmup = 10 if warmup is None and kind in ("linear", "cosine") else warmup
     if warmup:
@@ -50,14 +45,19 @@ def _convert_sources(draft: Draft) -> None:
     option, sources = O + "train.source", _named(draft, "train") or {"train": {}}
     default = draft.take(O + "group_size")
     sizes = {name: source.get("group_size", default) for name, source in sources.items()}
-    size, rows = max(sizes.values()), [f"{name}.jsonl" for name in sources]
+    size = max(sizes.values())
+    rows: list[Any] = [f"{name}.jsonl" for name in sources]
     if len(set(sizes.values())) > 1 or any(source.get("ratio", 1.0) != 1.0 for source in sources.values()):
-        listed = [{"name": name, "path": f"{name}.jsonl", "group_size": sizes[name]} for name in sources]
-        for entry, source in zip(listed, sources.values(), strict=True):
-            entry |= {"weight": source["ratio"]} if "ratio" in source else {}
-        draft.put("data.train", listed, option, "the rows of each environment: write them there")
-    else:
-        draft.put("data.train", rows, option, "the rows of each environment: write them there")
+        rows = [
+            {
+                "name": name,
+                "path": f"{name}.jsonl",
+                "group_size": sizes[name],
+                "weight": source.get("ratio", 1.0),
+            }
+            for name, source in sources.items()
+        ]
+    draft.put("data.train", rows, option, "the rows of each environment: write them there")
     guess = "math" if all("math" in name for name in sources) else "gsm8k"
     draft.put("reward.function", guess, option, "put the environment's rubric in its place")
     draft.say("lost", option, f"{', '.join(sources)}: {WRITTEN_BY_HAND}")
@@ -66,14 +66,10 @@ def _convert_sources(draft: Draft) -> None:
     curricula = [source["curriculum"] for source in sources.values() if source.get("curriculum")]
     if any((it.get("sampler") or {}).get("type") == "difficulty_pool" for it in curricula):
         draft.put("data.curriculum", {}, option, "difficulty_pool")
-        draft.say(
-            "approximated", option, "pools of prompts by reward are data.curriculum, by how often solved"
-        )
+        draft.say("approximated", option, "pools by reward are data.curriculum, by how often solved")
     if any(it.get("gates") for it in curricula) and min(sizes.values()) > 1:
         draft.put(F + "filter_zero_variance", True, option, "gates")
-        draft.say(
-            "approximated", option, "gates are filter_zero_variance: groups of equal rewards are replaced"
-        )
+        draft.say("approximated", option, "gates are filter_zero_variance: equal rewards are replaced")
 
 
 def _convert_lengths(draft: Draft) -> None:
@@ -84,9 +80,7 @@ def _convert_lengths(draft: Draft) -> None:
     prompt = total - completion if fits else min(PROMPT_TOKENS, total // 2)
     draft.put("model.max_model_len", total, note="the smallest of seq_len and max_model_len")
     draft.put("data.max_prompt_tokens", prompt, note="what the completion leaves")
-    draft.put(
-        "rollout.sampling.max_tokens", completion if fits else total - prompt, note="max_completion_tokens"
-    )
+    draft.put("rollout.sampling.max_tokens", total - prompt, note="max_completion_tokens")
     if not fits:
         text = f"prime-rl cuts whole sequences: here prompts have at most {prompt} tokens"
         draft.say("approximated", "seq_len", text)
@@ -99,12 +93,9 @@ def _convert_evaluation(draft: Draft) -> None:
     option, files = O + "eval.source", {name: f"{name}.jsonl" for name in sources}
     draft.put("data.eval", files, option, "the rows of each: write them there")
     draft.say("lost", option, f"environments ({', '.join(sources)}): their rows as JSONL files")
-    for field, name, choose in (
-        (EVALUATION + "every", "interval", min),
-        (EVALUATION + "samples", "group_size", max),
-    ):
+    for field, name, choose in (("every", "interval", min), ("samples", "group_size", max)):
         own = [source[name] for source in sources.values() if name in source]
-        draft.put(field, choose([draft.get(field), *own]), f"{O}eval.{name}")
+        draft.put(EVALUATION + field, choose([draft.get(EVALUATION + field), *own]), f"{O}eval.{name}")
 
 
 def _convert_machine(draft: Draft) -> None:
@@ -113,10 +104,8 @@ def _convert_machine(draft: Draft) -> None:
     ranks = nodes * per_node if nodes else draft.take("deployment.num_train_gpus")
     gpus = infer_nodes * per_node if infer_nodes else gpus
     draft.put("trainer.num_ranks", ranks, note="deployment")
-    draft.put("rollout.engine", "vllm", note="inference")
     workers = max(gpus // draft.get("rollout.vllm.tensor_parallel_size", 1), 1)
     draft.put("rollout.workers", workers, note="GPUs of the engines / tensor_parallel_size")
-    draft.put("model.dtype", "bfloat16", note="as prime-rl computes")
     draft.put("trainer.gradient_checkpointing", draft.take(T + "model.ac") is not False, T + "model.ac")
     if any(name.startswith(("monitors.wandb.", "wandb.")) for name in draft.given):
         draft.put("trainer.loggers", ["wandb"], note="monitors.wandb")

@@ -72,6 +72,8 @@ class Table(BaseModel):
     project: str
     renamed: dict[str, str] = Field(default_factory=dict)
     """Beginnings of names in older releases -> those of today."""
+    always: dict[str, Any] = Field(default_factory=dict)
+    """Our fields that have one value, whatever is given."""
     defaults: dict[str, Any]
     """Theirs, of options that the converter computes with."""
     rows: tuple[Row, ...]

@@ -29,19 +29,13 @@ def begin_trl(draft: Draft) -> None:
     """Groups and updates of a step: TRL counts its steps in updates."""
     device, processes = draft.take("per_device_train_batch_size"), draft.take("num_processes")
     accumulated, size = draft.take("gradient_accumulation_steps"), draft.take("num_generations")
-    per_generation, total = (
-        draft.take("steps_per_generation") or accumulated,
-        draft.take("generation_batch_size"),
-    )
-    if total:
-        per_generation = max(total // (device * processes), 1)
+    total, per_generation = draft.take("generation_batch_size"), draft.take("steps_per_generation")
+    per_generation = max(total // (device * processes), 1) if total else per_generation or accumulated
     total = total or device * processes * per_generation
-    draft.put(
-        "trainer.groups_per_step", max(total // size, 1), note="generation_batch_size / num_generations"
-    )
+    note = "generation_batch_size / num_generations"
+    draft.put("trainer.groups_per_step", max(total // size, 1), note=note)
     note = "steps_per_generation / gradient_accumulation_steps"
     draft.put("trainer.mini_batches", max(per_generation // accumulated, 1), note=note)
-    draft.put("trainer.max_staleness", 0, note="TRL generates and trains in turns")
     if total % size:
         draft.say("approximated", "num_generations", f"{total} completions are no whole number of groups")
 
@@ -86,8 +80,7 @@ def _rows(draft: Draft, option: str, value: Any, config: str | None, split: str)
         draft.say("approximated", option, f"what follows is not done to its rows: {rest}")
     if _HUB_NAME.fullmatch(name):
         return f"hub:{name}{f'/{config}' if config else ''}@{split}"
-    text = "data are files or sets of the hub here: save it with to_json or to_parquet"
-    draft.say("lost", option, text)
+    draft.say("lost", option, "data are files or sets of the hub here: save it with to_json or to_parquet")
     return ""
 
 
@@ -95,20 +88,23 @@ def _convert_rewards(draft: Draft, file: str) -> None:
     given, weights = draft.take("reward_funcs"), draft.take("reward_weights")
     names = [str(name) for name in ([given] if isinstance(given, str) else given or ())]
     if not names:
-        draft.say(
-            "lost", "reward_funcs", "name the function in reward.function; here it is the default, gsm8k"
-        )
+        draft.say("lost", "reward_funcs", "name one in reward.function; here it is the default, gsm8k")
     elif len(names) == 1 and "/" not in names[0]:
         draft.put("reward.function", _function(names[0], file), "reward_funcs")
     else:
         rewards: dict[str, Any] = {}
+        servers: dict[str, Any] = {}
         for index, name in enumerate(names):
-            is_model = "/" in name and ".py" not in name
-            model = {"model": {"local_replicas": {"model": name}}}
-            reward = model if is_model else {"function": _function(name, file)}
+            key = re.sub(r"\W+", "_", name).strip("_")[-60:]
+            reward: dict[str, Any] = {"function": _function(name, file)}
+            if "/" in name and ".py" not in name:
+                reward = {"model": {"servers": key}}
+                servers[key] = {"model": name, "local": {}}
             weight = {"weight": weights[index]} if weights else {}
-            rewards[re.sub(r"\W+", "_", name).strip("_")[-60:]] = {**reward, **weight}
+            rewards[key] = {**reward, **weight}
         draft.put("reward.rewards", rewards, "reward_funcs", "reward_weights")
+        if servers:
+            draft.put("servers", servers, "reward_funcs")
 
 
 def _function(name: str, file: str) -> str:

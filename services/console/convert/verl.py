@@ -40,11 +40,8 @@ def _convert_batches(draft: Draft, mode: str) -> None:
     mini, groups = draft.take(A + "ppo_mini_batch_size"), draft.take("data.train_batch_size")
     sync, batches = (draft.take(ASYNC + name) for name in ("trigger_parameter_sync_step", "require_batches"))
     sync_v1 = draft.take(V1 + "separate_async.parameter_sync_step")
-    share, spans = (
-        draft.take(ASYNC + "staleness_threshold"),
-        draft.take(V1 + "sampler.max_off_policy_threshold"),
-    )
-    prompts = draft.take("rollout.total_rollout_steps")
+    share, prompts = draft.take(ASYNC + "staleness_threshold"), draft.take("rollout.total_rollout_steps")
+    spans = draft.take(V1 + "sampler.max_off_policy_threshold")
     if mode == "fully_async":
         is_v1 = draft.has(V1 + "trainer_mode")
         updates = (sync_v1 or sync) if is_v1 else sync * batches
@@ -85,7 +82,8 @@ def _convert_reward(draft: Draft) -> None:
     path, name = (draft.take(f"{W}custom_reward_function.{part}") for part in ("path", "name"))
     model, option = draft.take(W + "reward_model.model_path"), W + "custom_reward_function.path"
     if draft.take(W + "reward_model.enable") and model:
-        rewards: dict[str, Any] = {"reward_model": {"model": {"local_replicas": {"model": model}}}}
+        rewards: dict[str, Any] = {"reward_model": {"model": {"servers": "reward_model"}}}
+        draft.put("servers", {"reward_model": {"model": model, "local": {}}}, W + "reward_model.model_path")
         if path:
             rewards["function"] = {"function": f"{path}:{name}"}
         draft.put("reward.rewards", rewards, W + "reward_model.model_path", "docs/judges.md has its options")
@@ -115,16 +113,12 @@ def _convert_algorithm(draft: Draft, mode: str) -> None:
     bypass = draft.take(C + "bypass_mode")
     if draft.take(A + "use_rollout_log_probs") or (mode != "sync" if bypass is None else bypass):
         draft.put(OLD, "rollout", C + "bypass_mode")
-    option = A + "clip_ratio_c"
-    bound, loss = draft.take(option), draft.take(A + "policy_loss.loss_mode")
-    if loss in ("dppo_tv", "dppo_kl"):
-        draft.put(F + "dppo.max_ratio", float(bound or 3.0), option)
-    elif loss == "vanilla":
-        draft.put(DUAL, float(bound or 3.0), option)
+    option, loss = A + "clip_ratio_c", draft.take(A + "policy_loss.loss_mode")
+    bound = float(draft.take(option) or 3.0)
+    if loss in ("vanilla", "dppo_tv", "dppo_kl"):
+        draft.put(DUAL if loss == "vanilla" else F + "dppo.max_ratio", bound, option)
     elif draft.has(option):
-        draft.say(
-            "approximated", option, "verl uses it with vanilla only; gspo's bound is 3 here (dual_clip)"
-        )
+        draft.say("approximated", option, "verl uses it with vanilla only; here gspo has dual_clip 3")
     if draft.take("algorithm.use_kl_in_reward") and draft.get(F + "kl.place") == "loss":
         draft.say("lost", "algorithm.use_kl_in_reward", "the penalty has one place, and is in the loss")
         draft.drop(F + "kl_control.")

@@ -100,13 +100,8 @@ class MetricsReader:
         return GroupReading(stream.value, group, found.lag, found.pending, found.consumers, *ages)
 
     async def _replicas(self, config: RunConfig | None) -> dict[str, list[str]]:
-        rewards = config.reward.named if config else {}
-        found = {}
-        for name, reward in rewards.items():
-            if reward.routing is not None:
-                registry = ReplicaRegistry(self.broker, self.keys, name, reward.routing.replica_ttl_s)
-                found[name] = await registry.urls()
-        return found
+        names = config.servers if config else ()
+        return {name: await ReplicaRegistry(self.broker, self.keys, name).urls() for name in names}
 
 
 def _age_s(entry: Entry[Message] | Garbled | None) -> float:
@@ -180,7 +175,7 @@ def _set_workers(workers: list[Heartbeat]) -> None:
 
 
 def as_json(run_id: str, reading: Reading, own_address: str) -> bytes:
-    """All living processes, the servers that registered for rewards, and the exporter itself.
+    """All living processes, the servers that registered, and the exporter itself.
 
     Labels: the run, the service, and the worker's name, which stays the same over restarts that change the
     port. The exporter has no `worker`: its metrics have that label themselves.
@@ -189,8 +184,8 @@ def as_json(run_id: str, reading: Reading, own_address: str) -> bytes:
     for beat in reading.snapshot.workers:
         if beat.is_alive and beat.metrics_target:
             found.append(_target(beat.metrics_target, run_id, beat.role, worker=beat.name))
-    for reward, urls in reading.replicas.items():
-        found += [_target(urlsplit(url).netloc, run_id, "reward-server", worker=reward) for url in urls]
+    for servers, urls in reading.replicas.items():
+        found += [_target(urlsplit(url).netloc, run_id, "reward-server", worker=servers) for url in urls]
     return json.dumps(found).encode()
 
 

@@ -1,8 +1,8 @@
 """Which GPUs of this machine the processes of `tidemill up` get, where the config names none.
 
-Every rank of the trainer, every engine (`rollout.vllm.tensor_parallel_size` each) and every local server of a
-reward model or teacher gets GPUs of its own, in this order, from those that nobody has named. What is named
-stays. On a machine with one GPU the trainer and vLLM take turns on it (`rollout.gpu_turns`).
+Every rank of the trainer, every engine (`rollout.vllm.tensor_parallel_size` each) and every local server gets
+GPUs of its own, in this order, from those that nobody has named. What is named stays. On a machine
+with one GPU the trainer and vLLM take turns on it (`rollout.gpu_turns`).
 """
 
 import os
@@ -33,10 +33,9 @@ Field = tuple[str, ...]
 def named_gpus(config: RunConfig) -> dict[Field, tuple[int, ...]]:
     """GPUs of each field that can name some."""
     named: dict[Field, tuple[int, ...]] = {TRAINER: config.trainer.gpus, ROLLOUT: config.rollout.gpus}
-    for name, reward in config.reward.rewards.items():
-        for kind, section in (("model", reward.model), ("teacher", reward.teacher)):
-            if section is not None:
-                named["reward", "rewards", name, kind, "gpus"] = section.gpus
+    for name, servers in config.servers.items():
+        if servers.local is not None:
+            named["servers", name, "local", "gpus"] = servers.local.gpus
     return named
 
 
@@ -49,12 +48,11 @@ def wanted_gpus(config: RunConfig) -> dict[Field, int]:
     on_cpu = rollout.engine == "transformers" and rollout.transformers.device.startswith("cpu")
     if rollout.engine != "simulated" and not on_cpu:
         wanted[ROLLOUT] = rollout.workers * rollout.vllm.tensor_parallel_size
-    for name, reward in config.reward.rewards.items():
-        for kind, section in (("model", reward.model), ("teacher", reward.teacher)):
-            local = section.local_replicas if section else None
-            shares = kind == "model" and reward.model is not None and reward.model.shares_rollout_gpus
-            if local is not None and not shares and VISIBLE not in local.env:
-                wanted["reward", "rewards", name, kind, "gpus"] = local.count
+    for name, servers in config.servers.items():
+        local = servers.local
+        # Whether another server's command uses GPUs is not known.
+        if local and not local.shares_rollout_gpus and not local.command and VISIBLE not in local.env:
+            wanted["servers", name, "local", "gpus"] = local.count
     return wanted
 
 
@@ -104,7 +102,7 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
     told = [f"{_told(field[:-1])} {_list(gpus)}" for field, gpus in named_gpus(config).items() if gpus]
     unused = [f"{_list(free)} unused"] if free else []
     turns = [TURNS] if config.rollout.takes_gpu_turns else []
-    return config, [f"GPUs: {', '.join([*told, *unused])}", *turns, *_judges(config)] if told else []
+    return config, [f"GPUs: {', '.join([*told, *unused])}", *turns] if told else []
 
 
 TURNS = "trainer and rollout workers take turns on the trainer's GPUs: one computes, the other sleeps"
@@ -136,15 +134,6 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], 
         "free. Lower trainer.num_ranks, rollout.workers or rollout.vllm.tensor_parallel_size, or set "
         "rollout.shares_trainer_gpus; `tidemill check` says what fits"
     )
-
-
-def _judges(config: RunConfig) -> list[str]:
-    """Their servers have a command line of their own, so nothing is given to them."""
-    return [
-        f"reward {name}: the judge's servers see all GPUs; give them {VISIBLE} in judge.local_replicas.env"
-        for name, reward in config.reward.rewards.items()
-        if reward.judge and reward.judge.local_replicas and VISIBLE not in reward.judge.local_replicas.env
-    ]
 
 
 def _shared(config: RunConfig) -> RunConfig:

@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.common.config import RunConfig
-from tidemill.common.config.reward_kinds import RewardModelConfig
-from tidemill.common.config.reward_teacher import TeacherConfig
+from tidemill.common.config import LocalServersConfig, RunConfig
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.redis.broker import WAIT_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
@@ -36,19 +34,15 @@ def rollout_gpus(config: RunConfig, index: int) -> dict[str, str]:
     return _visible(config.rollout.gpus[index * size : (index + 1) * size])
 
 
-def replica_gpus(
-    config: RunConfig, model: RewardModelConfig | TeacherConfig | None, index: int
-) -> dict[str, str]:
-    """The environment of a local replica: its own GPUs, or those of the rollout worker it shares with."""
-    if model is None:
-        return {}
-    if isinstance(model, RewardModelConfig) and model.shares_rollout_gpus:
+def replica_gpus(config: RunConfig, local: LocalServersConfig, index: int) -> dict[str, str]:
+    """The environment of a local server: its own GPUs, or those of the rollout worker it shares with."""
+    if local.shares_rollout_gpus:
         return rollout_gpus(config, index % max(1, config.rollout.workers))
-    if not model.gpus or model.local_replicas is None:
+    if not local.gpus:
         return {}
-    size = max(1, len(model.gpus) // model.local_replicas.count)
-    first = index * size % len(model.gpus)
-    return _visible(model.gpus[first : first + size])
+    size = max(1, len(local.gpus) // local.count)
+    first = index * size % len(local.gpus)
+    return _visible(local.gpus[first : first + size])
 
 
 def _visible(gpus: Sequence[int]) -> dict[str, str]:
@@ -87,9 +81,9 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
     specs += [_sandbox_spec(config, index) for index in range(_num_sandboxes(config))]
     if config.streams.archive.enabled:
         specs.append(_jobs_spec(config))
-    for name, reward in config.reward.named.items():
-        if reward.local_replicas is not None:
-            specs += [_replica_spec(config, name, index) for index in range(reward.local_replicas.count)]
+    for name, servers in config.servers.items():
+        if local := servers.local:
+            specs += [_replica_spec(config, name, local, index) for index in range(local.count)]
     return specs
 
 
@@ -138,13 +132,12 @@ def _jobs_spec(config: RunConfig) -> ServiceSpec:
     return ServiceSpec("jobs", "jobs", tuple(command), {"OMP_NUM_THREADS": "1"}, is_optional=True)
 
 
-def _replica_spec(config: RunConfig, reward: str, index: int) -> ServiceSpec:
-    """A server of a judge, reward model or teacher, in the care of a process that knows the run."""
-    name = f"replica-{reward}-{index}"
+def _replica_spec(config: RunConfig, servers: str, local: LocalServersConfig, index: int) -> ServiceSpec:
+    """A server of judges, reward models or teachers, in the care of a process that knows the run."""
+    name = f"replica-{servers}-{index}"
     command = run_own(Program.REPLICA, "--run", config.run_id, "--name", name)
-    named = config.reward.named[reward]
-    env = replica_gpus(config, named.model or named.teacher, index)
-    return ServiceSpec(name, "replica", (*command, "--reward", reward, "--index", str(index)), env)
+    env = replica_gpus(config, local, index)
+    return ServiceSpec(name, "replica", (*command, "--servers", servers, "--index", str(index)), env)
 
 
 def service_environment(redis_url: str, runs: Path) -> dict[str, str]:

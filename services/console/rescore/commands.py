@@ -74,8 +74,8 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
             )
             with shown(console) as progress:
                 flow = await emission.run(progress)
-            # Workers speak every two seconds: what judges charged is known with their last word.
-            beats = await sandbox.last_words()
+            # Heartbeats come every two seconds; what judges charged is complete in the last ones.
+            beats = await sandbox.final_heartbeats()
         before: dict[TrajectoryKey, Score] = {}
         async for score in source.history.messages(StreamName.SCORES.of(lane), Score, selection):
             before.setdefault(score.key, score)

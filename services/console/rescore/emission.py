@@ -163,7 +163,7 @@ class Emission:
         self.flow.last_scored_at = max(self.flow.last_scored_at, score.scored_at)
 
     async def _trim(self) -> None:
-        """Let go of what is scored, up to the oldest trajectory that is not."""
+        """Trim what is scored, up to the oldest trajectory that is not."""
         self._trimmed_at = self.flow.scored
         oldest = next((entry_id for entry_id, _ in self._waiting.values()), "")
         if oldest:

@@ -50,8 +50,8 @@ def sandbox_config(options: RescoreOptions, source: RunAccess, run_id: str) -> R
         kept = {name: getattr(reward, name) for name in ("timeout_s", "max_attempts", "backoff_s")}
         kept |= {name: getattr(reward, name) for name in ("max_in_flight", "processes", "workers")}
         reward = type(reward).model_validate({"function": path, **kept})
-    if options.workers is not None:
-        reward = reward.model_copy(update={"workers": options.workers})
+    # A run whose reward workers are started apart has none in its config; a sandbox needs one of its own.
+    reward = reward.model_copy(update={"workers": options.workers or max(1, reward.workers)})
     config = config.model_copy(update={"run_id": run_id, "reward": reward})
     return override_config(config, options.overrides)
 

@@ -80,8 +80,8 @@ class SandboxRun:
                 return
             await asyncio.sleep(POLL_S)
 
-    async def last_words(self) -> list[Heartbeat]:
-        """What the workers say of themselves once everything is scored."""
+    async def final_heartbeats(self) -> list[Heartbeat]:
+        """The workers' heartbeats once everything is scored."""
         asked_at, deadline = await self.broker.server_time_s(), time.monotonic() + GONE_AFTER_S
         while True:
             beats = await read_heartbeats(self.broker, self.keys)

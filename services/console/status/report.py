@@ -110,7 +110,8 @@ def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -
     said: list[tuple[tuple[str, str], str]] = []
     if verdict := tree.get("bottleneck"):
         is_known = tree.get("steps", 0) >= FEW_STEPS
-        text = str(verdict["text"]) if is_known else f"too short to tell: fewer than {FEW_STEPS} steps"
+        found = f"{verdict['text']}. {verdict.get('advice', '')}"
+        text = found if is_known else f"too short to tell: fewer than {FEW_STEPS} steps"
         said.append((("slowest", "magenta"), text))
     said += [(("warning", "yellow"), line) for line in spell_lines(tree.get("warnings") or [])]
     said += [(("failed", "bold red"), str(problem)) for problem in tree.get("failures") or []]

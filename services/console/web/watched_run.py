@@ -1,7 +1,7 @@
 """One run that somebody looks at: its history, its index and its latest snapshot, kept in step.
 
 Guarantees: looking changes nothing in the run; where its Redis goes away, what is known stays, and what is
-left of its streams goes on being read. Data that only a Redis of our own can serve is let go of when nobody
+left of its streams goes on being read. Data that only a Redis of our own can serve is released when nobody
 has looked for `UNWATCHED_S`, so that the run can be resumed.
 """
 
@@ -48,7 +48,7 @@ class WatchedRun:
         self.problem = ""
         """Why there is no news, in words; empty while all is well."""
         self.has_looked = asyncio.Event()
-        """Set when a look has ended, whatever came of it; cleared when the history was let go of."""
+        """Set when a look has ended, whatever came of it; cleared when the history was released."""
         self.opened_at = 0.0
         """When it was begun to be read, on the clock of `time.monotonic`."""
         self._is_wanted = asyncio.Event()

@@ -24,8 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpu_sharing import GpuGate, GpuSharingError
 from tidemill.common.process.http_server import is_this_machine
-from tidemill.common.run.replicas import MODEL_TOKEN_VARIABLE, is_shown
+from tidemill.common.run.replicas import LANE_HEADER, MODEL_TOKEN_VARIABLE, is_shown
 from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.model_server.batcher import Batcher, BusyError, ComputeError
 from tidemill.services.reward.model_server.language_model import (
     LogprobsRequest,
@@ -47,6 +48,7 @@ from tidemill.services.reward.model_server.scoring_model import ScoringModel
 log = structlog.get_logger(__name__)
 
 SHORT_RETRY_S = 1
+URGENT = -1
 DOES = {
     "sequence": "scores sequences; ask /classify for them",
     "token": "scores tokens; ask /pooling for them",
@@ -173,7 +175,7 @@ class ScoringApp:
         self._check_name(request.model)
         rows = self.inputs.checked(request.rows)
         async with self._device():
-            found = await self.batcher.score(rows, request.priority)
+            found = await self.batcher.score(rows, _priority(http, request.priority))
         return JSONResponse(completion(self.name, rows, [logprobs.tolist() for logprobs in found]))
 
     async def _tokenized(self, http: Request) -> Response:
@@ -188,7 +190,7 @@ class ScoringApp:
         self._note_unknown(request)
         rows = await self._rows(request)
         async with self._device():
-            scores = await self.batcher.score(rows, request.priority)
+            scores = await self.batcher.score(rows, _priority(http, request.priority))
         if request.use_activation is not False:
             scores = [activate(score, self.model.config) for score in scores]
         num_tokens = sum(map(len, rows))
@@ -241,6 +243,11 @@ async def _body(http: Request) -> bytes:
         if len(content) > MAX_BODY_BYTES:
             raise InputError(f"the request has more than {MAX_BODY_BYTES:,} bytes: send it in parts")
     return bytes(content)
+
+
+def _priority(http: Request, priority: int) -> int:
+    """The priority of the body; a request of evaluation goes first."""
+    return URGENT if http.headers.get(LANE_HEADER) == Lane.EVAL.value else priority
 
 
 def _refusal(status: int, message: str, retry_after_s: float | None = None) -> Response:

@@ -51,7 +51,7 @@ class RemoteFault(AttemptError):
         )
         self.fault = fault
         self.replica_url = ""
-        """Whose fault it was; the router says so."""
+        """Whose fault it was."""
 
     @property
     def is_replicas(self) -> bool:
@@ -74,12 +74,12 @@ def connection_fault(origin: str, error: BaseException) -> RemoteFault:
     return RemoteFault(FaultKind.CONNECTION, f"no answer from {origin}: {str(error) or type(error).__name__}")
 
 
-def check_key(name: str, variable: str, field: str) -> None:
+def check_key(name: str, variable: str) -> None:
     """See that the environment has the key that the config names. Raises ConfigError: it does not."""
     if variable and not os.environ.get(variable):
         raise ConfigError(
-            f"reward {name}: the environment variable {variable} ({field}) is not set; every machine with "
-            "reward workers needs it"
+            f"servers.{name}: the environment variable {variable} (api_key_env) is not set; every machine "
+            "with reward workers needs it"
         )
 
 

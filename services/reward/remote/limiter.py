@@ -1,4 +1,4 @@
-"""Limits on what all reward workers of a run together ask of one reward's servers.
+"""Limits on what all reward workers of a run together ask of the servers of one section.
 
 Redis decides, in one script with the server's clock: places for requests in flight, held under leases so that
 a worker that dies gives them back, and token buckets for requests and tokens per minute. Tokens are drawn by
@@ -18,13 +18,17 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from tidemill.common.config.reward_kinds import LimitsConfig
+from tidemill.common.config.servers import LimitsConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane
 
 MAX_BATCH = 128
+LEASE_S = 30.0
+"""A worker that is silent this long gives back the concurrency that it held."""
+BURST_S = 2.0
+"""What this many seconds allow may be used at once; no minute has more than its limit and one burst."""
 LONGEST_PAUSE_S = 0.25
 """Between two looks while something waits: another worker may have freed what it needs."""
 SHORTEST_PAUSE_S = 0.02
@@ -49,12 +53,21 @@ class _Waiter:
 
 
 class Limiter:
-    """The limits of one reward. Its loop starts with the first request; `close` ends it."""
+    """The limits of one section of `servers`. Its loop starts with the first request; `close` ends it."""
 
-    def __init__(self, broker: Broker, keys: Keys, reward: str, config: LimitsConfig) -> None:
-        self.reward, self.config = reward, config
-        self._broker = broker
-        self._keys = [keys.limits(reward), keys.requests(reward)]
+    def __init__(
+        self,
+        broker: Broker,
+        keys: Keys,
+        servers: str,
+        config: LimitsConfig,
+        lease_s: float = LEASE_S,
+        burst_s: float = BURST_S,
+    ) -> None:
+        self.servers, self.config = servers, config
+        self._broker, self._lease_s, self._lease_ms = broker, lease_s, int(lease_s * 1000)
+        self._burst_ms = int(burst_s * 1000)
+        self._keys = [keys.limits(servers), keys.requests(servers)]
         self._prefix, self._number = secrets.token_hex(6), 0
         self._waiting: dict[Lane, deque[_Waiter]] = {Lane.EVAL: deque(), Lane.TRAIN: deque()}
         self._held: set[str] = set()
@@ -72,16 +85,11 @@ class Limiter:
             return
         started = time.monotonic()
         await self._admission(lane, permit)
-        metrics.LIMITER_WAIT_SECONDS.labels(self.reward, lane).observe(time.monotonic() - started)
+        metrics.LIMITER_WAIT_SECONDS.labels(self.servers, lane).observe(time.monotonic() - started)
         try:
             yield permit
         finally:
             self._settle(permit)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether requests wait: no time for one that is not needed."""
-        return any(self._waiting.values())
 
     async def close(self) -> None:
         """Give back what is held, so that nobody has to wait for leases to run out."""
@@ -114,12 +122,12 @@ class Limiter:
     def _wake(self) -> None:
         self._work.set()
         if self._loop is None:
-            self._loop = asyncio.create_task(self._run(), name=f"limits of {self.reward}")
+            self._loop = asyncio.create_task(self._run(), name=f"limits of {self.servers}")
             self._loop.add_done_callback(self._pass_on_failure)
 
     async def _run(self) -> None:
         """Settle, admit and renew, whenever there is something to do."""
-        renew_s = self.config.lease_s / RENEWALS_PER_LEASE
+        renew_s = self._lease_s / RENEWALS_PER_LEASE
         renewed = time.monotonic()
         while True:
             self._work.clear()
@@ -146,11 +154,11 @@ class Limiter:
         config = self.config
         arguments: list[object] = [
             lane.value,
-            int(config.lease_s * 1000),
+            self._lease_ms,
             config.concurrency,
             config.requests_per_minute,
             config.tokens_per_minute,
-            int(config.burst_s * 1000),
+            self._burst_ms,
             config.evaluation_share,
         ]
         for waiter in batch:
@@ -181,7 +189,7 @@ class Limiter:
     async def _renew(self) -> None:
         held = sorted(self._held)
         for start in range(0, len(held), MAX_BATCH):
-            arguments = [int(self.config.lease_s * 1000), *held[start : start + MAX_BATCH]]
+            arguments = [self._lease_ms, *held[start : start + MAX_BATCH]]
             await self._broker.script("limit_renew", self._keys[1:], arguments)
 
     def _pass_on_failure(self, loop: "asyncio.Task[None]") -> None:

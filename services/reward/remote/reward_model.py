@@ -7,40 +7,36 @@ false`); what is done to them stands in the config, and depends on nothing but t
 import math
 from typing import Any
 
-import httpx
-
-from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.config.reward_kinds import RewardModelConfig
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
-from tidemill.services.reward.remote.calls import RemoteCalls, post
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.remote.faults import (
-    CHARS_PER_TOKEN,
-    FaultKind,
-    RemoteFault,
-    check_key,
-)
-from tidemill.services.reward.remote.limiter import Permit
-from tidemill.services.reward.remote.router import Replica
+from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind, check_key
+from tidemill.services.reward.remote.servers import Servers
+from tidemill.services.reward.remote.serving import check_local
 from tidemill.services.reward.sample import RewardSample
 
-URGENT, NORMAL = -1, 0
 MAX_KEPT_TOKENS = 100_000
 
 
 class ModelReward:
-    """Scores samples by a reward model behind a router."""
+    """Scores samples by a reward model."""
 
     slots: int | None = None
 
-    def __init__(self, config: RewardModelConfig, calls: RemoteCalls, http: httpx.AsyncClient) -> None:
-        self._config, self._calls, self._http = config, calls, http
+    def __init__(self, config: RewardModelConfig, servers: Servers, timeout_s: float) -> None:
+        self._config, self._servers, self._timeout_s = config, servers, timeout_s
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         """Ask the model once. Raises AttemptError: no replica gave a score, or there is nothing to score."""
         body = make_body(sample, self._config)
-        scores = await self._calls.ask(
-            lambda replica, permit: self._send(replica, permit, body), sample.lane, _estimate(body)
+        scores = await self._servers.ask_json(
+            "/pooling" if self._config.head == "token" else "/classify",
+            body,
+            lambda answer: read_scores(answer, self._config),
+            lane=sample.lane,
+            tokens=_estimate(body),
+            timeout_s=self._timeout_s,
         )
         raw = reduce_scores(scores, sample, self._config)
         if not math.isfinite(raw):
@@ -51,43 +47,25 @@ class ModelReward:
         return RewardOutcome(normalise(raw, self._config), {"raw": raw}, detail)
 
     async def close(self) -> None:
-        """Stop watching replicas."""
-        await self._calls.close()
-
-    async def _send(self, replica: Replica, permit: Permit, body: dict[str, Any]) -> list[Any]:
-        path = "/pooling" if self._config.head == "token" else "/classify"
-        answer = await post(self._http, replica, replica.origin + path, body, self._config.api_key_env)
-        try:
-            found = answer.json()
-            (item,) = found["data"]
-            scores = item["data"] if self._config.head == "token" else item["probs"]
-            num_tokens = int(found["usage"]["prompt_tokens"])
-            _check(scores, self._config)
-        except (ValueError, TypeError, LookupError) as error:
-            shown = answer.text[:200]
-            raise RemoteFault(
-                FaultKind.GARBAGE, f"{replica.origin} answered what is no score ({error}): {shown}"
-            ) from error
-        permit.used_tokens = num_tokens
-        self._calls.count_tokens(num_tokens, 0)
-        return list(scores)
+        """Holds nothing: whoever made the servers closes them."""
 
 
 def make_model_reward(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> ModelReward:
     """The reward of the model called `name`.
 
     Raises:
-        ConfigError: no server of it is known, or its key is not there.
+        ConfigError: its key is not there.
     """
     assert config.model is not None
-    check_model_reward(name, config.model)
-    calls = dependencies.make_calls(name, config.model, config.timeout_s)
-    return ModelReward(config.model, calls, dependencies.http)
+    servers = dependencies.servers(config.servers)
+    check_key(config.servers, servers.config.api_key_env)
+    return ModelReward(config.model, servers, config.timeout_s)
 
 
-def check_model_reward(name: str, config: RewardModelConfig) -> None:
+def check_model_reward(name: str, config: NamedRewardConfig, servers: ServersConfig) -> None:
     """Find what is wrong with a reward model without asking it; raises ConfigError."""
-    check_key(name, config.api_key_env, "model.api_key_env")
+    check_key(config.servers, servers.api_key_env)
+    check_local(name, config, servers)
 
 
 def make_body(sample: RewardSample, config: RewardModelConfig) -> dict[str, Any]:
@@ -99,14 +77,10 @@ def make_body(sample: RewardSample, config: RewardModelConfig) -> dict[str, Any]
         body["input"] = sample.prompt_text + sample.solution_str
     else:
         body["messages"] = sample.conversation
-    if config.served_name:
-        body["model"] = config.served_name
     if config.head == "token":
         body["task"] = "token_classify"
     if config.max_tokens:
         body |= {"truncate_prompt_tokens": config.max_tokens, "truncation_side": "left"}
-    if config.server == "transformers":  # vLLM knows priorities only when started so
-        body["priority"] = URGENT if sample.is_evaluation else NORMAL
     return body
 
 
@@ -148,8 +122,14 @@ def normalise(raw: float, config: RewardModelConfig) -> float:
     return value
 
 
-def _check(scores: Any, config: RewardModelConfig) -> None:
-    """Numbers where numbers have to be, and as many labels as the config counts on."""
+def read_scores(answer: dict[str, Any], config: RewardModelConfig) -> list[Any]:
+    """The scores of the one input: of its labels, or of its tokens and labels.
+
+    Raises:
+        ValueError: there are none, or fewer labels than the config counts on.
+    """
+    (item,) = answer["data"]
+    scores = item["data" if config.head == "token" else "probs"]
     if not isinstance(scores, list) or not scores:
         raise ValueError("it holds no scores")
     for row in scores if config.head == "token" else [scores]:
@@ -157,6 +137,7 @@ def _check(scores: Any, config: RewardModelConfig) -> None:
         if len(labels) <= config.label:
             raise ValueError(f"it has {len(labels)} labels, and label {config.label} is wanted")
         float(labels[config.label])
+    return scores
 
 
 def _label(row: Any, label: int) -> float:

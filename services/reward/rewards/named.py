@@ -15,7 +15,7 @@ from typing import TypeVar
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential
 from tenacity import wait_random as jitter
 
-from tidemill.common.config import NamedRewardConfig, RewardLimits
+from tidemill.common.config import NamedRewardConfig, RewardLimits, ServersConfig
 from tidemill.common.telemetry import metrics
 from tidemill.services.reward.outcome import (
     MAX_TRY_CHARS,
@@ -115,10 +115,15 @@ class NamedReward:
     """One of the rewards of a run."""
 
     def __init__(
-        self, name: str, config: NamedRewardConfig, reward: Reward, cache: RewardCache | None = None
+        self,
+        name: str,
+        config: NamedRewardConfig,
+        reward: Reward,
+        cache: RewardCache | None = None,
+        servers: ServersConfig | None = None,
     ) -> None:
         self.name, self.config, self.reward, self.cache = name, config, reward, cache
-        self.version = version_of(name, config) if cache else ""
+        self.version = version_of(name, config, servers) if cache else ""
         self.failures: Counter[str] = Counter()
         """How often it failed for good, by kind of failure."""
         self._attempts = Attempts(config)

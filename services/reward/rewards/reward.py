@@ -5,11 +5,11 @@ Functions, judges, reward models, sandboxes, environments and teachers are its k
 all of them alike, in `named.py`: a kind makes one attempt and says what came of it.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Protocol
 
-from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.reward.functions.loading import load_function
 from tidemill.services.reward.functions.processes.pool import execution_of
@@ -20,7 +20,6 @@ from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.remote.judge import check_judge, make_judge
 from tidemill.services.reward.remote.reward_model import check_model_reward, make_model_reward
-from tidemill.services.reward.remote.serving import check_local_replicas
 from tidemill.services.reward.remote.teacher import check_teacher, make_teacher
 from tidemill.services.reward.rewards.environment import EnvironmentReward
 from tidemill.services.reward.rewards.sandbox import SandboxJobs, SandboxReward
@@ -105,7 +104,9 @@ def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDepend
     return make_judge(name, config, dependencies)
 
 
-def check_reward(name: str, config: NamedRewardConfig) -> RewardFunction | None:
+def check_reward(
+    name: str, config: NamedRewardConfig, servers: Mapping[str, ServersConfig]
+) -> RewardFunction | None:
     """Find what is wrong with a reward without a run: what `tidemill check` asks for each of them.
 
     Returns the function, where it is one.
@@ -116,12 +117,11 @@ def check_reward(name: str, config: NamedRewardConfig) -> RewardFunction | None:
     if config.function is not None:
         return _function(name, config)
     if config.judge is not None:
-        check_judge(name, config)
+        check_judge(name, config, servers[config.servers])
     if config.teacher is not None:
-        check_teacher(name, config)
+        check_teacher(name, config, servers[config.servers])
     if config.model is not None:
-        check_model_reward(name, config.model)
-        check_local_replicas(name, config)
+        check_model_reward(name, config, servers[config.servers])
     return None
 
 
@@ -136,6 +136,6 @@ def _function(name: str, config: NamedRewardConfig) -> RewardFunction:
         )
     if ROUTER in function.how.required and not config.router:
         raise ConfigError(
-            f"reward {name}: {config.function} takes {ROUTER}; say with `router` which judge's it is"
+            f"reward {name}: {config.function} takes {ROUTER}; say with `router` which servers' it is"
         )
     return function

@@ -154,7 +154,13 @@ def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) ->
     """
     cache = RewardCache(dependencies.broker, dependencies.keys, config.cache)
     rewards = [
-        NamedReward(name, named, make_reward(name, named, dependencies), cache if named.is_cached else None)
+        NamedReward(
+            name,
+            named,
+            make_reward(name, named, dependencies),
+            cache if named.is_cached else None,
+            dependencies.config.servers.get(named.servers),
+        )
         for name, named in config.named.items()
     ]
     return WeightedSum(rewards, bool(config.rewards))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tidemill.common.config.rollout import RolloutConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EngineError
+from tidemill.common.process.children import hide_memory
 from tidemill.common.process.programs import VLLM_EXTENSION
 from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
 from tidemill.common.run.model_overrides import for_vllm, with_overrides
@@ -108,6 +109,12 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         # given, so nothing else depends on it.
         fields["gpu_memory_utilization"] = 0.01
     return AsyncEngineArgs(**(fields | options.extra))
+
+
+def hide_engine() -> None:
+    """In vLLM's processes, also in the one above several GPUs' workers: their variables are the worker's."""
+    if OWNER_VARIABLE in os.environ:
+        hide_memory()
 
 
 def set_environment() -> None:

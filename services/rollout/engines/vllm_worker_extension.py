@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.files import write_atomically
-from tidemill.common.process.children import hide_memory
 from tidemill.services.rollout.engines.vllm_launch import OWNER_VARIABLE
 
 
@@ -105,7 +104,6 @@ def _end_with(owner: int) -> None:
 
 
 if OWNER_VARIABLE in os.environ:
-    hide_memory()  # the worker's variables are its own too
     threading.Thread(
         target=_end_with, args=(int(os.environ[OWNER_VARIABLE]),), daemon=True, name="owner"
     ).start()

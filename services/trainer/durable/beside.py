@@ -18,6 +18,7 @@ class WorkBeside:
         self.context = context
         self._usual = self._now = (state, "")
         self._task: asyncio.Task[None] | None = None
+        self._is_over = False
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Begin; what came before has to be finished. If it fails, so does the service."""
@@ -32,8 +33,10 @@ class WorkBeside:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is at work, and nothing has failed."""
-        return self._task is None or (self._task.done() and not self._task.exception())
+        """Whether nothing is at work, nothing has failed, and something may `follow`."""
+        return not self._is_over and (
+            self._task is None or (self._task.done() and not self._task.exception())
+        )
 
     @property
     def is_pending(self) -> bool:
@@ -67,7 +70,8 @@ class WorkBeside:
             raise StoppedError
 
     async def give_up(self, patience_s: float = 0.0) -> None:
-        """End it where it is, unless it ends by itself in time."""
+        """End it where it is, unless it ends by itself in time; nothing follows."""
+        self._is_over = True
         if (task := self._task) is not None:
             await asyncio.wait({task}, timeout=patience_s)
             task.cancel()

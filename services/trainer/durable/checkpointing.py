@@ -69,7 +69,7 @@ class Trimmer:
         self.context, self.reconciler = context, reconciler
         self.archives = context.config.streams.archive.enabled
         self.archived = ArchivedHistory(context)
-        self.jobs, self.claims = ArchiveJobs(context, self.trim), ClaimFiles(context)
+        self.jobs, self.claims = ArchiveJobs(context, self._trim_archived), ClaimFiles(context)
         self._below: dict[StreamName, str] = {}
         """Entries below these ids may go, and some are still there."""
         self._decided_in = self._aligned_in = 0
@@ -117,8 +117,12 @@ class Trimmer:
                     self._below.pop(stream, None)
         if removed:
             log.debug("streams trimmed", entries=removed)
-            await self.claims.collect()  # an archiver may be done long after the checkpoint that asked for it
         return removed
+
+    async def _trim_archived(self) -> None:
+        """As the archiver gets on, which may be long after the checkpoint that asked for it."""
+        if await self.trim():
+            await self.claims.collect()
 
     async def _mark(self) -> Mark | None:
         """First the mark, then the question which history this is: so the mark stands for the answer."""

@@ -28,11 +28,14 @@ ENTRY_BYTES = 500
 def stage_metrics(
     trajectories: Sequence[Trajectory], scores: Sequence[Score], queued: Sequence[float] = ()
 ) -> dict[str, float]:
-    """Times and sizes of one step; `scores` may be fewer than `trajectories`.
+    """Times and sizes of one step, of samples that were generated; `scores` may be fewer than those.
 
     `queued` says how long trajectories waited for their rewards, by one clock; a step that is replayed from
     records alone has none of that.
     """
+    failed = {trajectory.key for trajectory in trajectories if trajectory.fault}
+    trajectories = [trajectory for trajectory in trajectories if trajectory.key not in failed]
+    scores = [score for score in scores if score.key not in failed]
     if not trajectories or not scores:
         return {}
     latencies = np.array([score.latency_s for score in scores])
@@ -209,7 +212,7 @@ def observe_step(commit: Commit, result: StepResult) -> None:
         for versions_A in group.trained_versions():
             _observe_staleness(commit.step - versions_A, tokens)
         for index, trajectory in group.source.trajectories.items():
-            if score := group.source.scores.get(index):
+            if not trajectory.fault and (score := group.source.scores.get(index)):
                 _observe_stages(trajectory, score, commit.finished_at)
                 if (queued_s := group.source.queued_s.get(index)) is not None:
                     metrics.STAGE_SECONDS.labels("reward_queue").observe(queued_s)

@@ -172,8 +172,9 @@ async def test_targets_are_the_living_workers_the_reward_servers_and_the_exporte
 
 async def test_servers_that_registered_for_a_reward_are_targets(broker, keys, reader):
     await ReplicaRegistry(broker, keys, "judge", 10.0).announce("http://10.0.0.9:8000/v1")
-    rewards = {"judge": {"judge": {"template": "x", "model": "m"}}}
-    await publish_config(broker, keys, make_config(reward={"rewards": rewards}))
+    rewards = {"strict": {"judge": {"servers": "judge", "template": "x"}}}
+    config = make_config(reward={"rewards": rewards}, servers={"judge": {"model": "m"}})
+    await publish_config(broker, keys, config)
     found = json.loads(exporter.as_json(keys.run_id, await reader.read(), ""))
     labels = {"run_id": keys.run_id, "service": "reward-server", "worker": "judge"}
     assert found == [{"targets": ["10.0.0.9:8000"], "labels": labels}]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import wait_until
-from tidemill.common.config.reward_kinds import LimitsConfig
+from tidemill.common.config.servers import LimitsConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane
@@ -23,8 +23,8 @@ async def make(broker: Broker, keys: Keys) -> AsyncIterator[MakeLimiter]:
     """Limiters of several workers of one run."""
     made: list[Limiter] = []
 
-    def make(**limits: Any) -> Limiter:
-        made.append(Limiter(broker, keys, "judge", LimitsConfig(**limits)))
+    def make(lease_s: float = 30.0, burst_s: float = 2.0, **limits: Any) -> Limiter:
+        made.append(Limiter(broker, keys, "judge", LimitsConfig(**limits), lease_s, burst_s))
         return made[-1]
 
     yield make

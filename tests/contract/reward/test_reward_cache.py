@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import wait_until
-from tidemill.common.config import NamedRewardConfig, RewardCacheConfig
+from tidemill.common.config import NamedRewardConfig, RewardCacheConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.outcome import AttemptError, Part, RewardOutcome
@@ -150,7 +150,17 @@ async def test_bytes_are_bounded_too_and_counted_right(broker: Broker, keys: Key
     assert int(await broker.execute("HGET", size, "bytes")) == sum(map(len, raw))
 
 
-def test_new_prices_make_no_cached_verdict_worthless() -> None:
-    judge = {"model": "m", "template": "x"}
-    dearer = NamedRewardConfig.model_validate({"judge": judge | {"prices": {"prompt": 2.0}}})
-    assert version_of("j", NamedRewardConfig.model_validate({"judge": judge})) == version_of("j", dearer)
+def test_another_model_makes_cached_verdicts_worthless_and_new_prices_or_gpus_do_not() -> None:
+    judge = NamedRewardConfig.model_validate({"judge": {"servers": "s", "template": "x"}})
+    servers = ServersConfig.model_validate({"model": "m", "local": {}})
+    version = version_of("j", judge, servers)
+    for field, value, is_same in (
+        ("prices", {"prompt": 2.0}, True),
+        ("limits", {"concurrency": 2}, True),
+        ("local", {"gpus": [1], "count": 2}, True),
+        ("local", {"args": ["--dtype", "half"]}, False),
+        ("model", "other", False),
+        ("base_urls", ["http://elsewhere:1"], False),
+    ):
+        changed = ServersConfig.model_validate(servers.model_dump() | {field: value})
+        assert (version_of("j", judge, changed) == version) is is_same, field

@@ -124,14 +124,14 @@ def server() -> Iterator[str]:
 
 
 async def test_a_judge_over_http_through_the_routers_address(broker: Broker, keys: Keys, server: str) -> None:
-    services = RewardDependencies(make_config(), broker, keys, "w1")
     asked: list[str] = []
 
-    async def router_address(name: str) -> str:
-        asked.append(name)
-        return server
+    class Routed(RewardDependencies):
+        async def router_address(self, name: str) -> str:
+            asked.append(name)
+            return server
 
-    services.router_address = router_address
+    services = Routed(make_config(), broker, keys, "w1")
     config = NamedRewardConfig(function=f"{EXAMPLES}/judge_by_router.py:compute_score", router="judge")
     reward = make_reward("mine", config, services)
     sample = RewardSample((0, 0), False, "", "2", "2", {"question": "1+1?"})

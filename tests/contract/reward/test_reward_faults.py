@@ -143,14 +143,11 @@ class SaysItsCompletion:
         self.kinds: list[str] = []
         self.words = ""
 
-    async def ask(self, *_: Any) -> JudgeAnswer:
-        return JudgeAnswer(self.words, 1, 1)
+    async def ask_json(self, *_: Any, **__: Any) -> JudgeAnswer:
+        return JudgeAnswer(self.words, 2)
 
     def count(self, fault: RemoteFault) -> None:
         self.kinds.append(fault.kind)
-
-    async def close(self) -> None:
-        pass
 
 
 READS = """
@@ -172,7 +169,7 @@ async def test_reading_a_verdict_is_limited_and_holds_up_nothing(tmp_path: Path,
         said = {"sleeps": "within 0.5 s", "exits": "exit code 3", "interrupts": "KeyboardInterrupt"}
     verdict = {"regex": r"(?:a+)+$|\d"} if kind == "regex" else {"function": f"{path}:read"}
     calls = SaysItsCompletion()
-    config = JudgeConfig.model_validate({"model": "m", "template": "{{ completion }}", "verdict": verdict})
+    config = JudgeConfig.model_validate({"servers": "s", "template": "{{ completion }}", "verdict": verdict})
     judge = JudgeReward("j", config, calls, 0.5)  # type: ignore[arg-type]
     sample = RewardSample((0, 0), False, "", "text", None)
     try:

@@ -212,7 +212,6 @@ async def test_a_reward_class_post_processes_its_own_scores_beside_other_rewards
     rewards = {
         "agent": {"function": f"{path}:{name}", "max_attempts": 1, "weight": 10},
         "length": {"function": f"{Path(path).parent / 'length.py'}:length", "weight": 0},
-        "servers": {"judge": {"router_only": True, "base_urls": ["http://127.0.0.1:9"]}},
     }
     async with worker(broker, keys, rewards=rewards, group="normalise", group_kwargs={"scale": "none"}):
         await append(broker, keys.trajectories(), *group("4", "3", "bad"))

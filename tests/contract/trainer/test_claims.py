@@ -20,6 +20,7 @@ from tidemill.common.streams import OffsetReader, append, read_raw
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Ticket, Trajectory, fault_of
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.durable.recovery import LostPayloadError
 
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
@@ -85,6 +86,26 @@ async def test_a_run_of_claims_trains_archives_replays_and_leaves_no_files_behin
             assert codec.encode_payload(sample) == codec.encode_payload(whole)
     assert stream_folder(context.run_dir, StreamName.TRAJECTORIES).is_dir()
     assert len(check(context.run_dir)) == (lost is not None), "what an archive has lost shows"
+
+
+async def test_a_checkpoint_looks_once_for_files_that_may_go(make, broker, keys, monkeypatch) -> None:
+    context = make(4, trims=True, checkpoint_every=2, keep_checkpoints=1, group_size=3)
+    store = broker.claims = ClaimStore(context.run_dir, 1000)
+    calls: list[str] = []
+
+    def counted(name: str, call: Any) -> Any:
+        def counting(*args: Any) -> Any:
+            calls.append(name)
+            return call(*args)
+
+        return counting
+
+    monkeypatch.setattr(ClaimStore, "settled", counted("settled", ClaimStore.settled))
+    monkeypatch.setattr(CheckpointStore, "save", counted("save", CheckpointStore.save))
+    working = asyncio.create_task(answer(broker, keys, store))
+    await run(context)
+    working.cancel()
+    assert calls == ["save", "settled"] * (len(calls) // 2) and len(calls) >= 4
 
 
 async def test_a_trainer_that_starts_while_the_store_is_away_waits_and_trains_on_all_samples(

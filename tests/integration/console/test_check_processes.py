@@ -50,20 +50,23 @@ class TestServers:
 
     @pytest.fixture
     def check(self, run_files: Path) -> Any:
-        def check(reward: dict[str, Any], *overrides: str) -> preflight.Findings:
-            tree = json.dumps({"rewards": {"rm": reward}})
-            return preflight.examine(run_files, [f"reward={tree}", *overrides])
+        def check(given: dict[str, Any], *overrides: str) -> preflight.Findings:
+            """`given` has a reward, and `asked`, its servers."""
+            asked = given.pop("asked")
+            sections = {"reward": {"rewards": {"rm": given}}, "servers": {"rm": asked}}
+            return preflight.examine(
+                run_files, [*(f"{name}={json.dumps(tree)}" for name, tree in sections.items()), *overrides]
+            )
 
         return check
 
-    def model(self, path: Path | str, **fields: Any) -> dict[str, Any]:
-        return {"model": {"local_replicas": {"model": str(path)}, **fields}}
+    def model(self, path: Path | str, input_form: str = "chat", **local: Any) -> dict[str, Any]:
+        model = {"servers": "rm", "input": input_form}
+        return {"model": model, "asked": {"model": str(path), "local": local}}
 
     def test_a_reward_model_that_does_not_exist(self, check: Any, tmp_path: Path) -> None:
         for path in (tmp_path / "nowhere", "models/of/mine"):
-            with pytest.raises(
-                preflight.PreflightError, match=f"reward rm: local_replicas.model {path} .*config.json"
-            ):
+            with pytest.raises(preflight.PreflightError, match=f"servers.rm.model {path} .*config.json"):
                 check(self.model(path))
 
     def test_a_chat_for_a_model_without_a_chat_template(self, check: Any, tmp_path: Path) -> None:
@@ -73,9 +76,8 @@ class TestServers:
         ):
             check(self.model(folder))
         (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
-        given = {"model": str(folder), "args": ["--chat-template", str(tmp_path / "chat.jinja")]}
-        check({"model": {"local_replicas": given}})
-        check(self.model(folder, input="text"))
+        check(self.model(folder, args=["--chat-template", str(tmp_path / "chat.jinja")]))
+        check(self.model(folder, "text"))
 
     def test_gpus_that_are_not_there(
         self, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,18 +91,16 @@ class TestServers:
         check(self.model(folder, gpus=[1]), "trainer.gpus=[0]")
         with pytest.raises(preflight.PreflightError) as caught:
             check(self.model(folder, gpus=[1, 2]), "trainer.gpus=[0]", "rollout.gpus=[7]")
-        assert "reward.rewards.rm.model.gpus names GPU 2; this machine has 2, 0 to 1" in str(caught.value)
+        assert "servers.rm.local.gpus names GPU 2; this machine has 2, 0 to 1" in str(caught.value)
         assert "rollout.gpus names GPU 7" in str(caught.value)
 
     def test_what_a_judge_and_a_reward_model_will_read_is_shown(self, check: Any, tmp_path: Path) -> None:
         template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
         folder = make_folder(tmp_path / "rm", chat_template=template)
         assert check(self.model(folder)).reads == {"rm": "<user>a b<assistant>(the completion)"}
-        judge = {
-            "model": "m",
-            "base_urls": ["http://localhost:1/v1"],
-            "template": "Q: {{ prompt }}\nA: {{ completion }}",
-        }
-        assert check({"judge": judge}).reads == {"rm": "user: Q: a b\nA: (the completion)"}
+        judge = {"servers": "rm", "template": "Q: {{ prompt }}\nA: {{ completion }}"}
+        asked = {"model": "m", "base_urls": ["http://localhost:1/v1"]}
+        assert check({"judge": judge, "asked": asked}).reads == {"rm": "user: Q: a b\nA: (the completion)"}
         with pytest.raises(preflight.PreflightError, match="rm: for the first training row, the judge"):
-            check({"judge": judge | {"template": "{{ extra.level }} {{ completion }}"}})
+            judge |= {"template": "{{ extra.level }} {{ completion }}"}
+            check({"judge": judge, "asked": asked})

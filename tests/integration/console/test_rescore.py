@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of runs with one: step s has tickets 4s to 4s + 3; recorded rewards are the index."""
     runs = tmp_path_factory.mktemp("runs")
     (runs / "mine.py").write_text(REWARD)
-    config = make_config(run_id="base", reward={"workers": 1, "max_attempts": 1}, streams={"lease_s": 60.0})
+    config = make_config(run_id="base", reward={"workers": 0, "max_attempts": 1}, streams={"lease_s": 60.0})
     tickets, trajectories, scores = [], [], []
     for ticket in range(NUM_TICKETS):
         tickets.append(recorded_ticket(ticket))

@@ -162,29 +162,25 @@ def make_config(folder: Path, judges: tuple[str, ...]) -> RunConfig:
     rewards = {
         "length": {"function": f"{function}:compute_score", "backoff_s": 0.01},
         "judge": {
-            "judge": {
-                "model": "m",
-                "template": "{{ completion }}",
-                "base_urls": judges,
-                "limits": {"concurrency": 4},
-                "hedge": {"after_s": 0.1},
-                "routing": {"health_interval_s": 0.5},
-                "prices": {"prompt": 1.0, "completion": 2.0},
-            },
+            "judge": {"servers": "judge", "template": "{{ completion }}"},
             "backoff_s": 0.01,
         },
-        "model": {
-            "model": {
-                "local_replicas": {"model": str(tiny_classifier(folder / "classifier"))},
-                "routing": {"health_interval_s": 0.5},
-            },
-        },
+        "model": {"model": {"servers": "model"}},
     }
+    judge = {
+        "base_urls": judges,
+        "model": "m",
+        "limits": {"concurrency": 4},
+        "prices": {"prompt": 1.0, "completion": 2.0},
+    }
+    model = {"model": str(tiny_classifier(folder / "classifier")), "local": {}}
     return simulated_config(
         folder,
         data__eval={"held-out": str(folder / "train.jsonl")},
         reward__function=None,
         reward__rewards=rewards,
+        servers__judge=judge,
+        servers__model=model,
         reward__group="rank",
         trainer__steps=100_000,
         trainer__evaluation={"every": 5, "max_prompts": 4},

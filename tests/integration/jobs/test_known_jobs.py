@@ -154,6 +154,13 @@ def test_a_job_that_cannot_be_read_ends_no_worker(queue: Queue, server: Embedded
     assert {key for key in queue.connection.keys("rq:*") if b"another" in key} == set()
 
 
+def test_an_id_that_is_no_text_ends_no_worker(queue: Queue, server: EmbeddedRedis) -> None:
+    queue.connection.lpush(queue.key, b"\xff")
+    job = asked(queue, "os.system", "true")
+    work(server)
+    assert queue.count == 0 and job.get_status() is JobStatus.FAILED
+
+
 def test_a_job_is_not_unpacked_beyond_all_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousandth of it would do to take a worker's memory."""
     monkeypatch.setattr(known_jobs, "MAX_DATA_BYTES", 1000)

@@ -39,7 +39,7 @@ def config_of(teacher: Path) -> RunConfig:
     return load_config(
         REPO / "examples/distill/config.yaml",
         [
-            f"reward.rewards.teacher.teacher.local_replicas.model={teacher}",
+            f"servers.teacher.model={teacher}",
             f"trainer.steps={STEPS}",
             "trainer.groups_per_step=64",
             "trainer.checkpoint_every=100",
@@ -55,7 +55,7 @@ async def test_a_skill_is_learned_from_a_teacher_alone_and_replayed_bit_by_bit(
 ) -> None:
     config = config_of(teacher)
     async with ServiceRun(tmp_path, config, "distil") as run:
-        run.start("reward.replica", "replica", arguments=("--reward", "teacher"))
+        run.start("reward.replica", "replica", arguments=("--servers", "teacher"))
         for role in ("rollout", "reward", "trainer"):
             run.start(role)
         assert await run.wait("trainer") == 0, run.log_of("trainer")

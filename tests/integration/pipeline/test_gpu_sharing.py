@@ -232,20 +232,18 @@ async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
 
 
 def _config(folder: Path) -> RunConfig:
-    model = {
-        "shares_rollout_gpus": True,
-        "turn_s": 0.2,
-        "local_replicas": {"count": 1, "model": str(folder / "model")},
-    }
+    servers = {"rm": {"model": str(folder / "model"), "local": {"shares_rollout_gpus": True}}}
     return RunConfig.model_validate(
         {
             "model": {"path": str(folder / "model"), "max_model_len": 64},
             "data": {"train": "x", "max_prompt_tokens": 16},
             "rollout": {
                 "engine": "simulated",
+                "gpu_turn_s": 0.2,
                 "sampling": {"max_tokens": 16},
                 "simulated": {"group_s": 0.03, "tokens": 4},
             },
-            "reward": {"rewards": {"rm": {"model": model}}},
+            "reward": {"rewards": {"rm": {"model": {"servers": "rm"}}}},
+            "servers": servers,
         }
     )

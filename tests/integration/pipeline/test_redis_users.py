@@ -34,7 +34,7 @@ from tests.support.servers import (
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.archive import ARCHIVE_FOLDER
-from tidemill.common.config import RewardConfig, RunConfig
+from tidemill.common.config import RewardConfig, RunConfig, ServersConfig
 from tidemill.common.errors import BrokerError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
@@ -401,7 +401,7 @@ async def test_the_exporter_reads_a_run_as_a_user_that_may_write_nothing(
 ) -> None:
     with_user(monkeypatch, "operator")
     broker = await Broker.connect(server.url)
-    rewards = {"judge": {"judge": {"template": "x", "model": "m"}}}
+    rewards = {"strict": {"judge": {"servers": "judge", "template": "x"}}}
     await publish_config(broker, RUN, users_config(tmp_path).model_copy(update=judged(rewards)))
     await append(broker, RUN.trajectories(), make_trajectory(0, 0), make_trajectory(0, 1))
     await append_numbered(broker, RUN.prompts(), [(0, make_ticket(0))])
@@ -422,4 +422,5 @@ async def test_the_exporter_reads_a_run_as_a_user_that_may_write_nothing(
 
 
 def judged(rewards: dict[str, Any]) -> dict[str, Any]:
-    return {"reward": RewardConfig.model_validate({"rewards": rewards})}
+    servers = {"judge": ServersConfig(model="m")}
+    return {"reward": RewardConfig.model_validate({"rewards": rewards}), "servers": servers}

@@ -34,10 +34,9 @@ from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.rewards.reward import check_reward, make_reward
+from tidemill.services.reward.rewards.reward import check_reward
 from tidemill.services.reward.worker import serve
 
-FAST = {"health_interval_s": 0.1, "breaker_cooldown_s": 0.05, "patience_s": 20.0}
 TEMPLATE = "{{ prompt }} {{ completion }} {{ ground_truth }}"
 
 
@@ -50,12 +49,17 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def running(
-        self, *servers: MisbehavingServer, judge: dict[str, Any] | None = None, **named: Any
+        self,
+        *servers: MisbehavingServer,
+        judge: dict[str, Any] | None = None,
+        asked: dict[str, Any] | None = None,
+        **named: Any,
     ) -> AsyncIterator["Worker"]:
-        judge = {"model": "m", "template": TEMPLATE, "routing": FAST, **(judge or {})}
-        judge["base_urls"] = [server.url for server in servers]
+        judge = {"servers": "judge", "template": TEMPLATE, **(judge or {})}
+        urls = [server.url for server in servers]
+        asked = {"model": "m", "base_urls": urls, "patience_s": 20.0, **(asked or {})}
         reward = {"timeout_s": 20.0, "backoff_s": 0.01, "judge": judge, **named}
-        config = make_config(reward={"rewards": {"judge": reward}, "drain_s": 1.0})
+        config = make_config(reward={"rewards": {"judge": reward}, "drain_s": 1.0}, servers={"judge": asked})
         self.context = ServiceContext(
             "reward", "w1", self.keys, config, self.broker, Path(), Activity("reward")
         )
@@ -107,15 +111,15 @@ async def worker(redis: EmbeddedRedis, keys: Keys) -> AsyncIterator[Worker]:
 
 
 def metric(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(f"tidemill_{name}", {"reward": "judge", **labels}) or 0.0
+    return REGISTRY.get_sample_value(f"tidemill_{name}", {"servers": "judge", **labels}) or 0.0
 
 
 async def test_a_verdict_becomes_the_reward_and_its_words_and_tokens_are_kept(worker: Worker) -> None:
     before, cost = metric("remote_tokens_total", kind="completion"), metric("remote_cost_total")
     async with MisbehavingServer(answers("Good. Score: 7", completion_tokens=5)) as server:
         judge = {"system": "You grade.", "temperature": 0.3, "max_tokens": 9, "extra_body": {"seed": 1}}
-        judge["prices"] = {"prompt": 1e6, "completion": 0.5e6}
-        async with worker.running(server, judge=judge):
+        prices = {"prompt": 1e6, "completion": 0.5e6}
+        async with worker.running(server, judge=judge, asked={"prices": prices}):
             score = await worker.score()
             assert worker.counts()["judge/tokens"] == 15
     assert (score.status, score.value, score.components) == (ScoreStatus.OK, 7.0, {"judge": 7.0})
@@ -144,16 +148,17 @@ async def test_the_completions_api_gets_the_bare_text(worker: Worker) -> None:
 
 async def test_the_key_comes_from_the_environment(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_JUDGE_KEY", "sesame")
-    judge = {"api_key_env": "TEST_JUDGE_KEY"}
-    async with MisbehavingServer() as server, worker.running(server, judge=judge):
+    asked = {"api_key_env": "TEST_JUDGE_KEY"}
+    async with MisbehavingServer() as server, worker.running(server, asked=asked):
         await worker.score()
     assert server.headers[0]["authorization"] == "Bearer sesame"
     monkeypatch.delenv("TEST_JUDGE_KEY")
     config = make_config(
-        reward={"rewards": {"j": {"judge": {"model": "m", "template": "x", "api_key_env": "TEST_JUDGE_KEY"}}}}
+        reward={"rewards": {"j": {"judge": {"servers": "judge", "template": "x"}}}},
+        servers={"judge": {"model": "m", **asked}},
     )
     with pytest.raises(ConfigError, match="TEST_JUDGE_KEY"):
-        check_reward("j", config.reward.named["j"])
+        check_reward("j", config.reward.named["j"], config.servers)
 
 
 GARBAGE = b"<html>It works!</html>"
@@ -164,9 +169,9 @@ FAULTS: dict[str, tuple[Behaviour, str, str]] = {
     "closes": (closes, "connection", "no answer from"),
     "cuts": (cuts, "connection", "no answer from"),
     "web page": (says(200, GARBAGE, Content_Type="text/html"), "garbage", "It works!"),
-    "broken JSON": (says(200, b'{"choices": [{'), "garbage", "no completion"),
-    "other JSON": (says(200, {"choices": "none"}), "garbage", "no completion"),
-    "no choices": (says(200, {"id": "1", "choices": []}), "garbage", "no completion"),
+    "broken JSON": (says(200, b'{"choices": [{'), "garbage", "gave no answer to use"),
+    "other JSON": (says(200, {"choices": "none"}), "garbage", "gave no answer to use"),
+    "no choices": (says(200, {"id": "1", "choices": []}), "garbage", "gave no answer to use"),
     "no number": (answers("I cannot say."), "no_verdict", "I cannot say."),
     "NaN": (answers("Score: NaN"), "no_verdict", "NaN"),
     "null": (answers(None), "no_verdict", "''"),  # type: ignore[arg-type]
@@ -212,12 +217,13 @@ async def test_a_judge_that_refuses_connections_fails_the_score_once_patience_en
     server = MisbehavingServer()
     await server.start()
     await server.stop()
-    judge = {"routing": {**FAST, "patience_s": 0.3}}
-    async with worker.running(server, judge=judge):
+    async with worker.running(server, asked={"patience_s": 0.3}):
         await worker.put(3)
         scores = await worker.scores(3)
         assert {score.status for score in scores} == {ScoreStatus.FAILED}
-        assert all("no replica of judge" in score.error or "no answer" in score.error for score in scores)
+        assert all(
+            "no replica of servers.judge" in score.error or "no answer" in score.error for score in scores
+        )
         assert "judge: 0 of 1 replicas up" in worker.beat().detail
         await server.start()
         await wait_until(lambda: worker.counts()["judge/replicas_up"] == 1)
@@ -293,8 +299,9 @@ async def test_evaluation_is_judged_while_training_uses_up_its_limits(worker: Wo
         is_training = "train" in request["messages"][0]["content"]
         return (hangs if is_training else answers("5"))(server, writer, request)
 
-    judge = {"limits": {"concurrency": 4, "evaluation_share": 0.25}, "template": "{{ completion }}"}
-    async with MisbehavingServer(behave) as server, worker.running(server, judge=judge):
+    asked = {"limits": {"concurrency": 4, "evaluation_share": 0.25}}
+    judge = {"template": "{{ completion }}"}
+    async with MisbehavingServer(behave) as server, worker.running(server, judge=judge, asked=asked):
         stuck = [make_trajectory(t, text=f"train {t}") for t in range(20)]
         await append(worker.broker, worker.keys.trajectories(), *stuck)
         await wait_until(lambda: server.in_flight == 3)
@@ -304,28 +311,13 @@ async def test_evaluation_is_judged_while_training_uses_up_its_limits(worker: Wo
         assert await worker._read(Lane.TRAIN) == []
 
 
-async def test_a_slow_judge_is_asked_a_second_time_elsewhere(worker: Worker) -> None:
-    judge = {"hedge": {"after_s": 0.05}}
-    async with (
-        MisbehavingServer(hangs) as slow,
-        MisbehavingServer(answers("5")) as fast,
-        worker.running(slow, fast, judge=judge),
-    ):
-        await worker.put(4)
-        assert {score.value for score in await worker.scores(4)} == {5.0}
-        assert worker.counts()["judge/hedges"] >= 1
-
-
 @pytest.fixture
 async def services(worker: Worker) -> AsyncIterator[RewardDependencies]:
-    """What the rewards of a worker share, with the router of a judge that scores nothing itself."""
-    reward = {"judge": {"router_only": True, "routing": FAST}}
-    config = make_config(reward={"rewards": {"judge": reward}})
+    """What the rewards of a worker share, with servers that no reward asks itself."""
+    config = make_config(servers={"judge": {"patience_s": 0.0}})
     context = ServiceContext("reward", "w1", worker.keys, config, worker.broker, Path(), Activity("reward"))
     services = RewardDependencies.of(context)
-    reward = make_reward("judge", config.reward.named["judge"], services)
     yield services
-    await reward.close()
     await services.close()
 
 
@@ -338,14 +330,14 @@ async def test_functions_reach_the_judges_servers_through_the_router(
     async with MisbehavingServer(says(500)) as broken, MisbehavingServer(answers("5")) as well:
         await registry.announce(broken.url)
         await registry.announce(well.url)
-        await services.calls["judge"].router.look()
+        await services.servers("judge").look()
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20) as client:
             for path in ("/v1/chat/completions", "/classify", "/v1/completions"):
                 answer = await client.post(path, json={"model": "m"})
                 assert answer.json()["choices"][0]["text"] == "5"
                 assert well.paths[-1] == path
-            assert services.calls["judge"].num_failovers >= 1
-            assert services.calls["judge"].num_tokens == 36
+            assert services.servers("judge").num_failovers >= 1
+            assert services.servers("judge").num_tokens == 36
             well.default = says(404, {"detail": "no such path"})
             answer = await client.post("/v1/nothing", json={})
             assert (answer.status_code, answer.json()) == (404, {"detail": "no such path"})
@@ -356,9 +348,7 @@ async def test_the_router_says_what_is_wrong_in_the_form_of_openai(
 ) -> None:
     async with MisbehavingServer(says(429, None, Retry_After="3")) as busy:
         await ReplicaRegistry(worker.broker, worker.keys, "judge", 10.0).announce(busy.url)
-        router = services.calls["judge"].router
-        await router.look()
-        router.config = router.config.model_copy(update={"patience_s": 0.0})
+        await services.servers("judge").look()
         address = await services.router_address("judge")
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20) as client:
             answer = await client.post("/v1/completions", json={})
@@ -367,5 +357,5 @@ async def test_the_router_says_what_is_wrong_in_the_form_of_openai(
 
 
 async def test_a_router_that_nobody_has_is_a_mistake_of_the_config(services: RewardDependencies) -> None:
-    with pytest.raises(ConfigError, match=r"no reward with servers is called 'judje'.*known: judge"):
+    with pytest.raises(ConfigError, match="judje"):
         await services.router_address("judje")

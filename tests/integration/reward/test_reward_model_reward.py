@@ -11,52 +11,35 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.support.misbehaving import MisbehavingServer, cuts, says
+from tests.support.model_servers import servers_at
 from tests.support.reward_models import tiny_classifier
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.config.reward_kinds import RewardModelConfig, RoutingConfig
+from tidemill.common.config.reward_kinds import RewardModelConfig
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.reward.outcome import AttemptError
-from tidemill.services.reward.remote.calls import RemoteCalls
-from tidemill.services.reward.remote.limiter import Limiter
 from tidemill.services.reward.remote.reward_model import ModelReward
-from tidemill.services.reward.remote.router import Router
 from tidemill.services.reward.sample import RewardSample
 
 COUNT = 60
 SAMPLE = RewardSample((0, 0), False, "d", "w1", "1", {}, "w2", (5,), (6, 7))
 
 
-def reward_of(url: str, http: httpx.AsyncClient, **fields: Any) -> ModelReward:
-    config = RewardModelConfig(base_urls=(url,), **fields)
-    router = Router("rm", config.base_urls, config.routing, http)
-    calls = RemoteCalls("rm", router, Limiter(None, _NoKeys(), "rm", config.limits), 10.0)  # type: ignore[arg-type]
-    return ModelReward(config, calls, http)
-
-
-class _NoKeys:
-    """Without limits, no key is used."""
-
-    def limits(self, reward: str) -> str:
-        return reward
-
-    requests = limits
+def reward_of(url: str, http: httpx.AsyncClient, patience_s: float = 300.0, **fields: Any) -> ModelReward:
+    config = RewardModelConfig(servers="there", **fields)
+    return ModelReward(config, servers_at(url, http, patience_s=patience_s), 10.0)
 
 
 async def test_killing_one_of_two_replicas_costs_no_sample(tmp_path: Path) -> None:
     path = tiny_classifier(tmp_path / "model")
-    model = {
-        "input": "ids",
-        "normalise": "sigmoid",
-        "local_replicas": {"count": 2, "model": str(path)},
-        "routing": {"health_interval_s": 0.2, "replica_ttl_s": 3.0},
-    }
+    model = {"servers": "rm", "input": "ids", "normalise": "sigmoid"}
+    servers = {"rm": {"model": str(path), "local": {"count": 2}}}
     reward = {"rewards": {"rm": {"model": model, "backoff_s": 0.05, "max_attempts": 5}}, "max_in_flight": 8}
-    async with ServiceRun(tmp_path, make_config(run_id="test", reward=reward)) as run:
+    async with ServiceRun(tmp_path, make_config(run_id="test", reward=reward, servers=servers)) as run:
         for index in range(2):
-            arguments = ("--reward", "rm", "--index", str(index))
+            arguments = ("--servers", "rm", "--index", str(index))
             run.start("reward.replica", f"replica-{index}", arguments=arguments)
         run.start("reward")
         await wait_until(lambda: _num_replicas(run, 2))
@@ -81,8 +64,8 @@ async def test_killing_one_of_two_replicas_costs_no_sample(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [
-        (says(200, {"data": []}), "no score"),
-        (says(200, {"data": [{"probs": ["x"]}], "usage": {"prompt_tokens": 1}}), "no score"),
+        (says(200, {"data": []}), "gave no answer to use"),
+        (says(200, {"data": [{"probs": ["x"]}], "usage": {"prompt_tokens": 1}}), "gave no answer to use"),
         (says(200, {"data": [{"probs": [math.nan]}], "usage": {"prompt_tokens": 1}}), "nan"),
         (says(200, {"data": [{"probs": [1.0]}], "usage": {"prompt_tokens": 1}}), "label 1 is wanted"),
         (says(400), "status 400"),
@@ -95,10 +78,10 @@ async def test_killing_one_of_two_replicas_costs_no_sample(tmp_path: Path) -> No
 async def test_what_is_no_score_is_an_error_and_no_zero(behaviour: Any, said: str) -> None:
     label = 1 if "label" in said else 0
     async with MisbehavingServer(behaviour) as server, httpx.AsyncClient() as http:
-        reward = reward_of(server.url, http, label=label, routing=RoutingConfig(patience_s=0.0))
+        reward = reward_of(server.url, http, label=label, patience_s=0.0)
         with pytest.raises(AttemptError, match=said) as caught:
             await reward.score(SAMPLE)
-        await reward.close()
+        await reward._servers.close()
     assert caught.value.is_final == (said == "status 400")
     assert caught.value.retry_after_s == (7.0 if "429" in said else 0.0)
 

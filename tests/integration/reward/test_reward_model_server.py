@@ -20,6 +20,7 @@ from torch import Tensor
 from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier, tiny_token_scorer
 from tests.support.waiting import wait_until
+from tidemill.common.run.replicas import LANE_HEADER
 from tidemill.services.reward.model_server.app import ScoringApp
 from tidemill.services.reward.model_server.batcher import Batcher, BatchLimits
 from tidemill.services.reward.model_server.requests import Inputs
@@ -77,8 +78,9 @@ async def server(model: ScoringModel, path: Path, batcher: Batcher) -> AsyncIter
         yield client
 
 
-async def raw(client: httpx.AsyncClient, **body: Any) -> list[list[float]]:
-    response = await client.post("/classify", json={"use_activation": False, **body})
+async def raw(client: httpx.AsyncClient, lane: str = "train", **body: Any) -> list[list[float]]:
+    given = {"use_activation": False, **body}
+    response = await client.post("/classify", json=given, headers={LANE_HEADER: lane})
     assert response.status_code == 200, response.text
     return [item["probs"] for item in response.json()["data"]]
 
@@ -222,7 +224,7 @@ async def test_a_full_queue_says_when_to_come_again_and_evaluation_goes_first(
         assert (refused.status_code, int(refused.headers["Retry-After"]) >= 1) == (429, True)
         asked.pop().cancel()  # who leaves frees the place
         await wait_until(lambda: batcher.num_waiting == 3)
-        asked.append(asyncio.create_task(raw(client, input=[20], priority=-1)))
+        asked.append(asyncio.create_task(raw(client, "eval", input=[20])))
         await wait_until(lambda: batcher.num_waiting == 4)
         standing.go.set()
         await asyncio.gather(*asked)

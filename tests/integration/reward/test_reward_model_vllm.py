@@ -69,12 +69,12 @@ async def test_vllm_and_this_project_agree(url: str, path: Path) -> None:
             assert item["probs"] == pytest.approx(scores.tolist(), abs=TOLERANCE)
         assert max(abs(value) for item in items for value in item["probs"]) > 100 * TOLERANCE
     async with httpx.AsyncClient(timeout=60) as http:  # the same as a run's reward
-        rewards = [reward_of(url, http, server="vllm", input=sent, label=1) for sent in ("ids", "chat")]
+        rewards = [reward_of(url, http, input=sent, label=1) for sent in ("ids", "chat")]
         outcomes = [await reward.score(SAMPLE) for reward in rewards]
         for reward in rewards:
-            await reward.close()
+            await reward._servers.close()
     inputs = Inputs(str(path), model.vocab_size, 128)
-    (chat,) = inputs.rows(ScoringRequest(**make_body(SAMPLE, RewardModelConfig())))
+    (chat,) = inputs.rows(ScoringRequest(**make_body(SAMPLE, RewardModelConfig(servers="rm"))))
     for outcome, scores in zip(outcomes, model.score([[5, 6, 7], chat]), strict=True):
         assert outcome.value == pytest.approx(float(scores[1]), abs=TOLERANCE)
 

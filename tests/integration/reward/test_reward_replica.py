@@ -25,21 +25,18 @@ SERVER = ("sh", "-c", f"{sys.executable} -m tests.support.misbehaving {{host}} {
 
 
 def make_run(folder: Path, command: tuple[str, ...] = SERVER, **local: Any) -> ServiceRun:
-    judge = {
-        "template": "{{ completion }}",
-        "local_replicas": {"count": 2, "model": "m", "command": command, **local},
-        "routing": {"health_interval_s": 0.2, "replica_ttl_s": 5.0},
-    }
-    reward = {"rewards": {"grader": {"judge": judge, "backoff_s": 0.05}}}
-    return ServiceRun(folder, make_config(run_id="test", reward=reward))
+    judge = {"servers": "grader", "template": "{{ completion }}"}
+    servers = {"grader": {"model": "m", "local": {"count": 2, "command": command, **local}}}
+    reward = {"rewards": {"strict": {"judge": judge, "backoff_s": 0.05}}}
+    return ServiceRun(folder, make_config(run_id="test", reward=reward, servers=servers))
 
 
 def start_replica(run: ServiceRun, index: int = 0) -> None:
-    run.start("reward.replica", f"replica-{index}", arguments=("--reward", "grader", "--index", str(index)))
+    run.start("reward.replica", f"replica-{index}", arguments=("--servers", "grader", "--index", str(index)))
 
 
 def registry_of(run: ServiceRun) -> ReplicaRegistry:
-    return ReplicaRegistry(run.broker, run.keys, "grader", 5.0)
+    return ReplicaRegistry(run.broker, run.keys, "grader")
 
 
 async def urls(run: ServiceRun, count: int = 1) -> list[str]:
@@ -108,13 +105,13 @@ async def test_a_server_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
     async with make_run(tmp_path, command, start_timeout_s=0.5) as run:
         start_replica(run)
         assert await run.wait("replica-0") == 1
-        assert "not healthy within 0.5 s (local_replicas.start_timeout_s)" in run.log_of("replica-0")
+        assert "not healthy within 0.5 s (local.start_timeout_s)" in run.log_of("replica-0")
 
 
-async def test_a_reward_that_has_no_servers_is_a_mistake(run: ServiceRun) -> None:
-    run.start("reward.replica", "replica-0", arguments=("--reward", "judge"))
+async def test_servers_that_the_config_has_not_are_a_mistake(run: ServiceRun) -> None:
+    run.start("reward.replica", "replica-0", arguments=("--servers", "judge"))
     assert await run.wait("replica-0") == 2
-    assert "it has grader" in run.log_of("replica-0")
+    assert "has grader" in run.log_of("replica-0")
 
 
 async def test_killing_one_of_two_replicas_in_the_middle_costs_no_sample(run: ServiceRun) -> None:
@@ -138,7 +135,7 @@ def test_the_console_starts_the_replicas_that_the_config_wants(tmp_path: Path) -
     specs = [spec for spec in service_specs(make_run(tmp_path).config) if spec.role == "replica"]
     assert [spec.name for spec in specs] == ["replica-grader-0", "replica-grader-1"]
     assert "tidemill.services.reward.replica" in specs[1].command
-    assert specs[1].command[-4:] == ("--reward", "grader", "--index", "1")
+    assert specs[1].command[-4:] == ("--servers", "grader", "--index", "1")
 
 
 async def _beats(run: ServiceRun, expected: tuple[str, str, str]) -> bool:
@@ -172,9 +169,11 @@ async def _has(run: ServiceRun, count: int) -> bool:
 
 async def test_a_server_that_cannot_serve_its_model_ends_the_replica_with_the_reason(tmp_path: Path) -> None:
     """2 says that starting it again is no use; the reason stands last in its log."""
-    model = {"local_replicas": {"model": str(tmp_path / "nowhere")}}
-    config = make_config(run_id="test", reward={"rewards": {"rm": {"model": model}}})
+    servers = {"rm": {"model": str(tmp_path / "nowhere"), "local": {}}}
+    config = make_config(
+        run_id="test", reward={"rewards": {"rm": {"model": {"servers": "rm"}}}}, servers=servers
+    )
     async with ServiceRun(tmp_path, config) as run:
-        run.start("reward.replica", "replica-0", arguments=("--reward", "rm"))
+        run.start("reward.replica", "replica-0", arguments=("--servers", "rm"))
         assert await run.wait("replica-0") == 2
         assert "nowhere: the folder does not exist" in run.log_of("replica-0")

@@ -39,20 +39,22 @@ ARGS = ["--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "64"]
 def make_run(folder: Path, model: Path, port: int) -> ServiceRun:
     (folder / "verdicts.py").write_text(VERDICTS)
     judge = {
+        "servers": "grader",
         "api": "completions",
         "template": "w1 w2 {{ completion }}",
         "max_tokens": 4,
         "extra_body": {"ignore_eos": True},
         "verdict": {"function": f"{folder}/verdicts.py:read"},
-        "routing": {"health_interval_s": 0.5},
-        "local_replicas": {"model": str(model), "args": ARGS},
     }
-    teacher = {"base_urls": [f"http://127.0.0.1:{port}/v1"]}
+    servers = {
+        "grader": {"model": str(model), "local": {"args": ARGS}},
+        "wise": {"base_urls": [f"http://127.0.0.1:{port}/v1"]},
+    }
     rewards = {
         "grader": {"judge": judge, "timeout_s": 120.0},
-        "wise": {"teacher": teacher, "timeout_s": 120.0},
+        "wise": {"teacher": {"servers": "wise"}, "timeout_s": 120.0},
     }
-    return ServiceRun(folder, make_config(run_id="test", reward={"rewards": rewards}))
+    return ServiceRun(folder, make_config(run_id="test", reward={"rewards": rewards}, servers=servers))
 
 
 def trajectories() -> list[Trajectory]:
@@ -66,7 +68,7 @@ async def test_a_vllm_replica_judges_teaches_and_dies_with_its_keeper(tmp_path: 
     port = free_port()
     async with make_run(tmp_path, model, port) as run:
         # Not in this process: what is refused stays refused.
-        words = ("--reward", "grader", "--port", str(port))
+        words = ("--servers", "grader", "--port", str(port))
         run.start("reward.replica", "replica", arguments=words, within=WITHOUT_AMX)
         registry = ReplicaRegistry(run.broker, run.keys, "grader", 10.0)
         (url,) = await wait_until(registry.urls, 400, "a replica")
@@ -91,7 +93,7 @@ async def test_a_vllm_replica_judges_teaches_and_dies_with_its_keeper(tmp_path: 
                 seer = teacher_of(url, http, prompt_column=column)
                 found = await logprobs_of(seer, hinted)
                 np.testing.assert_allclose(found, by_hand(model, hinted, own), atol=1e-4)
-                await seer.close()
+                await seer._servers.close()
         family = psutil.Process(run.processes["replica"].pid).children(recursive=True)
         assert len(family) >= 3  # the server, its engine, the guard
         run.kill("replica")

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.misbehaving import MisbehavingServer, cuts, hangs, says
+from tests.support.model_servers import servers_at
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.reward_models import CHAT_TEMPLATE, server_url, start_server
 from tests.support.runs import ServiceRun
@@ -21,13 +22,9 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import TeacherConfig
-from tidemill.common.config.reward_kinds import RoutingConfig
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory
 from tidemill.services.reward.outcome import AttemptError
-from tidemill.services.reward.remote.calls import RemoteCalls
-from tidemill.services.reward.remote.limiter import Limiter
-from tidemill.services.reward.remote.router import Router
 from tidemill.services.reward.remote.teacher import TeacherReward
 from tidemill.services.reward.sample import RewardSample
 
@@ -35,20 +32,11 @@ COUNT = 24
 TRAJECTORY = make_trajectory(completion_ids=np.array([5, 6, 7], np.int32))
 
 
-class _NoKeys:
-    """Without limits, no key is used."""
-
-    def limits(self, reward: str) -> str:
-        return reward
-
-    requests = limits
-
-
-def teacher_of(url: str, http: httpx.AsyncClient, timeout_s: float = 30.0, **fields: Any) -> TeacherReward:
-    config = TeacherConfig(base_urls=(url,), **fields)
-    router = Router("wise", config.base_urls, config.routing, http)
-    calls = RemoteCalls("wise", router, Limiter(None, _NoKeys(), "wise", config.limits), timeout_s)  # type: ignore[arg-type]
-    return TeacherReward("wise", config, calls, http)
+def teacher_of(
+    url: str, http: httpx.AsyncClient, timeout_s: float = 30.0, patience_s: float = 300.0, **fields: Any
+) -> TeacherReward:
+    config = TeacherConfig(servers="there", **fields)
+    return TeacherReward("wise", config, servers_at(url, http, patience_s=patience_s), timeout_s)
 
 
 async def logprobs_of(teacher: TeacherReward, trajectory: Trajectory) -> np.ndarray:
@@ -106,9 +94,9 @@ class TestServer:
             for i, size in enumerate(sizes)
         ]
         async with httpx.AsyncClient() as http:
-            teacher = teacher_of(url, http, server="transformers")
+            teacher = teacher_of(url, http)
             found = await asyncio.gather(*(logprobs_of(teacher, t) for t in trajectories))
-            await teacher.close()
+            await teacher._servers.close()
         for trajectory, logprobs in zip(trajectories, found, strict=True):
             np.testing.assert_allclose(logprobs, by_hand(path, trajectory), atol=2e-6)
 
@@ -124,7 +112,7 @@ class TestServer:
         async with httpx.AsyncClient() as http:
             teacher = teacher_of(url, http)
             found, nothing = await logprobs_of(teacher, session), await logprobs_of(teacher, empty)
-            await teacher.close()
+            await teacher._servers.close()
         assert len(found) == sum(int(s.mask.sum()) for s in session.segments) == 5
         np.testing.assert_allclose(found, by_hand(path, session), atol=2e-6)
         assert len(nothing) == 0
@@ -145,12 +133,12 @@ class TestServer:
                 for trajectory in (plain, session):
                     found = await logprobs_of(teacher, trajectory)
                     np.testing.assert_allclose(found, by_hand(path, trajectory, own), atol=2e-6)
-                await teacher.close()
+                await teacher._servers.close()
             teacher = teacher_of(url, http, prompt_column="hint")
             elsewhere = make_session(0, 1, first, make_segment((14, 15), (17, 18)), extra=extra)
             with pytest.raises(AttemptError, match="segment 1 of the session does not begin") as caught:
                 await logprobs_of(teacher, elsewhere)
-            await teacher.close()
+            await teacher._servers.close()
         assert caught.value.is_final
 
     @pytest.mark.parametrize(
@@ -182,7 +170,7 @@ class TestServer:
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [
-        (says(200, {"choices": []}), "no logprobs"),
+        (says(200, {"choices": []}), "gave no answer to use"),
         (says(200, {"choices": [{"index": 0, "prompt_logprobs": [None] * 7}]}), "no logprob for token 4"),
         (says(200, {"choices": [{"index": 0, "text": "hello"}]}), "no prompt_logprobs"),
         (says(400), "status 400"),
@@ -195,29 +183,30 @@ class TestServer:
 )
 async def test_what_are_no_logprobs_is_an_error_and_no_zero(behaviour: Any, said: str) -> None:
     async with MisbehavingServer(behaviour) as server, httpx.AsyncClient() as http:
-        teacher = teacher_of(server.url, http, timeout_s=1.0, routing=RoutingConfig(patience_s=0.0))
+        teacher = teacher_of(server.url, http, timeout_s=1.0, patience_s=0.0)
         with pytest.raises(AttemptError, match=said) as caught:
             await logprobs_of(teacher, TRAJECTORY)
-        await teacher.close()
+        await teacher._servers.close()
     assert caught.value.is_final == (said == "status 400")
     assert caught.value.is_timeout == ("within" in said)
 
 
 async def test_two_replicas_of_a_run_one_dies_and_no_sample_is_lost(path: Path, tmp_path: Path) -> None:
-    teacher = {
-        "server": "transformers",
-        "local_replicas": {"count": 2, "model": str(path)},
-        "routing": {"health_interval_s": 0.2, "replica_ttl_s": 3.0},
-    }
+    servers = {"wise": {"model": str(path), "local": {"engine": "transformers", "count": 2}}}
     rewards = {
-        "wise": {"teacher": teacher, "backoff_s": 0.05, "max_attempts": 5, "applies_to": ["taught"]},
+        "wise": {
+            "teacher": {"servers": "wise"},
+            "backoff_s": 0.05,
+            "max_attempts": 5,
+            "applies_to": ["taught"],
+        },
         "rule": {"function": "gsm8k"},
     }
-    config = make_config(run_id="test", reward={"rewards": rewards, "max_in_flight": 8})
+    config = make_config(run_id="test", reward={"rewards": rewards, "max_in_flight": 8}, servers=servers)
     async with ServiceRun(tmp_path, config) as run:
         for index in range(2):
             run.start(
-                "reward.replica", f"replica-{index}", arguments=("--reward", "wise", "--index", str(index))
+                "reward.replica", f"replica-{index}", arguments=("--servers", "wise", "--index", str(index))
             )
         run.start("reward")
         await wait_until(lambda: _num_replicas(run, 2))

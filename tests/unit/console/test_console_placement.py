@@ -14,18 +14,20 @@ from tidemill.services.console.processes.service import (
     trainer_gpus,
 )
 
-LOCAL = {"count": 2, "model": "rm"}
 
-
-def config(model: dict[str, Any] | None = None, trainer: Any = (), **rollout: Any) -> RunConfig:
-    reward = {"rewards": {"rm": {"model": {"local_replicas": LOCAL, **model}}}} if model is not None else {}
-    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout, "reward": reward}
+def config(local: dict[str, Any] | None = None, trainer: Any = (), **rollout: Any) -> RunConfig:
+    """With a reward model on two servers, where `local` is given."""
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout}
+    if local is not None:
+        tree["reward"] = {"rewards": {"rm": {"model": {"servers": "rm"}}}}
+        tree["servers"] = {"rm": {"model": "rm", "local": {"count": 2, **local}}}
     return parse_config({**tree, "trainer": {"gpus": list(trainer)}}, "test")
 
 
 def seen(run: RunConfig, index: int) -> str:
-    model = run.reward.named["rm"].model
-    return replica_gpus(run, model, index).get("CUDA_VISIBLE_DEVICES", "")
+    local = run.servers["rm"].local
+    assert local is not None
+    return replica_gpus(run, local, index).get("CUDA_VISIBLE_DEVICES", "")
 
 
 def test_rollout_workers_and_trainer_get_their_own() -> None:
@@ -57,11 +59,8 @@ def test_without_a_word_the_environment_decides() -> None:
     [
         (None, {"workers": 2, "gpus": [1]}, "2 workers with 1 each"),
         ({"gpus": [1], "shares_rollout_gpus": True}, {}, "not both"),
-        ({"shares_rollout_gpus": True}, {"engine": "transformers"}, "an engine that can sleep"),
-        ({"shares_rollout_gpus": True, "server": "vllm"}, {}, "takes turns by itself"),
-        ({"token_reward": "mean", "head": "token"}, {}, "needs input: ids"),
-        ({"normalise": "clip"}, {}, "needs clip"),
-        ({"mean": 1.0}, {}, "belong to normalise: standardise"),
+        ({"shares_rollout_gpus": True}, {"engine": "transformers"}, "an engine that sleeps"),
+        ({"shares_rollout_gpus": True, "engine": "vllm"}, {}, "takes turns by itself"),
     ],
 )
 def test_what_does_not_fit_is_refused(model: Any, rollout: dict[str, Any], said: str) -> None:
@@ -73,7 +72,7 @@ def test_every_process_gets_gpus_of_its_own_where_none_are_named() -> None:
     run = config({}, workers=2, vllm={"tensor_parallel_size": 2})
     run, said = place(run, range(8))
     assert (run.trainer.gpus, run.rollout.gpus, seen(run, 0), seen(run, 1)) == ((0,), (1, 2, 3, 4), "5", "6")
-    assert said == ["GPUs: trainer 0, rollout 1,2,3,4, reward.rewards.rm.model 5,6, 7 unused"]
+    assert said == ["GPUs: trainer 0, rollout 1,2,3,4, servers.rm.local 5,6, 7 unused"]
     assert find_overlaps(run) == []
 
 
@@ -117,7 +116,7 @@ def test_too_few_gpus_are_refused_with_what_to_lower() -> None:
 def test_a_gpu_belongs_to_one_unless_sharing_is_asked_for() -> None:
     assert find_overlaps(config(trainer=[0], gpus=[0])) == ["GPU 0 is in trainer.gpus and in rollout.gpus"]
     assert find_overlaps(config(trainer=[0], gpus=[0], shares_trainer_gpus=True)) == []
-    assert "reward.rewards.rm.model.gpus" in find_overlaps(config({"gpus": [1]}, gpus=[1]))[0]
+    assert "servers.rm.local.gpus" in find_overlaps(config({"gpus": [1]}, gpus=[1]))[0]
     assert find_overlaps(config({"gpus": [7]}, trainer=[0], gpus=[1])) == []
     assert find_overlaps(config(trainer=[0, 0])) == ["trainer.gpus names a GPU twice"]
     shared, _ = place(config(workers=2, shares_trainer_gpus=True), range(2))
@@ -130,7 +129,7 @@ def test_one_gpu_is_taken_in_turns_and_several_where_that_is_asked_for() -> None
     assert said[0] == "GPUs: trainer 3, rollout 3" and "take turns" in said[1]
     assert place(run, [3]) == (run, said), "resumed, it is the same"
     beside, said = place(config({}, workers=2), [3])
-    assert beside.rollout.gpu_turns == "on" and "reward.rewards.rm.model on it at once" in said[0]
+    assert beside.rollout.gpu_turns == "on" and "servers.rm.local on it at once" in said[0]
     for given in ({"engine": "transformers"}, {"shares_trainer_gpus": True}, {"gpu_turns": "off"}):
         assert place(config(**given), [3])[0].shared_turn_s is None, given
     many, _ = place(config(workers=2, gpu_turns="on", gpu_turn_s=0.5), range(4))

@@ -1,6 +1,7 @@
 """The run's summary from its commits: nothing lost, nothing trained twice, and how that would show."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from rich.console import Console
 
 from tests.support.trajectories import make_config
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.status.report import summary_table
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.status.report import FEW_STEPS, print_report, summary_table
 from tidemill.services.console.status.summary import (
     CommitTotals,
     RunSummary,
@@ -141,3 +143,15 @@ def test_each_broken_expectation_is_named(changes: dict[str, Any], complaint: st
     good = {"steps": 4, "eval_before": 0.3, "eval_after": 0.7, "max_staleness_seen": 1}
     found = failures(RunSummary("run", **(good | changes)), config)
     assert (found == []) if complaint is None else (len(found) == 1 and complaint in found[0])
+
+
+def test_the_report_of_a_long_run_says_what_one_more_worker_would_have_brought(tmp_path: Path) -> None:
+    verdict = {"text": "reward is the bottleneck", "advice": "With one more reward worker: 7 s"}
+
+    def printed(steps: int) -> str:
+        out = io.StringIO()
+        print_report(Console(file=out), RunFolder(tmp_path, "one"), {"steps": steps, "bottleneck": verdict})
+        return out.getvalue()
+
+    assert f"{verdict['text']}. {verdict['advice']}" in printed(FEW_STEPS)
+    assert verdict["advice"] not in printed(FEW_STEPS - 1)

@@ -26,9 +26,12 @@ def folder_of(path: Path, vocabulary: dict[str, int], special: int = 2) -> str:
     return str(path)
 
 
-def config_of(policy: str, teacher: str, **fields: Any) -> RunConfig:
-    local = {"local_replicas": {"model": teacher, "count": 2}}
-    return make_config(model={"path": policy}, reward={"rewards": {"wise": {"teacher": local | fields}}})
+def config_of(policy: str, teacher: str, **local: Any) -> RunConfig:
+    return make_config(
+        model={"path": policy},
+        reward={"rewards": {"wise": {"teacher": {"servers": "wise"}}}},
+        servers={"wise": {"model": teacher, "local": {"count": 2, **local}}},
+    )
 
 
 def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -58,5 +61,7 @@ def test_a_trace_has_the_distance_of_the_models_tokens_from_the_teacher() -> Non
 
 def test_replicas_of_a_teacher_get_their_gpus_in_turn(tmp_path: Path) -> None:
     config = config_of("policy", "teacher", gpus=[2, 3, 4, 5])
-    found = [replica_gpus(config, config.reward.named["wise"].teacher, index) for index in range(2)]
+    local = config.servers["wise"].local
+    assert local is not None
+    found = [replica_gpus(config, local, index) for index in range(2)]
     assert found == [{"CUDA_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "4,5"}]

@@ -7,12 +7,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tidemill.common.config.reward_kinds import JudgeConfig, RoutingConfig
+from tidemill.common.config import ServersConfig
 from tidemill.common.run.replicas import MODEL_TOKEN_VARIABLE, complaint, key_for
 from tidemill.services.reward.model_server.__main__ import main
 from tidemill.services.reward.model_server.app import TokenGate
-from tidemill.services.reward.remote.judge import OpenAIRequests
-from tidemill.services.reward.remote.router import Replica
+from tidemill.services.reward.remote.replica import Replica
+from tidemill.services.reward.remote.servers import Servers
 
 TOKEN = "0123456789abcdef-token"
 
@@ -103,7 +103,7 @@ def test_the_model_server_does_not_start_for_everybody(
     assert "openssl rand" in capsys.readouterr().err
 
 
-def test_the_token_is_shown_to_servers_of_the_run_and_keys_to_those_of_the_config(
+async def test_the_token_is_shown_to_servers_of_the_run_and_keys_to_those_of_the_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(MODEL_TOKEN_VARIABLE, TOKEN)
@@ -112,12 +112,14 @@ def test_the_token_is_shown_to_servers_of_the_run_and_keys_to_those_of_the_confi
     assert key_for(far, True, "JUDGE_KEY") == key_for(here, True, "JUDGE_KEY") == TOKEN
     assert key_for(far, False, "JUDGE_KEY") == "sk-judge"
     assert key_for(far, False, "") == ""
-    requests = OpenAIRequests(JudgeConfig(model="m", template="x", api_key_env="JUDGE_KEY"))
-    routing = RoutingConfig()
-    ours = Replica("http://10.0.0.9:8000/v1", routing, is_registered=True)
-    theirs = Replica("https://api.example.org/v1", routing)
-    keys = {replica.url: requests._client(replica).api_key for replica in (theirs, ours)}
-    assert keys == {ours.url: TOKEN, theirs.url: "sk-judge"}
+    echo = httpx.MockTransport(lambda request: httpx.Response(200, text=request.headers["authorization"]))
+    async with httpx.AsyncClient(transport=echo) as http:
+        servers = Servers("judge", ServersConfig(api_key_env="JUDGE_KEY"), http, None)  # type: ignore[arg-type]
+        for replica, key in (
+            (Replica(far, is_registered=True), TOKEN),
+            (Replica("https://api.example.org/v1"), "sk-judge"),
+        ):
+            assert (await servers.request(replica, "POST", replica.url, {})).text == f"Bearer {key}"
     monkeypatch.delenv(MODEL_TOKEN_VARIABLE)
     for url in (here, "http://localhost:1/v1", "http://[::1]:1/v1"):
         assert key_for(url, True, "JUDGE_KEY") == "sk-judge", "as before there was a token"

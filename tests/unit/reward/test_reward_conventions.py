@@ -62,9 +62,9 @@ async def test_router_and_tokenizer_reach_a_function_that_takes_them(load: Any) 
 
 def test_a_function_that_insists_on_a_router_needs_one_in_the_config(load: Any) -> None:
     function = load("def reward(solution_str, reward_router_address): return 1.0")
-    with pytest.raises(ConfigError, match="say with `router` which judge's it is"):
-        check_reward("mine", NamedRewardConfig(function=function.name))
-    check_reward("mine", NamedRewardConfig(function=function.name, router="judge"))
+    with pytest.raises(ConfigError, match="say with `router`"):
+        check_reward("mine", NamedRewardConfig(function=function.name), {})
+    check_reward("mine", NamedRewardConfig(function=function.name, router="judge"), {})
 
 
 def test_a_function_sees_whether_it_scores_training_or_evaluation(load: Any) -> None:
@@ -160,7 +160,7 @@ def test_trls_own_rewards_run_unchanged() -> None:
 def test_per_group_is_for_functions_that_take_lists(load: Any) -> None:
     verl = load("def reward(solution_str): return 1.0")
     with pytest.raises(ConfigError, match="per: group needs a function in TRL's style"):
-        check_reward("mine", NamedRewardConfig(function=verl.name, per="group"))
+        check_reward("mine", NamedRewardConfig(function=verl.name, per="group"), {})
 
 
 def test_a_class_is_made_with_its_kwargs_and_its_tuples_are_read(load: Any) -> None:
@@ -218,7 +218,7 @@ def test_functions_of_verls_batch_manager_get_lists(load: Any) -> None:
     (outcome,) = call(function, sample("abc"))
     assert (outcome.value, outcome.detail) == (3.5, {"first": "a"})
     assert [o.value for o in call(function, sample("a"), sample("bb", 1))] == [1.5, 2.5]
-    check_reward("mine", NamedRewardConfig(function=function.name, per="group"))
+    check_reward("mine", NamedRewardConfig(function=function.name, per="group"), {})
     numbers = load("def reward(solution_strs, ground_truths): return (1, 0.5)")
     assert [o.value for o in call(numbers, sample(), sample("b", 1))] == [1.0, 0.5]
     short = load("def reward(solution_strs): return [1.0]")

@@ -17,7 +17,7 @@ CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 
 
 def config(**fields: Any) -> RewardModelConfig:
-    return RewardModelConfig(base_urls=("http://localhost:1",), **fields)
+    return RewardModelConfig(servers="s", **fields)
 
 
 def test_token_ids_are_sent_as_they_are() -> None:
@@ -32,18 +32,14 @@ def test_a_chat_ends_with_the_completion() -> None:
     assert make_body(sample, config())["messages"] == [*CHAT, completion]
 
 
-def test_raw_scores_are_asked_for_and_evaluation_goes_first() -> None:
-    evaluation = RewardSample((0, 0), True, "d", "a", "1")
+def test_raw_scores_are_asked_for() -> None:
     assert make_body(SAMPLE, config(input="text")) == {
         "input": "the prompt: the answer",
         "use_activation": False,
-        "priority": 0,
     }
-    assert make_body(evaluation, config())["priority"] < 0
-    assert "priority" not in make_body(evaluation, config(server="vllm"))
-    cut = make_body(SAMPLE, config(max_tokens=4, head="token", served_name="rm"))
+    cut = make_body(SAMPLE, config(max_tokens=4, head="token"))
     assert (cut["truncate_prompt_tokens"], cut["truncation_side"]) == (4, "left")
-    assert (cut["task"], cut["model"]) == ("token_classify", "rm")
+    assert cut["task"] == "token_classify"
 
 
 @pytest.mark.parametrize(

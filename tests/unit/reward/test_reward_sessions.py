@@ -109,12 +109,12 @@ def test_a_single_turn_is_handed_over_as_ever() -> None:
 def test_judges_and_reward_models_read_the_conversation_and_score_the_models_tokens() -> None:
     sample = sample_of()
     template = "{% for m in conversation %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    text = JudgePrompt("j", JudgeConfig(base_urls=("http://h:1",), model="m", template=template)).text(sample)
+    text = JudgePrompt("j", JudgeConfig(servers="s", template=template)).text(sample)
     assert "tool: 2" in text and "assistant: It is 2." in text
-    config = RewardModelConfig(base_urls=("http://h:1",), head="token", input="ids", token_reward="sum")
+    config = RewardModelConfig(servers="s", head="token", input="ids", token_reward="sum")
     assert make_body(sample, config)["input"] == [1, 2, 3, 4, 5, 7, 8, 9]
     assert reduce_scores([[float(place)] for place in range(8)], sample, config) == 3 + 4 + 7
-    chat = RewardModelConfig(base_urls=("http://h:1",))
+    chat = RewardModelConfig(servers="s")
     assert make_body(sample, chat)["messages"] == [*CHAT, *MESSAGES]
 
 

@@ -11,7 +11,7 @@ from tests.support.rewards import together
 from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_trajectory
 from tidemill.common.archive.columns import records_of, table_of
-from tidemill.common.config import NamedRewardConfig, TeacherConfig
+from tidemill.common.config import NamedRewardConfig, ServersConfig, TeacherConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.streams import Entry
 from tidemill.common.wire import codec
@@ -175,7 +175,7 @@ def test_an_answer_that_lacks_a_logprob_is_no_answer(rows: Any, said: str) -> No
 
 class TestOwnPrompt:
     def of(self, sample: RewardSample, **fields: Any) -> Any:
-        return TeacherPrompt("wise", TeacherConfig(**fields)).of(sample)
+        return TeacherPrompt("wise", TeacherConfig(servers="s", **fields)).of(sample)
 
     def sample(self, **extra: Any) -> RewardSample:
         return RewardSample.from_trajectory(make_trajectory(extra=extra), Lane.TRAIN)
@@ -205,8 +205,8 @@ class TestOwnPrompt:
             async def _ids(self, prompt: Any, sample: RewardSample) -> list[int]:
                 return [90, 91]
 
-        config = TeacherConfig(base_urls=("http://teacher",), prompt_column="hint")
-        teacher = Teacher("wise", config, None, None)  # type: ignore[arg-type]
+        config = TeacherConfig(servers="s", prompt_column="hint")
+        teacher = Teacher("wise", config, None, 1.0)  # type: ignore[arg-type]
         branch, main = make_segment((3, 4, 5, 6), (7,)), make_segment((3, 4), (5,), (8,), (9,))
         session = make_session(0, 1, branch, main, extra={"hint": "a"})
         rows = await teacher._rows(RewardSample.from_trajectory(session, Lane.TRAIN))
@@ -219,9 +219,9 @@ class TestOwnPrompt:
 
 
 def test_what_is_no_template_is_found_before_the_run() -> None:
-    reward = NamedRewardConfig(teacher=TeacherConfig(template="{{ a"))
+    reward = NamedRewardConfig(teacher=TeacherConfig(servers="s", template="{{ a"))
     with pytest.raises(ConfigError, match=r"wise.teacher.template is no Jinja template"):
-        check_teacher("wise", reward)
+        check_teacher("wise", reward, ServersConfig())
 
 
 def test_functions_in_other_processes_are_sent_no_segments() -> None:

@@ -1,6 +1,5 @@
 """From a judge's words to a number: what counts as a verdict, and that nothing else ever becomes a number."""
 
-import json
 import time
 from email.utils import formatdate
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tidemill.common.config import RewardConfig
+from tests.support.trajectories import make_config
+from tidemill.common.config import RunConfig
 from tidemill.common.config.reward_kinds import JudgeConfig, VerdictConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.reward.check import main as check
@@ -160,7 +160,7 @@ def test_a_verdict_that_contradicts_itself_is_refused(config: dict[str, Any]) ->
 
 
 def make_prompt(template: str, **config: Any) -> JudgePrompt:
-    return JudgePrompt("judge", JudgeConfig(model="m", template=template, **config))
+    return JudgePrompt("judge", JudgeConfig(servers="s", template=template, **config))
 
 
 SAMPLE = RewardSample((0, 0), False, "maths", "4", "5", {"level": 3}, prompt_text="2+2=")
@@ -251,17 +251,21 @@ def test_what_stands_before_the_end_of_an_answer_that_was_cut_off_is_read() -> N
     assert make_verdict(VerdictConfig(json_field="score"))('{"score": 7}', is_cut=True).value == 7.0
 
 
+def run_of(rewards: dict[str, Any]) -> RunConfig:
+    return make_config(reward={"rewards": rewards}, servers={"s": {"model": "m"}})
+
+
 def test_a_template_that_cannot_be_filled_in_is_an_error_of_the_check() -> None:
     row = {"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {}}
-    tree = {"judge": {"model": "m", "template": "{{ extra.level }}: {{ completion }}"}}
+    tree = {"judge": {"servers": "s", "template": "{{ extra.level }}: {{ completion }}"}}
     with pytest.raises(ConfigError, match=r"reward j: for the first training row, .*no attribute 'level'"):
-        readings(RewardConfig(rewards={"j": tree}), row)
+        readings(run_of({"j": tree}), row)
     both = {"j": tree | {"lanes": ["eval"]}, "f": {"function": "exact_match"}}
-    texts = readings(RewardConfig(rewards=both), row)
+    texts = readings(run_of(both), row)
     assert "cannot be filled in" in texts["j"]
 
 
-JUDGE = {"model": "m", "template": "{{ completion }}"}
+JUDGE = {"servers": "s", "template": "{{ completion }}"}
 ROW = '{"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {"level": 1}}'
 
 
@@ -270,17 +274,16 @@ ROW = '{"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {"lev
     [
         ({"j": {"judge": JUDGE | {"template": "{{ prompt }}"}}}, "put {{ completion }} where"),
         ({"j": {"judge": JUDGE | {"verdict": {"regex": r"{nonce}: (\d)"}}}}, "does not show the nonce"),
-        ({"f": {"function": "exact_match", "router": "j"}}, "router names 'j', which is no judge"),
         ({"f": {"function": "exact_match", "tokenizer": "/no/where"}}, "tokenizer /no/where does not exist"),
         ({"f": {"function": "FILE:lists"}}, "takes solution, which is no column of the dataset; it has"),
         ({"f": {"function": "FILE:lists", "kwargs": {"solution": 1}}}, ""),
-        ({"j": {"judge": JUDGE}, "f": {"function": "exact_match", "router": "j"}}, ""),
+        ({"j": {"judge": JUDGE}, "f": {"function": "exact_match", "router": "s"}}, ""),
     ],
 )
 def test_the_check_refuses_what_would_fail_every_sample(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rewards: dict[str, Any], said: str
 ) -> None:
     (tmp_path / "mine.py").write_text("def lists(completions, solution, level): return [1.0]")
-    config = json.dumps({"rewards": rewards}).replace("FILE", f"{tmp_path}/mine.py")
+    config = run_of(rewards).model_dump_json().replace("FILE", f"{tmp_path}/mine.py")
     assert check(config, ROW) == (2 if said else 0)
     assert said in capsys.readouterr().err

@@ -1,10 +1,13 @@
 """What users' code gets of a service: the variables that describe the machine, and nothing that is secret."""
 
+import os
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
+from tests.support.preloaded import REPO
 from tidemill.common.process.children import PASS_VARIABLE, variables_for_users
 
 DUMPABLE = "import ctypes; print(ctypes.CDLL(None).prctl(3))"
@@ -53,3 +56,18 @@ def test_a_service_is_hidden_from_other_processes_of_its_user_before_it_does_any
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "0\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep processes apart by other means")
+@pytest.mark.parametrize(("owner", "is_dumpable"), [({"TIDEMILL_ENGINE_OWNER": "1"}, "0\n"), ({}, "1\n")])
+def test_vllms_processes_are_hidden_by_its_plugin_and_no_other_vllm(
+    owner: dict[str, str], is_dumpable: str
+) -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    module, _, function = project["entry-points"]["vllm.general_plugins"]["tidemill"].partition(":")
+    program = f"from {module} import {function}; {function}(); {DUMPABLE}"
+    variables = os.environ | owner
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == is_dumpable

@@ -5,20 +5,19 @@ import ctypes
 import shutil
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.trajectories import make_config
-from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process import vllm_machine
 from tidemill.common.process.vllm_machine import check_machine, machine_arguments, machine_environment
 from tidemill.common.run.replicas import MODEL_TOKEN_VARIABLE, complaint
 from tidemill.services.console.check.preflight import PreflightError, _check_engine
-from tidemill.services.reward.remote.serving import check_local_replicas, server_command, server_environment
+from tidemill.services.reward.remote.serving import check_local, server_command, server_environment
 from tidemill.services.rollout.engines.vllm_launch import start_vllm
 
 TOKEN = "a token of the run, long enough"
@@ -40,46 +39,41 @@ def no_libnuma(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_machine, "LIBNUMA", "libnowhere.so.1")
 
 
-def context(*further: str) -> Any:
-    options = argparse.Namespace(reward="grader", model="", host="::1", port=1, index=0, server_args=further)
-    return SimpleNamespace(options=options)
+JUDGE: dict[str, Any] = {"judge": {"servers": "grader", "template": "{{ completion }}"}}
+MODEL: dict[str, Any] = {"model": {"servers": "grader"}}
 
 
-def judge(*args: str, **env: str) -> NamedRewardConfig:
-    local = {"model": "m", "args": args, "env": env}
-    return NamedRewardConfig.model_validate(
-        {"judge": {"template": "{{ completion }}", "local_replicas": local}}
-    )
+def command_of(config: RunConfig, *further: str) -> list[str]:
+    options = argparse.Namespace(model="", host="::1", server_args=further)
+    return server_command(config, "grader", options, 1)
 
 
-def pooling_model() -> NamedRewardConfig:
-    return NamedRewardConfig.model_validate({"model": {"server": "vllm", "local_replicas": {"model": "m"}}})
+def served(reward: dict[str, Any], **local: Any) -> RunConfig:
+    servers = {"grader": {"model": "m", "local": local}}
+    return make_config(reward={"rewards": {"r": reward}}, servers=servers)
 
 
 def dtypes_of(command: list[str]) -> list[str]:
     return [after for before, after in pairwise(command) if before == "--dtype"]
 
 
-@pytest.mark.parametrize("reward", [judge(), pooling_model()], ids=["judge", "model"])
-def test_a_server_on_a_cpu_computes_in_float32(reward: NamedRewardConfig, is_cpu: bool) -> None:
-    assert dtypes_of(server_command(context(), reward, 1)) == (["float32"] if is_cpu else [])
+@pytest.mark.parametrize("reward", [JUDGE, MODEL], ids=["judge", "model"])
+def test_a_server_on_a_cpu_computes_in_float32(reward: dict[str, Any], is_cpu: bool) -> None:
+    assert dtypes_of(command_of(served(reward, engine="vllm"))) == (["float32"] if is_cpu else [])
 
 
 @pytest.mark.parametrize("said", [("--dtype", "half"), ("--dtype=half",), ("--config", "theirs.yaml")])
 def test_what_the_user_says_of_the_dtype_counts(said: tuple[str, ...], on_cpu: None) -> None:
     for command in (
-        server_command(context(), judge(*said), 1),
-        server_command(context(*said), judge(), 1),
+        command_of(served(JUDGE, args=said)),
+        command_of(served(JUDGE), *said),
     ):
         assert "float32" not in command and command[-len(said) :] == list(said)
 
 
 def test_a_server_of_another_kind_is_given_nothing(no_libnuma: None) -> None:
-    local = {"model": "m", "command": ["serve", "{model}"]}
-    other = {"judge": {"template": "{{ completion }}", "local_replicas": local}}
-    assert server_command(context(), NamedRewardConfig.model_validate(other), 1) == ["serve", "m"]
-    own = NamedRewardConfig.model_validate({"model": {"local_replicas": {"model": "m"}}})
-    assert "--dtype" not in server_command(context(), own, 1)
+    assert command_of(served(JUDGE, command=["serve", "{model}"])) == ["serve", "m"]
+    assert "--dtype" not in command_of(served(MODEL))
 
 
 @pytest.mark.parametrize("missing", ["compiler", "headers"])
@@ -106,16 +100,17 @@ def test_a_libnuma_of_the_environment_is_found_by_all_processes_of_vllm(
     some_library = next(Path(torch.__file__).parent.glob("lib/libshm.so"))
     shutil.copy(some_library, tmp_path / "libnowhere.so.1")
     check_machine("these tests")
-    command_environment = server_environment(context(), judge(LD_LIBRARY_PATH="/theirs"))
+    config = served(JUDGE, env={"LD_LIBRARY_PATH": "/theirs"})
+    command_environment = server_environment(config.servers["grader"], 0)
     assert command_environment["LD_LIBRARY_PATH"] == f"{tmp_path}:/theirs"
 
 
 def test_without_libnuma_it_is_said_what_to_install(no_libnuma: None) -> None:
-    what = "apt-get install libnuma1"
-    with pytest.raises(ConfigError, match=f"reward grader: .*{what}"):
-        check_local_replicas("grader", judge())
+    what, config = "apt-get install libnuma1", served(JUDGE)
+    with pytest.raises(ConfigError, match=f"servers.grader.*{what}"):
+        check_local("r", config.reward.named["r"], config.servers["grader"])
     with pytest.raises(ConfigError, match=what):
-        server_command(context(), judge(), 1)
+        command_of(config)
 
 
 def test_the_engine_and_the_preflight_say_it_too(no_libnuma: None) -> None:
@@ -134,8 +129,9 @@ def test_a_vllm_server_asks_for_the_runs_token_and_none_serves_everybody_without
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(MODEL_TOKEN_VARIABLE, TOKEN)
-    assert server_environment(context(), judge())["VLLM_API_KEY"] == TOKEN
-    assert TOKEN not in " ".join(server_command(context(), judge(), 1))
+    config = served(JUDGE)
+    assert server_environment(config.servers["grader"], 0)["VLLM_API_KEY"] == TOKEN
+    assert TOKEN not in " ".join(command_of(config))
     assert not complaint("0.0.0.0", TOKEN)
     assert MODEL_TOKEN_VARIABLE in complaint("0.0.0.0", "")
 

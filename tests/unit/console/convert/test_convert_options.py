@@ -80,6 +80,9 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("verl", {A + "fsdp_config.optimizer_offload": True}, {"trainer.offload_optimizer": True}),
     ("verl", {A + "policy_loss.loss_mode": "dppo_tv", A + "clip_ratio_c": 20.0},
      {ALGORITHM + "loss": "dppo_tv", ALGORITHM + "dppo.max_ratio": 20.0, ALGORITHM + "dual_clip": None}),
+    # with one update a step it is ppo, which has no such section
+    ("verl", {A + "policy_loss.loss_mode": "dppo_tv", A + "ppo_mini_batch_size": 1024},
+     {ALGORITHM + "loss": "ppo", ALGORITHM + "dppo": None}),
     ("verl", {A + "policy_loss.loss_mode": "clip_cov", A + "policy_loss.clip_cov_ratio": 0.001},
      {ALGORITHM + "covariance.share": 0.001}),
     ("verl", {A + "optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
@@ -90,7 +93,8 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("verl", {R + "engine_kwargs.vllm.seed": 1}, {"rollout.vllm.extra": {"seed": 1}}),
     ("verl", {"custom_reward_function.path": "my.py"}, {"reward.function": "my.py:compute_score"}),
     ("verl", {"reward_model.enable": True, "reward_model.model.path": "m"},
-     {"reward.rewards": {"reward_model": {"model": {"local_replicas": {"model": "m"}}}}}),
+     {"reward.rewards": {"reward_model": {"model": {"servers": "reward_model"}}},
+      "servers": {"reward_model": {"model": "m", "local": {}}}}),
     ("verl", {"data.val_files": ["/d/gsm8k/test.parquet", "/d/aime.parquet"]},
      {"data.eval": {"gsm8k": "/d/gsm8k/test.parquet", "aime": "/d/aime.parquet"},
       "trainer.evaluation.every": 0, "trainer.evaluation.at_end": False}),
@@ -158,7 +162,8 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("trl", {"reward_funcs": ["accuracy_reward", "owner/model"], "reward_weights": [1.0, 0.5]},
      {"reward.rewards": {
          "accuracy_reward": {"function": "trl.rewards:accuracy_reward", "weight": 1.0},
-         "owner_model": {"model": {"local_replicas": {"model": "owner/model"}}, "weight": 0.5}}}),
+         "owner_model": {"model": {"servers": "owner_model"}, "weight": 0.5}},
+      "servers": {"owner_model": {"model": "owner/model", "local": {}}}}),
     ("trl", {"train_dataset": None, "dataset_name": "a/b", "dataset_config": "main"},
      {"data.train": "hub:a/b/main@train"}),
     ("trl", {"train_dataset": "load_dataset('a/b', 'c', split='train[:9]')",
@@ -174,7 +179,10 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
      {ALGORITHM + "rollout_penalty": 0.01, "trainer.offload_optimizer": True}),
     ("prime-rl", {"orchestrator.train.source": [{"name": "a", "ratio": 3.0}, {"name": "b"}]},
      {"data.train": [{"name": "a", "path": "a.jsonl", "group_size": 8, "weight": 3.0},
-                     {"name": "b", "path": "b.jsonl", "group_size": 8}]}),
+                     {"name": "b", "path": "b.jsonl", "group_size": 8, "weight": 1.0}]}),
+    ("prime-rl", {"orchestrator.train.source": [{"name": "a", "group_size": 1}],
+                  "orchestrator.algo.type": "max_rl"},
+     {"trainer.group_size": 1, "reward.min_group_size": 1, ALGORITHM + "advantage": "reinforce_plus_plus"}),
     ("prime-rl", {"orchestrator.train.source": [{"name": "a", "curriculum": {
         "sampler": {"type": "difficulty_pool"}, "gates": {"g": {"type": "advantage_range"}}}}]},
      {"data.curriculum": {}, ALGORITHM + "filter_zero_variance": True}),
@@ -247,6 +255,11 @@ def test_yaml_of_verl_with_references_and_overrides(tmp_path: Path) -> None:
     assert made.table.project == "verl"
     assert (made.fields["trainer.groups_per_step"], made.fields["trainer.mini_batches"]) == (32, 1)
     assert (made.fields["trainer.epochs"], made.fields["trainer.optimizer.lr"]) == (2, 1e-6)
+
+
+def test_null_is_an_option_that_was_not_given() -> None:
+    nulls = dict.fromkeys((A + "clip_ratio_low", A + "optim.lr", "data.max_prompt_length", R + "top_p"))
+    assert draft("verl", **nulls).fields == draft("verl").fields
 
 
 def test_a_script_and_yaml_of_trl(tmp_path: Path) -> None:

@@ -32,14 +32,14 @@ from tidemill.services.trainer.metrics.step_metrics import stage_metrics, step_m
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.step import MiniBatch, StepResult
 
-TEACHER: dict[str, Any] = {"teacher": {"base_urls": ["http://there/v1"]}}
+TEACHER: dict[str, Any] = {"teacher": {"servers": "there"}}
 LOG2 = math.log(2.0)
 
 
 def config_of(algorithm: dict[str, Any] | None = None, **teacher: Any) -> RunConfig:
     """Two samples a group, a rule and a teacher of all sources."""
     rewards = {"rule": {"function": "math"}, "wise": TEACHER | teacher}
-    return trainer_config(reward__rewards=rewards, algorithm=algorithm or {})
+    return trainer_config(reward__rewards=rewards, servers__there={}, algorithm=algorithm or {})
 
 
 def sample_of(rollout: list[float], teacher: list[float], weight: float = 1.0, **fields: Any) -> Sample:
@@ -184,7 +184,9 @@ class TestFilter:
         sampled = sum(int(segment.mask.sum()) for segment in session.segments)
         logprobs = -np.arange(1, sampled + 1, dtype=np.float32)
         group = CompleteGroup(7, 5, {0: session}, {0: make_score(7, 0, 0.0, teacher_logprobs=logprobs)})
-        config = trainer_config(reward__min_group_size=1, reward__rewards={"wise": TEACHER})
+        config = trainer_config(
+            reward__min_group_size=1, reward__rewards={"wise": TEACHER}, servers__there={}
+        )
         found = GroupFilter(config).apply(group, session.max_version)
         assert isinstance(found, TrainableGroup)
         (sample,) = found.samples
@@ -198,7 +200,7 @@ class TestFilter:
         group = replace_scores(group_of(1.0, 0.0), scores)
         refused = GroupFilter(config_of()).apply(group, 5)
         assert isinstance(refused, Refusal) and refused.reason == FEW_SCORES
-        one = trainer_config(reward__min_group_size=1, reward__rewards={"wise": TEACHER})
+        one = trainer_config(reward__min_group_size=1, reward__rewards={"wise": TEACHER}, servers__there={})
         mixed = {0: scores[0], 1: group_of(0.0, 0.0).scores[1]}
         found = GroupFilter(one).apply(replace_scores(group, mixed), 5)
         assert isinstance(found, TrainableGroup)
@@ -217,7 +219,9 @@ class TestFilter:
 
     def test_the_teacher_is_that_of_the_data_source(self) -> None:
         one, two = (TEACHER | {"applies_to": [source], "weight": w} for source, w in (("a", 1.0), ("b", 2.0)))
-        config = trainer_config(reward__rewards={"rule": {"function": "math"}, "one": one, "two": two})
+        config = trainer_config(
+            reward__rewards={"rule": {"function": "math"}, "one": one, "two": two}, servers__there={}
+        )
         for source, expected in (("a", ("one", 1.0)), ("b", ("two", 2.0)), ("c", None)):
             found = GroupFilter(config).apply(group_of(1.0, 0.0, data_source=source), 5)
             assert isinstance(found, TrainableGroup)
@@ -281,18 +285,23 @@ def test_logprobs_take_the_place_of_sampled_tokens_only() -> None:
             {"reward": {"rewards": {n: TEACHER | {"applies_to": ["a", n]} for n in ("x", "y")}}},
             "both teachers of a,",
         ),
-        ({"reward": {"rewards": {"wise": {"teacher": {"chat": True}}}}}, "there is none"),
+        ({"reward": {"rewards": {"wise": {"teacher": {"servers": "there", "chat": True}}}}}, "there is none"),
         (
-            {"reward": {"rewards": {"wise": {"teacher": {"prompt_column": "a", "template": "b"}}}}},
+            {
+                "reward": {
+                    "rewards": {
+                        "wise": {"teacher": TEACHER["teacher"] | {"prompt_column": "a", "template": "b"}}
+                    }
+                }
+            },
             "not both",
         ),
-        ({"reward": {"rewards": {"wise": {"teacher": {"gpus": [0]}}}}}, "local_replicas"),
     ],
 )
 def test_what_would_teach_something_else_is_refused(sections: dict[str, Any], said: str) -> None:
     reward = {"rewards": {"wise": TEACHER}} | sections.get("reward", {})
     with pytest.raises(ConfigError, match=said):
-        make_config(**(sections | {"reward": reward}))
+        make_config(servers={"there": {}}, **(sections | {"reward": reward}))
 
 
 def test_a_teacher_alone_can_teach_groups_of_one() -> None:
@@ -300,10 +309,10 @@ def test_a_teacher_alone_can_teach_groups_of_one() -> None:
         "min_group_size": 1,
         "rewards": {"wise": TEACHER, "rule": {"function": "math", "lanes": ["eval"]}},
     }
-    config = make_config(reward=reward, trainer={"group_size": 1})
+    config = make_config(reward=reward, servers={"there": {}}, trainer={"group_size": 1})
     assert config.reward.distils_alone
     measured = {"rewards": {"wise": TEACHER, "rule": {"function": "math", "weight": 0.0}}}
-    assert make_config(reward=measured).reward.distils_alone
+    assert make_config(reward=measured, servers={"there": {}}).reward.distils_alone
     assert not config_of().reward.distils_alone and not config_of(weight=0.0).reward.distils_alone
     with pytest.raises(ConfigError, match="every advantage would be 0"):
         make_config(reward={"min_group_size": 1}, trainer={"group_size": 1})

@@ -53,8 +53,10 @@ def test_each_trajectory_is_timed_from_stage_to_stage() -> None:
         # By a worker whose clock is behind: no stage takes less than no time.
         make_score(0, 1, 0.0, latency_s=4.0, scored_at=15.0),
     ]
-    group = group_of([sample, other], scores)
-    group.source.queued_s = {0: 5.0, 1: 0.0}
+    failed = other.model_copy(update={"index": 2, "fault": "an environment failed"})
+    scores.append(make_score(0, 2, None, scored_at=20.0))
+    group = group_of([sample, other, failed], scores)
+    group.source.queued_s = {0: 5.0, 1: 0.0, 2: 1.0}
     observe_step(commit_of(30.0), StepResult(groups=[group]))
     spent = {stage: value("stage_seconds_sum", stage=stage) - before[stage] for stage in stages}
     assert spent == pytest.approx({"generate": 5.0, "reward_queue": 5.0, "reward": 8.0, "trainer": 23.0})

@@ -15,7 +15,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
 from tidemill.services.trainer.groups.samples import make_sample
 from tidemill.services.trainer.metrics.source_metrics import source_metrics
-from tidemill.services.trainer.metrics.step_metrics import staleness_shares, step_metrics
+from tidemill.services.trainer.metrics.step_metrics import stage_metrics, staleness_shares, step_metrics
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.step import MiniBatch, StepResult
 
@@ -275,3 +275,14 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none() -> Non
         "source/b/staleness": 1.0,
     }
     assert not [name for name in step_metrics(4, step_of_two_groups(), 0, 1.0) if name.startswith("source/")]
+
+
+def test_samples_that_failed_before_a_reward_saw_them_took_no_time_that_counts() -> None:
+    made = [make_trajectory(0, n, started_at=10.0, finished_at=12.0, worker="r") for n in range(2)]
+    failed = [make_trajectory(0, n, fault="an environment failed", started_at=0.0) for n in range(2, 6)]
+    scores = [make_score(0, n, 1.0, latency_s=3.0, scored_at=20.0, worker="w") for n in range(2)]
+    failures = [make_score(0, n, None, scored_at=1.0, worker="w") for n in range(2, 6)]
+    numbers = stage_metrics([*made, *failed], [*scores, *failures])
+    assert numbers == stage_metrics(made, scores)
+    assert (numbers["stages/generation_s"], numbers["stages/score_s"]) == (2.0, 3.0)
+    assert stage_metrics(failed, failures) == {}

@@ -1,0 +1,146 @@
+"""The `servers` section: models behind HTTP, which judges, reward models, teachers and functions name."""
+
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+
+from tidemill.common.config.section import Section
+
+
+class LimitsConfig(Section):
+    """What all reward workers of a run together may ask of these servers; 0 is no limit."""
+
+    concurrency: int = Field(0, ge=0, le=1_000_000)
+    """Requests in flight at once."""
+    requests_per_minute: float = Field(0.0, ge=0.0, le=1e9)
+    """Requests started in a minute."""
+    tokens_per_minute: float = Field(0.0, ge=0.0, le=1e12)
+    """Tokens in a minute, of prompts and answers; estimated before a request and corrected after it."""
+    evaluation_share: float = Field(0.1, ge=0.0, le=0.9)
+    """Share of everything that training leaves to evaluation."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is any limit."""
+        return bool(self.concurrency or self.requests_per_minute or self.tokens_per_minute)
+
+
+class PricesConfig(Section):
+    """What the servers charge, in a currency of the user's choice."""
+
+    prompt: float = Field(0.0, ge=0.0, le=1e6)
+    """A million tokens of prompts."""
+    completion: float = Field(0.0, ge=0.0, le=1e6)
+    """A million tokens of answers."""
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """What so many tokens cost."""
+        return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
+
+
+class LocalServersConfig(Section):
+    """Servers that `tidemill up` starts on this machine and keeps alive. They serve the section's `model`."""
+
+    count: int = Field(1, ge=1, le=64)
+    """How many."""
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    """`vllm`, or `transformers`, this project's model server; `auto` takes that for reward models."""
+    command: tuple[str, ...] = ()
+    """Another server: its command line, where {host}, {port} and {model} are filled in."""
+    args: tuple[str, ...] = ()
+    """Further arguments of the server, such as [--enforce-eager]. vLLM on a CPU computes in float32 unless
+    a --dtype stands here."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Variables of its environment; `{index}` is its number."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of this machine, dealt out in turn; empty takes some that nobody has."""
+    shares_rollout_gpus: bool = False
+    """Server i takes turns with rollout worker i on its GPUs, `rollout.gpu_turn_s` at a time; needs `engine:
+    transformers`."""
+    start_timeout_s: float = Field(600.0, gt=0.0, le=86_400.0)
+    """A server that is not healthy this long after its start is started again."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.gpus and self.shares_rollout_gpus:
+            raise ValueError("give gpus of its own, or shares_rollout_gpus, not both")
+        if self.shares_rollout_gpus and (self.engine == "vllm" or self.command):
+            raise ValueError("shares_rollout_gpus needs engine: transformers, which takes turns by itself")
+        return self
+
+
+class ServersConfig(Section):
+    """Replicas of one model: those of `base_urls`, those of `local`, and those that register themselves."""
+
+    base_urls: tuple[str, ...] = ()
+    """Addresses of the servers, such as http://host:8000/v1."""
+    model: str = ""
+    """Name of the model in requests; empty leaves it out. Of local servers: folder or hub name."""
+    api_key_env: str = Field("", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$|^$")
+    """Name of the environment variable with the servers' key; empty sends none."""
+    patience_s: float = Field(300.0, ge=0.0, le=86_400.0)
+    """How long a sample waits for any server that can be asked; models take minutes to load."""
+    limits: LimitsConfig = LimitsConfig()
+    """Over all reward workers of the run."""
+    prices: PricesConfig = PricesConfig()
+    """For `tidemill_remote_cost_total`: what they have cost so far."""
+    local: LocalServersConfig | None = None
+    """Servers that `tidemill up` starts."""
+
+    @field_validator("base_urls")
+    @classmethod
+    def _urls_are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{url!r} is not an address such as http://host:8000/v1")
+            if parts.username or parts.password:
+                raise ValueError(
+                    "an address holds no credentials: name the variable that does in api_key_env"
+                )
+        if len(set(urls)) < len(urls):
+            raise ValueError("an address is given twice")
+        return tuple(url.rstrip("/") for url in urls)
+
+    @model_validator(mode="after")
+    def _local_servers_have_a_model(self) -> Self:
+        if self.local is not None and not self.model:
+            raise ValueError("local servers need a model: its folder or hub name")
+        return self
+
+
+def refuse_former_shape(kind: str, tree: Any) -> None:
+    """Refuse a judge, reward model or teacher that has the fields of its servers, as releases before had it.
+
+    Raises:
+        ValueError: it has; the message is the same in the form of today.
+    """
+    former = FORMER | {"model"} if kind == "judge" else FORMER
+    if not isinstance(tree, dict) or tree.get("servers") or not former.intersection(tree):
+        return
+    servers: dict[str, Any] = {key: tree[key] for key in ("base_urls", "api_key_env") if tree.get(key)}
+    local = dict(tree.get("local_replicas") or {})
+    if model := tree.get("served_name") or (kind == "judge" and tree.get("model")) or local.get("model"):
+        servers["model"] = model
+    for key in ("limits", "prices"):
+        given = {name: value for name, value in (tree.get(key) or {}).items() if name not in GONE and value}
+        servers |= {key: given} if given else {}
+    if local:
+        local.pop("model", None)
+        local |= {key: tree[key] for key in ("gpus", "shares_rollout_gpus") if tree.get(key)}
+        servers["local"] = local | ({"engine": tree["server"]} if tree.get("server") else {})
+    example = yaml.safe_dump(
+        {"servers": {"NAME": servers}}, default_flow_style=None, sort_keys=False, width=200
+    )
+    raise ValueError(
+        f"{', '.join(sorted(former.intersection(tree)))}: servers are a section of their own since 0.1. "
+        f"Write\n{example}and name it here: {kind}: {{servers: NAME, ...}}"
+    )
+
+
+GONE = ("burst_s", "lease_s")
+FORMER = {"base_urls", "api_key_env", "limits", "routing", "hedge", "prices", "local_replicas", "served_name"}
+FORMER |= {"router_only", "gpus", "shares_rollout_gpus", "turn_s", "server"}
+"""Fields that judges, reward models and teachers had before they named servers."""

@@ -1,0 +1,373 @@
+"""The servers of one section of the config, as one worker asks them.
+
+Guarantees: the least loaded replica that is healthy and does not rest gets the next request, within the
+run's limits. One attempt asks at most `1 + MAX_FAILOVERS` replicas that fail it. A server that dies, or that
+asks for a pause, costs no attempt: what it had is asked of another one, or waits for one, `patience_s` at
+most. Replicas join and leave while requests are under way. Health is active (GET /health; a server without
+that path counts as healthy when it answers at all) and passive (what became of requests).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import httpx
+import structlog
+
+from tidemill.common.config.servers import ServersConfig
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.run.replicas import LANE_HEADER, ReplicaRegistry, key_for
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Lane
+from tidemill.services.reward.remote.faults import (
+    SHOWN_CHARS,
+    FaultKind,
+    RemoteFault,
+    connection_fault,
+    status_fault,
+)
+from tidemill.services.reward.remote.limiter import Limiter, Permit
+from tidemill.services.reward.remote.replica import STATES, Replica
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+Send = Callable[[Replica, Permit], Awaitable[T]]
+"""Sends one request to a replica and reads the answer. It raises `RemoteFault`, and says in the permit what
+the request has used."""
+
+MAX_FAILOVERS = 2
+"""Further replicas that one attempt asks, one after the other, when a replica fails it."""
+HEALTH_INTERVAL_S = 1.0
+HEALTH_TIMEOUT_S = 5.0
+UNUSED = (FaultKind.CONNECTION, FaultKind.RATE_LIMITED, FaultKind.REFUSED_REQUEST)
+"""Requests that failed like this were not computed: their tokens are given back."""
+
+
+class Servers:
+    """Asks the replicas of one section."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ServersConfig,
+        http: httpx.AsyncClient,
+        limiter: Limiter,
+        registry: ReplicaRegistry | None = None,
+        health_interval_s: float = HEALTH_INTERVAL_S,
+    ) -> None:
+        self.name, self.config, self.limiter = name, config, limiter
+        self.errors: Counter[str] = Counter()
+        self.num_answered = self.num_failovers = self.num_tokens = 0
+        self._http, self._registry, self._health_interval_s = http, registry, health_interval_s
+        self._replicas = {url: Replica(url) for url in config.base_urls}
+        self._order = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        self._looks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All known replicas."""
+        return list(self._replicas.values())
+
+    def states(self) -> Counter[str]:
+        """How many replicas are in which state."""
+        return Counter(replica.state for replica in self.replicas)
+
+    async def ask_json(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        read: Callable[[dict[str, Any]], T],
+        *,
+        lane: Lane,
+        tokens: int,
+        timeout_s: float,
+    ) -> T:
+        """What `read` finds in an answer of JSON; the section's `model` is part of the request.
+
+        A path without a slash at the beginning belongs to the replica's API (/v1), another one to its root.
+
+        Raises:
+            RemoteFault: as `ask`; where `read` raises, the answer is garbage.
+        """
+        named = {"model": self.config.model, **body} if self.config.model else body
+
+        async def send(replica: Replica, permit: Permit) -> T:
+            url = replica.root + path if path.startswith("/") else f"{replica.url}/{path}"
+            answer = await self.request(replica, "POST", url, headers={LANE_HEADER: lane.value}, json=named)
+            if answer.status_code != 200:
+                raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
+            try:
+                tree = answer.json()
+                found, used = read(tree), usage_of(tree)
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                shown = " ".join(answer.text.split())[:SHOWN_CHARS]
+                raise RemoteFault(
+                    FaultKind.GARBAGE, f"{replica.origin}{path} gave no answer to use ({error}): {shown}"
+                ) from error
+            self.count_tokens(permit, *used)
+            return found
+
+        return await self.ask(send, lane, tokens, timeout_s)
+
+    async def request(
+        self, replica: Replica, method: str, url: str, headers: Mapping[str, str], **content: Any
+    ) -> httpx.Response:
+        """The answer to one request, with the replica's key. Raises RemoteFault: there is none."""
+        key = key_for(replica.url, replica.is_registered, self.config.api_key_env)
+        own = {"authorization": f"Bearer {key}"} if key else {}
+        try:
+            return await self._http.request(method, url, headers=own | dict(headers), **content)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise connection_fault(replica.origin, error) from error
+
+    async def ask(self, send: Send[T], lane: Lane, tokens: int, timeout_s: float) -> T:
+        """The answer of the first replica that gives one, about `tokens` long; each has `timeout_s`.
+
+        Raises:
+            RemoteFault: none of those that were asked did, or asking another one cannot help.
+        """
+        tried: set[str] = set()
+        num_failovers, waits_until, waits_for = 0, 0.0, None
+        while True:
+            try:
+                return await self._once(send, lane, tokens, timeout_s, tried)
+            except RemoteFault as fault:
+                if fault.fault is FaultKind.NO_REPLICA and waits_for is not None:
+                    raise RemoteFault(fault.fault, f"{fault}; the last answer: {waits_for}") from waits_for
+                is_down = fault.is_replicas and await self._is_down(fault.replica_url)
+                if is_down or fault.asks_for_pause:
+                    waits_for = fault
+                    waits_until = waits_until or time.monotonic() + self.config.patience_s
+                    if not self._has_another(tried):
+                        if time.monotonic() >= waits_until:
+                            raise self._out_of_patience(fault) from fault
+                        tried.clear()  # who comes back is as good as new
+                else:
+                    is_last = num_failovers == MAX_FAILOVERS
+                    if is_last or not fault.may_fail_over or not self._has_another(tried):
+                        raise
+                    num_failovers += 1
+                self.num_failovers += 1
+                metrics.REMOTE_FAILOVERS.labels(self.name).inc()
+
+    def count(self, fault: RemoteFault) -> None:
+        """A request, or what was read from its answer, was of no use."""
+        self.errors[fault.kind] += 1
+        metrics.REMOTE_ERRORS.labels(self.name, fault.kind).inc()
+
+    def count_tokens(self, permit: Permit, prompt: int, completion: int) -> None:
+        """What an answer has cost."""
+        permit.used_tokens = prompt + completion
+        self.num_tokens += prompt + completion
+        metrics.REMOTE_TOKENS.labels(self.name, "prompt").inc(prompt)
+        metrics.REMOTE_TOKENS.labels(self.name, "completion").inc(completion)
+        metrics.REMOTE_COST.labels(self.name).inc(self.config.prices.cost(prompt, completion))
+
+    def report(self, beat: Heartbeat) -> None:
+        """Fill in these servers' part of the worker's heartbeat."""
+        states = self.states()
+        beat.counts |= {
+            f"{self.name}/answered": self.num_answered,
+            f"{self.name}/errors": self.errors.total(),
+            f"{self.name}/failovers": self.num_failovers,
+            f"{self.name}/tokens": self.num_tokens,
+            f"{self.name}/replicas": states.total(),
+            f"{self.name}/replicas_up": states["up"],
+            f"{self.name}/in_flight": sum(replica.in_flight for replica in self.replicas),
+        }
+        notes = [beat.detail] if beat.detail else []
+        if states["up"] < max(1, states.total()):
+            notes.append(f"{self.name}: {states['up']} of {states.total()} replicas up")
+        if self.errors:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self.errors.most_common(3))
+            notes.append(f"{self.name} errors: {kinds}")
+        beat.detail = "; ".join(notes)
+
+    def start(self) -> None:
+        """Watch the replicas; the first request does it where nobody did before."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._look_for_ever(), name=f"servers {self.name}")
+
+    async def close(self) -> None:
+        """Stop watching, and give back what the limits hold for this worker."""
+        tasks = [*self._looks.values(), *([self._watch] if self._watch else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.limiter.close()
+
+    async def look(self) -> None:
+        """Learn which replicas there are, and how they are."""
+        if self._registry is not None:
+            self._take_over(await self._registry.urls())
+        await asyncio.gather(*(self._examine(replica) for replica in self.replicas))
+        states = self.states()
+        for state in STATES:
+            metrics.REPLICAS.labels(self.name, state).set(states[state])
+        self._wake()
+
+    async def _once(self, send: Send[T], lane: Lane, tokens: int, timeout_s: float, tried: set[str]) -> T:
+        """One request to one replica that was not tried yet, if there is one."""
+        try:
+            async with self.limiter.permit(lane, tokens) as permit, self.lease(tried) as replica:
+                tried.add(replica.url)
+                started = time.monotonic()
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        answer = await send(replica, permit)
+                except TimeoutError:
+                    raise RemoteFault(
+                        FaultKind.TIMEOUT,
+                        f"{replica.origin} gave no answer within {timeout_s:g} s (timeout_s)",
+                    ) from None
+                except RemoteFault as fault:
+                    if fault.fault in UNUSED:
+                        permit.used_tokens = 0
+                    raise
+        except RemoteFault as fault:
+            self.count(fault)
+            raise
+        metrics.REMOTE_SECONDS.labels(self.name).observe(time.monotonic() - started)
+        self.num_answered += 1
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def lease(self, avoid: Collection[str] = ()) -> AsyncIterator[Replica]:
+        """The replica for one request, outside `avoid` if there is any; its end says how the replica did.
+
+        Raises:
+            RemoteFault: none came up within `patience_s`.
+        """
+        replica = await self._choose(avoid)
+        replica.begin()
+        in_flight = metrics.REPLICA_IN_FLIGHT.labels(self.name, replica.origin)
+        in_flight.set(replica.in_flight)
+        try:
+            yield replica
+        except RemoteFault as fault:
+            fault.replica_url = replica.url
+            self._blame(replica, fault)
+            raise
+        except BaseException:
+            replica.abandon()
+            raise
+        else:
+            replica.succeed()
+        finally:
+            replica.in_flight -= 1
+            in_flight.set(replica.in_flight)
+            self._wake()
+
+    async def _choose(self, avoid: Collection[str]) -> Replica:
+        """The least loaded usable replica, then who waited longest; prefers those outside `avoid`."""
+        self.start()
+        assert self._watch is not None
+        deadline = time.monotonic() + self.config.patience_s
+        while True:
+            if self._watch.done() and not self._watch.cancelled():
+                self._watch.result()  # an error nobody expected is for those that depend on the watch
+            usable = [replica for replica in self.replicas if replica.is_usable]
+            others = [replica for replica in usable if replica.url not in avoid]
+            if chosen := min(others or usable, key=lambda one: (one.in_flight, one.last_used), default=None):
+                chosen.last_used = next(self._order)
+                return chosen
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise RemoteFault(FaultKind.NO_REPLICA, self._why_none())
+            rests_s = [rest_s for one in self.replicas if (rest_s := one.rests_for_s) > 0]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, *rests_s, self._health_interval_s)):
+                    await self._changed.wait()
+
+    def _has_another(self, avoid: Collection[str]) -> bool:
+        return any(replica.is_usable and replica.url not in avoid for replica in self.replicas)
+
+    async def _is_down(self, url: str) -> bool:
+        """Looks at the /health of a replica that just failed a request; returns whether it is dead.
+
+        A server that dies takes all its requests with it at once: those that ask here share one look.
+        """
+        replica = self._replicas.get(url)
+        if replica is None or not replica.is_healthy:
+            return True
+        look = self._looks.get(url)
+        if look is None:
+            look = self._looks[url] = asyncio.create_task(self._examine(replica))
+            look.add_done_callback(lambda _: self._looks.pop(url, None))
+        await asyncio.shield(look)
+        return not replica.is_healthy
+
+    def _wake(self) -> None:
+        """Let everybody look again who waits; later waiters wait for the next change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _blame(self, replica: Replica, fault: RemoteFault) -> None:
+        if fault.is_replicas and replica.fail():
+            log.warning(
+                "a replica fails and rests", servers=self.name, replica=replica.origin, error=str(fault)
+            )
+        elif not fault.is_replicas and not fault.asks_for_pause:
+            replica.succeed()  # it answered; that the answer is of no use is not its health
+        if fault.asks_for_pause:
+            replica.pause(fault.retry_after_s)
+
+    def _take_over(self, registered: Collection[str]) -> None:
+        """Know the registered replicas and those of the config, and no others."""
+        wanted = dict.fromkeys((*self.config.base_urls, *registered))
+        for url in wanted.keys() - self._replicas.keys():
+            log.info("a replica joined", servers=self.name, replica=url)
+            self._replicas[url] = Replica(url, is_registered=True)
+        for url in self._replicas.keys() - wanted.keys():
+            log.info("a replica left", servers=self.name, replica=url)
+            gone = self._replicas.pop(url)
+            gone.has_left = True
+            metrics.REPLICA_IN_FLIGHT.remove(self.name, gone.origin)
+
+    async def _examine(self, replica: Replica) -> None:
+        was_healthy = replica.is_healthy
+        try:
+            answer = await self._http.get(f"{replica.origin}/health", timeout=HEALTH_TIMEOUT_S)
+            replica.is_healthy = answer.status_code < 500
+        except (httpx.HTTPError, httpx.InvalidURL):
+            replica.is_healthy = False
+        if was_healthy != replica.is_healthy:
+            if replica.is_healthy:
+                replica.reset()  # what failed was the server that is gone
+            state = "up" if replica.is_healthy else "down"
+            log.info(f"a replica is {state}", servers=self.name, replica=replica.origin)
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(self._health_interval_s)
+
+    def _out_of_patience(self, fault: RemoteFault) -> RemoteFault:
+        """The servers keep dying, or asking for pauses: the sample is not the only one to suffer."""
+        if fault.asks_for_pause and not self.config.patience_s:
+            return fault  # who waits for nothing is told when to retry
+        return RemoteFault(
+            FaultKind.NO_REPLICA,
+            f"servers.{self.name} kept dying, or asking for pauses, for {self.config.patience_s:g} s "
+            f"(patience_s); the last answer: {fault}",
+        )
+
+    def _why_none(self) -> str:
+        known = ", ".join(f"{replica.origin} is {replica.state}" for replica in self.replicas)
+        return (
+            f"no replica of servers.{self.name} could be used within {self.config.patience_s:g} s "
+            f"(patience_s): {known or 'none is configured or registered'}"
+        )
+
+
+def usage_of(tree: dict[str, Any]) -> tuple[int, int]:
+    """Tokens of prompt and answer, where it says them. Raises ValueError, TypeError: it is garbage."""
+    usage = tree.get("usage") or {}
+    return int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)

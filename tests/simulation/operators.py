@@ -1,0 +1,71 @@
+"""What people do beside a run: look at it, put dead letters back, start a trainer too many."""
+
+import argparse
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tests.simulation.fleet import LOADERS, Fleet
+from tests.simulation.process import Process
+from tests.simulation.world import World
+from tidemill.common.errors import TidemillError, first_cause
+from tidemill.common.process import service
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import FINISHED, read_config
+from tidemill.common.streams import Entry, read_range
+from tidemill.common.wire.messages import DeadLetter
+from tidemill.services.console.dead.dead_letters import decode_letter
+from tidemill.services.console.dead.requeue import Requeuer, TicketEnds
+from tidemill.services.console.status.snapshot import SnapshotReader
+
+
+class Status(SnapshotReader):
+    """What `tidemill status` reads, but for RQ's queues, which are not simulated."""
+
+    async def _jobs(self) -> dict[str, dict[str, int]]:
+        return {}
+
+
+def operate(world: World, fleet: Fleet) -> None:
+    """`tidemill status`, then `tidemill dead requeue --all`."""
+
+    async def main() -> int:
+        broker = await Broker.connect("redis://simulated")
+        try:
+            reader = await Status.attach(broker, world.run_id)
+            await reader.read()
+            config = await read_config(broker, world.keys)
+            ends = await TicketEnds.read(broker, world.keys, world.folder / world.run_id)
+            requeuer = Requeuer(broker, world.keys, config, ends)
+            for entry in await read_range(broker, world.keys.dead, DeadLetter):
+                if isinstance(entry, Entry):
+                    letter = decode_letter(entry.entry_id, entry.message, config.streams.max_message_mb << 20)
+                    await requeuer.put_back(letter)
+        finally:
+            await broker.close()
+        return 0
+
+    _start(world, fleet, "operator", "operator", main)
+
+
+def start_second_trainer(world: World, fleet: Fleet) -> None:
+    """A trainer of the same run and folder beside the one that lives: it says so, and ends."""
+    options = argparse.Namespace(run=world.run_id, name="second", metrics_port=0, set=[], config=None)
+
+    async def main() -> int:
+        return await service._serve("trainer", options, LOADERS["trainer"], lambda _: 0)
+
+    _start(world, fleet, "second", "trainer", main)
+
+
+def _start(
+    world: World, fleet: Fleet, name: str, role: str, main: Callable[[], Coroutine[Any, Any, int]]
+) -> None:
+    def ended(process: Process, code: int, error: BaseException | None) -> None:
+        cause = first_cause(error) if error is not None else None
+        if cause is not None and not isinstance(cause, TidemillError):
+            fleet.crashes.append(f"{name}: {cause!r} {cause}")
+        if code == 0 and role == "trainer" and fleet.is_finished:
+            fleet.outcome = fleet.outcome or FINISHED
+        world.tell(name, f"ended {code} {cause!r}")
+
+    world.start(name, role, main, ended)

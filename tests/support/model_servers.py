@@ -1,0 +1,25 @@
+"""Servers of one address, without a run around them."""
+
+from typing import Any
+
+import httpx
+
+from tidemill.common.config import ServersConfig
+from tidemill.common.config.servers import LimitsConfig
+from tidemill.services.reward.remote.limiter import Limiter
+from tidemill.services.reward.remote.servers import Servers
+
+
+class _NoKeys:
+    """Without limits, no key is used."""
+
+    def limits(self, servers: str) -> str:
+        return servers
+
+    requests = limits
+
+
+def servers_at(url: str, http: httpx.AsyncClient, **fields: Any) -> Servers:
+    config = ServersConfig.model_validate({"base_urls": [url], **fields})
+    limiter = Limiter(None, _NoKeys(), "there", LimitsConfig())  # type: ignore[arg-type]
+    return Servers("there", config, http, limiter)

@@ -1,0 +1,106 @@
+"""The section `servers`: who may name what, and what the releases before wrote in its place."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.trajectories import make_config
+from tidemill.common.errors import ConfigError
+
+JUDGE: dict[str, Any] = {"judge": {"servers": "s", "template": "{{ completion }}"}}
+MODEL: dict[str, Any] = {"model": {"servers": "s"}}
+TEACHER: dict[str, Any] = {"teacher": {"servers": "s"}}
+LOCAL: dict[str, Any] = {"model": "m", "local": {}}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "servers", "field"),
+    [
+        ({"j": JUDGE}, {}, "reward.rewards.j.judge.servers"),
+        ({"f": {"function": "gsm8k", "router": "x"}}, {"s": {}}, "reward.rewards.f.router"),
+        ({"j": JUDGE}, {"s": {"base_urls": ["http://h:1"]}}, "servers.s"),  # a judge asks for a model by name
+        ({}, {"s": {"local": {}}}, "servers.s"),  # local servers serve one
+        ({}, {"a b": {}}, "servers.a b"),
+        ({"j": JUDGE, "m": MODEL}, {"s": LOCAL}, "servers.s.local"),
+        (
+            {"one": MODEL, "all": {"model": {"servers": "s", "head": "token"}}},
+            {"s": LOCAL},
+            "servers.s.local",
+        ),
+        ({"j": JUDGE}, {"s": {"model": "m", "local": {"engine": "transformers"}}}, "servers.s.local.engine"),
+        (
+            {"t": {**TEACHER}},
+            {"s": {"model": "m", "local": {"shares_rollout_gpus": True}}},
+            "servers.s.local",
+        ),
+        ({}, {"s": {"base_urls": ["ftp://h"]}}, "servers.s.base_urls"),
+        ({}, {"s": {"base_urls": ["http://user:secret@h"]}}, "servers.s.base_urls"),
+        ({}, {"s": {"base_urls": ["http://h", "http://h"]}}, "servers.s.base_urls"),
+        ({"m": {"model": {**MODEL["model"], "token_reward": "mean", "head": "token"}}}, {"s": {}}, "m.model"),
+        ({"m": {"model": {**MODEL["model"], "normalise": "clip"}}}, {"s": {}}, "m.model"),
+        ({"m": {"model": {**MODEL["model"], "mean": 1.0}}}, {"s": {}}, "m.model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_field(
+    rewards: dict[str, Any], servers: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config(reward={"rewards": rewards} if rewards else {}, servers=servers)
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "servers"),
+    [
+        ({"j": JUDGE, "f": {"function": "gsm8k", "router": "s"}}, {"s": LOCAL}),
+        ({"a": JUDGE, "b": JUDGE}, {"s": LOCAL}),
+        ({"j": JUDGE, "m": MODEL}, {"s": {"model": "m", "base_urls": ["http://h:1"]}}),
+        ({"j": JUDGE, "m": MODEL}, {"s": {"model": "m", "local": {"command": ["serve"]}}}),
+        ({"m": MODEL}, {"s": {}}),  # replicas may register themselves
+    ],
+)
+def test_rewards_and_functions_share_servers(rewards: dict[str, Any], servers: dict[str, Any]) -> None:
+    config = make_config(reward={"rewards": rewards}, servers=servers)
+    assert {one.servers or one.router for one in config.reward.named.values()} == {"s"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "former", "servers"),
+    [
+        (
+            "judge",
+            {
+                "base_urls": ["http://h:1/v1"],
+                "model": "m",
+                "template": "x",
+                "api_key_env": "KEY",
+                "limits": {"concurrency": 8, "requests_per_minute": 0.0, "burst_s": 2.0},
+                "routing": {"patience_s": 9.0},
+                "hedge": None,
+            },
+            {
+                "base_urls": ["http://h:1/v1"],
+                "api_key_env": "KEY",
+                "model": "m",
+                "limits": {"concurrency": 8},
+            },
+        ),
+        (
+            "model",
+            {"local_replicas": {"count": 2, "model": "rm"}, "gpus": [3], "server": "vllm"},
+            {"model": "rm", "local": {"count": 2, "gpus": [3], "engine": "vllm"}},
+        ),
+        ("teacher", {"local_replicas": {"model": "t"}}, {"model": "t", "local": {}}),
+        ("judge", {"model": "m", "template": "x"}, {"model": "m"}),
+    ],
+)
+def test_the_shape_of_releases_before_is_refused_with_todays(
+    kind: str, former: dict[str, Any], servers: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config(reward={"rewards": {"r": {kind: former}}})
+    said = str(caught.value)
+    assert f"reward.rewards.r.{kind}" in said and f"{kind}: {{servers: NAME" in said
+    example = said[said.index("servers:\n") : said.index("and name it here")]
+    assert yaml.safe_load(example) == {"servers": {"NAME": servers}}
