@@ -219,6 +219,9 @@ class Judge:
         }
         ids = [text_of(entry_id).decode() for entry_id in stream.ids] if stream else []
         if self.world.kept_commits < self.trainer.steps and ids:
+            # Of those that Redis lost, the trainer gives back the newest only: the journal has the others.
+            lost = {record.entry_id: record for record in self.world.history.of("commits", is_lost=True)}
+            known = {i: record for i, record in lost.items() if id_order(i) < id_order(ids[0])} | known
             ids = [*sorted({i for i in known if id_order(i) < id_order(ids[0])}, key=id_order), *ids]
         return [known[entry_id].message for entry_id in ids if entry_id in known]
 
