@@ -44,6 +44,8 @@ KINDS: dict[str, type[Message]] = {
     "dead": DeadLetter,
 }
 """Streams of which every entry is looked at as it comes."""
+OTHER_CONFIG = "Resume with the config the step was trained with"
+FILTER = "trainer.algorithm.filter_zero_variance"
 LOSSES = ("restart", "failover", "empty")
 
 
@@ -179,6 +181,9 @@ class Judge:
 
         `num_torn` is the most checkpoints that were torn without a new one in between.
         """
+        if OTHER_CONFIG in outcome:
+            # What was trained before the change is replayed from before it, under another filter.
+            return any(FILTER in f.how["set"] for f in self.schedule.faults if f.kind == "config")
         if not any(word in outcome for word in REMEDIES) or NO_RUN in outcome:
             return False
         has_losses = any(
