@@ -1,4 +1,4 @@
-"""Which models fit on which GPUs, and with what settings: the last part of docs/operations/memory.md.
+"""Which models fit on which GPUs, and with what settings: the last part of docs/operations/sizing.md.
 
 It is what `tidemill check --memory` computes, of the configurations beside the page.
 """

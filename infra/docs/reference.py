@@ -17,7 +17,7 @@ MADE: dict[str, ModuleType] = {
     "coming-from.md": option_tables,
     "config.md": config_page,
     "metrics.md": metric_table,
-    "operations/memory.md": fits_table,
+    "operations/sizing.md": fits_table,
 }
 
 

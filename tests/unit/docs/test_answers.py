@@ -14,7 +14,7 @@ from tidemill.common.config import RunConfig
 
 PAGES = [
     REPO / "docs" / f"{name}.md"
-    for name in ("troubleshooting", "hyperparameters", "sft-to-rl", "evaluation", "costs", "trackers")
+    for name in ("troubleshooting", "operations/sizing", "sft-to-rl", "evaluation", "trackers")
 ]
 LEAST_OWN = 14
 """Characters of a text in the code, less its values, with which it counts as a message."""
