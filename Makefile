@@ -87,11 +87,7 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m tidemill.services.console.reference.fields --check docs/config.md
-	$(BIN)/python -m tidemill.services.console.reference.metric_table --check docs/metrics.md
-	$(BIN)/python -m infra.docs.option_tables --check docs/coming-from.md
-	$(BIN)/python -m tidemill.services.console.reference.api_page --check docs/api.md
-	$(BIN)/python -m tidemill.services.console.reference.fits_table --check docs/operations/memory.md
+	$(BIN)/python -m infra.docs.reference --check
 	$(BIN)/python -m infra.grafana --check
 	$(BIN)/python -m infra.docs --check
 	$(BIN)/python -m infra.docs.architecture --check

@@ -31,6 +31,13 @@ def print_result(result: Mapping[str, Any]) -> None:
     print(json.dumps(dict(result)), flush=True)
 
 
+def print_figures(title: str, figures: Mapping[str, Any], shown: Mapping[str, Any] | None = None) -> None:
+    """A table of names and values, of all figures or of those `shown`; then all of them as the result."""
+    rows = [(name, str(value)) for name, value in (figures if shown is None else shown).items()]
+    print_table(title, ("figure", "value"), rows, machine())
+    print_result(figures)
+
+
 def machine() -> str:
     """The machine in a few words: cores this process may use, processor, Python."""
     cores = len(os.sched_getaffinity(0))

@@ -78,7 +78,7 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
             f"{o.commands_per_s:,.0f}",
             f"{o.redis_share:.3f}",
             f"{o.cpu_shares['rollout']:.2f}",
-            f"{max(o.mb_by_step):.2f}",
+            f"{o.mb_per_step:.2f}",
             f"{o.memory_growth:.2f}",
             f"{len(o.books.lost)}",
             f"{o.books.duplicated}",
@@ -88,12 +88,13 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
     titles = ("workers", "stretch", "efficiency", "samples/s", "step s", "trainer", "commands/s", "Redis")
     print_table(
         "Workers on one Redis",
-        (*titles, "loop", "MB", "growth", "lost", "twice"),
+        (*titles, "loop", "MB a step", "growth", "lost", "twice"),
         rows,
         "efficiency: slots filled with work, of all. trainer: share of time that it works. Redis: CPU, of\n"
         "a core, in unscaled time, like samples, steps and commands. loop: CPU of all rollout workers, of a\n"
-        "core, in wall time: below 0.9 the loop that they share does not limit. MB: the most that streams\n"
-        f"took in Redis; growth: in the second half of the steps, over the first. {machine()}",
+        "core, in wall time: below 0.9 the loop that they share does not limit. MB a step: what streams\n"
+        "take in Redis; growth: the most of it in the second half of the steps, over the first.\n"
+        f"{machine()}",
     )
 
 
@@ -128,7 +129,7 @@ def main(
         {
             "benchmark": "scale",
             "efficiency": {str(o.size.workers): round(o.efficiency, 3) for o in outcomes},
-            "redis_mb": round(max(largest.mb_by_step), 2) if largest else None,
+            "redis_mb_per_step": round(largest.mb_per_step, 2) if largest else None,
             "redis_memory_growth": round(largest.memory_growth, 2) if largest else None,
             f"redis_cpu_share_{sizes[-1] if sizes else 0}": round(largest.redis_share, 3)
             if largest

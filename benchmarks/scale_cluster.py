@@ -113,11 +113,17 @@ class Outcome:
     """CPU of each process, of one core, in wall time."""
     trainer_share: float
     """Of the time, the trainer's work."""
+    steps: int
     mb_by_step: list[float]
     """What all streams take in Redis, in megabytes, after each step that counts."""
     commands_per_s: float
     """Of Redis, in the time that the run stands for."""
     books: Books
+
+    @property
+    def mb_per_step(self) -> float:
+        """What a step takes in Redis, where nothing is trimmed."""
+        return self.mb_by_step[-1] / self.steps
 
     @property
     def memory_growth(self) -> float:
@@ -191,7 +197,7 @@ class Cluster:
                 "XRANGE", self.run.keys.commits, entry_id_of(step), "+", "COUNT", 1
             )
             if found:
-                return (await self.commits())[step]
+                return next(commit for commit in await self.commits() if commit.step == step)
             if self.run.processes["trainer"].poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"no step {step}:\n{self.run.log_of('trainer')[-3000:]}")
             await asyncio.sleep(POLL_S)
@@ -299,8 +305,9 @@ async def measure(folder: Path, size: Size, steps: int = STEPS, warm: int = WARM
         books = await cluster.end()
         wall_s = end - begin
         in_window = [commit for commit in commits if warm <= commit.step <= last.step]
-        step_s = wall_s / len(in_window) / size.stretch
-        samples = sum(len(set(commit.trained_keys)) for commit in in_window)
+        step_s = wall_s / (steps - warm) / size.stretch
+        kept = len(in_window) / (steps - warm)  # where streams are trimmed, the oldest commits are gone
+        samples = sum(len(set(commit.trained_keys)) for commit in in_window) / kept
         waits = [v for c in in_window for name, v in c.metrics.items() if name.startswith("time/wait_")]
         return Outcome(
             size,
@@ -308,7 +315,8 @@ async def measure(folder: Path, size: Size, steps: int = STEPS, warm: int = WARM
             samples * size.stretch / wall_s,
             step_s,
             {name: (after[name] - before[name]) / wall_s for name in before if name != "commands"},
-            1.0 - sum(waits) / wall_s,
+            1.0 - sum(waits) / kept / wall_s,
+            steps,
             mb_by_step,
             (after["commands"] - before["commands"]) * size.stretch / wall_s,
             books,

@@ -2,7 +2,6 @@
 
     python -m benchmarks.trainer          # a few minutes on 2 cores; on a GPU where there is one
     python -m benchmarks.trainer --whole  # the demo's task, both from process start to the end
-    python -m benchmarks.trainer --gpu    # MFU of dense models at 16k packed tokens, with a profile
 
 What is compared: forward, loss, backward, clipping and optimizer update over one batch of completions that
 exist already. Both sides have the same random weights, token ids and advantages, the same loss (token-level,
@@ -89,14 +88,8 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads of each side; 0 is every core")] = 0,
     whole: Annotated[bool, typer.Option("--whole", help="whole runs of the demo's task instead")] = False,
     whole_steps: Annotated[int, typer.Option(help="steps of a whole run")] = 45,
-    gpu: Annotated[bool, typer.Option("--gpu", help="measure MFU on this GPU instead")] = False,
 ) -> None:
     """Measure all sides on every case."""
-    if gpu:
-        from benchmarks.gpu.mfu import measure_all
-
-        measure_all()
-        return
     if whole:
         compare_whole_runs(whole_steps, rounds)
         return

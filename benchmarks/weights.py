@@ -1,13 +1,12 @@
-"""What a version costs: bytes, the policy's thread, encoding, writing, applying, and memory, against full
-ones.
+"""What a version costs beside a full one: bytes, the policy's thread, writing, applying, and memory.
+
+    python -m benchmarks.weights --parameters 1e9
 
 * synthetic: tensors of `--parameters` values in all (10^9 need 7 GB of memory), float32 as masters, of which
-a
-  given share is changed. Encoded and written by the trainer's own store; applied to a copy of the base as a
+  a given share is changed. Encoded and written by the trainer's own store; applied to a copy of the base as a
   worker does that holds it, with the bytes staged first. `pause` is the overwriting alone.
 * real: steps of GRPO in bfloat16 with a small Llama at `--lr`, with random samples: how much a step changes,
-and
-  what its policy's thread pays for it.
+  and what its policy's thread pays for it.
 
 Memory is the most that the process has held while a version was encoded and written, above what it held
 before: masters, shadow and gradients are below that. Comparing, and its share of a step, are processor time,

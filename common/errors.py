@@ -63,6 +63,10 @@ class StoreError(TidemillError):
     """An object store has not got an object, does not answer, or refuses."""
 
 
+class UnreadableError(StoreError):
+    """The store gives others and not this one."""
+
+
 class ArchiveError(TidemillError):
     """The archive of a run is damaged, or not what its manifest says."""
 

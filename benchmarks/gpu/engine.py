@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks.gpu.parts import DID_NOT_START
 from benchmarks.gpu.shapes import free, is_gpu, make_model, shape_of, wait_for_gpu
-from benchmarks.report import machine, print_result, print_table
+from benchmarks.report import print_figures
 from tidemill.common.config import RunConfig
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.errors import ConfigError, TidemillError
@@ -262,10 +262,7 @@ def main(
     extra = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in option or [])}
     vllm = {"tensor_parallel_size": tensor_parallel, "enforce_eager": dry, "extra": extra}
     figures = run_main(measure(name, dry, vllm, may_refuse))
-    print_table(
-        f"vLLM, {name}", ("figure", "value"), [(key, str(value)) for key, value in figures.items()], machine()
-    )
-    print_result(figures)
+    print_figures(f"vLLM, {name}", figures)
 
 
 if __name__ == "__main__":

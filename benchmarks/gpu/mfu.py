@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.kernels import kernel_shares
 from benchmarks.gpu.shapes import free, is_gpu, make_model, shape_of, wait_for_gpu
-from benchmarks.report import machine, print_result, print_table
+from benchmarks.report import print_figures, print_table
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
@@ -212,27 +212,6 @@ def count_flops(shape: Any, work: Work) -> float:
     return matrices + 12.0 * width * shape.num_hidden_layers * pairs
 
 
-def measure_all() -> None:
-    """Every dense shape, as `python -m benchmarks.trainer --gpu` wants it; the last line is JSON.
-
-    Raises:
-        SystemExit: there is no GPU.
-    """
-    if not is_gpu():
-        raise SystemExit("--gpu needs a CUDA GPU; torch sees none here")
-    found = {name: with_mfu(measure(name, dry=False)) for name in ("0.6b", "4b", "8b")}
-    for name, figures in found.items():
-        _print(name, figures)
-    print_result({f"mfu_{name}": figures["mfu"] for name, figures in found.items()})
-
-
-def _print(name: str, figures: dict[str, Any]) -> None:
-    rows = [(kind, f"{share:.1%}") for kind, share in figures["profile"].items()]
-    print_table(f"Where the time of a step goes, {name}", ("kernels", "share"), rows)
-    plain = [(key, str(value)) for key, value in figures.items() if key != "profile"]
-    print_table(f"A GRPO step, {name}", ("figure", "value"), plain, machine())
-
-
 def main(
     name: Annotated[str, typer.Argument(help="0.6b, 4b or 8b")],
     compiled: Annotated[bool, typer.Option("--compiled", help="with trainer.compile")] = False,
@@ -246,8 +225,10 @@ def main(
         alone = measure(name, dry, compiled, passes=ranks)
         figures["speedup"] = figures["tokens_per_s"] / alone["tokens_per_s"]
         figures["grad_norm_over_one_rank"] = figures["first_grad_norm"] / alone["first_grad_norm"]
-    _print(name, figures)
-    print_result(figures)
+    rows = [(kind, f"{share:.1%}") for kind, share in figures["profile"].items()]
+    print_table(f"Where the time of a step goes, {name}", ("kernels", "share"), rows)
+    plain = {key: value for key, value in figures.items() if key != "profile"}
+    print_figures(f"A GRPO step, {name}", figures, plain)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import typer
 import yaml
 
 from benchmarks.gpu.shapes import is_gpu, make_model, shape_of
-from benchmarks.report import machine, print_result, print_table
+from benchmarks.report import print_figures
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PROMPTS, PROMPT_WORDS = 64, 16
@@ -124,10 +124,7 @@ def main(
             raise typer.Exit(code)
         figures = {"up_s": time.perf_counter() - started, "placement": said}
         figures |= read_figures(folder / "runs/proof")
-    print_table(
-        "A whole run", ("figure", "value"), [(key, str(value)) for key, value in figures.items()], machine()
-    )
-    print_result(figures)
+    print_figures("A whole run", figures)
 
 
 if __name__ == "__main__":

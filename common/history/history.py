@@ -19,7 +19,7 @@ from tidemill.common.archive.manifest import Manifest, gaps
 from tidemill.common.history.journal import JOURNAL_FILE, newest_below, read_journal
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore, resolved
-from tidemill.common.streams import has_claim, length, memory_bytes, read_back, read_range, read_raw
+from tidemill.common.streams import ReadSize, has_claim, length, memory_bytes, read_back, read_range, read_raw
 from tidemill.common.streams.entries import START, Entry, Garbled, entry_id_of, id_after, id_before, id_order
 from tidemill.common.streams.selection import ALL, Selection, StreamName, numbered, time_of
 from tidemill.common.wire.keys import Keys
@@ -121,6 +121,7 @@ class History:
         self.keys = Keys(run_id)
         self._checked: set[StreamName] = set()
         self._is_missing_said = False
+        self._sizes: dict[StreamName, ReadSize] = {}
         claims: Claims = ClaimStore(run_dir or Path(run_id))  # pointers to object stores need no folder
         if broker is not None:
             broker.claims = claims = broker.claims or claims
@@ -311,7 +312,8 @@ class History:
         if self.broker is None:
             return []
         key, first, last = stream.key(self.keys), selection.first_id, selection.last_id
-        return await read_range(self.broker, key, stream.message_type, first, last, READ_COUNT)
+        size = self._sizes.setdefault(stream, ReadSize(self.broker.max_bytes))
+        return await read_range(self.broker, key, stream.message_type, first, last, READ_COUNT, size)
 
     async def _archived(
         self, manifest: Manifest, stream: StreamName, selection: Selection, backwards: bool = False

@@ -3,17 +3,19 @@
 The file is in the run's folder, or an object in a store that all services reach; its pointer says which, so
 that whoever reads an entry needs no config. Guarantees: a file is whole and durable before the entry that
 claims it. A reader gets the record as it would have come through the stream, byte for byte, or, where the
-payload is missing or wrong, the entry's own few fields with `fault` saying so: that sample has failed, and no
-other. A store that is away is waited for, as Redis is. A file goes only when no entry claims it and none can
-any more.
+payload is missing, wrong, or cannot be read while others can, the entry's own few fields with `fault` saying
+so: that sample has failed, and no other. A store that is away is waited for, as Redis is. A file goes only
+when no entry claims it and none can any more.
 """
 
 import asyncio
+import contextlib
 import random
 import re
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import numpy as np
 import structlog
 import xxhash
 
-from tidemill.common.errors import CodecError, ConfigError, StoreError
+from tidemill.common.errors import CodecError, ConfigError, StoreError, UnreadableError
 from tidemill.common.files import storage_errors, write_atomically
 from tidemill.common.store.objects import Objects
 from tidemill.common.wire import codec
@@ -42,6 +44,9 @@ AWAY_S = 30.0
 for it one after the other."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 """Between two looks whether a store that is away is back."""
+LAST_PAUSE_S = 2.0
+"""Before the last look at a payload that cannot be read while others can."""
+MAX_OTHERS = 8
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
@@ -102,7 +107,8 @@ class ClaimStore:
         """The whole trajectory of a claim, or the claim with its `fault`; any other message as it is.
 
         Raises:
-            StoreError: the store is away, which says nothing of the payload.
+            StoreError: the store is away, which says nothing of the payload; `UnreadableError` where it gives
+                others.
         """
         if not isinstance(message, Trajectory) or (claim := message.claim) is None:
             return message
@@ -139,9 +145,22 @@ class ClaimStore:
             cause = error.__cause__ if url else error
             if isinstance(cause, FileNotFoundError) and (url or self.folder.is_dir()):
                 raise FileNotFoundError(_reason(error)) from None
-            raise StoreError(f"{self._place(claim)} cannot be read now: {_reason(error)}") from error
+            kind = UnreadableError if not url and self._gives_others(name) else StoreError
+            raise kind(f"{self._place(claim)} cannot be read now: {_reason(error)}") from error
         self._has_folder |= not url
         return payload
+
+    def _gives_others(self, name: str) -> bool:
+        """Whether some other payload of the folder can be read."""
+        try:
+            others = [path for path in islice(self.folder.iterdir(), MAX_OTHERS) if path.name != name]
+        except OSError:
+            return False
+        for path in others:
+            with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+                if file.read(1):
+                    return True
+        return False
 
     def _place(self, claim: Claim) -> str | Path:
         return claim.pointer if "://" in claim.pointer else self.folder / claim.pointer
@@ -189,14 +208,14 @@ class ClaimStore:
 
 
 async def resolved(claims: Claims, message: Any, is_patient: bool = True) -> Any:
-    """As `ClaimStore.resolve`, on a thread. A store that is away is waited for; a person, who `is_patient`
-    not, is shown that instead."""
+    """As `ClaimStore.resolve`, on a thread. A store that is away is waited for, and a payload that cannot be
+    read while others can for some seconds; a person, who `is_patient` not, is shown that instead."""
     pause_s = FIRST_PAUSE_S
     while True:
         try:
             return await asyncio.to_thread(claims.resolve, message)
         except StoreError as error:
-            if not is_patient:
+            if not is_patient or (isinstance(error, UnreadableError) and pause_s > LAST_PAUSE_S):
                 return with_fault(message, str(error))
             log.warning("waiting for the store of large trajectories", error=str(error))
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))

@@ -1,5 +1,6 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
+from tidemill.common.streams.backlog import Backlog, backlog
 from tidemill.common.streams.consumer import Consumer
 from tidemill.common.streams.dead_letters import (
     DONE,
@@ -27,7 +28,6 @@ from tidemill.common.streams.entries import (
     id_order,
 )
 from tidemill.common.streams.log import (
-    Backlog,
     GroupStatus,
     Mark,
     MarkLostError,
@@ -36,7 +36,6 @@ from tidemill.common.streams.log import (
     append_after,
     append_missing,
     append_numbered,
-    backlog,
     ensure_group,
     forget_consumers,
     group_status,
@@ -51,6 +50,7 @@ from tidemill.common.streams.log import (
     read_raw,
     scan,
 )
+from tidemill.common.streams.read_size import ReadSize
 from tidemill.common.streams.trail import Rung, Trail
 from tidemill.common.streams.trimming import continue_after, trim_before, trimmed_below
 
@@ -71,6 +71,7 @@ __all__ = [
     "MarkLostError",
     "OffsetReader",
     "Progress",
+    "ReadSize",
     "Rung",
     "Trail",
     "append",

@@ -22,6 +22,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded, in_parts
 from tidemill.common.streams.log import block_ms, ensure_group, fields_of, is_without_group
 from tidemill.common.streams.read_ahead import ReadAhead
+from tidemill.common.streams.read_size import ReadSize
 from tidemill.common.streams.takeover import Takeover
 from tidemill.common.streams.unanswered import read_unanswered
 from tidemill.common.telemetry import metrics
@@ -64,6 +65,7 @@ class Consumer(Generic[M]):
         """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
         self._read = ("XREADGROUP", "GROUP", group, name, "COUNT")
         self._ahead: ReadAhead[M] = ReadAhead(broker, self._hold_new)
+        self._size = ReadSize(self.max_bytes)
         self._num_deliveries = metrics.DELIVERIES.labels(self.label)
         self.takeover = Takeover(broker, key, group, name, lease_s, self.label)
         self._stand_in = stand_in
@@ -90,6 +92,7 @@ class Consumer(Generic[M]):
 
     async def fetch(self, count: int, block_s: float) -> list[Delivery[M] | Garbled]:
         """Up to `count` messages, abandoned ones first; waits `block_s` for new ones. `bury` a `Garbled`."""
+        count = self._size.limit(count)
         if self._renewal is not None and self._renewal.done():
             self._renewal.result()  # without renewal every lease would be lost: end with its error
         try:
@@ -115,7 +118,7 @@ class Consumer(Generic[M]):
         them at once. Ask for no more than will be fetched without delay.
         """
         if ahead > 0:
-            self._ahead.ask(*self._read, ahead, "STREAMS", self.key, ">")
+            self._ahead.ask(*self._read, self._size.limit(ahead), "STREAMS", self.key, ">")
         done: list[bool] = []
         for part in in_parts(results):
             payloads = [codec.encode_payload(result) if result is not None else b"" for _, result in part]
@@ -326,6 +329,8 @@ class Consumer(Generic[M]):
 
     def _hold_new(self, reply: Any) -> list[Delivery[M] | Garbled]:
         entries = reply[0][1] if reply else []
+        if entries:
+            self._size.saw(raw for _, raw in entries)
         self._num_deliveries.inc(len(entries))
         return [self._hold(entry_id, fields_of(raw), 1) for entry_id, raw in entries if raw]
 

@@ -53,6 +53,8 @@ class LaneWorker(ABC, Generic[M]):
             stand_in=context.stand_in,
         )
         self.running: set[asyncio.Task[Any]] = set()
+        self._reading: dict[asyncio.Task[M], Delivery[M]] = {}
+        """Held messages whose payloads are being read."""
         self._tasks = asyncio.TaskGroup()
         self._block_s = BLOCK_S
         self._longest_block_s = max(BLOCK_S, min(LONGEST_BLOCK_S, streams.lease_s / BLOCKS_PER_LEASE))
@@ -98,33 +100,36 @@ class LaneWorker(ABC, Generic[M]):
 
         Not cancelled by a stop: what a cancelled call was given would stay pending until its lease expires.
         """
+        if self._reading:
+            return await self.context.unless_stopping(self._take_whole()) or []
         deliveries = await self.consumer.fetch(count, self._block_s)
         self._block_s = BLOCK_S if deliveries else min(2 * self._block_s, self._longest_block_s)
-        claimed = [held for held in deliveries if isinstance(held, Delivery) and has_claim(held.message)]
-        if not claimed:
+        if (claims := self.context.broker.claims) is None:
             return deliveries
-        whole = await self.context.unless_stopping(self._resolve(claimed)) or []
-        return [held for held in deliveries if held in whole or held not in claimed]
+        for held in deliveries:
+            if isinstance(held, Delivery) and has_claim(held.message):
+                self._reading[self._tasks.create_task(resolved(claims, held.message))] = held
+        claimed = list(self._reading.values())
+        return [held for held in deliveries if held not in claimed]
 
-    async def _resolve(self, claimed: list[Delivery[M]]) -> list[Delivery[M]]:
-        """Read payloads; returns the messages that have theirs. Where the store stays away from here for a
-        lease, others get the rest, and this worker takes no more before it is back."""
-        claims = self.context.broker.claims
-        if claims is None:
-            return claimed
-        reading = [(held, asyncio.ensure_future(resolved(claims, held.message))) for held in claimed]
-        try:
-            await asyncio.wait([task for _, task in reading], timeout=self.consumer.lease_s)
-            if late := [(held, task) for held, task in reading if not task.done()]:
-                await self.consumer.hand_back([held for held, _ in late])
-                await late[0][1]
-        finally:
-            for _, task in reading:
-                task.cancel()
-        whole = [one for one in reading if one not in late]
-        for held, task in whole:
+    async def _take_whole(self) -> list[Delivery[M]]:
+        """The messages whose payloads have been read; waits for the first. Where the store stays away from
+        here for a lease, others get the rest, and this worker takes no more before it is back."""
+        lease_s = self.consumer.lease_s
+        done, late = await asyncio.wait(self._reading, timeout=lease_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            await self.consumer.hand_back(list(self._reading.values()))
+            await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+            self._stop_reading()
+        whole = [self._reading.pop(task) for task in done]
+        for held, task in zip(whole, done, strict=True):
             held.message = task.result()
-        return [held for held, _ in whole]
+        return whole
+
+    def _stop_reading(self) -> None:
+        for task in self._reading:
+            task.cancel()
+        self._reading.clear()
 
     def begin(self, delivery: Delivery[M], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Work on a message in a task, which ends with the message's lease: another worker has it then."""
@@ -158,6 +163,7 @@ class LaneWorker(ABC, Generic[M]):
 
     async def _drain(self) -> None:
         """Let running work finish for a while, hand back the rest, and leave the group."""
+        self._stop_reading()
         if self.running:
             log.info("draining", lane=self.lane.value, in_flight=len(self.running))
             grace_s = self.drain_s if self.context.failure is None else 0

@@ -24,6 +24,7 @@ from tidemill.common.streams.entries import (
     id_before,
     id_order,
 )
+from tidemill.common.streams.read_size import ReadSize
 from tidemill.common.streams.trail import Trail
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
@@ -141,10 +142,13 @@ async def read_range(
     first: str = "-",
     last: str = "+",
     count: int | None = None,
+    size: ReadSize | None = None,
 ) -> list[Entry[M] | Garbled]:
-    """Entries with ids from `first` to `last`, inclusive."""
-    limit = ("COUNT", count) if count else ()
+    """Entries with ids from `first` to `last`, inclusive; `size` says how many of `count` at once."""
+    limit = ("COUNT", size.limit(count) if size else count) if count else ()
     reply = await broker.execute("XRANGE", key, first, last, *limit)
+    if size:
+        size.saw(raw for _, raw in reply)
     return await resolved(broker, _decoded(broker, reply, message_type))
 
 
@@ -188,7 +192,7 @@ async def read_back(
 
 
 async def memory_bytes(broker: Broker, key: str) -> int:
-    """What the stream takes in Redis's memory, as Redis estimates it; 0 where there is no stream."""
+    """Of the stream in Redis, by its estimate; 0 where there is no stream."""
     return int(await broker.execute("MEMORY", "USAGE", key) or 0)
 
 
@@ -196,7 +200,8 @@ async def scan(
     broker: Broker, key: str, message_type: type[M], first: str = "-", batch: int = 256
 ) -> AsyncIterator[Entry[M] | Garbled]:
     """All entries from `first` on, a batch at a time, without holding the whole stream."""
-    while entries := await read_range(broker, key, message_type, first, "+", batch):
+    size = ReadSize(broker.max_bytes)
+    while entries := await read_range(broker, key, message_type, first, "+", batch, size):
         for entry in entries:
             yield entry
         first = f"({entries[-1].entry_id}"
@@ -300,7 +305,7 @@ class OffsetReader(Generic[M]):
         self.broker, self.key, self.message_type = broker, key, message_type
         self.position = position
         self.trail = Trail() if trail is None else trail
-        self._is_sure = trail is None
+        self._is_sure, self._size = trail is None, ReadSize(broker.max_bytes)
 
     @property
     def safe_position(self) -> str:
@@ -314,9 +319,11 @@ class OffsetReader(Generic[M]):
             self.position = min(self.position, standing, key=id_order)
             self._is_sure = True
         block = ("BLOCK", block_ms(block_s)) if block_s > 0 else ()
-        reply = await self.broker.execute("XREAD", "COUNT", count, *block, "STREAMS", self.key, self.position)
+        most = self._size.limit(count)
+        reply = await self.broker.execute("XREAD", "COUNT", most, *block, "STREAMS", self.key, self.position)
         if not reply:
             return []
+        self._size.saw(raw for _, raw in reply[0][1])
         entries = await resolved(self.broker, _decoded(self.broker, reply[0][1], self.message_type))
         for entry_id, raw in reply[0][1]:
             self.trail.follow(entry_id.decode(), raw)
@@ -351,46 +358,3 @@ def _was_there(reply: Any) -> bool:
     if isinstance(reply, Exception):
         raise reply
     return False
-
-
-MAX_COUNTED = 100
-"""Where the server does not say how many entries wait, they are counted up to so many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog(Generic[M]):
-    """A group on one stream. `lag` is exact from Redis 7 on, and at most `MAX_COUNTED` before."""
-
-    lag: int
-    pending: int
-    consumers: int
-    oldest_waiting: Entry[M] | Garbled | None
-    oldest_held: Entry[M] | Garbled | None
-
-
-async def backlog(broker: Broker, key: str, group: str, message_type: type[M]) -> Backlog[M]:
-    """Where the group stands; a group that does not exist yet has everything before it."""
-    status = await group_status(broker, key, group)
-    if status is None:
-        first = await _first(broker, key, "-", message_type)
-        return Backlog(await length(broker, key), 0, 0, first, None)
-    held = None
-    if status.pending:
-        _, oldest_id, _, _ = await broker.execute("XPENDING", key, group)
-        if oldest_id is not None:  # acknowledged in between
-            held = await _first(broker, key, oldest_id.decode(), message_type, oldest_id.decode())
-    if id_order(status.last_delivered) >= id_order(await last_id(broker, key)):
-        return Backlog(0, status.pending, status.consumers, None, held)
-    waiting = await _first(broker, key, f"({status.last_delivered}", message_type)
-    lag = status.lag
-    if lag is None:
-        after = await broker.execute("XRANGE", key, f"({status.last_delivered}", "+", "COUNT", MAX_COUNTED)
-        lag = len(after)
-    return Backlog(lag, status.pending, status.consumers, waiting, held)
-
-
-async def _first(
-    broker: Broker, key: str, first: str, message_type: type[M], last: str = "+"
-) -> Entry[M] | Garbled | None:
-    found = await read_range(broker, key, message_type, first, last, 1)
-    return found[0] if found else None

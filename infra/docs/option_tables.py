@@ -1,19 +1,12 @@
-"""The options of verl, TRL and prime-rl with ours: the converter's tables, as part of docs/coming-from.md.
-
-`python -m infra.docs.option_tables docs/coming-from.md` writes them; `--check` says whether they are current.
-"""
-
-import sys
-from collections.abc import Sequence
+"""The options of verl, TRL and prime-rl with ours: the converter's tables, as part of docs/coming-from.md."""
 
 from tidemill.services.console.convert.table import FILES, Row, table_of
-from tidemill.services.console.reference.page_part import write_or_check
 
 HEADING = "## Options"
 
 PREAMBLE = f"""{HEADING}
 
-From the tables of `tidemill convert` (`python -m infra.docs.option_tables docs/coming-from.md`).
+From the tables of `tidemill convert` (`python -m infra.docs.reference`).
 `*` stands for any name. Options that need none here are left out.
 """
 
@@ -38,12 +31,3 @@ def _theirs(row: Row) -> str:
 
 def _ours(row: Row) -> str:
     return ", ".join(f"`{target}`" for target in row.targets)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the tables into a file, or check them with `--check`; returns the exit code."""
-    return write_or_check(arguments, HEADING, as_markdown)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -61,7 +61,7 @@ def build_board(board: Board, others: Sequence[Board], paragraphs: Sequence[Para
 
 
 def build_runbook(paragraphs: Sequence[Paragraph], boards: Sequence[Board]) -> model.Dashboard:
-    """The paragraphs of docs/operations/runbook.md that panels and alerts refer to, one panel each."""
+    """The paragraphs of docs/troubleshooting.md that panels and alerts refer to, one panel each."""
     built = _empty(RUNBOOK_TITLE, RUNBOOK_UID, "What alerts and panels mean, and what to do.")
     for board in boards:
         built.link(_link(board.title, f"/d/{board.uid}", board.question))

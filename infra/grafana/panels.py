@@ -42,7 +42,7 @@ class Panel:
     act: str
     """What to do about it."""
     runbook: str
-    """Heading in docs/operations/runbook.md of the paragraph that says more."""
+    """Heading in docs/troubleshooting.md of the paragraph that says more."""
     queries: tuple[Query, ...]
     kind: Kind = "lines"
     span: int = 8

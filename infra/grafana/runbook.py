@@ -1,4 +1,4 @@
-"""The runbook: paragraphs of docs/operations/runbook.md that panels and alerts refer to, by their headings.
+"""The runbook: paragraphs of docs/troubleshooting.md that panels and alerts refer to, by their headings.
 
 Headings become anchors as GitHub makes them, so one name serves the file, the alerts and Grafana.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-RUNBOOK = REPO / "docs" / "operations" / "runbook.md"
+RUNBOOK = REPO / "docs" / "troubleshooting.md"
 RUNBOOK_UID = "tidemill-runbook"
 RUNBOOK_TITLE = "Runbook"
 
@@ -36,7 +36,7 @@ class Paragraph:
 
         def replaced(link: re.Match[str]) -> str:
             url = urls.get(link[2])
-            page = (RUNBOOK.parent / link[2].partition("#")[0]).resolve()
+            page = (RUNBOOK.parent / (link[2].partition("#")[0] or RUNBOOK.name)).resolve()
             return f"[{link[1]}]({url})" if url else f"{link[1]} ({page.relative_to(REPO)})"
 
         return _LINK.sub(replaced, self.body)

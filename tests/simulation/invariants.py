@@ -44,6 +44,8 @@ KINDS: dict[str, type[Message]] = {
     "dead": DeadLetter,
 }
 """Streams of which every entry is looked at as it comes."""
+OTHER_CONFIG = "Resume with the config the step was trained with"
+FILTER = "trainer.algorithm.filter_zero_variance"
 LOSSES = ("restart", "failover", "empty")
 
 
@@ -179,16 +181,17 @@ class Judge:
 
         `num_torn` is the most checkpoints that were torn without a new one in between.
         """
+        if OTHER_CONFIG in outcome:
+            # What was trained before the change is replayed from before it, under another filter.
+            return any(FILTER in f.how["set"] for f in self.schedule.faults if f.kind == "config")
         if not any(word in outcome for word in REMEDIES) or NO_RUN in outcome:
             return False
         has_losses = any(
             f.kind == "empty" or (f.kind in LOSSES and (f.how.get("lose") or f.how.get("lose_commits")))
             for f in self.schedule.faults
         )
-        foreign = {f.target for f in self.schedule.faults if f.kind == "foreign"}
-        if "empty" in self.kinds or (num_torn and has_losses) or num_torn >= self.trainer.keep_checkpoints:
-            return True
-        return bool(foreign & {"commits", "weights", "prompts", "prompts:eval"})
+        is_torn = (num_torn and has_losses) or num_torn >= self.trainer.keep_checkpoints
+        return "empty" in self.kinds or bool(is_torn)
 
     def standing(self) -> str:
         """Where the run stands, in words, for a stall."""
@@ -219,6 +222,9 @@ class Judge:
         }
         ids = [text_of(entry_id).decode() for entry_id in stream.ids] if stream else []
         if self.world.kept_commits < self.trainer.steps and ids:
+            # Of those that Redis lost, the trainer gives back the newest only: the journal has the others.
+            lost = {record.entry_id: record for record in self.world.history.of("commits", is_lost=True)}
+            known = {i: record for i, record in lost.items() if id_order(i) < id_order(ids[0])} | known
             ids = [*sorted({i for i in known if id_order(i) < id_order(ids[0])}, key=id_order), *ids]
         return [known[entry_id].message for entry_id in ids if entry_id in known]
 

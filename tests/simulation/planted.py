@@ -364,9 +364,9 @@ PLANTED = (
 
 FEW = (
     "a group starts before its engine holds the version that it needs",
-    "a ticket is dead-lettered after one redelivery",
+    "nobody looks at Redis between mark and commit",
     "one step too many is admitted",
     "the answers of a read-ahead are thrown away",
-    "a score is published without a lease",
+    "scores of before a loss are kept",
     "who takes a group over generates what is there already",
 )

@@ -53,4 +53,4 @@ def _records_of(history: History, commits: Sequence[Commit]) -> list[Record]:
 
 
 def _bytes(record: Record) -> bytes:
-    return record.fields[b"p"]
+    return record.fields.get(b"p", b"")  # what a stranger writes may have none

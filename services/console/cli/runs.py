@@ -34,7 +34,7 @@ def check(options: CheckOptions) -> None:
     Exits with 2 where something is wrong.
     """
     if options.fields:
-        from tidemill.services.console.reference.fields import print_fields
+        from tidemill.services.console.check.fields import print_fields
 
         print_fields(str(options.config or ""))
         return

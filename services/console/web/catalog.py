@@ -8,13 +8,14 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 from tidemill.common.errors import TidemillError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
-from tidemill.common.run.state import CONFIG_FILE, METRICS_FILE, known_runs
-from tidemill.common.wire.keys import RUN_ID
+from tidemill.common.run.state import CONFIG_FILE, METRICS_FILE, known_runs, run_exists
+from tidemill.common.wire.keys import RUN_ID, Keys
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.status.report import read_report
 from tidemill.services.console.web.watched_run import WatchedRun
@@ -99,7 +100,10 @@ class Catalog:
             async with asyncio.timeout(KNOWN_RUNS_S):
                 broker = await Broker.connect()
                 try:
-                    return [run_id for run_id in await known_runs(broker) if RUN_ID.fullmatch(run_id)]
+                    named = [run_id for run_id in await known_runs(broker) if RUN_ID.fullmatch(run_id)]
+                    # A trainer's user may name any run there, and has keys of its own run only.
+                    are_there = await asyncio.gather(*(run_exists(broker, Keys(name)) for name in named))
+                    return list(compress(named, are_there))
                 finally:
                     await broker.close()
         except (TidemillError, TimeoutError):

@@ -16,13 +16,13 @@ import itertools
 import marshal
 import math
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -71,7 +71,7 @@ def run_program(
         uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if _is_admin() else 0
         work = "/tmp" if namespaces else stack.enter_context(_work_folder(uid))
         order.write(marshal.dumps(_order(source, config, uid)))
-        fed.write(stdin.encode())
+        fed.write(stdin.encode(errors="replace"))
         for file in (order, fed):
             file.seek(0)
         interpreter = _interpreter(0 if namespaces else uid)
@@ -189,25 +189,32 @@ def _follow(
     written: tuple[IO[bytes], ...], namespaces: bool,
 ) -> str:  # fmt: skip
     """The limit that it met; nothing where it came to an end by itself, which is not reaped yet."""
-    pause_s = LOOK_S
-    ending = os.pidfd_open(process.pid)
-    try:
-        while True:
-            has_ended = bool(
-                select.select([ending], [], [], max(0.0, min(pause_s, deadline - time.monotonic())))[0]
-            )
-            if sum(os.fstat(file.fileno()).st_size for file in written) > config.output_kb << 10:
-                return "output"
-            if has_ended:
-                return ""
-            looked = time.monotonic()
-            if looked > deadline:
-                return "timeout"
-            if outcome := _excess(process.pid, config, namespaces and not os.fstat(order.fileno()).st_size):
-                return outcome
-            pause_s = max(LOOK_S, (time.monotonic() - looked) / LOOK_SHARE)
-    finally:
-        os.close(ending)
+    pause_s, ended = LOOK_S, _end_of(process)
+    while True:
+        has_ended = ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
+        if sum(os.fstat(file.fileno()).st_size for file in written) > config.output_kb << 10:
+            return "output"
+        if has_ended:
+            return ""
+        looked = time.monotonic()
+        if looked > deadline:
+            return "timeout"
+        if outcome := _excess(process.pid, config, namespaces and not os.fstat(order.fileno()).st_size):
+            return outcome
+        pause_s = max(LOOK_S, (time.monotonic() - looked) / LOOK_SHARE)
+
+
+def _end_of(process: "subprocess.Popen[bytes]") -> threading.Event:
+    """Is set as the process ends, which is not reaped: so the number of its group stays its own."""
+    ended = threading.Event()
+
+    def wait() -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return ended
 
 
 def _excess(group: int, config: SandboxConfig, has_files: bool) -> str:

@@ -11,7 +11,6 @@ from tidemill.services.rollout.gateway.dialogue import (
     RequestError,
     Tool,
     ToolCall,
-    allows_calls,
     arguments_of,
     limit_of,
     named_results,
@@ -19,6 +18,7 @@ from tidemill.services.rollout.gateway.dialogue import (
     stops_of,
     text_of,
     tool_of,
+    whole_tool_choice_of,
 )
 from tidemill.services.rollout.gateway.openai_chat import Event
 
@@ -41,7 +41,7 @@ def question_of(body: Mapping[str, Any]) -> Question:
     return Question(
         named_results(messages),
         tuple(_tool(tool) for tool in objects(body, "tools")),
-        allows_calls=allows_calls(body),
+        tool_choice=whole_tool_choice_of(body),
         max_tokens=limit_of(body, "max_tokens"),
         stop=stops_of(body.get("stop_sequences")),
     )

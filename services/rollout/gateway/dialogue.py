@@ -39,8 +39,8 @@ class Question:
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    allows_calls: bool = True
-    """Whether calls of tools are handed to the client as such."""
+    tool_choice: str = "auto"
+    """As the client wrote it: a word, or JSON that names tools."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     prompt: str | list[int] | None = None
@@ -52,9 +52,14 @@ class Question:
     def key(self) -> bytes:
         """Equal where the same is asked again, within the same limits; no longer than that: each question
         has the whole history in it."""
-        within = (self.allows_calls, self.max_tokens, self.stop, self.has_logprobs)
+        within = (self.tool_choice, self.max_tokens, self.stop, self.has_logprobs)
         asked = repr((self.prompt, sorted(self.tool_keys), self.identities, within))
         return xxh3_128_digest(asked.encode())
+
+    @property
+    def allows_calls(self) -> bool:
+        """Whether calls of tools are handed to the client as such."""
+        return self.tool_choice != "none"
 
     @cached_property
     def tool_keys(self) -> frozenset[str]:
@@ -185,9 +190,10 @@ def tool_choice_of(body: Mapping[str, Any]) -> str:
     return choice or "auto"
 
 
-def allows_calls(body: Mapping[str, Any]) -> bool:
-    """Whether calls of tools are handed to the client as such."""
-    return tool_choice_of(body) != "none"
+def whole_tool_choice_of(body: Mapping[str, Any]) -> str:
+    """The same, and which tools, where the client names some."""
+    choice = tool_choice_of(body)
+    return choice if choice in ("auto", "none") else json.dumps(body["tool_choice"], sort_keys=True)
 
 
 def object_in(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

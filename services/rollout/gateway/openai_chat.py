@@ -12,7 +12,6 @@ from tidemill.services.rollout.gateway.dialogue import (
     RequestError,
     Tool,
     ToolCall,
-    allows_calls,
     arguments_of,
     limit_of,
     named_results,
@@ -20,6 +19,7 @@ from tidemill.services.rollout.gateway.dialogue import (
     stops_of,
     text_of,
     tool_of,
+    whole_tool_choice_of,
 )
 
 Event = dict[str, Any]
@@ -42,7 +42,7 @@ def chat_question(body: Mapping[str, Any]) -> Question:
     return Question(
         named_results([_message(message, number) for number, message in enumerate(messages)]),
         tuple(_tool(tool) for tool in objects(body, "tools")),
-        allows_calls=allows_calls(body),
+        tool_choice=whole_tool_choice_of(body),
         max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
         stop=stops_of(body.get("stop")),
         has_logprobs=bool(body.get("logprobs")),

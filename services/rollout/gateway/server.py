@@ -37,6 +37,8 @@ RETRY_COUNT = "x-stainless-retry-count"
 
 KEEP_ALIVE_S = 600
 """Clients keep connections while their tools run; closing one earlier looks like a fault."""
+COUNT = "messages/count_tokens"
+"""The one request that the model does not answer."""
 MAX_BODY_BYTES = 64 << 20
 """One program must not take the memory of all sessions of its worker."""
 MAX_NOTED = 256
@@ -62,7 +64,7 @@ class Gateway:
             "completions": self._completion,
             "responses": self._response,
             "messages": self._message,
-            "messages/count_tokens": self._count,
+            COUNT: self._count,
         }
         routes = [
             Route(f"/s/{{token}}/v1/{path}", self._endpoint(post), methods=["POST"])
@@ -206,7 +208,7 @@ async def _body(request: Request, session: GatewaySession) -> Body:
         elif num_bytes > MAX_BODY_BYTES:
             raise RequestError(f"the request has more than {MAX_BODY_BYTES:,} bytes", "too_large", 413)
     if num_bytes > session.max_body_bytes:
-        raise session.too_long()
+        raise session.too_long(is_asked=not request.url.path.endswith(COUNT))
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:

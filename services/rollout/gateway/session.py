@@ -155,17 +155,20 @@ class GatewaySession:
             self.failed.exception()  # seen, also where nobody waits any more
 
     async def count_tokens(self, question: Question) -> int:
-        """Tokens of the prompt that the question would have."""
+        """Tokens of the prompt that the question would have. Raises RequestError: it is too long to be read,
+        which ends nothing: the model was not asked."""
+        if problem := self._overlong(question):
+            raise RequestError(problem, SESSION_LIMIT)
         async with self._finding:
             return len((await self._find(question)).ids)
 
-    def too_long(self) -> RequestError:
-        """The error for a request of more than `max_body_bytes`."""
-        return self._limit(
-            "max_tokens",
+    def too_long(self, is_asked: bool) -> RequestError:
+        """The error for a request of more than `max_body_bytes`, in which the model `is_asked` or not."""
+        what = (
             f"the request has more than {self.max_body_bytes:,} bytes, and the model reads "
-            f"{self._limits.max_model_len} tokens (model.max_model_len)",
+            f"{self._limits.max_model_len} tokens (model.max_model_len)"
         )
+        return self._limit("max_tokens", what) if is_asked else RequestError(what, SESSION_LIMIT)
 
     def played(self, reward: float | None, metrics: dict[str, float], num_faults: int = 0) -> Played:
         """What the session came to. Raises ValueError: the model was never asked."""
@@ -204,14 +207,17 @@ class GatewaySession:
         if self._is_closed:
             raise RequestError("the session is over", "session_over", 404)
 
+    def _overlong(self, question: Question) -> str:
+        """Why the model cannot read so many messages, whatever they say; empty where it might."""
+        if len(question.messages) <= self._limits.max_model_len:
+            return ""
+        return (
+            f"the history has {len(question.messages)} messages, and the model reads "
+            f"{self._limits.max_model_len} tokens (model.max_model_len)"
+        )
+
     async def _find(self, question: Question) -> Continuation:
         """The history that the question continues; a long question is tokenised beside the loop."""
-        if len(question.messages) > self._limits.max_model_len:
-            raise self._limit(
-                "max_tokens",
-                f"the history has {len(question.messages)} messages, and the model reads "
-                f"{self._limits.max_model_len} tokens (model.max_model_len)",
-            )
         if question.num_characters < LONG_CHARACTERS:
             return self.histories.find(question)
         return await asyncio.to_thread(self.histories.find, question)
@@ -221,6 +227,8 @@ class GatewaySession:
             raise self._limit(
                 "max_turns", f"the session has had its {self._limits.max_turns} turns (max_turns)"
             )
+        if problem := self._overlong(question):
+            raise self._limit("max_tokens", problem)
         found = await self._find(question)
         self._check_open()
         history = found.history

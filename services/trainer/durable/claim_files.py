@@ -9,7 +9,7 @@ from tidemill.common.errors import StoreError
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import NAMES_A_CLAIM, ClaimStore
-from tidemill.common.streams import Entry, decoded, read_raw
+from tidemill.common.streams import Entry, ReadSize, decoded, read_raw
 from tidemill.common.wire.codec import PAYLOAD_FIELD
 from tidemill.common.wire.messages import Claim, Trajectory
 
@@ -20,8 +20,9 @@ READ_COUNT = 256
 
 async def claims_in(broker: Broker, key: str, last: str = "+") -> AsyncIterator[Claim]:
     """The claims of a stream's entries up to an id. Other entries are not decoded: they may be many."""
-    first = "-"
-    while entries := await read_raw(broker, key, first, last, READ_COUNT):
+    first, size = "-", ReadSize(broker.max_bytes)
+    while entries := await read_raw(broker, key, first, last, size.limit(READ_COUNT)):
+        size.saw(fields.values() for _, fields in entries)
         for entry_id, fields in entries:
             if NAMES_A_CLAIM in fields.get(PAYLOAD_FIELD, b""):
                 record = decoded(entry_id.encode(), fields, Trajectory)

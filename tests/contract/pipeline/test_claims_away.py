@@ -102,6 +102,25 @@ async def test_what_one_worker_cannot_read_for_a_lease_another_one_scores(
     assert await num_pending(broker, keys) == 0
 
 
+async def test_samples_that_came_with_one_that_is_waited_for_are_scored_meanwhile(
+    broker: Broker, keys: Keys, store: CountingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = await publish(broker, keys, store)
+    is_back = asyncio.Event()
+
+    def resolve(message: Trajectory) -> Message:
+        if message.index == 1 and not is_back.is_set():
+            raise StoreError("away")
+        return ClaimStore.resolve(store, message)
+
+    monkeypatch.setattr(store, "resolve", resolve)
+    async with worker(broker, keys):
+        assert [score.index for score in await scores(broker, keys, 3)] == [0, 2, 3]
+        is_back.set()
+        found = await scores(broker, keys, len(samples))
+    assert [score.status for score in found] == [ScoreStatus.OK] * 4
+
+
 async def test_a_reader_by_offset_gives_whole_trajectories_once_the_store_is_back(
     broker: Broker, keys: Keys, store: CountingStore
 ) -> None:

@@ -191,7 +191,7 @@ async def test_a_session_is_unfolded_turn_by_turn_and_its_tokens_say_whose_they_
     async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing(width=390) as page:
         await settled(page, f"http://{base}/groups/6")
         sample = page.locator("#c0")
-        await sample.locator(".fork .t").first.wait_for()
+        await sample.locator(".t.environment").nth(3).wait_for()  # the last of both: boxes fill one by one
         marks = [await box.locator(".t.environment").count() for box in await sample.locator(".tokens").all()]
         assert marks == [3, 1], "of the first segment and of its fork"
         await sample.locator(".t.environment").first.click()

@@ -100,7 +100,7 @@ async def test_every_expression_has_data_from_a_real_run_or_a_reason(tmp_path: P
         assert set(fired) == {"TidemillDeadLetters"}, fired
         said = fired["TidemillDeadLetters"]
         assert said["summary"].endswith(" messages of run test are dead letters")
-        assert said["runbook_url"] == "docs/operations/runbook.md#dead-letters-waiting"
+        assert said["runbook_url"] == "docs/troubleshooting.md#dead-letters-waiting"
 
 
 def promised(run_id: str) -> dict[str, str]:

@@ -221,6 +221,12 @@ def test_it_cannot_kill_who_watches_it_nor_become_anybody_else(isolated: None) -
     assert passes("print('ok')", ANY_OUTPUT)
 
 
+def test_packages_of_this_project_are_there_for_who_asks(isolated: None) -> None:
+    code = "import msgpack\nprint('ok')"
+    assert passes(code, ANY_OUTPUT, LIMITS.model_copy(update={"packages": True}))
+    assert not passes(code, ANY_OUTPUT)
+
+
 def test_requiring_isolation_refuses_to_run_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from tidemill.services.jobs.sandbox import runner
 

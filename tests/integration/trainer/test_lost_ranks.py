@@ -20,7 +20,7 @@ from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.loading import open_policy
 
 policy = open_policy(RunConfig.model_validate_json(Path(sys.argv[1]).read_text()))
-print(*(process.pid for process in policy._ranks._watch._started.values()), flush=True)
+print("ranks:", *(process.pid for process in policy._ranks._watch._started.values()), flush=True)
 if sys.argv[2] == "collective":
     policy._ranks.gather(b"")  # the others wait for calls
 threading.Event().wait()  # as a call on a GPU does
@@ -48,7 +48,8 @@ def leader(request: pytest.FixtureRequest, config: Path) -> Iterator["subprocess
 
 def pids_of(leader: "subprocess.Popen[str]") -> list[int]:
     assert leader.stdout is not None
-    return [int(pid) for pid in leader.stdout.readline().split()]
+    line = next(line for line in leader.stdout if line.startswith("ranks:"))  # it may have logged before
+    return [int(pid) for pid in line.split()[1:]]
 
 
 def is_alive(pid: int) -> bool:

@@ -1,27 +1,18 @@
 """The config reference comes from the models, so that it cannot say anything else than they do."""
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.reference.fields import as_markdown, print_fields, read_sections
-
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "config.md"
+from tidemill.services.console.check.fields import print_fields, read_sections
 
 
 def printed(wanted: str) -> str:
     console = Console(file=io.StringIO(), width=100, color_system=None)
     print_fields(wanted, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_the_reference_in_docs_is_current() -> None:
-    assert DOCS.read_text(encoding="utf-8") == as_markdown(), (
-        "the config has changed: python -m tidemill.services.console.reference.fields > docs/config.md"
-    )
 
 
 def test_every_field_says_what_it_is_for() -> None:

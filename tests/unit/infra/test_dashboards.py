@@ -98,7 +98,7 @@ def test_every_alert_has_a_severity_a_summary_and_a_paragraph(alert: Rule) -> No
     assert alert.labels["severity"] in ("critical", "warning")
     assert alert.annotations["summary"]
     place, _, anchor = alert.annotations["runbook_url"].partition("#")
-    assert place == "{{ $externalLabels.docs }}/operations/runbook.md"
+    assert place == "{{ $externalLabels.docs }}/troubleshooting.md"
     assert anchor in ANCHORS
 
 

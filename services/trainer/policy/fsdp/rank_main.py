@@ -9,7 +9,7 @@ import sys
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
-from tidemill.common.process.children import end_with_parent
+from tidemill.common.process.children import end_with_parent, hide_memory
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import serve_calls
@@ -27,6 +27,7 @@ def run_rank(ranks: Ranks) -> None:
 def main(parent: int | None = None) -> int:
     """Run one rank to its end; returns the exit code. `parent` is the process that started it, where that is
     rank 0: it takes this one along when it dies, for a collective call on a GPU would wait for it."""
+    hide_memory()  # its variables are the trainer's
     if parent is not None:
         end_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,12 +12,12 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import rendezvous
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tidemill.common.config.trainer import TrainerConfig
@@ -28,6 +28,8 @@ from tidemill.services.trainer.policy.fsdp.rank_watch import Heartbeats, RankWat
 PATIENCE = timedelta(days=365)
 NCCL_TIMEOUT = timedelta(minutes=5)
 """For ranks that live and hang: within one collective call they wait for each other's compute alone."""
+JOIN_TIMEOUT = timedelta(hours=1)
+"""For all to come: rank 0 reads its data first, and an engine may have to leave its GPU."""
 
 
 class RankLostError(TidemillError):
@@ -60,9 +62,17 @@ class Ranks:
         """Let each `shard_size` ranks hold a copy of the model, or all of them one. A call of all ranks."""
         self.shard_size = shard_size or self.size
         self.replica, self.shard = divmod(self.rank, self.shard_size)
-        shape = (self.size // self.shard_size, self.shard_size)
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "shard"))
-        self.mesh = mesh["shard"] if self.shard_size == self.size else mesh
+        kind = self.device.type
+        if self.shard_size == self.size:
+            self.mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=("shard",))
+            return
+        # Groups that torch makes itself for a mesh have its own timeout, and not that of the whole.
+        ranks_RS = torch.arange(self.size).view(-1, self.shard_size)
+        groups = [
+            dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=_timeout(self.device))[0]
+            for ranks in (ranks_RS.T, ranks_RS)
+        ]
+        self.mesh = DeviceMesh.from_group(groups, kind, ranks_RS, mesh_dim_names=("replica", "shard"))
 
     @property
     def is_leader(self) -> bool:
@@ -126,6 +136,11 @@ class Ranks:
             raise RankLostError(reason, code) from error
 
 
+def _timeout(device: torch.device) -> timedelta | None:
+    """Of a collective call; None is torch's own."""
+    return NCCL_TIMEOUT if device.type == "cuda" else None
+
+
 def _tensor_of(payload: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
 
@@ -148,16 +163,20 @@ def join_ranks(
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    options: dict[str, Any] = {"rank": rank, "world_size": size, "init_method": f"tcp://{host}:{port}"}
     watch = RankWatch(started)
-    if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=NCCL_TIMEOUT, **options)
-    else:
-        dist.init_process_group("gloo", **options)
+    # A store of our own: the one that torch would make waits no longer for ranks than they do in a call.
+    store, *_ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=JOIN_TIMEOUT))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("ranks", store),
+        rank=rank,
+        world_size=size,
+        timeout=_timeout(device),
+    )
     if int(environment.get("LOCAL_WORLD_SIZE", size)) < size:
         # A connection of its own: the group's is taken while a call waits for a key.
-        store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
-        watch.follow(Heartbeats(store, rank, size))
+        beats = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
+        watch.follow(Heartbeats(beats, rank, size))
     return Ranks(rank, size, device, watch)
 
 

@@ -105,6 +105,22 @@ async def test_after_an_outage_nobody_takes_what_another_could_not_renew(broker:
     assert set(healthy.held) == set(ids)
 
 
+async def test_lost_deliveries_are_found_behind_others_that_were_trimmed(broker: Broker, keys: Keys) -> None:
+    key = keys.trajectories()
+    await ensure_group(broker, key, REWARD_GROUP)
+    ids = await append(broker, key, *(make_trajectory(number) for number in range(8)))
+    consumer = make_consumer(broker, keys)
+    read = ("XREADGROUP", "GROUP", REWARD_GROUP, consumer.name, "COUNT", 7, "STREAMS", key, ">")
+    await broker.execute(*read)  # the answer is lost
+    await broker.execute("XDEL", key, *ids[:2], *ids[3:5])
+    for lost in ([ids[2], ids[5]], [ids[6]]):
+        broker.num_interruptions += 1
+        assert [found.entry_id for found in await consumer.fetch(2, 0)] == lost
+    assert [found.attempts for found in consumer.held.values()] == [1] * 3  # type: ignore[union-attr]
+    rows = await broker.execute("XPENDING", key, REWARD_GROUP, "-", "+", 9)
+    assert [row[0].decode() for row in rows] == list(consumer.held)
+
+
 async def test_who_starts_after_an_outage_leaves_others_a_lease_to_renew(broker: Broker, keys: Keys) -> None:
     """Three outages, and a worker started after each: nothing is taken from the one that lives."""
     await ensure_group(broker, keys.trajectories(), REWARD_GROUP)

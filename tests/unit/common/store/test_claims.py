@@ -12,9 +12,9 @@ import xxhash
 from tests.support.sessions import played
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
-from tidemill.common.errors import StoreError
+from tidemill.common.errors import StoreError, UnreadableError
 from tidemill.common.files import StorageError
-from tidemill.common.store import ClaimStore, resolved
+from tidemill.common.store import ClaimStore, claims, resolved
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import ScoreStatus, Trajectory, fault_of
 from tidemill.common.wire.segments import check_tokens
@@ -151,6 +151,22 @@ def test_a_file_that_cannot_be_read_just_now_is_not_missing(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "read_bytes", fail)
     with pytest.raises(StoreError):
         store.resolve(sent(claim))
+
+
+@pytest.mark.parametrize("damage", [Path.mkdir, lambda path: path.symlink_to(path.name)])
+async def test_a_payload_that_alone_cannot_be_read_is_a_fault_after_some_looks(tmp_path, monkeypatch, damage):
+    monkeypatch.setattr(claims, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(claims, "LAST_PAUSE_S", 0.02)
+    store = ClaimStore(tmp_path, 1000)
+    claim, other = store.check_in(large()), store.check_in(large(4))
+    path = tmp_path / "claims" / claim.claim.pointer
+    path.unlink()
+    damage(path)
+    with pytest.raises(UnreadableError):
+        store.resolve(sent(claim))
+    failed = await resolved(store, sent(claim))
+    assert str(path) in failed.fault and failed.key == claim.key
+    assert (await resolved(store, sent(other))).fault == ""
 
 
 @pytest.mark.parametrize("go_away", AWAY)

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.docs.option_tables import HEADING, as_markdown
-from tidemill.common.process.programs import ROOT
 from tidemill.services.console.__main__ import main
 from tidemill.services.console.convert.table import FILES, Row, Table, is_field, names_elsewhere, table_of
 
@@ -33,11 +31,6 @@ def test_a_row_with_the_name_goes_before_one_with_a_pattern() -> None:
     assert (row := verl.find("async_training.partial_rollout")) is not None and row.is_automatic
     assert (row := verl.find("async_training.other")) is not None and row.is_automatic
     assert verl.find("nothing.like.it") is None
-
-
-def test_the_page_is_current() -> None:
-    page = (ROOT / "docs" / "coming-from.md").read_text()
-    assert page == page.partition(HEADING)[0] + as_markdown()
 
 
 def test_an_unknown_field_that_is_an_option_elsewhere_is_translated(

@@ -14,7 +14,8 @@ from tidemill.services.reward.sample import RewardSample
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments.agent import AgentPlayer
 from tidemill.services.rollout.environments.agent_programs import Result
-from tidemill.services.rollout.gateway.dialogue import Answer, Message, Question, RequestError
+from tidemill.services.rollout.gateway.anthropic_messages import question_of
+from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
 from tidemill.services.trainer.groups.samples import make_sample
 
@@ -181,12 +182,37 @@ async def test_parallel_samples_of_one_prompt_are_answers_of_their_own() -> None
     assert {answer.text for answer in again} == {answer.text for answer in answers}
 
 
-@pytest.mark.parametrize("more", [{"max_tokens": 9}, {"stop": ("x",)}, {"allows_calls": False}])
+@pytest.mark.parametrize(
+    "more", [{"max_tokens": 9}, {"stop": ("x",)}, {"tool_choice": "none"}, {"tool_choice": "required"}]
+)
 async def test_a_question_within_other_limits_is_another_question(more: dict[str, Any]) -> None:
     run = Run()
     first = await run.turn("cut", USER, max_tokens=3)
     again = await run.turn("whole", USER, **more)
     assert [first["content"], again["content"]] == ["cut", "whole"]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [("required", "auto"), *[({"type": "tool", "name": name}, "required") for name in ("add", "find")]],
+)
+def test_the_tool_that_a_client_wants_is_a_part_of_its_question(choices: tuple[Any, Any]) -> None:
+    message = {"messages": [USER]}
+    keys = {question_of(message | {"tool_choice": choice}).key for choice in choices}
+    assert len(keys) == 2
+    assert question_of(message).key == question_of(message | {"tool_choice": "auto"}).key
+
+
+async def test_counting_what_is_too_long_is_refused_and_ends_nothing() -> None:
+    run = Run(Limits(max_turns=9, max_tokens=0, max_model_len=50))
+    await run.turn("fine", USER)
+    with pytest.raises(RequestError):
+        await run.session.count_tokens(Question((USER,) * 51))
+    assert run.session.too_long(is_asked=False).code == SESSION_LIMIT
+    assert run.came_to.end == "done"
+    with pytest.raises(RequestError):
+        await run.session.answer(Question((USER,) * 51))
+    assert run.came_to.end == "max_tokens"
 
 
 async def test_calls_in_parallel_wait_for_tokens_that_others_may_leave() -> None:

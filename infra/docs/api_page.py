@@ -1,24 +1,18 @@
-"""docs/api.md: what `import tidemill` offers, from its signatures and docstrings.
-
-`python -m tidemill.services.console.reference.api_page docs/api.md` writes it; `--check` says whether it is
-current.
-"""
+"""docs/api.md: what `import tidemill` offers, from its signatures and docstrings."""
 
 import inspect
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tidemill
-from tidemill.services.console.reference.page_part import write_or_check
 
 HEADING = "# Python API"
 PREAMBLE = f"""{HEADING}
 
 `import tidemill` offers these names, and no others stay the same between releases. The notebook
 [a_run.ipynb](../examples/python/a_run.ipynb) uses most of them. This page is generated:
-`python -m tidemill.services.console.reference.api_page docs/api.md`.
+`python -m infra.docs.reference`.
 """
 ORDER = ("load_config", "check", "run", "run_async", "RunResult", "metrics", "History", "Records", "rescore")
 _MODULES = re.compile(r"\b(?:[a-z_]+\.)+(?=[A-Z])|\btyping\.|\bcollections\.abc\.|\bpathlib\.")
@@ -79,12 +73,3 @@ def _type(annotation: Any) -> str:
 def _docstring(item: Any) -> str:
     """Without the indentation; the names of errors as code."""
     return re.sub(r"^Raises:\n    (\w+):", r"Raises `\1`:", inspect.getdoc(item) or "", flags=re.MULTILINE)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the page, or check it with `--check`. Returns the exit code."""
-    return write_or_check(arguments, HEADING, as_markdown)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,20 +1,18 @@
 """Which models fit on which GPUs, and with what settings: the last part of docs/operations/memory.md.
 
-Run as a module with the page's path it writes it; `--check` says whether it is current. It is what
-`tidemill check --memory` computes, of the configurations beside the page.
+It is what `tidemill check --memory` computes, of the configurations beside the page.
 """
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import RunConfig
 from tidemill.common.process.checks import compute_memory
 from tidemill.services.console.check.memory import GIB, told
-from tidemill.services.console.reference.page_part import write_or_check
 
 HEADING = "## Which models fit"
+MODELS = Path(__file__).parents[2] / "docs/operations/models"
 MAX_MODEL_LEN = 8192
 NUMBERS, GIBS = (1, 8, 32), (80, 141)
 SHORT = {
@@ -28,7 +26,7 @@ SHORT = {
 
 PREAMBLE = f"""{HEADING}
 
-Written by `services/console/reference/fits_table.py` from the files in `docs/operations/models/`.
+Written by `python -m infra.docs.reference` from the files in `docs/operations/models/`.
 bfloat16, sequences of up to {MAX_MODEL_LEN:,} tokens, no reference model,
 hosts of 8 GPUs; half of the GPUs are the trainer's, and more where that is not enough; one is used in turns.
 "needs" is GiB of a GPU at the peak, "sequences" of full length are what the KV cache of one engine holds,
@@ -40,13 +38,13 @@ largest part of the closest try is named.
 """
 
 
-def as_markdown(folder: Path) -> str:
+def as_markdown() -> str:
     """Heading and table."""
     machines = [
         {"gpus": gpus, "gpu_bytes": gib * GIB, "host_bytes": None} for gpus in NUMBERS for gib in GIBS
     ]
     lines = []
-    for path in sorted(folder.glob("*/config.json"), key=lambda path: path.parent.name):
+    for path in sorted(MODELS.glob("*/config.json"), key=lambda path: path.parent.name):
         tree = {"path": str(path.parent), "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
         config = RunConfig.model_validate({"model": tree, "data": {"train": "rows.jsonl"}})
         for machine, fit in zip(machines, compute_memory(config, machines, finds=True), strict=True):
@@ -67,13 +65,3 @@ def _cells(name: str, machine: Mapping[str, Any], fit: Mapping[str, Any]) -> Ite
     yield f"{fit['tokens']:,}" + (", layers again" if fit["recomputed"] else "")
     yield f"{fit['engine']['num_sequences']:,}"
     yield f"{fit['host']['peak'] / GIB:.0f}"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the table into a page, or check it with `--check`; returns the exit code."""
-    folder = Path(arguments[-1]).parent / "models"
-    return write_or_check(arguments, HEADING, lambda: as_markdown(folder))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,23 +1,17 @@
-"""Every Prometheus metric, from `common/telemetry/metrics.py`, as the tables at the end of docs/metrics.md.
+"""Every Prometheus metric, from `common/telemetry/metrics.py`: the tables at the end of docs/metrics.md."""
 
-`python -m tidemill.services.console.reference.metric_table docs/metrics.md` writes them; `--check` says
-whether they are current.
-"""
-
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.metrics import MetricWrapperBase
 
 from tidemill.common.telemetry import metrics
-from tidemill.services.console.reference.page_part import write_or_check
 
 HEADING = "## Prometheus: every metric"
 PREAMBLE = f"""{HEADING}
 
-These tables are generated: `python -m tidemill.services.console.reference.metric_table docs/metrics.md`.
+These tables are generated: `python -m infra.docs.reference`.
 How to scrape them is in [Monitoring](operations/monitoring.md#metrics). Each process also exports `process_*`
 and `python_*`: its processor time, memory, open files and start. Counters and histograms count since the
 process's start: sum their rates.
@@ -67,12 +61,3 @@ def as_markdown() -> str:
 def _row(item: MetricFacts) -> str:
     labels = ", ".join(f"`{label}`" for label in item.labels)
     return f"| `{item.name}` | {item.kind} | {labels} | {item.text} |"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the tables into a file, or check them with `--check`; returns the exit code."""
-    return write_or_check(arguments, HEADING, as_markdown)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,15 +1,12 @@
 """Every field of a config, from the models themselves: type, default, bounds, and what it is for.
 
-`tidemill check --fields` shows them; `python -m tidemill.services.console.reference.fields` prints
-docs/config.md.
+`tidemill check --fields` shows them; docs/config.md is made from them too.
 """
 
-import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -25,12 +22,6 @@ from tidemill.services.console.text.tables import name_table
 SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 ANY_NAME = "<name>"
 """Stands for the names that a config gives to entries of its own."""
-PREAMBLE = """# Config reference
-
-One YAML file describes a run. `tidemill check CONFIG` finds its mistakes, `--set section.field=value`
-overrides a field, and `tidemill check --fields [SECTION]` prints this reference. This page is generated:
-`python -m tidemill.services.console.reference.fields > docs/config.md`.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +81,6 @@ def print_fields(wanted: str, console: Console | None = None) -> None:
             details = ", ".join(part for part in (field.kind, field.bounds) if part)
             table.add_row(field.name, Text.assemble((f"{details}; {field.default}\n", "dim"), field.text))
         console.print(table)
-
-
-def as_markdown() -> str:
-    """docs/config.md."""
-    parts = [PREAMBLE]
-    for section in read_sections():
-        parts.append(f"\n## {f'`{section.name}`' if section.name else 'Top of the file'}\n\n{section.text}\n")
-        if section.fields:
-            parts.append("\n| field | type | default | what it is for |\n|---|---|---|---|\n")
-        for field in section.fields:
-            kind = _cell(", ".join(part for part in (field.kind, field.bounds) if part))
-            parts.append(f"| `{field.name}` | {kind} | {_cell(field.default)} | {_cell(field.text)} |\n")
-    return "".join(parts)
 
 
 def _facts(name: str, info: FieldInfo) -> FieldFacts:
@@ -175,26 +153,3 @@ def _shown(value: Any) -> str:
 
 def _first_paragraph(text: str) -> str:
     return " ".join(text.strip().partition("\n\n")[0].split())
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print docs/config.md; with `--check FILE`, say whether that file is current. Returns the exit code."""
-    if not arguments:
-        print(as_markdown(), end="")
-        return 0
-    if Path(arguments[-1]).read_text(encoding="utf-8") == as_markdown():
-        return 0
-    print(
-        f"{arguments[-1]} is not current: "
-        f"python -m tidemill.services.console.reference.fields > {arguments[-1]}",
-        file=sys.stderr,
-    )
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

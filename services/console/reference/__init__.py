@@ -1,1 +1,0 @@
-"""Reference pages, printed from the models themselves."""
