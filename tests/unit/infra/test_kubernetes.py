@@ -57,7 +57,7 @@ def test_images_are_named_with_the_release_of_this_repository() -> None:
 
 
 def keys_of_secrets() -> dict[str, set[str]]:
-    """What docs/operations/kubernetes.md has people make."""
+    """What docs/operations/deploy.md has people make."""
     users = (ROOT / "infra/redis/users.acl").read_text()
     passwords = {f"{name.upper()}_PASSWORD" for name in re.findall(r"^user (\w+) on", users, re.MULTILINE)}
     return {
