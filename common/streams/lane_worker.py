@@ -112,7 +112,7 @@ class LaneWorker(ABC, Generic[M]):
         claimed = list(self._reading.values())
         return [held for held in deliveries if held not in claimed]
 
-    async def _take_whole(self) -> list[Delivery[M]]:
+    async def _take_whole(self) -> list[Delivery[M] | Garbled]:
         """The messages whose payloads have been read; waits for the first. Where the store stays away from
         here for a lease, others get the rest, and this worker takes no more before it is back."""
         lease_s = self.consumer.lease_s
@@ -124,7 +124,7 @@ class LaneWorker(ABC, Generic[M]):
         whole = [self._reading.pop(task) for task in done]
         for held, task in zip(whole, done, strict=True):
             held.message = task.result()
-        return whole
+        return [*whole]
 
     def _stop_reading(self) -> None:
         for task in self._reading:

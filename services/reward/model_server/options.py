@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from tidemill.common.errors import ConfigError
 
@@ -38,6 +38,43 @@ class ServerOptions:
     turn_s: float = 5.0
 
 
+def _number(kind: type[T], low: float, high: float) -> Callable[[str], T]:
+    """Reads a number within bounds."""
+
+    def read(text: str) -> T:
+        number = kind(text)
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"{number} is not from {low} to {high}")
+        return number
+
+    read.__name__ = kind.__name__  # argparse shows it: "invalid int value"
+    return read
+
+
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "host": (str, "address to listen on"),
+    "port": (_number(int, 0, 65535), "port, 0 for a free one"),
+    "served_model_name": (str, "name in requests and answers (default: what --model says)"),
+    "head": (
+        get_args(Head),
+        "one score a sequence or a token, or a language model's logprobs (never by auto)",
+    ),
+    "dtype": (get_args(Dtype), "of the trunk"),
+    "device": (str, "auto takes the first GPU, else the CPU"),
+    "num_threads": (_number(int, 0, 1 << 24), "CPU threads of torch; 0 leaves its default"),
+    "max_model_len": (_number(int, 0, 1 << 24), "longest input in tokens; 0 is the model's"),
+    "chat_template": (str, "Jinja file in place of the tokenizer's chat template"),
+    "max_batch_tokens": (_number(int, 1, 1 << 24), "padded tokens in a batch"),
+    "max_batch_rows": (_number(int, 1, 1 << 24), "sequences in a batch"),
+    "flush_ms": (_number(float, 0.0, 3_600_000.0), "longest wait to fill a batch"),
+    "max_padding": (_number(float, 0.0, 1.0), "share of padding a batch may have"),
+    "max_queued_rows": (_number(int, 1, 1 << 24), "beyond: 429 with Retry-After"),
+    "drain_s": (_number(float, 0.0, 3600.0), "grace period after SIGTERM"),
+    "turn_s": (_number(float, 0.0, 3600.0), "longest turn while another waits"),
+}
+"""Field -> how it is read, and its line of help."""
+
+
 def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
     """Read the command line; a mistake is said in one line and ends the process with 2."""
     defaults = ServerOptions(model="")
@@ -48,33 +85,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
     )
     add = parser.add_argument
     add("--model", required=True, help="folder (or hub name) of the reward model")
-    add("--host", default=defaults.host, help="address to listen on (default: %(default)s)")
-    add("--port", type=_port, default=defaults.port, help="port, 0 for a free one (default: %(default)s)")
-    add("--served-model-name", default="", help="name in requests and answers (default: what --model says)")
-    add(
-        "--head",
-        choices=("auto", "sequence", "token", "lm"),
-        default="auto",
-        help="one score a sequence or a token, or a language model's logprobs (never by auto)",
-    )
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of the trunk")
-    add("--device", default="auto", help="auto takes the first GPU, else the CPU")
-    add("--num-threads", type=_count, default=0, help="CPU threads of torch; 0 leaves its default")
-    add("--max-model-len", type=_count, default=0, help="longest input in tokens (default: the model's)")
-    add("--chat-template", default="", help="Jinja file in place of the tokenizer's chat template")
-    add(
-        "--max-batch-tokens",
-        type=_positive,
-        default=defaults.max_batch_tokens,
-        help="padded tokens in a batch",
-    )
-    add("--max-batch-rows", type=_positive, default=defaults.max_batch_rows, help="sequences in a batch")
-    add("--flush-ms", type=_milliseconds, default=defaults.flush_ms, help="longest wait for company")
-    add("--max-padding", type=_share, default=defaults.max_padding, help="share of padding a batch may have")
-    add("--max-queued-rows", type=_positive, default=defaults.max_queued_rows, help="beyond: 429 Retry-After")
-    add("--drain-s", type=_seconds, default=defaults.drain_s, help="grace period after SIGTERM")
+    for name, (read, text) in OPTIONS.items():
+        known = {"choices": read} if isinstance(read, tuple) else {"type": read}
+        shown = f"{text} (default: %(default)s)" if getattr(defaults, name) else text
+        add(f"--{name.replace('_', '-')}", default=getattr(defaults, name), help=shown, **known)
     add("--share-device", action="store_true", help="take turns on the device with a rollout worker")
-    add("--turn-s", type=_seconds, default=defaults.turn_s, help="longest turn while another waits")
     return ServerOptions(**vars(parser.parse_args(arguments)))
 
 
@@ -103,21 +118,3 @@ def template_of(options: ServerOptions) -> str | None:
         return Path(options.chat_template).read_text(encoding="utf-8") if options.chat_template else None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the chat template {options.chat_template}: {error}") from None
-
-
-def _number(kind: type[T], low: float, high: float) -> Callable[[str], T]:
-    """Reads a number within bounds."""
-
-    def read(text: str) -> T:
-        number = kind(text)
-        if not low <= number <= high:
-            raise argparse.ArgumentTypeError(f"{number} is not from {low} to {high}")
-        return number
-
-    read.__name__ = kind.__name__  # argparse shows it: "invalid int value"
-    return read
-
-
-_count, _positive, _port = _number(int, 0, 1 << 24), _number(int, 1, 1 << 24), _number(int, 0, 65535)
-_milliseconds, _seconds = _number(float, 0.0, 3_600_000.0), _number(float, 0.0, 3600.0)
-_share = _number(float, 0.0, 1.0)

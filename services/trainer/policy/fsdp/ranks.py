@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import rendezvous
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError, TidemillError
@@ -168,7 +168,7 @@ def join_ranks(
     store, *_ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=JOIN_TIMEOUT))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("ranks", store),
+        store=dist.PrefixStore("ranks", store),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
         timeout=_timeout(device),
