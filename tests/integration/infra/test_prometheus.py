@@ -136,7 +136,7 @@ async def a_run(folder: Path) -> AsyncIterator[ServiceRun]:
         MisbehavingServer(answers(delay_s=0.3)) as two,
         ServiceRun(folder, make_config(folder, (one.url, two.url))) as run,
     ):
-        run.start("reward.replica", "replica-0", arguments=("--reward", "model", "--index", "0"))
+        run.start("reward.replica", "replica-0", arguments=("--servers", "model", "--index", "0"))
         run.start("trainer")
         run.start("rollout")
         run.start("reward", "reward-0")
