@@ -166,7 +166,7 @@ class Watch:
             holder = self._consumers.get(holders.get(parse_id(entry_id), b""))
             if holder is None or (key, entry_id) in self._handed_back:
                 continue
-            # Who has once lost an entry works on it no more, also where Redis has lost that another one took it.
+            # Who has lost an entry works on it no more, also where Redis has lost that another one took it.
             had_lost, given = (holder.name, key, entry_id), (taker.name, key, entry_id)
             self._lost.discard(given)
             if had_lost in self._lost:
