@@ -51,6 +51,8 @@ class Watch:
     _begun: set[tuple[str, Key]] = field(default_factory=set)
     _consumers: dict[bytes, Process] = field(default_factory=dict)
     _handed_back: set[tuple[bytes, bytes]] = field(default_factory=set)
+    _lost: set[tuple[str, bytes, bytes]] = field(default_factory=set)
+    """Process, stream and entry that another one has taken over from it."""
 
     _marked_at: dict[bytes, float] = field(default_factory=dict)
     """By mark of a trim: when it came."""
@@ -164,6 +166,12 @@ class Watch:
             holder = self._consumers.get(holders.get(parse_id(entry_id), b""))
             if holder is None or (key, entry_id) in self._handed_back:
                 continue
+            # Who has lost an entry works on it no more, also where Redis has lost that another one took it.
+            had_lost, given = (holder.name, key, entry_id), (taker.name, key, entry_id)
+            self._lost.discard(given)
+            if had_lost in self._lost:
+                continue
+            self._lost.add(had_lost)
             now = self.world.loop.now
             is_fine = not holder.is_dead and not holder.is_frozen
             outage_until = self.world.cluster.outage_until

@@ -13,7 +13,7 @@ program starts in its process group, so one signal ends all of it.
 
 import contextlib
 import itertools
-import marshal
+import json
 import math
 import os
 import shutil
@@ -70,7 +70,7 @@ def run_program(
         order, fed, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if _is_admin() else 0
         work = "/tmp" if namespaces else stack.enter_context(_work_folder(uid))
-        order.write(marshal.dumps(_order(source, config, uid)))
+        order.write(json.dumps(_order(source, config, uid)).encode())
         fed.write(stdin.encode(errors="replace"))
         for file in (order, fed):
             file.seek(0)
@@ -121,7 +121,7 @@ def _order(source: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
         code = make_filter()
     except OSError as error:
         raise SandboxError(f"no filter of system calls (Debian's libseccomp2): {error}") from None
-    return {"limits": limits, "uid": uid, "filter": code, "source": source, "path": _packages(config)}
+    return {"limits": limits, "uid": uid, "filter": code.hex(), "source": source, "path": _packages(config)}
 
 
 def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:

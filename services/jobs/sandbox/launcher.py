@@ -9,7 +9,7 @@ globals hold no import of this file, and little is imported: it is run for each 
 
 def _prepared() -> "tuple[str, list[str]]":
     import ctypes
-    import marshal
+    import json
     import os
     import resource
     import sys
@@ -25,7 +25,7 @@ def _prepared() -> "tuple[str, list[str]]":
     set_parent_death_signal, set_no_new_privileges, set_filter, filter_mode, kill = 1, 38, 22, 2, 9
     descriptor = int(sys.argv.pop())
     with open(descriptor, "rb", closefd=False) as file:
-        order = marshal.load(file)
+        order = json.load(file)
     for name, limit in order["limits"].items():
         resource.setrlimit(getattr(resource, name), limit)
     if order["uid"]:
@@ -34,7 +34,7 @@ def _prepared() -> "tuple[str, list[str]]":
         os.setuid(order["uid"])
     control(set_parent_death_signal, kill)  # behind setuid, which takes it off
     control(set_no_new_privileges, 1)
-    code = order["filter"]
+    code = bytes.fromhex(order["filter"])
     filled = Filter(len(code) // 8, code)
     control(set_filter, filter_mode, ctypes.addressof(filled))
     os.ftruncate(descriptor, 0)
