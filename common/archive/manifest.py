@@ -110,12 +110,10 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all segments."""
         return sum(segment.num_bytes for segment in self.segments)
 
     @property
     def entries(self) -> int:
-        """Entries of all segments."""
         return sum(segment.entries for segment in self.segments)
 
     def path(self, segment: Segment) -> Path:

@@ -52,7 +52,6 @@ class Condition:
 
     @property
     def columns(self) -> set[str]:
-        """The columns that decide."""
         return {self.low_column, self.high_column}
 
     def mask(self, table: pa.Table) -> pa.ChunkedArray:

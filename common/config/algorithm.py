@@ -180,7 +180,6 @@ class AlgorithmConfig(Section):
 
     @property
     def importance_mode(self) -> Literal["truncate", "mask", "off"]:
-        """`importance.mode` with `auto` resolved."""
         if self.importance.mode != "auto":
             return self.importance.mode
         return "off" if self.old_logprobs == "rollout" else "truncate"

@@ -154,7 +154,6 @@ class DataConfig(Section):
 
     @property
     def names(self) -> dict[str, str]:
-        """`columns`, for readers."""
         return {name: theirs for name, theirs in self.columns.items()}
 
     @property

@@ -43,11 +43,9 @@ class Check:
     advice_low: str = ""
 
     def problem_for(self, is_low: bool) -> str:
-        """What is wrong."""
         return self.problem_low if is_low and self.problem_low else self.problem
 
     def advice_for(self, is_low: bool) -> str:
-        """What to do."""
         return self.advice_low if is_low and self.advice_low else self.advice
 
 

@@ -66,8 +66,6 @@ FIXED = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One field that differs."""
-
     field: str
     before: Any
     after: Any

@@ -167,12 +167,10 @@ class TicketCursor:
         return {number: self._read[number] for number in numbers if number in self._read}
 
     def close(self, numbers: Iterable[int]) -> None:
-        """Forget tickets."""
         for number in numbers:
             self._read.pop(number, None)
 
     async def aclose(self) -> None:
-        """Stop reading."""
         await self._prompts.aclose()
 
 

@@ -164,7 +164,6 @@ class History:
                 yield record.message
 
     async def ticket(self, ticket: int, lane: Lane = Lane.TRAIN) -> Ticket | None:
-        """The ticket itself."""
         return await self._numbered(StreamName.PROMPTS.of(lane), Ticket, ticket)
 
     async def commit(self, step: int) -> Commit | None:

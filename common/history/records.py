@@ -263,8 +263,6 @@ class SampleFacts:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchFacts:
-    """One accumulation of gradients."""
-
     mini_batch: int
     micro_batch: int
     keys: tuple[TrajectoryKey, ...]
@@ -274,8 +272,6 @@ class MicroBatchFacts:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One committed step."""
-
     commit: Commit
     samples: dict[TrajectoryKey, SampleFacts] = field(default_factory=dict)
     """Of the groups that were trained, also those left out."""

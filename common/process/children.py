@@ -97,7 +97,6 @@ def kill_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def frame_of(tree: dict[str, Any]) -> bytes:
-    """One frame."""
     body = pack(tree)
     return LENGTH.pack(len(body)) + body
 

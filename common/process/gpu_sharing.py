@@ -114,7 +114,6 @@ class GpuLock:
         return False
 
     def release(self) -> None:
-        """Give the lock back."""
         for lock in (*self._held, *self._lines):
             lock.drop()
 

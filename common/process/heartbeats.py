@@ -81,7 +81,6 @@ class Heartbeat:
 
 
 async def publish_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
-    """Write one heartbeat."""
     beat.at = await broker.server_time_s()
     await broker.execute("HSET", keys.workers(beat.role), beat.name, json.dumps(asdict(beat)))
 

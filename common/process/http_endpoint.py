@@ -48,7 +48,6 @@ class HttpEndpoint:
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     def beat(self) -> None:
-        """The event loop turned."""
         self._last_beat = time.monotonic()
 
     def is_healthy(self) -> bool:

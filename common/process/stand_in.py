@@ -56,16 +56,13 @@ class StandIn:
         self._where, self._seen_at = "", float("-inf")
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stopping.set()
         self._thread.join(timeout=5.0)
 
     def turned(self) -> None:
-        """The loop turns."""
         self._turned_at = time.monotonic()
 
     def add(self, leases: Leases) -> None:
@@ -73,7 +70,6 @@ class StandIn:
         self._leases = [*self._leases, leases]  # the thread reads the list: it is replaced, never changed
 
     def remove(self, leases: Leases) -> None:
-        """No more."""
         self._leases = [other for other in self._leases if other is not leases]
 
     def report(self, beat: Heartbeat) -> None:

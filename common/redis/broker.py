@@ -137,7 +137,6 @@ class Broker:
         return broker
 
     async def execute(self, *command: Any) -> Any:
-        """Run one command."""
         if "BLOCK" not in command:
             return await self._timed(lambda: self.redis.execute_command(*command))
         *_, stream, _ = command
@@ -225,7 +224,6 @@ class Broker:
         return int(seconds) + int(micros) / 1e6
 
     async def close(self) -> None:
-        """Close all connections."""
         await self.redis.aclose()
 
     async def _timed(self, send: Callable[[], Awaitable[T]]) -> T:

@@ -102,7 +102,6 @@ class ClusterClient(Client):
             client.disconnect()
 
     async def aclose(self) -> None:
-        """Close all connections."""
         await asyncio.gather(*(client.aclose() for client in self._clients.values()))
 
     def _moved(self, error: BaseException) -> BaseException:

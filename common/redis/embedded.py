@@ -52,7 +52,6 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Address for TIDEMILL_REDIS_URL."""
         return f"unix://{self.socket}"
 
     @property

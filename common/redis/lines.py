@@ -66,7 +66,6 @@ class _Call:
         self.begun = loop.time()
 
     def answer(self) -> None:
-        """All replies are there."""
         if self.future.done():  # its caller was cancelled
             return
         outcome = self.replies[-1] if self.is_atomic else self.replies
@@ -236,7 +235,6 @@ class Client:
         self._shared, self._idle = None, []
 
     async def aclose(self) -> None:
-        """Close all connections."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait({self._opening})

@@ -48,7 +48,6 @@ class ReplicaRegistry:
         return sorted(url for raw in found if is_address(url := raw.decode(errors="replace")))
 
     async def keep_announcing(self, url: str) -> None:
-        """Announce until cancelled."""
         while True:
             await self.announce(url)
             await asyncio.sleep(self._ttl_s / BEATS_PER_TTL)

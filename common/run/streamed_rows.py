@@ -59,8 +59,6 @@ class JsonlFile:
 
 
 class TableFile:
-    """What `datasets` has opened."""
-
     def __init__(self, path: str, table: Table) -> None:
         self.path, self._table = path, table
 
@@ -68,7 +66,6 @@ class TableFile:
         return len(self._table)
 
     def columns(self, place: int) -> tuple[str, dict[str, Any]]:
-        """One row."""
         return f"{self.path} row {place}", dict(self._table[place])
 
 
@@ -94,7 +91,6 @@ class StreamedRows(Sequence[Row]):
     @overload
     def __getitem__(self, key: slice) -> list[Row]: ...
     def __getitem__(self, key: int | slice) -> Row | list[Row]:
-        """One row, or several."""
         if isinstance(key, slice):
             return [self[number] for number in range(*key.indices(self._count))]
         if not 0 <= key < self._count:

@@ -46,7 +46,6 @@ class Objects:
         return bytes(data)
 
     def read_all(self, path: str) -> bytes:
-        """An object."""
         return bytes(self._do(path, lambda: self._obstore.get(self._store, path).bytes()))
 
     def write(self, path: str, data: Path | bytes) -> None:

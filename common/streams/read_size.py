@@ -20,7 +20,6 @@ class ReadSize:
         self._entry_bytes = (max_bytes or 0) // UNSEEN_SHARE
 
     def limit(self, count: int) -> int:
-        """At most `count`."""
         return max(min(1, count), min(count, READ_BYTES // max(1, self._entry_bytes)))
 
     def saw(self, replies: Iterable[Collection[bytes] | None]) -> None:

@@ -53,11 +53,9 @@ class StreamName(StrEnum):
 
     @property
     def message_type(self) -> type[Message]:
-        """What its entries hold."""
         return _TYPES[self.removesuffix(":eval")]
 
     def key(self, keys: Keys) -> str:
-        """Its Redis key."""
         return {
             "prompts": keys.prompts(self.lane),
             "trajectories": keys.trajectories(self.lane),

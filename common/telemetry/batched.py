@@ -35,13 +35,11 @@ class Batched(Generic[T]):
         _all_batched.all.append(self)
 
     def add(self, item: T) -> None:
-        """Keep one observation."""
         self._items.append(item)
         if len(self._items) >= MOST:
             self.book()
 
     def book(self) -> None:
-        """Count what was kept."""
         with self._booking:
             items = []
             while self._items:  # appending and taking are atomic, and nobody else takes
@@ -75,7 +73,6 @@ class _AllBatched(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Book everything."""
         for batched in list(self.all):
             batched.book()
         return ()
@@ -103,7 +100,6 @@ class ChildMetrics(Collector):
         return {FOLDER_VARIABLE: self._folder.name}
 
     def close(self) -> None:
-        """Remove the children's files."""
         self._folder.cleanup()
 
     def collect(self) -> Iterable[Metric]:

@@ -36,12 +36,10 @@ class TensorInfo:
 
     @property
     def num_elements(self) -> int:
-        """1 for a scalar."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
         return self.num_elements * WIDTHS[self.dtype]
 
     @property

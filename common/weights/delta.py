@@ -41,7 +41,6 @@ Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def delta_name(rank: int, size: int) -> str:
-    """`delta-00003-of-00008.tmd`."""
     return f"delta-{rank:05}-of-{size:05}.tmd"
 
 
@@ -61,7 +60,6 @@ class Patch:
         return self.start // WINDOW
 
     def all_positions(self) -> Positions:
-        """Also of consecutive elements."""
         if self.positions is not None:
             return self.positions
         return np.arange(self.start, self.start + len(self.values), dtype=np.int64)

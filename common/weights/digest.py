@@ -98,7 +98,6 @@ class DigestSum:
         self._add(words, _sparse_sums(info, positions, change, self._keys(words)))
 
     def read(self) -> Digest:
-        """The sum so far."""
         total = self._on_host
         for keys in self._devices.values():
             low, high = keys.total.tolist()

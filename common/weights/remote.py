@@ -34,8 +34,6 @@ class Remote(Protocol):
 
 
 class WeightServer:
-    """The trainer's `tidemill.services.trainer.weight_server`."""
-
     def __init__(self, url: str, token: str, run_id: str) -> None:
         import httpx
 
@@ -44,7 +42,6 @@ class WeightServer:
         self._http = httpx.Client(timeout=TIMEOUT_S, headers=headers)
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """See `Remote`."""
         answer = self._get(path, {"Range": f"bytes={start}-{start + length - 1}"})
         total = int(answer.headers.get("content-range", "").rpartition("/")[2] or len(answer.content))
         if len(answer.content) != length:
@@ -52,11 +49,9 @@ class WeightServer:
         return bytes(answer.content)
 
     def read_all(self, path: str) -> bytes:
-        """See `Remote`."""
         return bytes(self._get(path, {}).content)
 
     def close(self) -> None:
-        """See `Remote`."""
         self._http.close()
 
     def _get(self, path: str, headers: dict[str, str]) -> Any:

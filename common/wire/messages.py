@@ -142,7 +142,6 @@ class Trajectory(PromptFields):
 
     @property
     def key(self) -> TrajectoryKey:
-        """`(ticket, index)`."""
         return self.ticket, self.index
 
     @property
@@ -268,7 +267,6 @@ class Score(Message):
 
     @property
     def key(self) -> TrajectoryKey:
-        """`(ticket, index)`."""
         return self.ticket, self.index
 
     def is_of(self, tokens_digest: str) -> bool:
@@ -325,7 +323,6 @@ class WeightManifest(Message):
 
     @property
     def num_bytes(self) -> int:
-        """Of its files."""
         return sum(file.num_bytes for file in self.files)
 
     @model_validator(mode="after")

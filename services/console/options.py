@@ -70,7 +70,6 @@ def naming_the_run(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def print_version(is_asked: bool) -> None:
-    """Print it and end."""
     if is_asked:
         from importlib.metadata import PackageNotFoundError, version
 
@@ -132,8 +131,6 @@ _GPUS_TEXT = "GPUs of the whole run, for the memory that it takes. Without it: t
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """`tidemill check`."""
-
     config: Annotated[Path | None, argument("The run's YAML file; with --fields, a section.")] = None
     overrides: Overrides = field(default_factory=list)
     calls_reward: Annotated[
@@ -169,8 +166,6 @@ _PORT_TEXT = "Also export the whole run for Prometheus on this port: /metrics, a
 
 @dataclass(frozen=True)
 class UpOptions:
-    """`tidemill up`."""
-
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
     run_id: Annotated[str, option("--run-id", _RUN_NAME_TEXT, "ID")] = ""
@@ -197,8 +192,6 @@ _OPTIONS_TEXT = "Further options, which win: key=value; for a script also NAME=v
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """`tidemill convert`."""
-
     file: Annotated[Path, argument("A YAML, JSON, TOML or Python file, or a shell script.", metavar="FILE")]
     options: Annotated[list[str], argument(_OPTIONS_TEXT, metavar="KEY=VALUE")] = field(default_factory=list)
     project: Annotated[
@@ -213,8 +206,6 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class WebOptions:
-    """`tidemill web`."""
-
     run_id: Annotated[str | None, argument("The run to begin with; without it, all runs.")] = None
     host: Annotated[
         str, flag("--host", "Address to listen on. Any but this machine's own asks for a token.")
@@ -274,8 +265,6 @@ class TraceOptions(ViewOptions):
 
 @dataclass(frozen=True)
 class TimelineOptions:
-    """`tidemill timeline`."""
-
     first: Annotated[int, option("--from-step", "The first step.", "A", min=0)]
     last: Annotated[int, option("--to-step", "The last step.", "B", min=0)]
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")] = Path(
@@ -342,8 +331,6 @@ class RescoreOptions:
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """`tidemill replay step`."""
-
     steps: Annotated[str, argument("A step, or several: 3,17 or 10..14.", metavar="STEPS")]
     run_id: RunId = None
     shows_all: Annotated[bool, flag("--all", "Show every metric, also those that agree.")] = False
@@ -353,8 +340,6 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class DiffOptions:
-    """`tidemill diff`."""
-
     run_a: Annotated[str, argument("A run, by id or folder.")]
     run_b: Annotated[str, argument("The run to compare it with.")]
     tolerance: Annotated[

@@ -46,7 +46,6 @@ async def _archive(
 
 
 def main() -> int:
-    """Archive here and now."""
     parser = argparse.ArgumentParser(description="Write what a run's streams hold into its archive.")
     parser.add_argument("run_id")
     parser.add_argument("run_dir")

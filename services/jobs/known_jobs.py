@@ -133,7 +133,6 @@ class KnownWorker(Worker):
         )  # fmt: skip
 
     def request_stop(self, signum: int, frame: Any) -> None:
-        """What a signal calls."""
         self.is_asked_to_stop = True
         super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 

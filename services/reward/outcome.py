@@ -283,7 +283,6 @@ class Part:
 
     @property
     def attempts(self) -> int:
-        """How many there were."""
         return len(self.tries) or 1
 
     @property

@@ -61,7 +61,6 @@ class Quarantine:
 
     @property
     def is_open(self) -> bool:
-        """Whether no suspects run."""
         return self._is_open.is_set()
 
     async def until_open(self) -> None:

@@ -111,7 +111,6 @@ class Publisher:
         self._queue.put_nowait((delivery, score))
 
     async def run(self) -> None:
-        """Publish until cancelled."""
         while True:
             batch = [await self._queue.get()]
             await asyncio.sleep(GATHER_S)

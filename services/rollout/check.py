@@ -141,11 +141,9 @@ class ScriptedChat:
 
     @property
     def has_template(self) -> bool:
-        """As the model's."""
         return self._inner.has_template
 
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """As the model's."""
         return self._inner.render(messages, tools)
 
     def extend(
@@ -155,15 +153,12 @@ class ScriptedChat:
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """As the model's."""
         return self._inner.extend(turn_ids, is_stopped, messages, tools)
 
     def shorten(self, text: str, max_tokens: int) -> str:
-        """As the model's."""
         return self._inner.shorten(text, max_tokens)
 
     def encode(self, text: str) -> list[int]:
-        """As the model's."""
         return self._inner.encode(text)
 
     def parse(

@@ -42,7 +42,6 @@ class SampleCounts:
         self._gathered: Batched[Counted] = Batched(self._book)
 
     def observe(self, sample: Trajectory) -> None:
-        """One sample was published."""
         seconds = sample.finished_at - sample.started_at
         self._gathered.add((len(sample.prompt_ids), len(sample.completion_ids), seconds))
 

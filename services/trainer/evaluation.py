@@ -104,7 +104,6 @@ class EvaluationResult:
     at: float = field(default_factory=time.time)
 
     def metrics(self) -> dict[str, float]:
-        """For the recorder."""
         others = ("version", "dataset", "pass_at", "components", "at")
         names = [item.name for item in fields(self) if item.name not in others]
         numbers = {name: float(getattr(self, name)) for name in names}

@@ -52,8 +52,6 @@ WRITING = "weights"
 
 @dataclass(frozen=True, slots=True)
 class Durability:
-    """What survives a crash."""
-
     journal: CommitJournal
     checkpointer: Checkpointer
     memory: MemoryWatch

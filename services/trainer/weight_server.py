@@ -42,7 +42,6 @@ class WeightApp:
         self.runs = runs_dir()
 
     def routes(self) -> list[Route]:
-        """All there is."""
         return [
             Route("/healthz", PlainTextResponse("ok\n")),
             Route("/runs/{run_id}/weights/{folder}/{name}", self._file),

@@ -147,7 +147,6 @@ def _end(made: Trajectory) -> str:
 
 
 def _given(made: Trajectory) -> dict[str, Any]:
-    """The environment's own rewards."""
     return {"session": made.session and made.session.reward, "turns": [t.reward for t in _turns(made)]}
 
 

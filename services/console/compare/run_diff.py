@@ -58,7 +58,6 @@ class RunDiff:
         return next((item for item in self.differences if not item.is_rounding), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         cause = self.cause
         return {"equal": self.is_equal, "cause": asdict(cause) if cause else None, **asdict(self)}
 

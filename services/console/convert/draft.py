@@ -195,7 +195,6 @@ class Draft:
         return ""
 
     def text(self, source: str) -> str:
-        """The YAML file."""
         lines = [f"# From {source} ({self.table.project}), by tidemill convert. Paths are as they were."]
         lines += self._lines(self.tree(), RunConfig)
         for verdict, heading in HEADINGS.items():

@@ -15,7 +15,6 @@ WRITTEN_BY_HAND = (
 
 
 def convert_prime_rl(draft: Draft, _: str) -> None:
-    """Fields from several options."""
     _convert_sources(draft)
     _convert_lengths(draft)
     _convert_evaluation(draft)

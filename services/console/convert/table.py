@@ -57,7 +57,6 @@ class Row(BaseModel):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Each name in it."""
         return tuple(self.option.split(", "))
 
     @property

@@ -51,7 +51,6 @@ class Letter:
 
     @property
     def fields(self) -> dict[bytes, bytes]:
-        """The original entry."""
         return {name.encode(): value for name, value in self.content.fields.items()}
 
     @property

@@ -201,8 +201,6 @@ PATIENCE = 2.0
 
 
 class Exporter:
-    """One run's exporter."""
-
     def __init__(self, keys: Keys, every_s: float = EVERY_S) -> None:
         self.keys, self._every_s = keys, every_s
         self._lock = threading.Lock()
@@ -280,6 +278,5 @@ class _Whole(Collector):
         self._lock = lock
 
     def collect(self) -> Iterable[Metric]:
-        """All families at once."""
         with self._lock:
             return list(metrics.RUN.collect())

@@ -39,7 +39,6 @@ class LiveView:
         self._live.start()
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
-        """Draw the dashboard anew."""
         picture = dashboard(
             snapshot, services=services, events=list(self._events), hint=self.hint, silent_s=silent_s
         )
@@ -105,7 +104,6 @@ class PlainView:
         self._warned = set(known)
 
     def event(self, text: str) -> None:
-        """Print a line."""
         with contextlib.suppress(OSError):
             self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 

@@ -187,7 +187,6 @@ class ServiceProcess:
 
     @property
     def age_s(self) -> float:
-        """Seconds since its start."""
         return time.monotonic() - self.started
 
     async def wait(self) -> int:

@@ -108,7 +108,6 @@ class Hit:
     places: list[tuple[int, int]]
 
     def as_tree(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "stream": self.stream.value,
             "id": self.entry_id,
@@ -142,7 +141,6 @@ class Search:
 
     @property
     def ignores_case(self) -> bool:
-        """Whether a is A."""
         return bool(self.pattern.flags & re.IGNORECASE)
 
     def hits(self, stream: StreamName, entry_id: str, message: Message) -> Iterator[Hit]:

@@ -127,7 +127,6 @@ def _print_message(console: Console, message: Mapping[str, Any], is_full: bool) 
 
 
 def turn_trees(made: Trajectory | None) -> list[dict[str, Any]]:
-    """The turns for programs."""
     return [jsonable(_tree(turn)) for turn in read_session(made).turns] if made else []
 
 

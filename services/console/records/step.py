@@ -263,7 +263,6 @@ def _output_lines(trace: StepRecord) -> Iterator[Line]:
 
 
 def step_tree(record: StepRecord) -> dict[str, Any]:
-    """For programs."""
     commit = record.commit
     return {
         "commit": jsonable(plain_fields(commit)),

@@ -49,7 +49,6 @@ class Extent:
         return time.time() - self.summary.last_time if self.summary.last_time else None
 
     def as_tree(self) -> dict[str, Any]:
-        """For programs."""
         summary = asdict(self.summary)
         readers = {"group": self.group, "pending": self.pending, "lag": self.lag}
         return {"stream": summary.pop("name").value, **summary, "age_s": self.age_s, **readers}
@@ -61,7 +60,6 @@ async def extents(history: History) -> list[Extent]:
 
 
 def extents_table(found: list[Extent]) -> Table:
-    """For people."""
     titles = ("stream", "entries", "in Redis", "archived", "first", "last", "newest", "age", "readers")
     table = listing(titles, ("entries", "in Redis", "archived", "age"), ("readers",))
     for extent in found:

@@ -122,7 +122,6 @@ class Trace:
         self.moments.append((*place, {"ph": "i", "s": "t", "name": name, "ts": self.us(at_s), "args": args}))
 
     def events(self) -> Iterator[Event]:
-        """All events."""
         threads: dict[tuple[str, str], tuple[int, int]] = {}
         for pid, (process, tracks) in enumerate(self.slices.items(), 1):
             yield _metadata("process_name", pid, 0, {"name": process})

@@ -41,7 +41,6 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
-        """The folder itself."""
         return self.runs / self.run_id
 
     @property

@@ -71,7 +71,6 @@ class RunAccess:
 
     @property
     def run_id(self) -> str:
-        """The run's id."""
         return self.folder.run_id
 
 

@@ -181,7 +181,6 @@ class Bottleneck:
     evidence: Evidence
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "stage": self.stage,
             "text": self.text,

@@ -39,8 +39,6 @@ READ_COUNT = 64
 
 @dataclass(frozen=True, slots=True)
 class StepPoint:
-    """One committed step."""
-
     step: int
     metrics: dict[str, float]
     finished_at: float = 0.0
@@ -87,7 +85,6 @@ class RunSnapshot:
 
     @property
     def version(self) -> int:
-        """Committed steps."""
         return self.points[-1].step + 1 if self.points else int(self.state.get("version", 0))
 
     @property
@@ -97,7 +94,6 @@ class RunSnapshot:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """All evaluations, oldest first."""
         found = self.state.get("evaluations") or []
         return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("dataset", ""))))
 

@@ -30,8 +30,6 @@ ROUNDING = 1e-9
 
 @dataclass(slots=True)
 class RunSummary:
-    """The contents of summary.json."""
-
     run_id: str
     steps: int = 0
     """Committed steps."""
@@ -121,7 +119,6 @@ class CommitTotals:
         """When the first step began and the last one ended."""
 
     def add(self, commit: Commit) -> None:
-        """Account for one commit."""
         keys = commit.trained_keys
         self.trained.update(keys)
         self.steps.add(commit.step)

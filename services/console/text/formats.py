@@ -52,7 +52,6 @@ def number(value: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """So many of something."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

@@ -48,7 +48,6 @@ class ChatMessage:
 
 
 def message_of(said: Mapping[str, Any]) -> ChatMessage:
-    """A recorded message."""
     role = str(said.get("role", "?"))
     calls = tuple((name, _indented(arguments)) for name, arguments in calls_of(said))
     name, thoughts = text_of(said.get("name")), text_of(said.get("reasoning_content"))

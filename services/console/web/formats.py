@@ -29,12 +29,10 @@ def signed(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share."""
     return NOTHING if value is None or not math.isfinite(value) else f"{100 * value:.0f}\u202f%"
 
 
 def duration(seconds: float | None) -> str:
-    """A length of time."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
     size = abs(seconds)
@@ -46,7 +44,6 @@ def duration(seconds: float | None) -> str:
 
 
 def counted(value: int, noun: str) -> str:
-    """So many of something."""
     return f"{number(value)} {noun}{'' if value == 1 else 's'}"
 
 
@@ -83,7 +80,6 @@ class TokenTexts:
 
     @property
     def is_known(self) -> bool:
-        """Whether tokens have texts."""
         return self._tokenizer is not None
 
     def pieces(self, ids: Sequence[int], start: int, stop: int) -> list[str] | None:

@@ -71,7 +71,6 @@ class Window:
         return ("{}-{}".format(*self.first), "{}-{}".format(*self.last)) if self.first and self.last else None
 
     def include(self, entry_id: str) -> None:
-        """Widen it."""
         order = id_order(entry_id)
         self.first = order if self.first is None else min(self.first, order)
         self.last = order if self.last is None else max(self.last, order)
@@ -140,7 +139,6 @@ class GroupRow:
         self._describe(ticket.prompt_text, ticket.ground_truth)
 
     def add_trajectory(self, entry_id: str, trajectory: Trajectory) -> None:
-        """One completion."""
         bit = 1 << trajectory.index
         if self._generated & bit:
             return
@@ -159,7 +157,6 @@ class GroupRow:
         self._remember(trajectory.text)
 
     def add_score(self, entry_id: str, score: Score) -> None:
-        """One reward."""
         if score.index >= MAX_GROUP_SIZE:
             return
         bit = 1 << score.index

@@ -37,8 +37,6 @@ EXTRA_STATES = {"failed": "with failed scores", "flat": "all rewards equal"}
 
 @dataclass(frozen=True, slots=True)
 class GroupQuery:
-    """Filters, order and page."""
-
     lane: Lane = Lane.TRAIN
     ranges: Mapping[str, str] = field(default_factory=dict)
     """As they were typed."""

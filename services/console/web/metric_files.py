@@ -58,7 +58,6 @@ class Columns:
     """By name: x, y and time of each line, one after the other."""
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in one line."""
         is_step = record.get("kind") == STEP
         prefix = "" if is_step else f"{EVALUATION_PREFIX}{record.get('set', '')}/"
         x, at = record.get("step" if is_step else "version"), record.get("time")

@@ -72,7 +72,6 @@ RECENT_STEPS = 5
 
 
 async def runs(site: Site) -> Response:
-    """All runs."""
     lines = await site.catalog.lines()
     return site.templates.response(
         "runs.html", run=None, here="runs", lines=lines, folder=str(site.catalog.runs)
@@ -80,7 +79,6 @@ async def runs(site: Site) -> Response:
 
 
 async def without_slash(site: Site, run: WatchedRun, request: Request) -> Response:
-    """People type one."""
     return RedirectResponse(request.url.path.rstrip("/"), 301)
 
 
@@ -95,7 +93,6 @@ async def state(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 async def charts(site: Site, run: WatchedRun, request: Request) -> Response:
-    """The curves' points."""
     evaluations = run.snapshot.evaluations if run.snapshot else []
     return JSONResponse(
         {

@@ -173,7 +173,6 @@ async def groups_table(site: Site, run: WatchedRun, request: Request) -> Respons
 
 
 async def groups_json(site: Site, run: WatchedRun, request: Request) -> Response:
-    """The same as JSON."""
     trees = [{**_row_tree(row), "prompt": sendable(row.prompt)} for row in _rows(run, request)]
     return JSONResponse(trees, headers=attached(f"{run.run_id}-groups.json"))
 

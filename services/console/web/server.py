@@ -34,11 +34,9 @@ class LaneConvertor(Convertor[Lane]):
     regex = "groups|eval-groups"
 
     def convert(self, value: str) -> Lane:
-        """Address to lane."""
         return Lane.EVAL if value == "eval-groups" else Lane.TRAIN
 
     def to_string(self, value: Lane) -> str:
-        """Lane to address."""
         return "eval-groups" if value is Lane.EVAL else "groups"
 
 

@@ -30,8 +30,6 @@ MAX_TURNS = 40
 
 
 class Templates:
-    """Renders templates."""
-
     def __init__(self) -> None:
         self._environment = Environment(
             loader=FileSystemLoader(FOLDER / "templates"),
@@ -51,7 +49,6 @@ class Templates:
         self._environment.globals |= {"num_tokens": sessions.num_completion_tokens, "most_turns": MAX_TURNS}
 
     def response(self, template: str, status: int = 200, **values: Any) -> Response:
-        """A page."""
         page = self._environment.get_template(template).render(**values)
         return HTMLResponse(sendable(page), status)
 

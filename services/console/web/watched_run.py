@@ -59,7 +59,6 @@ class WatchedRun:
 
     @property
     def run_id(self) -> str:
-        """Its id."""
         return self.folder.run_id
 
     @property
@@ -75,7 +74,6 @@ class WatchedRun:
         return "stopped" if is_gone and self.has_looked.is_set() else status
 
     def start(self) -> None:
-        """Begin to follow it."""
         self.touch()
         self._task = asyncio.create_task(self._watch(), name=f"watch {self.run_id}")
 
@@ -87,14 +85,12 @@ class WatchedRun:
             self._is_wanted.set()
 
     async def texts(self) -> TokenTexts:
-        """How its tokens read."""
         if self._texts is None:
             path = Path(self.config.model.path) if self.config else None
             self._texts = await asyncio.to_thread(TokenTexts.load, path)
         return self._texts
 
     async def close(self) -> None:
-        """Stop following."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

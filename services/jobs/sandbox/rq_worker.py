@@ -24,7 +24,6 @@ WORKER_TTL_S = 60
 
 
 def main(run_id: str, configs: str) -> int:
-    """Work until SIGTERM."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -31,7 +31,6 @@ class Request:
     """Beside each score: its status, error and components."""
 
     def to_wire(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "samples": [_wired(sample) for sample in self.samples],
             "given": dict(self.given),

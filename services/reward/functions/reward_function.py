@@ -69,7 +69,6 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        """Whether it is awaited."""
         return self.how.is_async
 
     def spec(self) -> dict[str, Any]:

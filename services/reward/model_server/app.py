@@ -62,8 +62,6 @@ INLINE_CHARS = 2000
 
 
 class ScoringApp:
-    """Handlers around one model."""
-
     def __init__(
         self, name: str, model: ScoringModel, inputs: Inputs, batcher: Batcher, gate: GpuGate | None
     ) -> None:
@@ -73,7 +71,6 @@ class ScoringApp:
         self._noted: set[str] = set()
 
     def routes(self) -> list[Route]:
-        """All paths."""
         return [
             Route("/classify", self.classify, methods=["POST"]),
             Route("/pooling", self.pool, methods=["POST"]),
@@ -89,7 +86,6 @@ class ScoringApp:
         ]
 
     async def classify(self, http: Request) -> Response:
-        """Scores of whole sequences."""
         if self.model.kind != "sequence":
             return _refusal(400, f"this model {DOES[self.model.kind]}")
         return await self._answer(http, self._scored(http, classify=True))
@@ -129,7 +125,6 @@ class ScoringApp:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def metrics(self, _: Request) -> Response:
-        """For Prometheus."""
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     async def sleep(self, _: Request) -> Response:

@@ -39,8 +39,6 @@ class QueuedRow:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Bounds of one batch."""
-
     max_tokens: int
     max_rows: int
     max_padding: float

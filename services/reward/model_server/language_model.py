@@ -29,7 +29,6 @@ class LogprobsRequest(BaseModel):
 
     @property
     def rows(self) -> list[list[int]]:
-        """One for each prompt."""
         single = [token for token in self.prompt if isinstance(token, int)]
         return [single] if single else [row for row in self.prompt if isinstance(row, list)]
 
@@ -99,5 +98,4 @@ def completion(model: str, rows: Sequence[Sequence[int]], logprobs: Sequence[lis
 
 
 def tokens(ids: list[int], max_model_len: int) -> dict[str, Any]:
-    """The answer of /tokenize."""
     return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}

@@ -11,8 +11,6 @@ from tidemill.services.reward.outcome import AttemptError
 
 
 class FaultKind(StrEnum):
-    """Labels of `tidemill_remote_errors_total`."""
-
     NO_REPLICA = "no_replica"
     CONNECTION = "connection"
     TIMEOUT = "timeout"

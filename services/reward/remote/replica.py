@@ -57,7 +57,6 @@ class Replica:
 
     @property
     def state(self) -> str:
-        """One of `STATES`."""
         if not self.is_healthy:
             return "down"
         if self.is_resting:
@@ -65,7 +64,6 @@ class Replica:
         return "up"
 
     def begin(self) -> None:
-        """A request is sent."""
         self.in_flight += 1
         self._is_trying = self._rests_until is not None
 

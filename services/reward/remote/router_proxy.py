@@ -40,7 +40,6 @@ class RouterProxy:
         self.address = ""
 
     async def start(self) -> str:
-        """Listen; returns `host:port`."""
         listener = listen("127.0.0.1")
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
         name = f"router of {self._servers.name}"

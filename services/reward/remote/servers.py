@@ -72,7 +72,6 @@ class Servers:
 
     @property
     def replicas(self) -> list[Replica]:
-        """All known replicas."""
         return list(self._replicas.values())
 
     def states(self) -> Counter[str]:

@@ -60,7 +60,6 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
         return self._process.returncode
 
     async def wait(self) -> int:

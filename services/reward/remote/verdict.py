@@ -82,12 +82,10 @@ class Reading:
         return [self._verdict(completion=request.samples[0].solution_str, **request.given)]
 
     async def call_async(self, request: Request) -> list[RewardOutcome]:
-        """The same."""
         return self.call(request)
 
 
 def load_reading(reference: str, config: str) -> Reading:
-    """What `Reading.spec` describes."""
     return Reading(reference, VerdictConfig.model_validate_json(config))
 
 

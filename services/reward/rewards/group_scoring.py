@@ -72,7 +72,6 @@ class GroupResult(Message):
         )
 
     def part(self, name: str) -> Part:
-        """What one reward said."""
         return Part(**self.parts[name])
 
 

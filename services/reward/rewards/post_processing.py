@@ -68,7 +68,6 @@ class PostProcessing:
         return {f"{GROUP}:{kind}": count for kind, count in self.failures.items()}
 
     async def close(self) -> None:
-        """End its processes."""
         if self._execution is not None:
             await self._execution.close()
 

@@ -81,7 +81,6 @@ class FunctionReward:
         return await self.execution.run(Request(samples, scores=scores), self._timeout_s)
 
     async def close(self) -> None:
-        """End its processes."""
         await self.execution.close()
 
 

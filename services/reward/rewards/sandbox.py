@@ -239,7 +239,6 @@ class SandboxReward:
         return RewardOutcome(value, {"passed": share, "wall_s": result["wall_s"]}, {"sandbox": detail})
 
     async def close(self) -> None:
-        """Stop waiting for results."""
         await self._jobs.close()
 
 

@@ -39,7 +39,6 @@ class Total:
     teacher_logprobs: bytes | None = None
 
     def score(self, sample: RewardSample, worker: str, latency_s: float) -> Score:
-        """The score to publish."""
         own = {name: getattr(self, name) for name in self.__slots__}
         of = {"ticket": sample.key[0], "index": sample.key[1], "tokens_digest": sample.tokens_digest}
         return Score(worker=worker, latency_s=latency_s, **of, **own)

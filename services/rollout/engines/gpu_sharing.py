@@ -75,12 +75,10 @@ class GpuSharingEngine:
             return await self._engine.load(version, files, deltas, digest)
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        """Logprobs of a completion."""
         async with self._turn():
             return await self._engine.score(prompt_ids, completion_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion."""
         return self._engine.decode(token_ids)
 
     async def close(self) -> None:

@@ -90,7 +90,6 @@ class Change(NamedTuple):
     values: Tensor
 
     def write(self) -> None:
-        """Overwrite the values."""
         as_bits(self.piece.memory())[self._here(self.places)] = self._here(self.values)
 
     def num_wrong(self) -> Tensor:

@@ -248,6 +248,5 @@ def pieces_of(model: Any, infos: Iterable[TensorInfo]) -> "HeldWeights":
 
 
 def torch_strides(shape: Sequence[int]) -> Iterator[int]:
-    """Of a contiguous tensor."""
     for axis in range(len(shape)):
         yield math.prod(shape[axis + 1 :])

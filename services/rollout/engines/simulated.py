@@ -51,7 +51,6 @@ class SimulatedEngine:
         return self._num_running
 
     async def start(self) -> None:
-        """Be version 0."""
         self._changes = [(_now(), 0)]
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -108,7 +107,6 @@ class SimulatedEngine:
         self.is_awake = False
 
     async def wake(self) -> None:
-        """Come back to it."""
         self.is_awake = True
 
     async def close(self) -> None:

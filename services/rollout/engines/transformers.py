@@ -167,7 +167,6 @@ class TransformersEngine:
         await self._model_in_use.acquire()
 
     async def wake(self) -> None:
-        """Go on."""
         self._model_in_use.release()
 
     async def close(self) -> None:

@@ -59,7 +59,6 @@ class Assignment:
 
     @property
     def row_json(self) -> str:
-        """The row, as JSON."""
         return json.dumps(self.row, default=str)
 
     @property

@@ -21,7 +21,6 @@ class Budget:
 
     @classmethod
     def of(cls, config: RunConfig) -> "Budget":
-        """That of a run."""
         environment, max_model_len = config.rollout.environment, config.model.max_model_len
         return cls(
             environment.max_turns,

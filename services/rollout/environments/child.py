@@ -71,7 +71,6 @@ class SessionThread(threading.Thread):
         self._environment: Environment | None = None
 
     def run(self) -> None:
-        """Answer operations in order."""
         with asyncio.Runner() as runner:
             while True:
                 frame = self.frames.get()

@@ -26,7 +26,6 @@ class LocalStage:
         return self._design.kind_of(row)
 
     async def open(self, row: Row) -> Environment:
-        """Make one."""
         return TimedEnvironment(self._design.make(row), self._timeout_s)
 
     async def close(self) -> None:
@@ -40,7 +39,6 @@ class TimedEnvironment:
         self._inner, self._timeout_s = inner, timeout_s
 
     async def reset(self, row: Row) -> Opening:
-        """The session begins."""
         return await self._within("reset", self._inner.reset(row))
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
@@ -52,15 +50,12 @@ class TimedEnvironment:
             return late_call(name, self._timeout_s)
 
     async def step(self, text: str) -> Act:
-        """The model said something."""
         return await self._within("step", self._inner.step(text))
 
     async def finish(self) -> Closing:
-        """The session has ended."""
         return await self._within("get_reward", self._inner.finish())
 
     async def close(self) -> None:
-        """Never raises."""
         try:
             await self._within("close", self._inner.close())
         except EnvironmentFaultError as fault:

@@ -56,7 +56,6 @@ class ProcessStage:
 
     @property
     def call_timeout_s(self) -> float:
-        """Limit of one call."""
         return self._config.call_timeout_s
 
     def choose(self) -> "EnvironmentProcess":
@@ -132,7 +131,6 @@ class RemoteEnvironment:
         self._session = 0
 
     async def open(self) -> None:
-        """Have it made."""
         self._process = self._stage.choose()
         self._session = self._process.begin()
         try:
@@ -142,7 +140,6 @@ class RemoteEnvironment:
             raise
 
     async def reset(self, row: Row) -> Opening:
-        """The session begins."""
         found = await self._ask("reset", row=dict(row))
         return Opening(found["added"], found["messages"])
 
@@ -157,11 +154,9 @@ class RemoteEnvironment:
         return late_call(name, self._timeout_s)
 
     async def step(self, text: str) -> Act:
-        """The model said something."""
         return _act(await self._ask("step", text=text))
 
     async def finish(self) -> Closing:
-        """The session has ended."""
         found = await self._ask("finish")
         return Closing(found["reward"], found["metrics"])
 

@@ -166,7 +166,6 @@ def wrong(error: str) -> Act:
 
 
 def observe(session: Session, first: Segment) -> None:
-    """Count a finished session."""
     segments = (first, *session.forks)
     turns = [turn for segment in segments for turn in segment.turns]
     of_model = sum(turn.num_tokens for turn in turns)

@@ -18,7 +18,6 @@ class Completion:
     text: str
 
     def fields(self) -> dict[str, Any]:
-        """Fields of the `Trajectory`."""
         return {
             "prompt_ids": self.ticket.prompt_ids,
             "completion_ids": self.generation.token_ids,

@@ -58,7 +58,6 @@ class StepEnvironment:
         return opening_of(returned, where)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        """There are no tools."""
         raise AssertionError("an environment that takes text has no tools")
 
     async def step(self, text: str) -> Act:
@@ -81,7 +80,6 @@ class StepEnvironment:
         return Closing(reward, metrics_of(found))
 
     async def close(self) -> None:
-        """Where it has one."""
         if callable(close := getattr(self._object, "close", None)):
             with contained(f"{self._name}.close", "close"):
                 await finished(close())
@@ -97,11 +95,9 @@ class StepDesign:
         self.is_async = all(is_coroutine(getattr(found, m)) for m in methods if hasattr(found, m))
 
     def kind_of(self, row: Row) -> Kind:
-        """It has no tools."""
         return self._kind
 
     def kinds(self) -> Sequence[Kind]:
-        """The only one."""
         return [self._kind]
 
     def make(self, row: Row) -> StepEnvironment:

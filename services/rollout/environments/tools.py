@@ -47,7 +47,6 @@ class Tools(ToolBox):
     """An environment that is nothing but functions."""
 
     async def reset(self, row: Row) -> Opening:
-        """Nothing is added."""
         return Opening()
 
     async def step(self, text: str) -> Act:
@@ -55,7 +54,6 @@ class Tools(ToolBox):
         return Act(is_done=True)
 
     async def finish(self) -> Closing:
-        """Functions give no reward."""
         return Closing()
 
     async def close(self) -> None:
@@ -63,8 +61,6 @@ class Tools(ToolBox):
 
 
 class ToolsDesign:
-    """`use: tools`."""
-
     def __init__(self, functions: Mapping[str, Function]) -> None:
         self._functions = functions
         self.is_async = all(is_coroutine(function) for function in functions.values())
@@ -79,11 +75,9 @@ class ToolsDesign:
         return self._kind
 
     def kinds(self) -> Sequence[Kind]:
-        """The only one."""
         return [self._kind]
 
     def make(self, row: Row) -> Tools:
-        """For one session."""
         return Tools(self._functions)
 
 

@@ -44,7 +44,6 @@ class TrlEnvironment:
         return opening_of(returned, where)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        """Call a method."""
         return await self._tools.call(name, arguments)
 
     async def step(self, text: str) -> Act:
@@ -64,7 +63,6 @@ class TrlEnvironment:
         return Closing(reward, found)
 
     async def close(self) -> None:
-        """Where it has one."""
         if callable(close := getattr(self._object, "close", None)):
             with contained(f"{self._name}.close", "close"):
                 await finished(close())

@@ -91,7 +91,6 @@ def opening_of(returned: Any, where: str) -> Opening:
 
 
 def act_of(returned: Any, where: str) -> Act:
-    """What a `step` returned."""
     if isinstance(returned, Mapping):
         observation = returned.get("observation", returned.get("observations"))
         unknown = "observation" not in returned and "observations" not in returned and "done" not in returned

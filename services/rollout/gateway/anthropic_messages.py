@@ -48,7 +48,6 @@ def question_of(body: Mapping[str, Any]) -> Question:
 
 
 def message_answer(answer: Answer, model: str) -> Event:
-    """The whole answer."""
     return _head(answer, model) | {
         "content": _blocks(answer),
         "stop_reason": FINISH[answer.finish],

@@ -63,7 +63,6 @@ class Question:
 
     @cached_property
     def tool_keys(self) -> frozenset[str]:
-        """The tools, for comparisons."""
         return frozenset(json.dumps(tool, sort_keys=True, default=str) for tool in self.tools)
 
     @property
@@ -82,14 +81,11 @@ class Question:
 
     @cached_property
     def identities(self) -> tuple[Identity, ...]:
-        """The history, for comparisons."""
         return tuple(identity(message) for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said."""
-
     id: str
     message: Message
     finish: FinishReason
@@ -120,12 +116,10 @@ class ToolCall:
 
     @classmethod
     def of(cls, call: Mapping[str, Any]) -> "ToolCall":
-        """From OpenAI's form."""
         function = call["function"]
         return cls(call["id"], function["name"], function["arguments"])
 
     def to_message(self) -> dict[str, Any]:
-        """In OpenAI's form."""
         function = {"name": sendable(self.name), "arguments": sendable(self.arguments)}
         return {"id": sendable(self.id), "type": "function", "function": function}
 

@@ -89,7 +89,6 @@ class Continuation:
 
     @property
     def ids(self) -> list[int]:
-        """What the engine continues."""
         recorder = self.history.recorder
         return recorder.prompt_ids + recorder.completion_ids[: self.num_kept] + self.context
 
@@ -104,7 +103,6 @@ class Continuation:
         return self.num_kept + len(self.context) - len(self.history.recorder.completion_ids)
 
     def record(self, generation: Generation, engine_s: float) -> None:
-        """The model has spoken."""
         recorder = self.history.recorder
         if self.num_kept < len(recorder.completion_ids):
             recorder.rewind(self.num_kept)

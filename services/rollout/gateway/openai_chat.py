@@ -50,7 +50,6 @@ def chat_question(body: Mapping[str, Any]) -> Question:
 
 
 def chat_answer(answer: Answer, model: str) -> Event:
-    """The whole answer."""
     message = {"refusal": None, **answer.message}
     if answer.calls:
         message["content"] = answer.text or None
@@ -100,7 +99,6 @@ def text_question(body: Mapping[str, Any]) -> Question:
 
 
 def text_answer(answer: Answer, model: str) -> Event:
-    """The whole answer."""
     choice = {"index": 0, "text": answer.text, "finish_reason": answer.finish, "logprobs": None}
     if answer.tokens:
         texts, logprobs = zip(*answer.tokens, strict=True)

@@ -43,7 +43,6 @@ def question_of(body: Mapping[str, Any]) -> Question:
 
 
 def response(answer: Answer, model: str, body: Mapping[str, Any]) -> Event:
-    """The whole answer."""
     is_cut = answer.finish == "length"
     return _head(answer, model, body) | {
         "status": "incomplete" if is_cut else "completed",

@@ -22,7 +22,6 @@ class Played:
     session: Session | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Fields of the `Trajectory`."""
         names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "spans")
         fields = {name: getattr(self.first, name) for name in names}
         return fields | {"text": self.text, "finish": self.finish, "session": self.session}

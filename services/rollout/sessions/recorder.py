@@ -29,7 +29,6 @@ class SegmentRecorder:
         return self.prompt_ids + self.completion_ids
 
     def add_turn(self, generation: Generation, engine_s: float = 0.0) -> None:
-        """The model said something."""
         first = len(self.completion_ids)
         self.turns.append(
             Turn(

@@ -37,9 +37,7 @@ class SimulatedChat:
     def parse(
         self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), is_cut: bool = False
     ) -> Parsed:
-        """The tokens as words."""
         return Parsed({"role": "assistant", "content": " ".join(f"t{token}" for token in turn_ids)})
 
     def shorten(self, text: str, max_tokens: int) -> str:
-        """The first words."""
         return " ".join(text.split()[:max_tokens])

@@ -88,7 +88,6 @@ class WeightDownload:
             raise WeightsError(f"weights of version {manifest.version}: {error}") from error
 
     def close(self) -> None:
-        """Close the connections."""
         self._remote.close()
 
     def _download(self, manifest: WeightManifest) -> None:
@@ -169,7 +168,6 @@ class RunFolder:
         return read_manifest(self.folder, version)
 
     def files(self, manifest: WeightManifest) -> list[Path]:
-        """The version's files, checked."""
         return verified_files(self.folder, manifest)
 
 

@@ -103,7 +103,6 @@ class Deck:
         }
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
         records = self.records.items()
         return {
             "position": self._position,
@@ -213,7 +212,6 @@ class Curriculum:
         self.untold = {ticket: told for ticket, told in self.untold.items() if ticket not in tickets}
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
         return {
             "num_drawn": self._num_drawn,
             "horizon": self._horizon,

@@ -190,7 +190,6 @@ class StreamedPrompts(Sequence[Prompt]):
     @overload
     def __getitem__(self, key: slice) -> list[Prompt]: ...
     def __getitem__(self, key: int | slice) -> Prompt | list[Prompt]:
-        """One prompt, or several."""
         if isinstance(key, slice):
             return [self[place] for place in range(*key.indices(len(self)))]
         return self._read(int(self.rows[key]))

@@ -144,7 +144,6 @@ class Scheduler:
         return await move_strays_aside(self.broker, self.keys, key, Ticket, floor)
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
         return {
             "next_ticket": self.next_ticket,
             "num_replacements": self.num_replacements,

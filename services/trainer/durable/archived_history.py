@@ -52,7 +52,6 @@ class ArchivedHistory:
         self.is_used = context.config.streams.archive.enabled or self.folder.is_dir()
 
     def read(self) -> History:
-        """Both as one."""
         return History(self.keys.run_id, self.run_dir, self.broker)
 
     async def begins_at_start(self) -> bool:
@@ -159,7 +158,6 @@ class ArchivedHistory:
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
         return archive_folder(self.run_dir)
 
 

@@ -66,7 +66,6 @@ class CommitJournal:
 
     @property
     def steps(self) -> range:
-        """The steps it holds."""
         return range(self._first, self.next_step)
 
     def append(self, commit: Commit) -> None:
@@ -107,7 +106,6 @@ class CommitJournal:
         self._cut_to(min(max(0, below - self._first), len(self._ends)))
 
     def _cut_to(self, keep: int) -> None:
-        """Keep so many lines."""
         if keep == len(self._ends):
             return
         with storage_errors("the journal of commits", self.path):

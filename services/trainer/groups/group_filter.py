@@ -72,7 +72,6 @@ class TrainableGroup:
 
     @property
     def ticket(self) -> int:
-        """Number of the ticket."""
         return self.source.ticket
 
     @property

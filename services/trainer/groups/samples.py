@@ -281,12 +281,10 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt plus completion tokens."""
         return sum(sample.num_tokens for sample in self.samples)
 
     @property
     def num_trained(self) -> int:
-        """Tokens that carry loss."""
         return sum(sample.num_trained for sample in self.samples)
 
     @property

@@ -72,7 +72,6 @@ class WandbTracker:
         self._run.log({**_prefixed(numbers), "train/global_step": at})
 
     def close(self) -> None:
-        """Wait for the upload."""
         self._run.finish()
 
 
@@ -120,7 +119,6 @@ class TrackioTracker:
         self._run.log({**_prefixed(numbers), "train/global_step": at}, step=at)
 
     def close(self) -> None:
-        """Write what is left."""
         self._run.finish()
 
 
@@ -136,7 +134,6 @@ def _prefixed(numbers: Numbers) -> dict[str, float]:
 
 
 def _mlflow_name(name: str) -> str:
-    """MLflow refuses other characters."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
@@ -161,8 +158,6 @@ FIELDS_OF_RECORD = frozenset(("kind", "step", "version", "time", "set"))
 
 @dataclass(slots=True)
 class Position:
-    """What a tracker has."""
-
     next_step: int = 0
     evaluations: dict[str, int] = field(default_factory=dict)
     """Newest version sent, by dataset."""
@@ -206,7 +201,6 @@ class Sender:
         self._thread.start()
 
     def send(self, record: Record) -> None:
-        """Queue a record."""
         if self._is_off:
             return
         try:

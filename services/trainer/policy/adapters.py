@@ -129,7 +129,6 @@ class BaseReference:
         """Nothing to do."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Nothing to keep."""
         return {}
 
 
@@ -139,7 +138,6 @@ class _BaseScorer(TokenScorer):
 
     @property
     def module(self) -> nn.Module:
-        """The policy's own."""
         return self._scorer.module
 
     def score(

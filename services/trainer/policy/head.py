@@ -104,8 +104,6 @@ def score_hidden(
 
 
 class Options(NamedTuple):
-    """Of `ChunkedScores`."""
-
     temperature: float
     chunk: int
     """Tokens."""

@@ -194,7 +194,6 @@ class PolicyThread:
         self._is_held = True
 
     def let_go(self) -> None:
-        """Others may have it."""
         leave, self._leave, self._is_held = self._leave, None, False
         if leave is not None:
             leave()

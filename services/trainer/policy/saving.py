@@ -28,11 +28,9 @@ class SavesState:
     _saving: Future[None] | None = None
 
     def state(self) -> PolicyState:
-        """See `Policy`."""
         raise NotImplementedError
 
     def own_state(self) -> PolicyState:
-        """What this rank writes."""
         return self.state()
 
     @property

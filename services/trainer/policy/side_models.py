@@ -86,7 +86,6 @@ class ValueHead(nn.Module):
         return values.squeeze(-1)
 
     def modules_to_move(self) -> list[nn.Module]:
-        """What has its weights."""
         return [self.layer]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -114,7 +113,6 @@ class Critic(ValueHead):
         return super().forward(tile, self._scorer.hidden(tile))
 
     def modules_to_move(self) -> list[nn.Module]:
-        """Head and model."""
         return [self.layer, self._scorer.module]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:

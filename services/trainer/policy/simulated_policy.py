@@ -150,7 +150,6 @@ class SimulatedPolicy(HasCoefficients, SavesState):
         return WeightState(digest, digest, before, share, TOLD.num_bytes + UNCHANGING.num_bytes)
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
-        """Written at once."""
         if parent < 0:
             self.save_weights(folder)
         else:

@@ -42,7 +42,6 @@ class Shard:
 
     @property
     def file(self) -> str:
-        """Its name."""
         return f"policy-{self.rank:05}-of-{self.size:05}.safetensors"
 
     @property
@@ -95,12 +94,10 @@ class ShardReader:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Of rank 0."""
         return PolicyState.read_values(self._folder)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, whole."""
         lasts = {name: pieces[-1] for name, pieces in sorted(self._pieces.items())}
         return {
             name: (last.first + last.shape[0], *last.shape[1:]) if last.shape else ()
@@ -155,7 +152,6 @@ class PolicyState:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its tensors."""
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def write(self, folder: Path) -> None:
@@ -174,7 +170,6 @@ class PolicyState:
             )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """See `StateSource`."""
         tensor = self.tensors[name]
         return tensor[start:stop] if tensor.ndim else tensor
 

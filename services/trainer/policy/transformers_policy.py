@@ -241,7 +241,6 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         return UpdateResult(norm, lr)
 
     def zero(self) -> None:
-        """Discard accumulated gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def hold_weights(self) -> None:
@@ -249,7 +248,6 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         self._held = {name: tensor.clone() for name, tensor in self._weights().items()}
 
     def release_weights(self) -> None:
-        """Free the copy."""
         self._held = None
 
     def _weights(self) -> dict[str, Tensor]:

@@ -27,8 +27,6 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The contents of best.json."""
-
     version: int
     metric: str
     value: float
@@ -70,7 +68,6 @@ class BestVersion:
             write_atomically(self.path, json.dumps(asdict(self.best), indent=1) + "\n")
 
     def as_state(self) -> dict[str, Any] | None:
-        """For the run's state."""
         return asdict(self.best) if self.best else None
 
     def _consider(self, version: int, results: Mapping[str, Mapping[str, Any]]) -> bool:

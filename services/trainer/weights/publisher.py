@@ -24,8 +24,6 @@ log = structlog.get_logger(__name__)
 
 
 class Publisher(Protocol):
-    """What the store calls."""
-
     def publish(self, manifest: WeightManifest, folder: Path) -> None:
         """Copy a version. Raises StorageError: it did not work now; call again."""
 
@@ -40,7 +38,6 @@ class ObjectPublisher:
         self._url, self._store = url, ObjectStore(url, run_id)
 
     def publish(self, manifest: WeightManifest, folder: Path) -> None:
-        """See `Publisher`."""
         target = f"{WEIGHTS_FOLDER}/{manifest.folder}"
         try:
             if self._published(target) == (manifest.digest, manifest.files):

@@ -41,7 +41,6 @@ class Comparison:
 
     @property
     def share_changed(self) -> float:
-        """Of the elements."""
         return self.num_changed / max(self.num_elements, 1)
 
     def __add__(self, other: "Comparison") -> "Comparison":

@@ -29,8 +29,6 @@ from tidemill.services.trainer.weights.store import WEIGHTS_FILE, list_files, wh
 
 
 class Peers(Protocol):
-    """The other ranks."""
-
     rank: int
     size: int
 
@@ -50,7 +48,6 @@ class Alone:
     rank, size = 0, 1
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Its own."""
         return [payload]
 
     gather_beside = gather_state = gather

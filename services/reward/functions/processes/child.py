@@ -136,7 +136,6 @@ class LoadMeter:
         self._cpu_s = _computing_s()
 
     def begin(self) -> None:
-        """A call begins."""
         with self._lock:
             if not self._num_running:
                 self._since = time.monotonic()

@@ -59,7 +59,6 @@ class CrashBisection:
             self._results.pop(call, None)
 
     async def close(self) -> None:
-        """Stop the search."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -39,8 +39,6 @@ SHOWN_S = 60.0
 
 
 class Execution(Protocol):
-    """Runs one function."""
-
     @property
     def slots(self) -> int | None:
         """Samples it makes sense to hold at once; None where only memory sets a limit."""
@@ -78,7 +76,6 @@ class InlineExecution:
         self.notes: list[str] = []
 
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
-        """Call the function."""
         return self._function.call(request)
 
     async def close(self) -> None:
@@ -120,7 +117,6 @@ class ProcessExecution:
         return await pool.run(request, timeout_s)
 
     async def close(self) -> None:
-        """Kill all processes."""
         await self._training.close()
         await self._evaluation.close()
 

@@ -119,7 +119,6 @@ class Episode:
 
     @property
     def num_trained(self) -> int:
-        """A."""
         return len(self.token_rewards_A)
 
     @property

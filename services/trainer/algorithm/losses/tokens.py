@@ -103,7 +103,6 @@ class Surrogate:
 
 
 def unclipped(objective_N: Tensor) -> Surrogate:
-    """An objective without bounds."""
     none_N = torch.zeros(objective_N.shape, dtype=torch.bool, device=objective_N.device)
     return Surrogate(objective_N, none_N, none_N, none_N)
 

@@ -60,7 +60,6 @@ class ShardedModel(nn.Module):
         sum_gradients(self)
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)`."""
         return function(*args)
 
 
@@ -106,7 +105,6 @@ class ShardedScorer(TokenScorer):
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
-        """As one rank does."""
         affinities: list[str] = []
 
         def tensors() -> tuple[Tensor, ...]:
@@ -125,7 +123,6 @@ class ShardedScorer(TokenScorer):
         return TileScores(logprobs_N, entropies_N, hidden_NH, routing)
 
     def hidden(self, tile: Tile) -> Tensor:
-        """As one rank does."""
         hidden_NH: Tensor = self.root(lambda: TokenScorer.hidden(self, tile).clone())
         return hidden_NH
 
@@ -266,7 +263,6 @@ class RankPolicy(TransformersPolicy):
 
     @property
     def peers(self) -> Peers:
-        """The ranks."""
         return self._ranks
 
     def save_weights(self, folder: Path) -> list[Path]:

@@ -53,7 +53,6 @@ class ShardedPolicy:
         yield from self._own.named_parameters_for_export()
 
     def coefficients(self) -> Coefficients:
-        """Alike on all ranks."""
         return self._own.coefficients()
 
     def state(self) -> PolicyState:
@@ -89,7 +88,6 @@ def encode_call(name: str, args: Sequence[Any]) -> bytes:
 
 
 def decode_call(payload: bytes) -> tuple[str, list[Any]]:
-    """The inverse of `encode_call`."""
     name, args = msgpack.unpackb(payload)
     return name, [_decode(arg) for arg in args]
 

@@ -81,7 +81,6 @@ def element_bytes(config: RunConfig) -> int:
 
 
 def num_trained(config: RunConfig, sizes: ModelSizes) -> int:
-    """Parameters with a gradient."""
     lora = config.trainer.lora
     return sizes.parameters if lora is None else sizes.adapters_per_rank * lora.rank
 
