@@ -222,7 +222,7 @@ async def test_a_bad_function_ends_the_service_with_2_and_is_found_by_the_check(
 ) -> None:
     await reward(source)
     with pytest.raises(ConfigError) as caught:
-        check_reward(make_config(reward={"function": f"{tmp_path}/reward.py:compute_score"}).reward)
+        check_reward(make_config(reward={"function": f"{tmp_path}/reward.py:compute_score"}))
     if expected is None:  # no way to say more than that Python ended
         assert "its import ended Python" in str(caught.value)
         return
@@ -236,8 +236,8 @@ async def test_a_bad_function_ends_the_service_with_2_and_is_found_by_the_check(
 
 def test_the_check_accepts_what_can_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(dedent(ASYNC))
-    check_reward(make_config(reward={"function": f"{tmp_path}/reward.py:compute_score"}).reward)
-    check_reward(make_config(reward={"function": "gsm8k", "kwargs": {"method": "flexible"}}).reward)
+    check_reward(make_config(reward={"function": f"{tmp_path}/reward.py:compute_score"}))
+    check_reward(make_config(reward={"function": "gsm8k", "kwargs": {"method": "flexible"}}))
 
 
 async def _pending(broker: Broker, count: int) -> bool:

@@ -42,6 +42,7 @@ SCRIPTS: dict[str, tuple[list[str], list[str], list[int]]] = {
         ["group", "holder", "1-0", "0", "0", "3", "x"],
         [3, 4, 5],
     ),
+    "trim": (["stream", "state"], ["200-0", "mark", "marked", "trimmed", "group", "progress:"], [0]),
 }
 """Scripts with a loop whose length is not that of ARGV: keys, arguments, and which of those are numbers."""
 
@@ -81,7 +82,9 @@ async def fill(broker: Broker) -> None:
             ("HSET", "results", n, "payload"),
         )
     ]
-    await broker.pipeline([*rows, ("HSET", "size", "bytes", 32 * 14, "clock", 32)])
+    await broker.pipeline(
+        [*rows, ("HSET", "size", "bytes", 32 * 14, "clock", 32), ("HSET", "state", "mark", "marked")]
+    )
 
 
 def test_every_script_with_such_a_loop_is_tried() -> None:

@@ -69,6 +69,7 @@ def test_a_store_that_is_gone_means_that_rank_0_is_unless_the_run_is_over(
     watch._lost.wait(60)
     watch.stop()
     assert "rank 0" in watch.loss()[0]
+    monkeypatch.setattr(rank_watch, "BEAT_S", 60)  # the next one comes after the end
     watch = RankWatch()
     watch.follow(Heartbeats(store, 1, 2, clock))
     watch.stop()
