@@ -1,4 +1,4 @@
-"""What a dashboard is made of, read from boards.yml: boards have rows, rows have panels, panels have queries."""
+"""What a dashboard is made of, read from boards.yml: boards have rows of panels, panels have queries."""
 
 from dataclasses import dataclass
 from pathlib import Path
