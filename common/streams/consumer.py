@@ -355,8 +355,8 @@ class Consumer(Generic[M]):
     def _is_current(self, delivery: Delivery[Any]) -> bool:
         """Whether it was not lost, and no other delivery of the same entry has come since.
 
-        An id that Redis has lost may be another message's now, which is pending for us before we have read it:
-        a lost delivery must not be sent again.
+        An id that Redis has lost may be another message's now, pending for us before we have read it: a lost
+        delivery must not be sent again.
         """
         is_lost = isinstance(delivery, Delivery) and delivery.is_lost
         return not is_lost and self.held.get(delivery.entry_id, delivery) is delivery
