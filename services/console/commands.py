@@ -105,7 +105,7 @@ def up(options: UpOptions) -> None:
     raise typer.Exit(run_up(options))
 
 
-@command(app, "Examples: tidemill status --json  ·  tidemill status arith-1 --watch")
+@command(app, "Example: tidemill status arith-1 --watch")
 def status(options: StatusOptions) -> None:
     """Say how a run is doing; a finished run shows its summary.
 

@@ -14,7 +14,7 @@ from tidemill.common.run.weight_files import (
     verified_files,
 )
 from tidemill.common.weights.bits import read_safetensors
-from tidemill.common.weights.delta import DeltaReader
+from tidemill.common.weights.delta import read_delta
 from tidemill.common.weights.digest import digest_of, is_additive
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.console.options import WeightsOptions
@@ -84,9 +84,8 @@ def _verify(run: Path, manifest: WeightManifest) -> None:
     paths = verified_files(run, manifest)
     if manifest.is_delta:
         for path in paths:
-            with DeltaReader(path) as reader:
-                for _ in reader.patches():
-                    pass
+            for record in read_delta(path):
+                record.patch()
     elif is_additive(manifest.digest):
         found = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))
         if found != manifest.digest:

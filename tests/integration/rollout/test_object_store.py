@@ -238,7 +238,7 @@ async def test_a_run_through_the_store_goes_by_deltas_and_claims(server: str, tm
         assert not (run.run_dir / "claims").exists()
         scores = History(run.keys.run_id, None, run.broker).messages(StreamName.SCORES, Score)
         assert [score.error async for score in scores if score.error] == []
-    cached = list((tmp_path / "cache").glob("*/weights/v*/*.tmd"))
+    cached = list((tmp_path / "cache").glob("*/weights/v*/delta-*"))
     assert len({path.parent for path in cached}) == 3, "every version after the first was a delta"
     assert "weights downloaded" in run.log_of("rollout")
     assert "other weights" not in run.log_of("rollout")

@@ -46,7 +46,7 @@ def test_versions_are_listed_and_verified(runs: Path, capsys: pytest.CaptureFixt
 
 
 def test_what_is_not_whole_says_why(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = runs / "one" / "weights" / "v00000001" / "delta-00000-of-00001.tmd"
+    path = runs / "one" / "weights" / "v00000001" / "delta-00000-of-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
     path.write_bytes(data)
