@@ -16,7 +16,7 @@ from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable.recovery import weight_difference
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
-from tidemill.services.trainer.policy.memory.model import PASSES_FILE
+from tidemill.services.trainer.policy.memory.passes import PASSES_FILE
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.replay.session import ReplayedStep, Say, Session
 from tidemill.services.trainer.step import StepResult
