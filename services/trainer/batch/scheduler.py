@@ -57,8 +57,6 @@ class Scheduler:
     ) -> None:
         self.broker, self.keys, self.prompts, self.expect = broker, keys, prompts, expect
         self.trainer = config.trainer
-        traits = config.trainer.algorithm.advantage_traits
-        self.num_greedy = int(traits is not None and traits.has_greedy_baseline)
         self.next_ticket = 0
         self.num_replacements = 0
         self.outstanding: dict[int, Outstanding] = {}
@@ -224,7 +222,6 @@ class Scheduler:
             ticket=number,
             step=step,
             min_version=min_version,
-            num_greedy=self.num_greedy,
             replaces=replaces,
             outcome=outcome,
             **self.prompts.fields(number, min_version),

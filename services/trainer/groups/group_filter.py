@@ -117,8 +117,7 @@ class GroupFilter:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.reward, self.trainer = config, config.reward, config.trainer
         self.algorithm = config.trainer.algorithm
-        traits = self.algorithm.advantage_traits
-        self.has_baseline = traits is not None and traits.has_greedy_baseline
+        self.has_baseline = self.algorithm.advantage_traits.has_greedy_baseline
 
     def apply(self, group: CompleteGroup, step: int) -> TrainableGroup | Refusal:
         """Check the staleness bound for `step`, apply the failure policy, make samples. Their advantages come

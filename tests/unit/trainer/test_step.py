@@ -210,7 +210,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.1},
     "gmpo": {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence_sum"},
-    "rejected sequences": {"rejection": {"seq_max_k3": 20.0, "denominator": "kept"}},
+    "rejected sequences": {"rejection": {"bounds": {"seq_max_k3": 20.0}, "denominator": "kept"}},
     "top entropy": {"top_entropy_quantile": 0.4, "importance": {"normalise": True, "high": 9.0}},
     "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.3, "low": -0.5}},
     "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.3}, "old_logprobs": "rollout"},

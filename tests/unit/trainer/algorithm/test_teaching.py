@@ -285,7 +285,6 @@ def test_logprobs_take_the_place_of_sampled_tokens_only() -> None:
             {"reward": {"rewards": {n: TEACHER | {"applies_to": ["a", n]} for n in ("x", "y")}}},
             "both teachers of a,",
         ),
-        ({"reward": {"rewards": {"wise": {"teacher": {"servers": "there", "chat": True}}}}}, "there is none"),
         (
             {
                 "reward": {

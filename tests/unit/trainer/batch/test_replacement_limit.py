@@ -93,8 +93,3 @@ def test_other_causes_are_named_as_before() -> None:
     filtered(limit, *[1.0] * LEAST_GIVE_UP)
     with pytest.raises(ConfigError, match="could not be trained, the last one because of 'stale' two steps"):
         limit.note_replaced(STALE, "two steps", ())
-
-
-def test_a_bound_without_what_it_bounds_is_refused() -> None:
-    with pytest.raises(ConfigError, match="bounds filter_zero_variance, which is off"):
-        trainer_config(algorithm={"max_filter_rounds": 2})

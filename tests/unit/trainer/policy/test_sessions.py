@@ -103,7 +103,7 @@ def test_a_ratio_of_a_sequence_is_over_all_segments_of_a_session() -> None:
         {"importance": {"mode": "truncate", "level": "geometric", "high": 2.0}},
         {"off_policy_threshold": 0.1},
         {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence_sum"},
-        {"rejection": {"seq_mean_k1": 1.5, "denominator": "kept"}, "normalisation": "sequence"},
+        {"rejection": {"bounds": {"seq_mean_k1": 1.5}, "denominator": "kept"}, "normalisation": "sequence"},
     ],
 )
 def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm: dict[str, Any]) -> None:
