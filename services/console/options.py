@@ -275,7 +275,7 @@ class TimelineOptions:
 
 
 @dataclass(frozen=True)
-class LetterFilter:
+class DeadFilter:
     """Which dead letters are meant; every condition that is given must hold."""
 
     stream: Annotated[str, option("--stream", "Only from this stream, such as prompts:eval.")] = ""
@@ -290,11 +290,11 @@ class LetterFilter:
 
 
 @dataclass(frozen=True)
-class LetterChoice(LetterFilter):
+class DeadChoice(DeadFilter):
     """Dead letters by their ids, or all that the filter leaves."""
 
-    ids: Annotated[list[str], argument("Ids of letters.", metavar="ID")] = field(default_factory=list)
-    has_all: Annotated[bool, flag("--all", "All letters that the filters leave.")] = False
+    ids: Annotated[list[str], argument("Ids of dead letters.", metavar="ID")] = field(default_factory=list)
+    has_all: Annotated[bool, flag("--all", "All dead letters that the filters leave.")] = False
     run_id: RunOption = None
     runs_dir: RunsDir = None
 
