@@ -158,7 +158,7 @@ def _change(
     """
     if bool(choice.ids) == choice.has_all:
         raise ConfigError(
-            f"tidemill dead {verb} takes the ids of dead letters, or --all; `tidemill dead list` has them."
+            f"tidemill dead {verb} takes the ids of dead letters, or --all; `tidemill dead show` has them."
         )
     if choice.ids and choice.is_narrow:
         raise ConfigError("filters choose among --all dead letters; leave them out, or the ids.")
@@ -206,7 +206,7 @@ def _chosen(choice: DeadChoice, entries: Sequence[DeadEntry]) -> list[DeadEntry]
     by_id = {entry.entry_id: entry for entry in entries}
     if unknown := [name for name in choice.ids if name not in by_id]:
         raise ConfigError(
-            f"there is no dead letter {unknown[0]!r}; `tidemill dead list` has the ids of the {len(entries)} "
+            f"there is no dead letter {unknown[0]!r}; `tidemill dead show` has the ids of the {len(entries)} "
             "there are."
         )
     return [by_id[name] for name in dict.fromkeys(choice.ids)]
