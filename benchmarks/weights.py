@@ -35,7 +35,7 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.run.weight_files import verified_files
 from tidemill.common.weights.bits import Bits, read_safetensors
-from tidemill.common.weights.delta import DeltaReader
+from tidemill.common.weights.delta import read_delta
 from tidemill.common.weights.digest import Digest, updated
 from tidemill.common.wire.messages import WeightFile, WeightManifest
 from tidemill.services.trainer.groups.samples import form_micro_batches
@@ -153,8 +153,7 @@ def _applied(run: Path, manifest: WeightManifest, held: dict[str, Bits]) -> tupl
             for info, bits in read_safetensors(path):
                 held[info.name][:] = bits
         return time.perf_counter() - start, time.perf_counter() - paused
-    with DeltaReader(paths[0]) as reader:
-        patches = list(reader.patches())
+    patches = [record.patch() for record in read_delta(paths[0])]
     paused = time.perf_counter()
     old = [held[patch.info.name][patch.all_positions()] for patch in patches]
     for patch in patches:

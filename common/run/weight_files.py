@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from tidemill.common.errors import DamagedWeightsError, WeightsError
 from tidemill.common.files import file_checksum
+from tidemill.common.weights.delta import ENCODING
 from tidemill.common.wire.messages import WeightFile, WeightManifest
 
 WEIGHTS_FOLDER = "weights"
@@ -38,10 +39,16 @@ def verified_files(run_dir: Path, manifest: WeightManifest) -> list[Path]:
 
     Raises:
         WeightsError: a path leaves the run's folder, a file is missing, or its bytes are not those that
-            were announced. Nothing was loaded then; a later version may be fine.
+            were announced, or they are a delta of another release. Nothing was loaded then; a later version
+            may be fine.
     """
     run = run_dir.resolve()
     where = f"weights of version {manifest.version}"
+    if manifest.is_delta and manifest.encoding != ENCODING:
+        raise WeightsError(
+            f"{where} are a delta in the format {manifest.encoding}, this release reads {ENCODING}. Read "
+            "them with the release that wrote them, or have the trainer write a new version."
+        )
     if not manifest.files:
         raise WeightsError(f"{where}: the manifest names no files; expected at least one.")
     paths = [_path_inside(run, manifest.folder, file, where) for file in manifest.files]

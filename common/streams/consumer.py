@@ -353,14 +353,21 @@ class Consumer(Generic[M]):
                 del self._settling[entry_id]
 
     def _is_current(self, delivery: Delivery[Any]) -> bool:
-        """Whether no other delivery of the same entry has come since; its id may be another message's."""
-        return self.held.get(delivery.entry_id, delivery) is delivery
+        """Whether it was not lost, and no other delivery of the same entry has come since.
+
+        An id that Redis has lost may be another message's now, pending for us before we have read it: a lost
+        delivery must not be sent again.
+        """
+        is_lost = isinstance(delivery, Delivery) and delivery.is_lost
+        return not is_lost and self.held.get(delivery.entry_id, delivery) is delivery
 
     def _check_current(self, deliveries: Sequence[Any]) -> None:
         """Before each attempt: Redis may have lost an entry, and given us another one with its id."""
         for delivery in deliveries:
             if not self._is_current(delivery):
-                raise LeaseLostError(f"{self.label} {delivery.entry_id} was delivered here once more")
+                raise LeaseLostError(
+                    f"{self.label} {delivery.entry_id} was lost, or delivered here once more"
+                )
 
     def _lose(self, entry_id: str) -> None:
         delivery = self.held.pop(entry_id, None)

@@ -5,9 +5,11 @@ bfloat16 has no numpy type, and comparing bits is what deltas need: NaN equals i
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -59,13 +61,8 @@ def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterato
     Raises:
         WeightsError: the file is no safetensors file, or it is cut short.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
-            header = json.loads(file.read(length))
+    with _faults_of(path):
+        header, begin = _read_header(path)
         header.pop("__metadata__", None)
         places = [
             (TensorInfo(name, item["dtype"], tuple(item["shape"])), *item["data_offsets"])
@@ -74,18 +71,42 @@ def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterato
         places.sort(key=lambda place: (place[1], place[0].name))
         data = np.memmap(path, np.uint8, mode)
         for info, start, end in places:
-            if end - start != info.num_bytes or not 0 <= start <= end <= size - 8 - length:
+            if end - start != info.num_bytes or not 0 <= start <= end <= len(data) - begin:
                 raise ValueError(f"{info.name} lies at [{start}, {end}), which does not fit")
-            yield info, data[8 + length + start : 8 + length + end].view(info.bits_dtype)
+            yield info, data[begin + start : begin + end].view(info.bits_dtype)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a safetensors file says of itself. Raises WeightsError, as `read_safetensors`."""
+    with _faults_of(path):
+        return dict(_read_header(path)[0].get("__metadata__", {}))
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where in the file the values begin."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+        return json.loads(file.read(length)), 8 + length
+
+
+@contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path} is not a whole safetensors file: {error}.") from None
 
 
-def safetensors_layout(infos: Iterable[TensorInfo]) -> tuple[bytes, dict[str, int]]:
+def safetensors_layout(
+    infos: Iterable[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
+) -> tuple[bytes, dict[str, int]]:
     """The bytes before the values of a file with these tensors, and where in the file each begins. The order
     is that of safetensors: wide elements first, then by name."""
     ordered = sorted(infos, key=lambda info: (-WIDTHS[info.dtype], info.name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     offsets, end = {}, 0
     for info in ordered:
         offsets[info.name], start, end = end, end, end + info.num_bytes

@@ -8,8 +8,8 @@ import numpy as np
 
 from tidemill.common.errors import WeightsError
 from tidemill.common.weights.bits import Bits, TensorInfo, read_safetensors
+from tidemill.common.weights.delta import merge
 from tidemill.common.weights.digest import digest_of, is_additive
-from tidemill.common.weights.merge import merge
 from tidemill.common.wire.messages import WeightManifest
 
 

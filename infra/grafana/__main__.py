@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.grafana.boards import BOARDS
 from infra.grafana.build import as_json, build_board, build_runbook
+from infra.grafana.panels import BOARDS
 from infra.grafana.runbook import read_runbook
 
 DASHBOARDS = Path(__file__).parent / "dashboards"

@@ -1,7 +1,7 @@
 """Turns boards into Grafana's own types, with grafana-foundation-sdk, and those into JSON.
 
 Every board gets the same variables, links to the others, a row of panels below each heading, and panels of
-one look, so that a table of panels says nothing twice.
+one look, so that boards.yml says nothing twice.
 """
 
 import json
@@ -52,10 +52,10 @@ def build_board(board: Board, others: Sequence[Board], paragraphs: Sequence[Para
         .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(model.VariableSort.ALPHABETICAL_DESC)
     )
-    for row in board.rows:
-        built.with_row(dashboard.Row(row.title))
-        height = STAT_ROWS if all(panel.kind == "stat" for panel in row.panels) else PANEL_ROWS
-        for panel in row.panels:
+    for title, panels in board.rows.items():
+        built.with_row(dashboard.Row(title))
+        height = STAT_ROWS if all(panel.kind == "stat" for panel in panels) else PANEL_ROWS
+        for panel in panels:
             built.with_panel(_panel(panel, panel_ids[anchor_of(panel.runbook)]).height(height))
     return _numbered(built.build())
 
@@ -153,20 +153,13 @@ def _stacked(panel: Panel) -> timeseries.Panel:
 
 def _stat(panel: Panel) -> stat.Panel:
     built = stat.Panel().color_mode(common_model.BigValueColorMode.VALUE)
-    return built.reduce_options(_last()).graph_mode(common_model.BigValueGraphMode.NONE)
-
-
-def _table(panel: Panel) -> table.Panel:
-    return table.Panel()
-
-
-def _last() -> common.ReduceDataOptions:
-    return common.ReduceDataOptions().calcs(["lastNotNull"])
+    built.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+    return built.graph_mode(common_model.BigValueGraphMode.NONE)
 
 
 _STYLES: dict[str, Callable[[Panel], PanelBuilder]] = {
     "lines": _lines,
     "stacked": _stacked,
     "stat": _stat,
-    "table": _table,
+    "table": lambda _: table.Panel(),
 }

@@ -1,11 +1,10 @@
-"""What a dashboard is made of, as plain data: boards have rows, rows have panels, panels have queries.
-
-Expressions are PromQL with two shorthands: `$run` stands for the label of the chosen run, `$i` for a window
-that fits the time range and the scrape interval.
-"""
+"""What a dashboard is made of, read from boards.yml: boards have rows of panels, panels have queries."""
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
 
 RUN = 'run_id="$run_id"'
 INTERVAL = "$__rate_interval"
@@ -32,18 +31,15 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One question and its answer. Read aloud, `tells` and `act` are the line below the title."""
+    """One question and its answer."""
 
     title: str
+    tells: str
+    act: str
+    runbook: str
+    queries: tuple[Query, ...]
     unit: str
     """A unit of Grafana: s, percentunit, short, bytes, ..."""
-    tells: str
-    """What the panel shows, in plain words."""
-    act: str
-    """What to do about it."""
-    runbook: str
-    """Heading in docs/troubleshooting.md of the paragraph that says more."""
-    queries: tuple[Query, ...]
     kind: Kind = "lines"
     span: int = 8
     """Columns out of 24."""
@@ -53,73 +49,40 @@ class Panel:
 
     @property
     def description(self) -> str:
-        """The line of the panel."""
         return f"{self.tells} {self.act}"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Panels under one heading."""
-
-    title: str
-    panels: tuple[Panel, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard: `name` is its file, `question` is what it answers."""
+    """One dashboard: `name` is its file, `question` is what it answers, `rows` are panels by heading."""
 
     name: str
     title: str
     question: str
-    rows: tuple[Row, ...]
+    rows: dict[str, list[Panel]]
 
     @property
     def uid(self) -> str:
         """Its address in Grafana: /d/<uid>."""
-        return f"tidemill-{self.name.replace('_', '-')}"
+        return f"tidemill-{self.name}"
 
     @property
-    def panels(self) -> tuple[Panel, ...]:
+    def panels(self) -> list[Panel]:
         """All panels, from top to bottom."""
-        return tuple(panel for row in self.rows for panel in row.panels)
+        return [panel for row in self.rows.values() for panel in row]
 
 
-def per_s(metric: str, by: str = "", where: str = "") -> str:
-    """Increase of a counter a second, by labels."""
-    return f"sum by ({by}) (rate({metric}{{$run{_also(where)}}}[$i]))"
+def _panel(board: dict[str, Any], tree: dict[str, Any]) -> Panel:
+    queries = tuple(Query(shorthand, legend) for legend, shorthand in tree.pop("queries").items())
+    return Panel(**{"runbook": board["question"], **tree.pop("look"), **tree}, queries=queries)
 
 
-def increase(metric: str, by: str = "", where: str = "") -> str:
-    """Increase of a counter within the window, by labels."""
-    return f"sum by ({by}) (increase({metric}{{$run{_also(where)}}}[$i]))"
+def _read(path: Path) -> tuple[Board, ...]:
+    boards = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for board in boards.values():
+        rows = board["rows"].items()
+        board["rows"] = {title: [_panel(board, tree) for tree in panels] for title, panels in rows}
+    return tuple(Board(name, **board) for name, board in boards.items())
 
 
-def total(metric: str, by: str = "", where: str = "") -> str:
-    """Sum of a gauge, by labels."""
-    return f"sum by ({by}) ({metric}{{$run{_also(where)}}})"
-
-
-def quantile(share: float, histogram: str, by: str = "", where: str = "") -> str:
-    """A quantile of a histogram, by labels."""
-    labels = f"le, {by}" if by else "le"
-    return f"histogram_quantile({share}, {per_s(f'{histogram}_bucket', labels, where)})"
-
-
-def mean(histogram: str, by: str = "", where: str = "") -> str:
-    """The mean of what a histogram saw, by labels."""
-    on = f"on ({by}) " if by else ""
-    return f"{per_s(f'{histogram}_sum', by, where)} / {on}({per_s(f'{histogram}_count', by, where)} > 0)"
-
-
-def spread(histogram: str, by: str = "", where: str = "") -> tuple[Query, Query]:
-    """Median and 95th percentile of a histogram, by labels."""
-    name = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(",")) if by else ""
-    return (
-        Query(quantile(0.5, histogram, by, where), f"{name} median".strip()),
-        Query(quantile(0.95, histogram, by, where), f"{name} 95 %".strip()),
-    )
-
-
-def _also(where: str) -> str:
-    return f", {where}" if where else ""
+BOARDS = _read(Path(__file__).with_name("boards.yml"))

@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import pydantic
 import structlog
+import yaml
 
 import tidemill.common.process.service
 import tidemill.common.redis.broker
@@ -147,6 +148,8 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (tidemill.services.reward.rewards.named, "FunctionReward", SimulatedReward),
         (tidemill.services.trainer.service, "load_tokenizer", known_tokenizer),
         (httpx, "AsyncClient", NoHttpClient),
+        (yaml, "SafeLoader", yaml.CSafeLoader),  # the same, in a tenth of the time
+        (yaml, "SafeDumper", yaml.CSafeDumper),
         (tidemill.services.trainer.durable.checkpointing, "KEPT_COMMITS", world.kept_commits),
         (tidemill.services.trainer.durable.commits, "KEPT_COMMITS", world.kept_commits),
     ]

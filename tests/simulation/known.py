@@ -388,4 +388,12 @@ KNOWN = {
             Fault(11.236, "restart", "", {"for_s": 1.25, "lose": 94}),
         ),
     ),
+    "a lost delivery is completed under the id of another one": Schedule(
+        1378,
+        Setup(steps=3, group_size=8, max_staleness=0, archive=True, rollouts=3, rewards=1, reward_slots=2),
+        (
+            Fault(0.8, "server_clock", "trainer", {"by_s": -504}),
+            Fault(5.654, "restart", "", {"for_s": 2.27, "lose": 21}),
+        ),
+    ),
 }

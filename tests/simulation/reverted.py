@@ -209,4 +209,11 @@ REVERTED = (
         "        pass  # a server",
         "deliveries from the future come back",
     ),
+    Mutant(
+        "a lost delivery is sent though its id may be another one's",
+        CONSUMER,
+        "        return not is_lost and ",
+        "        return ",
+        "a lost delivery is completed under the id of another one",
+    ),
 )

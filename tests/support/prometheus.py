@@ -18,8 +18,7 @@ from typing import Any
 import promql_parser
 import yaml
 
-from infra.grafana.boards import BOARDS
-from infra.grafana.panels import INTERVAL
+from infra.grafana.panels import BOARDS, INTERVAL
 from tests.support.preloaded import REPO, start_module
 from tests.support.runs import ServiceRun
 from tests.support.servers import free_port

@@ -51,10 +51,7 @@ class Chain:
     def delta(self, version: int, share: float = 0.01, ranks: int = 2) -> WeightManifest:
         """The next version: about `share` of all values get others."""
         parent, folder = self.newest, self._folder(version)
-        writers = [
-            DeltaWriter(folder / delta_name(rank, ranks), version, parent.version, rank, ranks)
-            for rank in range(ranks)
-        ]
+        writers = [DeltaWriter(folder / delta_name(rank, ranks)) for rank in range(ranks)]
         for number, (info, bits) in enumerate(self.tensors.values()):
             changed = np.flatnonzero(self.random.random(len(bits)) < share)
             # A step of some hundred places in the last bits: as large as training's, and never infinite.
@@ -62,7 +59,7 @@ class Chain:
                 bits.itemsize == 4
             )
             writers[number % ranks].add(info, changed, bits[changed])
-        files = [writer.close().name for writer in writers]
+        files = [writer.write().name for writer in writers]
         base = parent.base if parent.is_delta else parent.version
         return self._publish(
             version,

@@ -8,8 +8,8 @@ import numpy as np
 
 from tidemill.common.errors import WeightsError, WeightsMismatchError
 from tidemill.common.weights.bits import Bits, TensorInfo, read_safetensors
+from tidemill.common.weights.delta import merge
 from tidemill.common.weights.digest import Digest
-from tidemill.common.weights.merge import merge
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from tidemill.common.errors import WeightsError
 from tidemill.common.weights.bits import TensorInfo
-from tidemill.common.weights.delta import Patch
+from tidemill.common.weights.delta import Patch, merge
 from tidemill.common.weights.digest import Digest, DigestSum
-from tidemill.common.weights.merge import merge
 from tidemill.services.rollout.engines.tensors import DTYPES, as_bits, as_tensor
 
 DEVICE_RESERVE_BYTES = 1 << 30

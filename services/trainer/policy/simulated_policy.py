@@ -153,9 +153,9 @@ class SimulatedPolicy(HasCoefficients, SavesState):
         if parent < 0:
             self.save_weights(folder)
         else:
-            writer = DeltaWriter(folder / delta_name(0, 1), version, parent)
+            writer = DeltaWriter(folder / delta_name(0, 1))
             writer.add(TOLD, self._changed, self._compared[1][self._changed].view(TOLD.bits_dtype))
-            writer.close()
+            writer.write()
         written: Future[tuple[WeightFile, ...]] = Future()
         written.set_result(list_files(folder))
         return written

@@ -109,7 +109,7 @@ class ShardWriter:
                 if parent < 0:
                     receipt = self._write_full(folder)
                 else:
-                    file = self._write_delta(folder, version, parent)
+                    file = self._write_delta(folder)
                     receipt = file.name, file.num_bytes, file.checksum
         except StorageError as error:
             receipt = (error.errno, error.reason)
@@ -122,16 +122,11 @@ class ShardWriter:
             return list_files(folder) if self._peers.rank == 0 else ()
         return tuple(WeightFile(name=n, num_bytes=size, checksum=check) for n, size, check in receipts)
 
-    def _write_delta(self, folder: Path, version: int, parent: int) -> WeightFile:
-        rank, size = self._peers.rank, self._peers.size
-        path = folder / delta_name(rank, size)
-        writer = DeltaWriter(path, version, parent, rank, size)
-        try:
-            self.shadow.write_changes(writer)
-            file = writer.close()
-        finally:
-            writer.abandon()
-        with _opened(path):
+    def _write_delta(self, folder: Path) -> WeightFile:
+        writer = DeltaWriter(folder / delta_name(self._peers.rank, self._peers.size))
+        self.shadow.write_changes(writer)
+        file = writer.write()
+        with _opened(writer.path):
             return file
 
     def _write_full(self, folder: Path) -> tuple[()]:

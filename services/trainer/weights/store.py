@@ -1,9 +1,10 @@
 """Writes versions, so that a manifest exists only for bytes that are complete and on the disk.
 
-Layout: `weights/v00000012/{model.safetensors or delta-*.tmd, ..., manifest.json}` below the run's folder. A
-version appears there by one rename. Subfolders, such as its adapters, are for people: no manifest names them.
-A version is full, or a delta to the one before it (`begin` decides); what a delta needs is kept as long as it
-is. `write` returns the manifest that the trainer announces; the reading side is `common/run/weight_files.py`.
+Layout: `weights/v00000012/{model.safetensors or delta-*.safetensors, ..., manifest.json}` below the run's
+folder. A version appears there by one rename. Subfolders, such as its adapters, are for people: no manifest
+names them. A version is full, or a delta to the one before it (`begin` decides); what a delta needs is kept
+as long as it is. `write` returns the manifest that the trainer announces; the reading side is
+`common/run/weight_files.py`.
 """
 
 import time

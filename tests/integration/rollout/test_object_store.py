@@ -201,8 +201,6 @@ def test_a_store_that_is_away_is_asked_again_and_trajectories_go_through_the_str
     with pytest.raises(StoreError, match="after 2 retries"):
         store.check_in(sample)
     assert store.check_in(sample) is sample, "nobody waits for it again at once"
-    with pytest.raises(ValueError, match="set claim_check_bytes"):
-        simulated_config(tmp_path, streams__claim_check_url=url)
 
 
 async def test_a_run_through_the_store_goes_by_deltas_and_claims(server: str, tmp_path: Path) -> None:
@@ -238,7 +236,7 @@ async def test_a_run_through_the_store_goes_by_deltas_and_claims(server: str, tm
         assert not (run.run_dir / "claims").exists()
         scores = History(run.keys.run_id, None, run.broker).messages(StreamName.SCORES, Score)
         assert [score.error async for score in scores if score.error] == []
-    cached = list((tmp_path / "cache").glob("*/weights/v*/*.tmd"))
+    cached = list((tmp_path / "cache").glob("*/weights/v*/delta-*"))
     assert len({path.parent for path in cached}) == 3, "every version after the first was a delta"
     assert "weights downloaded" in run.log_of("rollout")
     assert "other weights" not in run.log_of("rollout")

@@ -15,8 +15,7 @@ from prometheus_client import Counter
 from prometheus_client.metrics import MetricWrapperBase
 
 from infra.grafana.__main__ import DASHBOARDS, main
-from infra.grafana.boards import BOARDS
-from infra.grafana.panels import Board
+from infra.grafana.panels import BOARDS, Board
 from infra.grafana.runbook import anchor_of, read_runbook
 from tests.support.prometheus import ALERTS, RULES, Rule, expressions, metric_names, substituted
 from tidemill.common.telemetry import metrics

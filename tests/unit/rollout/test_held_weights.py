@@ -54,13 +54,13 @@ def digest_over(values: dict[str, Tensor]) -> Digest:
 
 def write_delta(path: Path, values: dict[str, Tensor], at: dict[str, list[int]]) -> list[list[Path]]:
     """Values at flat positions of each tensor become -2."""
-    writer = DeltaWriter(path, 2, 1)
+    writer = DeltaWriter(path)
     for info in INFOS:
         flat = values[info.name].view(-1)
         flat[at[info.name]] = -2.0
         places = np.array(at[info.name], np.int64)
         writer.add(info, places, flat[at[info.name]].view(torch.int16).numpy().view("<u2"))
-    writer.close()
+    writer.write()
     return [[path]]
 
 
@@ -118,9 +118,9 @@ def test_a_change_that_half_fits_on_the_device_lies_in_one_place(
     info = TensorInfo("q", "BF16", (2, WINDOW))
     weight = torch.zeros(info.shape, dtype=torch.bfloat16)
     held, _ = trace(lambda weights: {n for n, w in weights if weight.copy_(w) is not None}, [info])
-    writer = DeltaWriter(tmp_path / "d", 2, 1)
+    writer = DeltaWriter(tmp_path / "d")
     writer.add(info, np.array([1, WINDOW + 1]), np.array([1, 2], "<u2"))
-    writer.close()
+    writer.write()
     room = iter([True, False])
     monkeypatch.setattr(held_weights, "_has_room", lambda _: next(room))
     monkeypatch.setattr(held_weights, "_to_host", lambda tensor: tensor.to("meta"))

@@ -1,5 +1,7 @@
 """Streams as queues: what cannot be decoded is buried, and what has vanished is made again."""
 
+from itertools import chain
+
 import pytest
 
 from tests.support.consumers import (
@@ -19,6 +21,7 @@ from tidemill.common import streams
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Delivery, Entry, Garbled
+from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter
 
@@ -123,6 +126,28 @@ async def test_a_group_that_vanished_is_created_again(broker: Broker, keys: Keys
         again = await fetched(consumer, 2)
         assert [delivery.entry_id for delivery in again] == ids
     assert await scored(broker, keys) == []
+
+
+async def test_a_lost_delivery_does_not_complete_the_entry_that_has_its_id_now(
+    broker: Broker, keys: Keys
+) -> None:
+    (entry_id,) = await publish(broker, keys, 1)
+    consumer = make_consumer(broker, keys)
+    (held,) = await fetched(consumer, 1)
+    await broker.execute("DEL", keys.trajectories())
+    await consumer.renew()
+    await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    fields = chain.from_iterable(codec.encode(make_trajectory(1)).items())
+    await broker.execute("XADD", keys.trajectories(), entry_id, *fields)
+    group = (
+        "GROUP",
+        REWARD_GROUP,
+        consumer.name,
+    )  # given to this consumer, which has not read the answer yet
+    await broker.execute("XREADGROUP", *group, "COUNT", 1, "STREAMS", keys.trajectories(), ">")
+    assert await consumer.complete([(held, make_score(0))], keys.scores()) == [False]
+    assert await scored(broker, keys) == []
+    assert await pending(broker, keys) == [entry_id]
 
 
 async def test_a_stream_that_vanished_is_created_again(broker: Broker, keys: Keys) -> None:

@@ -14,6 +14,7 @@ from tidemill.common.errors import WeightsError
 from tidemill.common.files import StorageError
 from tidemill.common.run.weight_files import read_chain, read_manifest, verified_files
 from tidemill.common.weights.bits import read_safetensors
+from tidemill.common.weights.delta import ENCODING
 from tidemill.common.weights.whole import check_whole, write_whole
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
@@ -62,7 +63,7 @@ def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path:
         assert manifest.digest == policy.digest()
         assert_leads_there(tmp_path, manifest, policy)
     full = ("full", -1)
-    expected = [full, ("delta-1", 0), ("delta-1", 0), full, *[("delta-1", 3)] * 3, full]
+    expected = [full, (ENCODING, 0), (ENCODING, 0), full, *[(ENCODING, 3)] * 3, full]
     assert kinds(tmp_path, range(8)) == expected
 
 
@@ -73,7 +74,7 @@ def test_a_chain_longer_than_its_share_of_a_base_ends(tmp_path: Path) -> None:
         change(policy, 0.05, version)
         store.write(version, policy)
     # 5 % of the values are about 7 % of the bytes: two deltas are more than a fifth, with their heads.
-    assert [kind for kind, _ in kinds(tmp_path, range(4))] == ["full", "delta-1", "delta-1", "full"]
+    assert [kind for kind, _ in kinds(tmp_path, range(4))] == ["full", ENCODING, ENCODING, "full"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
