@@ -278,8 +278,14 @@ PLANTED = (
     Mutant(
         "what cannot be read is waited for as long as anything else",
         f"{BATCH}/stream_join.py",
-        "        self.unread_at = time.monotonic()\n",
-        "",
+        "            return\n        self.unread_at = time.monotonic()\n",
+        "            return\n",
+    ),
+    Mutant(
+        "what only a worker of another release could not read is waited for as long as anything else",
+        f"{BATCH}/stream_join.py",
+        "            self.unread_at = time.monotonic()\n        group =",
+        "            pass\n        group =",
     ),
     Mutant(
         "a trim does not ask for its mark",

@@ -327,6 +327,9 @@ class StreamJoin:
     def _take_dead(self, entry: Entry[DeadLetter]) -> None:
         if entry.message.origin not in ("prompts", "trajectories"):
             return
+        if entry.message.ticket < 0:
+            # Who could not read it, a worker of an older release say, could not tell whose it was.
+            self.unread_at = time.monotonic()
         group = self.groups.get(entry.message.ticket)
         # What a step has taken is whole: it must not be trained and replaced as well.
         if group is not None and not group.is_taken:

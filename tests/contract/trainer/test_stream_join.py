@@ -137,6 +137,13 @@ class TestDeadLetters:
         assert (0 in join.dead) is is_dead
         assert set(join.dead) <= {0, 1}
 
+    async def test_a_letter_without_a_ticket_makes_it_look_for_what_will_never_come(self, make, broker, keys):
+        join = make(0)
+        async with reading(join):
+            await append(broker, keys.dead, letter(-1, "trajectories"))
+            await wait_until(lambda: join.unread_at > 0)
+        assert not join.dead
+
     async def test_a_group_that_a_step_has_taken_cannot_die_any_more(self, make, broker, keys):
         join = make(0, 1)
         join.groups[0].is_taken = True
