@@ -1,4 +1,4 @@
-"""`tidemill replay step`: what was recorded of steps against what comes out now, event by event.
+"""`tidemill replay`: what was recorded of steps against what comes out now, event by event.
 
 Compared bit by bit: every metric that follows from records and weights, each sample's advantage, what was
 left out, and the digest. Times that were measured while the run went on are not compared.
