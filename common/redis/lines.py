@@ -234,7 +234,7 @@ class PlainLine:
         self, unit: Sequence[Command], is_atomic: bool = False, goes_with_next: bool = False
     ) -> asyncio.Future[list[Any]]:
         """As `Line.exchange`."""
-        # Shielded: a caller that is cancelled must leave no answer unread, or the next one takes it for its own.
+        # Shielded: a cancelled caller must leave no answer unread, or the next one takes it for its own.
         return asyncio.shield(self._start(self._exchange(unit, is_atomic)))
 
     def fail(self, error: redis_errors.RedisError) -> None:
