@@ -2,8 +2,8 @@
 
 Invariant: a process that dies is started again, with growing pauses, as long as that makes sense. It does
 not when the process says that the user made a mistake (exit code 2), when it ends on an instruction that this
-CPU lacks, or when it dies soon after its start many times in a row; then all stop, and the message has the end
-of its log. When `run` returns, no process is left.
+CPU lacks, or when it dies soon after its start many times in a row; then all stop, and the message has the
+end of its log. When `run` returns, no process is left.
 """
 
 import asyncio
