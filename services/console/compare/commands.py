@@ -15,7 +15,7 @@ from tidemill.services.console.compare.run_diff import DiffedRun, RunDiff, diff_
 from tidemill.services.console.options import DiffOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs
 from tidemill.services.console.run.history import RunAccess, open_history
-from tidemill.services.console.text.tables import jsonable
+from tidemill.services.console.text.tree import jsonable
 
 MAX_WIDTH = 60
 """Characters of a value in the table; --json has all of it."""
@@ -132,7 +132,7 @@ def _print_next(console: Console, names: tuple[str, str], cause: Difference) -> 
     lines = [f"tidemill step {cause.step} {names[1]}"]
     if where := _where(cause):
         lines.append(f"tidemill trace {where} {names[1]}")
-    lines.append(f"tidemill replay step {cause.step} {names[1]}")
+    lines.append(f"tidemill replay {cause.step} {names[1]}")
     console.print("look closer:", style="dim")
     for line in lines:
         console.print(f"  {line}", soft_wrap=True)

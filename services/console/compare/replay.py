@@ -1,4 +1,4 @@
-"""`tidemill replay step`: opens the run's history, starts the replay as a process, shows what it says.
+"""`tidemill replay`: opens the run's history, starts the replay as a process, shows what it says.
 
 The process is `python -m tidemill.services.trainer.replay`: torch is imported there, and not by the console.
 """
@@ -22,7 +22,7 @@ from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.services.console.options import ReplayOptions
 from tidemill.services.console.run.history import RunAccess, open_history
-from tidemill.services.console.text.tables import jsonable
+from tidemill.services.console.text.tree import jsonable
 
 HEADLINES = ("loss", "grad_norm", "reward", "entropy", "learning_rate")
 """Metrics that are shown in any case, in this order."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from redis.exceptions import RedisError
 from rich.console import Console
-from rich.filesize import decimal
 
 from tidemill.common.archive import archive_folder, is_whole, mark_whole, stream_folder
 from tidemill.common.archive.manifest import Manifest
@@ -19,9 +18,10 @@ from tidemill.common.store import ClaimStore
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.common.wire.keys import Keys
+from tidemill.services.console.options import ArchiveOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, nearest
 from tidemill.services.console.run.history import open_history
-from tidemill.services.console.text.tables import listing
+from tidemill.services.console.text.tree import note, part, print_tree, table, terminal
 
 PATIENCE_S = 60.0
 """How long an archiver that is at work is waited for."""
@@ -43,19 +43,19 @@ async def archive_rest(broker: Broker, keys: Keys, run_dir: Path, config: Archiv
     await archive_run(broker, keys, run_dir, config, is_last=True, patience_s=PATIENCE_S)
 
 
-def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json: bool) -> int:
+def archive(options: ArchiveOptions) -> int:
     """Archive a run's streams as they are now, or check its archive; returns the exit code.
 
     Raises:
         TidemillError: there is no such run, or nothing that could be archived.
     """
     configure_logs("archive")  # what is restored or kept aside is said beside the output
-    if only_check:
-        folder = find_run(run_id, folder_of_runs(runs_dir))
-        return _check(folder.path, as_json)
+    if options.check:
+        folder = find_run(options.run_id, folder_of_runs(options.runs_dir))
+        return _check(folder.path, options.as_json)
 
     async def work() -> Path:
-        async with open_history(run_id, runs_dir) as access:
+        async with open_history(options.run_id, options.runs_dir) as access:
             if access.history.broker is None and is_whole(access.folder.path):
                 return access.folder.path
             if access.history.broker is None:
@@ -72,7 +72,7 @@ def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json
             return access.folder.path
 
     run_dir = run_main(work())
-    _show(run_dir, as_json)
+    _show(run_dir, options.as_json)
     return 0
 
 
@@ -100,14 +100,20 @@ def _show(run_dir: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": str(archive_folder(run_dir)), "streams": rows}))
         return
-    titles = ("stream", "entries", "files", "size", "of payload", "removed")
-    table = listing(titles, titles[1:])
-    for stream, row in rows.items():
-        sizes = decimal(row["bytes"]), decimal(row["payload_bytes"])
-        table.add_row(str(stream), f"{row['entries']:,}", f"{row['files']:,}", *sizes, f"{row['removed']:,}")
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(f"in {nearest(archive_folder(run_dir))}", soft_wrap=True)
+    lines = (
+        {
+            "stream": stream.value,
+            "entries": row["entries"],
+            "files": row["files"],
+            "size": row["bytes"],
+            "of payload": row["payload_bytes"],
+            "removed": row["removed"],
+        }
+        for stream, row in rows.items()
+    )
+    shown = table(lines, {"size": "bytes", "of payload": "bytes"})
+    where = note(f"in {nearest(archive_folder(run_dir))}")
+    print_tree(terminal(), part("", shown, where))
 
 
 def _row(manifest: Manifest) -> dict[str, Any]:
