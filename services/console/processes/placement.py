@@ -27,7 +27,7 @@ def gpus_here(count: int | None) -> list[int]:
 
 
 Field = tuple[str, ...]
-"""The way to a list of GPUs in the config."""
+"""The path to a list of GPUs in the config."""
 
 
 def named_gpus(config: RunConfig) -> dict[Field, tuple[int, ...]]:
@@ -45,8 +45,7 @@ def wanted_gpus(config: RunConfig) -> dict[Field, int]:
     wanted: dict[Field, int] = {}
     if trainer.policy == "transformers" and not trainer.device.startswith("cpu"):
         wanted[TRAINER] = trainer.num_ranks
-    on_cpu = rollout.engine == "transformers" and rollout.transformers.device.startswith("cpu")
-    if rollout.engine != "simulated" and not on_cpu:
+    if rollout.uses_gpus:
         wanted[ROLLOUT] = rollout.workers * rollout.vllm.tensor_parallel_size
     for name, servers in config.servers.items():
         local = servers.local
@@ -67,7 +66,7 @@ def find_overlaps(config: RunConfig) -> list[str]:
             owner = owners.setdefault(gpu, field)
             is_asked = (owner, field) == (TRAINER, ROLLOUT) and config.rollout.on_trainer_gpus
             if owner != field and not is_asked:
-                problems.append(f"GPU {gpu} is in {_told(owner)} and in {_told(field)}")
+                problems.append(f"GPU {gpu} is in {_dotted(owner)} and in {_dotted(field)}")
     return problems
 
 
@@ -99,10 +98,10 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
         config, free = _with(config, field, tuple(free[:count])), free[count:]
     if config.rollout.on_trainer_gpus:
         config = _shared(config)
-    told = [f"{_told(field[:-1])} {_list(gpus)}" for field, gpus in named_gpus(config).items() if gpus]
+    given = [f"{_dotted(field[:-1])} {_list(gpus)}" for field, gpus in named_gpus(config).items() if gpus]
     unused = [f"{_list(free)} unused"] if free else []
     turns = [TURNS] if config.rollout.takes_gpu_turns else []
-    return config, [f"GPUs: {', '.join([*told, *unused])}", *turns] if told else []
+    return config, [f"GPUs: {', '.join([*given, *unused])}", *turns] if given else []
 
 
 TURNS = "trainer and rollout workers take turns on the trainer's GPUs: one computes, the other sleeps"
@@ -113,7 +112,8 @@ def _has_one_for_both(config: RunConfig, here: Sequence[int], wanted: dict[Field
     rollout = config.rollout
     is_open = rollout.gpu_turns == "auto" and not rollout.shares_trainer_gpus
     are_small = wanted.get(TRAINER) == 1 == rollout.vllm.tensor_parallel_size and rollout.workers > 0
-    return is_open and len(here) == 1 and are_small and rollout.engine == "vllm" and not rollout.gpus
+    is_one = len(here) == 1 and rollout.engine_traits.reserves_gpu_memory
+    return is_open and is_one and are_small and not rollout.gpus
 
 
 def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], num_free: int) -> list[str]:
@@ -122,13 +122,13 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], 
         return []
     if len(here) == 1:
         if config.rollout.takes_gpu_turns:
-            others = ", ".join(_told(field[:-1]) for field in missing if field != TRAINER)
+            others = ", ".join(_dotted(field[:-1]) for field in missing if field != TRAINER)
             return [f"one GPU: {TURNS}; {others} on it at once with either"]
         share = config.rollout.vllm.gpu_memory_utilization
         left = f"; rollout.vllm.gpu_memory_utilization leaves {1.0 - share:.0%} of its memory to the others"
         text = f"one GPU: all processes are on GPU {here[0]} at once"
-        return [text + (left if config.rollout.engine == "vllm" else "")]
-    parts = ", ".join(f"{count} for {_told(field[:-1])}" for field, count in missing.items())
+        return [text + (left if config.rollout.engine_traits.reserves_gpu_memory else "")]
+    parts = ", ".join(f"{count} for {_dotted(field[:-1])}" for field, count in missing.items())
     raise ConfigError(
         f"the run wants {sum(missing.values())} GPUs ({parts}), and {num_free} of the {len(here)} here are "
         "free. Lower trainer.num_ranks, rollout.workers or rollout.vllm.tensor_parallel_size, or set "
@@ -160,7 +160,7 @@ def _with(section: Any, path: Sequence[str], given: Any) -> Any:
     return section.model_copy(update={name: value})
 
 
-def _told(field: Field) -> str:
+def _dotted(field: Field) -> str:
     return ".".join(field)
 
 

@@ -1,8 +1,8 @@
 """Rewards that were paid for once: kept in Redis, so that no replay, retry or takeover pays a judge twice.
 
 An entry is found by what decided it: the reward's name, config and source, prompt, completion, ground truth
-and the row's other columns. Only results are kept, never failures. The number of entries and their bytes are
-bounded; what was not used for longest goes first. In one worker, equal requests share one call.
+and the row's other columns. Only results are kept, never failures. Their bytes are bounded; what was not used
+for longest goes first. In one worker, equal requests share one call.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from tidemill.common.config import NamedRewardConfig, RewardCacheConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.codec import pack
 from tidemill.common.wire.keys import Keys
-from tidemill.services.reward.outcome import Part
+from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.sample import RewardSample
 
 _NOT_OF_THE_RESULT = {"weight", "applies_to", "timeout_s", "max_attempts", "backoff_s", "max_concurrent"}
@@ -74,16 +74,16 @@ def _file_of(text: str) -> Path | None:
 class RewardCache:
     """The cache of a run, as one worker uses it."""
 
-    def __init__(self, broker: Broker, keys: Keys, config: RewardCacheConfig) -> None:
+    def __init__(self, broker: Broker, keys: Keys, max_bytes: int) -> None:
         self._broker, self._keys = broker, keys.reward_cache
-        self._limits = (config.max_entries, config.max_mb << 20)
-        self._under_way: dict[str, asyncio.Task[Part]] = {}
+        self._max_bytes = max_bytes
+        self._under_way: dict[str, asyncio.Task[RewardOutcome]] = {}
         self._waiting: dict[str, int] = {}
 
     async def get_or_make(
-        self, version: str, sample: RewardSample, make: Callable[[], Awaitable[Part]]
-    ) -> Part:
-        """The cached part for this sample, or what `make` comes to, which is kept if it succeeded.
+        self, version: str, sample: RewardSample, make: Callable[[], Awaitable[RewardOutcome]]
+    ) -> RewardOutcome:
+        """The cached outcome for this sample, or what `make` comes to, which is kept if it succeeded.
 
         A caller that is cancelled does not take the call away from the others that wait for it.
         """
@@ -105,21 +105,21 @@ class RewardCache:
                 self._forget(digest, task)
                 task.cancel()  # nobody waits for it any more
 
-    def _forget(self, digest: str, task: asyncio.Task[Part]) -> None:
+    def _forget(self, digest: str, task: asyncio.Task[RewardOutcome]) -> None:
         if self._under_way.get(digest) is task:
             del self._under_way[digest]
 
-    async def _look_or_make(self, digest: str, make: Callable[[], Awaitable[Part]]) -> Part:
+    async def _look_or_make(self, digest: str, make: Callable[[], Awaitable[RewardOutcome]]) -> RewardOutcome:
         found = await self._broker.script("cache_get", self._keys, [digest])
         if found is not None:
             metrics.REWARD_CACHE.labels("hit").inc()
-            return Part(**msgpack.unpackb(found))
+            return RewardOutcome(**msgpack.unpackb(found))
         metrics.REWARD_CACHE.labels("miss").inc()
-        part = await make()
-        if part.is_ok:
-            payload = pack(asdict(replace(part, tries=[])))
-            await self._broker.script("cache_put", self._keys, [digest, payload, *self._limits])
-        return part
+        outcome = await make()
+        if outcome.is_ok:
+            payload = pack(asdict(replace(outcome, tries=[])))
+            await self._broker.script("cache_put", self._keys, [digest, payload, self._max_bytes])
+        return outcome
 
 
 def _digest(version: str, sample: RewardSample) -> str:

@@ -39,7 +39,7 @@ def test_a_constant_reward_is_called_that_with_its_value() -> None:
 def test_rewards_that_are_equal_within_groups_only_are_counted() -> None:
     limit = make(2)
     filtered(limit, 0.0, 1.0)
-    with pytest.raises(ConfigError, match=r"Rewards were 0 in 2 groups, 1 in 1 groups of late: prompts"):
+    with pytest.raises(ConfigError, match=r"Rewards were 0 in 2 groups, 1 in 1 groups recently: prompts"):
         filtered(limit, 0.0)
 
 
