@@ -179,7 +179,7 @@ def show_report(
 async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
     """The report from the streams; None where the run's Redis and its data are gone."""
     try:
-        async with open_history(str(folder.path), None) as access:
+        async with open_history(folder) as access:
             if access.history.broker is None:
                 return None
             summary, config = await _summarise(access.history.broker, folder)
