@@ -34,7 +34,7 @@ from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.memory.estimate import GIB, Take, trainer_take, usable
 from tidemill.services.trainer.policy.memory.fit import choose_passes
-from tidemill.services.trainer.policy.memory.model import read_model
+from tidemill.services.trainer.policy.memory.sizes import read_model
 from tidemill.services.trainer.policy.policy import Policy
 
 PEAK_FLOPS = {

@@ -23,6 +23,9 @@ SUFFIX = ".parquet"
 PREVIOUS_ID = b"tidemill.previous_id"
 """Key of a segment's `previous_id` in its file, from where it is read when the manifest has lost its line."""
 
+FORMAT = 2
+"""Of segments. An archive of another format is refused, never converted and never written to."""
+
 Bounds = Mapping[str, tuple[float, float]]
 """Least and greatest `ticket`, `step`, `version` and `time` of the entries, as far as they have them."""
 
@@ -44,6 +47,7 @@ class Segment:
     previous_id: str = ""
     """The stream's last entry before this file, archived or trimmed; empty where that is not known."""
     bounds: Bounds = field(default_factory=dict)
+    format: int = FORMAT
 
     def may_hold(self, name: str, low: float | None, high: float | None) -> bool:
         """Whether an entry's `name` can lie in the range; what has no such bounds never does."""
@@ -77,7 +81,7 @@ class Manifest:
         """What the folder's manifest says now; an empty one where there is none. `salvage` skips bad lines.
 
         Raises:
-            ArchiveError: it holds something else than a manifest.
+            ArchiveError: it holds something else than a manifest, or is of a release with another format.
         """
         path = folder / MANIFEST_FILE
         try:
@@ -93,7 +97,7 @@ class Manifest:
                 if "removed" in tree:
                     removed = Removed(**tree["removed"])
                 else:
-                    segments.append(_segment(tree))
+                    segments.append(_segment(tree, path))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 if not salvage:
                     raise ArchiveError(
@@ -169,7 +173,13 @@ def segment_name(first_id: str, last_id: str) -> str:
     return f"{first_ms:020d}-{first_seq}_{last_ms:020d}-{last_seq}{SUFFIX}"
 
 
-def _segment(tree: dict[str, Any]) -> Segment:
+def _segment(tree: dict[str, Any], path: Path) -> Segment:
+    # Not a ValueError: `salvage` must not take a line of another release for a torn one and drop it.
+    if tree["file"] and tree.get("format") != FORMAT:
+        raise ArchiveError(
+            f"{path} was written by another release of Tidemill (format {tree.get('format', 1)} instead of "
+            f"{FORMAT}). Read or continue this run with that release, or move {path.parent.parent} away"
+        )
     known = {name: tree[name] for name in Segment.__dataclass_fields__ if name in tree}
     bounds = {name: (low, high) for name, (low, high) in known.pop("bounds", {}).items()}
     return Segment(**known, bounds=bounds)

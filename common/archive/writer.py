@@ -19,19 +19,6 @@ import pyarrow.parquet as pq
 import structlog
 
 from tidemill.common.archive import LOCK_FILE, archive_folder, stream_folder
-from tidemill.common.archive.columns import (
-    ID,
-    ID_MS,
-    ORIGINAL,
-    RawEntry,
-    columns_of,
-    derived_of,
-    raw_entries_of,
-    records_of,
-    schema_of,
-    table_of,
-    widen,
-)
 from tidemill.common.archive.manifest import (
     PREVIOUS_ID,
     SUFFIX,
@@ -40,6 +27,16 @@ from tidemill.common.archive.manifest import (
     segment_name,
     take_back_trim,
     trimmed_up_to,
+)
+from tidemill.common.archive.rows import (
+    ID,
+    INDEX,
+    SCHEMA,
+    SCHEMA_VERSION,
+    RawEntry,
+    raw_entries_of,
+    table_of,
+    widen,
 )
 from tidemill.common.files import aside_file, clear_aside, file_checksum, locked, publish_file
 from tidemill.common.redis.broker import Broker
@@ -61,8 +58,6 @@ READ_BYTES = 2 << 20
 """Payload asked for at once; the number of entries is adapted to their size."""
 MAX_READ_COUNT = 1024
 COMPRESSION_LEVEL = 3
-CLAIM = "claim"
-"""The column of what an entry claims."""
 
 
 @contextmanager
@@ -107,7 +102,7 @@ async def write_segments(
 ) -> int:
     """Archive what comes after the last archived entry, wherever it comes from; returns how many."""
     folder, message_type = stream_folder(run_dir, stream), stream.message_type
-    manifest, total = sweep(folder, message_type), 0
+    manifest, total = sweep(folder), 0
     while True:
         entries = entries_after(manifest.last_id)
         # What is trimmed already and not archived is a gap: the segment says so for good.
@@ -119,12 +114,12 @@ async def write_segments(
         total += segment.entries
 
 
-def sweep(folder: Path, message_type: type[Message]) -> Manifest:
+def sweep(folder: Path) -> Manifest:
     """Put right what a killed writer or a torn manifest left in a stream's folder; returns what is there."""
     if not folder.is_dir():
         return Manifest(folder)
     clear_aside(folder)
-    return with_unlisted(Manifest.load(folder, salvage=True), message_type)
+    return with_unlisted(Manifest.load(folder, salvage=True))
 
 
 async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIterator[RawEntry]:
@@ -146,22 +141,25 @@ async def _whole(broker: Broker, entry: RawEntry) -> RawEntry:
     Raises:
         StoreError: the store of payloads is away. The entry stays in Redis, to be archived later.
     """
-    if broker.claims is None or NAMES_A_CLAIM not in entry[1].get(PAYLOAD_FIELD, b""):
+    if broker.claims is None or not _is_claim(entry):
         return entry
-    record = decoded(entry[0].encode(), entry[1], Trajectory)
-    if not isinstance(record, Entry) or not has_claim(record.message):
-        return entry
-    whole = await asyncio.to_thread(broker.claims.resolve, record.message)
+    claim = codec.decode(entry[1], Trajectory)
+    whole = await asyncio.to_thread(broker.claims.resolve, claim)
     return entry if has_claim(whole) else (entry[0], codec.encode(whole))
 
 
 def num_claims(path: Path) -> int:
     """Rows of a segment that claim a payload which was missing or wrong when they were archived."""
     with pq.ParquetFile(path) as file:
-        if CLAIM not in file.schema_arrow.names:
-            return 0
-        column = file.read(columns=[CLAIM])[CLAIM]
-        return len(column) - int(column.null_count)
+        groups = (file.read_row_group(group) for group in range(file.metadata.num_row_groups))
+        return sum(_is_claim(entry) for table in groups for entry in raw_entries_of(table))
+
+
+def _is_claim(entry: RawEntry) -> bool:
+    if NAMES_A_CLAIM not in entry[1].get(PAYLOAD_FIELD, b""):
+        return False
+    record = decoded(entry[0].encode(), entry[1], Trajectory)
+    return isinstance(record, Entry) and has_claim(record.message)
 
 
 def payload_bytes(entry: RawEntry) -> int:
@@ -234,29 +232,23 @@ class SegmentFile:
         """Write what is held as one row group."""
         if not self._held:
             return
-        table, messages = table_of(self._held, self.message_type)
+        table = table_of(self._held, self.message_type)
         if self._file is None:
-            self._file = _open(path, self.message_type)
+            self._file = _open(path)
         self._file.write_table(table, row_group_size=len(table))
-        widen(self._bounds, messages)
+        widen(self._bounds, table)
         self._held, self._held_bytes = [], 0
 
 
-def _open(path: Path, message_type: type[Message]) -> pq.ParquetWriter:
-    columns = (*columns_of(message_type), *derived_of(message_type))
-    leaves = {column.name: column.name for column in columns}
-    leaves |= {column.name: f"{column.name}.list.element" for column in columns if column.dtype is not None}
-    floats = [leaves[column.name] for column in columns if pa.types.is_list(column.type) and column.dtype]
+def _open(path: Path) -> pq.ParquetWriter:
     return pq.ParquetWriter(
         path,
-        schema_of(message_type),
+        SCHEMA,
         compression="zstd",
         write_page_checksum=True,  # so that a file that has lost its manifest can be told to be whole
         compression_level=COMPRESSION_LEVEL,
-        use_dictionary=[leaves[column.name] for column in columns if column.repeats],
-        # Exponents beside exponents: logprobs compress a fifth better.
-        use_byte_stream_split=[leaf for leaf in floats if leaf.startswith("logprobs")],
-        write_statistics=[ID_MS, *(column.name for column in columns if column.has_statistics)],
+        use_dictionary=[*INDEX, SCHEMA_VERSION],
+        write_statistics=False,  # the manifest has bounds, and payloads would be written twice more
     )
 
 
@@ -273,7 +265,7 @@ def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
         building = SegmentFile(message_type, gone[0].previous_id)
         with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
             table = pq.read_table(manifest.path(gone[0]))
-            for entry in raw_entries_of(table, message_type):
+            for entry in raw_entries_of(table):
                 if id_order(entry[0]) <= id_order(last_id):
                     building.add(entry, aside)
             if building.entries:
@@ -305,12 +297,12 @@ def kept_aside(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{SUFFIX}{KEPT_SUFFIX}"))
 
 
-def with_unlisted(manifest: Manifest, message_type: type[Message]) -> Manifest:
+def with_unlisted(manifest: Manifest) -> Manifest:
     """List what is whole and fits, put the rest aside. Call within `writing`."""
     found: list[Segment] = []
     for path in unlisted(manifest):
         try:
-            segment = _segment_of(path, message_type)
+            segment = _segment_of(path)
             if id_order(segment.last_id) <= id_order(manifest.removed.last_id):
                 path.unlink()  # retention has taken it off the list, and died before this
                 continue
@@ -337,20 +329,19 @@ def _check_place(segment: Segment, others: tuple[Segment, ...]) -> None:
             raise _UnfitError(f"it has entries that {other.file} has too")
 
 
-def _segment_of(path: Path, message_type: type[Message]) -> Segment:
+def _segment_of(path: Path) -> Segment:
     """What the manifest would say of a file, after reading all of it."""
     ids: list[str] = []
     bounds: dict[str, tuple[float, float]] = {}
-    payload_bytes = 0
+    num_bytes = 0
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             previous_id = (file.metadata.metadata or {}).get(PREVIOUS_ID, b"").decode()
             for group in range(file.metadata.num_row_groups):
                 table = file.read_row_group(group)
-                messages = [r.message for r in records_of(table, message_type) if isinstance(r, Entry)]
                 ids += table[ID].to_pylist()
-                payload_bytes += _payload_bytes(table, messages)
-                widen(bounds, messages)
+                num_bytes += sum(map(payload_bytes, raw_entries_of(table)))
+                widen(bounds, table)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise _UnfitError(f"it cannot be read: {error}") from None
     orders = [id_order(entry_id) for entry_id in ids]
@@ -358,13 +349,6 @@ def _segment_of(path: Path, message_type: type[Message]) -> Segment:
         raise _UnfitError("it does not hold the entries that its name says")
     stat = path.stat()
     return Segment(
-        path.name, ids[0], ids[-1], len(ids), stat.st_size, payload_bytes, file_checksum(path), stat.st_mtime,
+        path.name, ids[0], ids[-1], len(ids), stat.st_size, num_bytes, file_checksum(path), stat.st_mtime,
         previous_id, bounds,
     )  # fmt: skip
-
-
-def _payload_bytes(table: pa.Table, messages: list[Message]) -> int:
-    """What the entries took on the wire, or near it where a row keeps its original."""
-    originals = table[ORIGINAL].to_pylist()
-    kept = sum(len(item["value"]) for fields in originals if fields is not None for item in fields)
-    return kept + sum(len(codec.encode_payload(message)) for message in messages)

@@ -23,6 +23,8 @@ class SourceSamplingConfig(Section):
     """Nucleus sampling."""
     top_k: int | None = Field(None, ge=0, le=1 << 20)
     """Sample among the k likeliest tokens; 0 means all."""
+    min_p: float | None = Field(None, ge=0.0, lt=1.0)
+    """Leave out tokens less likely than this share of the likeliest; 0 is off."""
 
     @model_validator(mode="before")
     @classmethod

@@ -185,7 +185,7 @@ CHECKS = (
         # Rewards that fail are left out, and what is left may be biased.
         HealthyRange(high=0.1),
         "many rewards fail, and what is left may be biased",
-        "`tidemill top` counts failures by reward and kind; look at the reward workers' log, and raise "
+        "`tidemill status` counts failures by reward and kind; look at the reward workers' log, and raise "
         "timeouts or add replicas.",
     ),
     Check(

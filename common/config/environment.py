@@ -88,10 +88,6 @@ class EnvironmentConfig(Section):
                 f"(on_program_error is {self.on_program_error}, program_error_value is "
                 f"{self.program_error_value})"
             )
-        if self.tools and self.use != TOOLS:
-            raise ValueError(f"`tools` goes with use: tools, and use is {self.use}")
-        if self.agent and self.use != AGENT:
-            raise ValueError(f"`agent` goes with use: agent, and use is {self.use}")
         if self.use.startswith(OPENENV) and not re.match(r"https?://[^/]", self.use.removeprefix(OPENENV)):
             raise ValueError(
                 f"use: openenv: needs a server's address, openenv:http://host:port; got {self.use!r}"

@@ -19,6 +19,8 @@ class SamplingConfig(Section):
     """Nucleus sampling. Below 1 the trainer's distribution differs from the sampled one."""
     top_k: int = Field(0, ge=0, le=1 << 20)
     """Sample among the k likeliest tokens; 0 means all. Not 0: as with `top_p`."""
+    min_p: float = Field(0.0, ge=0.0, lt=1.0)
+    """Leave out tokens less likely than this share of the likeliest; 0 is off. Not 0: as with `top_p`."""
 
 
 class VllmConfig(Section):
@@ -34,10 +36,8 @@ class VllmConfig(Section):
     """Skip graph capture: starts faster, decodes slower."""
     prefix_caching: bool = True
     """Reuse the KV cache of a group's prompt; a new version reuses nothing of older ones."""
-    cpu_kv_cache_gb: int = Field(1, ge=1, le=1024)
-    """KV cache on CPU builds, in GiB."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of vLLM's AsyncEngineArgs, as they are."""
+    """Further fields of vLLM's AsyncEngineArgs, as they are; on a CPU `kv_cache_memory_bytes` is 1 GiB."""
 
 
 class TransformersConfig(Section):
@@ -46,7 +46,7 @@ class TransformersConfig(Section):
     max_batch_size: int = Field(128, ge=1, le=4096)
     """Most sequences decoded together."""
     gather_ms: float = Field(20.0, ge=0.0, le=10_000.0)
-    """How long the first request of a batch waits for company, in milliseconds."""
+    """How long the first request of a batch waits to fill a batch, in milliseconds."""
     device: str = "auto"
     """`auto` takes the first GPU, else the CPU."""
 
@@ -87,12 +87,12 @@ class RolloutConfig(Section):
     computes a step, and the trainer waits in the host's memory while the engine generates. `auto` does where
     `tidemill up` finds one GPU for the trainer and vLLM."""
     gpu_turn_s: float = Field(5.0, ge=0.05, le=3600.0)
-    """How long who has a GPU in turn with others keeps it while another process waits, in seconds: with
+    """How long a process keeps a GPU that it shares in turns while another one waits, in seconds: with
     `gpu_turns`, and with `shares_rollout_gpus` of servers."""
     workers: int = Field(1, ge=0, le=1024)
     """Rollout processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)
-    """An engine that has work and finishes no completion for this long is started anew, in seconds."""
+    """An engine that has work and finishes no completion for this long is started again, in seconds."""
     max_groups_in_flight: int = Field(64, ge=1, le=65536)
     """Groups one worker holds at once; a finished group frees a slot."""
     seed: int | None = Field(None, ge=0)

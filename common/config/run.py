@@ -86,15 +86,6 @@ class StreamsConfig(Section):
         """Whether commits leave Redis for the journal alone, at a checkpoint."""
         return self.trim and not self.archive.enabled
 
-    @model_validator(mode="after")
-    def _url_has_a_size(self) -> "StreamsConfig":
-        if self.claim_check_url and not self.claim_check_bytes:
-            raise ValueError(
-                f"claim_check_url is {self.claim_check_url}, but nothing goes there: set claim_check_bytes "
-                "to the size from which trajectories do, such as 65536"
-            )
-        return self
-
 
 class ExpectConfig(Section):
     """What must hold at the end of the run; `tidemill up` exits with 1 otherwise."""
@@ -103,6 +94,9 @@ class ExpectConfig(Section):
     """Final evaluation minus first evaluation is at least this."""
 
 
+FILTERED = (
+    "rollout.sampling (top_p, top_k, min_p) makes the rollout logprobs those of a filtered distribution"
+)
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -254,13 +248,9 @@ class RunConfig(Section):
             )
         if algorithm.teacher.place == "loss":
             return
-        own = [source.sampling for source in self.data.sources]
-        top_p = min([sampling.top_p, *(one.top_p for one in own if one.top_p is not None)])
-        top_k = max([sampling.top_k, *(one.top_k for one in own if one.top_k is not None)])
-        if top_p < 1.0 or top_k > 0:
+        if self._is_sampling_filtered():
             raise ValueError(
-                "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "
-                "distribution, and trainer.algorithm.teacher.place: reward would take their distance from "
+                f"{FILTERED}, and trainer.algorithm.teacher.place: reward would take their distance from "
                 f"the teacher (reward.rewards.{name}) for KL; sample unfiltered, or take place: loss"
             )
         has_weight = any(teacher.weight for teacher in self.reward.teachers.values())
@@ -349,12 +339,15 @@ class RunConfig(Section):
                 "punishes what comes near rollout.sampling.max_tokens: choose one"
             )
 
+    def _is_sampling_filtered(self) -> bool:
+        own = (source.sampling for source in self.data.sources)
+        return any(s.top_p not in (None, 1.0) or s.top_k or s.min_p for s in (self.rollout.sampling, *own))
+
     def _sampling_is_corrected(self) -> None:
         """Filtered sampling gives each token a rollout logprob above the policy's: what takes the gap for a
         moved policy is refused."""
-        sampling, algorithm = self.rollout.sampling, self.trainer.algorithm
-        own = [(source.sampling.top_p or 1.0, source.sampling.top_k or 0) for source in self.data.sources]
-        if not any(top_p < 1.0 or top_k > 0 for top_p, top_k in ((sampling.top_p, sampling.top_k), *own)):
+        algorithm = self.trainer.algorithm
+        if not self._is_sampling_filtered():
             return
         rejecting = [name for name in algorithm.rejection.of_sequences if name != "veto"]
         level, mode = algorithm.importance.level, algorithm.importance_mode
@@ -372,19 +365,11 @@ class RunConfig(Section):
              "weight; sample unfiltered, or take level token"),
         ):  # fmt: skip
             if is_wrong:
-                raise ValueError(
-                    "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "
-                    f"distribution, and trainer.algorithm.{field} {effect}"
-                )
+                raise ValueError(f"{FILTERED}, and trainer.algorithm.{field} {effect}")
 
     def _algorithm_fits(self) -> None:
         trainer = self.trainer
         self._sampling_is_corrected()
-        if trainer.evaluation.samples > 1 and trainer.evaluation.temperature == 0.0:
-            raise ValueError(
-                f"trainer.evaluation.samples is {trainer.evaluation.samples}, but at temperature 0 all of "
-                "them would be alike; raise trainer.evaluation.temperature or take one sample"
-            )
         dataset = trainer.evaluation.keep_best.rpartition("/")[0]
         if dataset and dataset not in self.data.eval:
             raise ValueError(

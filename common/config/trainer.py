@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.diagnostics import DiagnosticsConfig
@@ -20,19 +20,8 @@ class LoraConfig(Section):
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732): for ranks above 64."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Names of the linear layers that get an adapter, for instance `[q_proj, v_proj]`; `all-linear` takes all
-    but the output head."""
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Only 0: the engine samples without dropout."""
-
-    @field_validator("dropout")
-    @classmethod
-    def _is_off(cls, dropout: float) -> float:
-        if dropout:
-            raise ValueError(
-                f"dropout {dropout} would change the trainer's logprobs at random: they would no longer be "
-                "those of the model that sampled, nor the same however a batch is split; leave it at 0"
-            )
-        return dropout
+    but the output head. They have no dropout: with it the trainer's logprobs would not be those of the model
+    that sampled."""
 
 
 BEST_METRICS = ("score", "accuracy", "pass_at_k")
@@ -91,20 +80,6 @@ class EvaluationConfig(Section):
     max_failed_share: float = Field(0.02, ge=0.0, le=1.0)
     """An evaluation in which a larger share of a set's samples has no score is recorded, and is no candidate
     for `keep_best`: its mean is over other samples than those it would be compared with."""
-
-    @model_validator(mode="after")
-    def _filters_have_a_use(self) -> "EvaluationConfig":
-        given = [
-            name
-            for name, is_on in (("top_p", self.top_p < 1.0), ("top_k", self.top_k), ("min_p", self.min_p))
-            if is_on
-        ]
-        if given and self.temperature == 0.0:
-            raise ValueError(
-                f"{' and '.join(given)} would do nothing at temperature 0, which takes the likeliest token; "
-                "raise temperature, or leave them out"
-            )
-        return self
 
     @model_validator(mode="after")
     def _k_has_samples(self) -> "EvaluationConfig":
@@ -227,21 +202,10 @@ class TrainerConfig(Section):
                 f"num_ranks is {self.num_ranks}, but policy: simulated works on one rank only; leave it out, "
                 "or set num_ranks to 1"
             )
-        if self.offload_optimizer and self.policy == "simulated":
-            raise ValueError("offload_optimizer is about AdamW, and policy: simulated has none; leave it out")
         if self.num_ranks % (self.shard_ranks or 1):
             raise ValueError(
                 f"num_ranks is {self.num_ranks}, which shard_ranks {self.shard_ranks} does not divide: every "
                 "copy of the model is split over as many ranks"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _routers_are_there(self) -> "TrainerConfig":
-        if self.algorithm.router.is_on and self.policy == "simulated":
-            raise ValueError(
-                "algorithm.router is for the routers of a mixture model, and policy: simulated has none; "
-                "leave it out, or take policy transformers"
             )
         return self
 

@@ -23,7 +23,7 @@ START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
 SERVED = (
     "another Redis serves {}: this run is up already, or its last server is still writing its data. "
-    "Watch it with `tidemill top`, or wait a moment and try again."
+    "Watch it with `tidemill status --watch`, or wait a moment and try again."
 )
 OUTPUT_LIMIT = ("normal", "1gb", "256mb", "60")
 MAX_CLIENTS_BYTES = 1 << 30

@@ -123,11 +123,11 @@ class Selection:
         if self.status is not None and getattr(message, "status", None) != self.status:
             return False
         return (
-            (self.tickets is None or any(_has(self.tickets, ticket) for ticket in _tickets(message)))
+            (self.tickets is None or any(_has(self.tickets, ticket) for ticket in tickets_of(message)))
             and _has(self.steps, getattr(message, "step", None))
             and _has(self.times, time_of(message))
             and _has(self.rewards, getattr(message, "value", None))
-            and (self.versions is None or any(_has(self.versions, v) for v in _versions(message)))
+            and (self.versions is None or any(_has(self.versions, v) for v in versions_of(message)))
             and (not self.pattern or any(re.search(self.pattern, text) for text in texts_of(message)))
         )
 
@@ -200,10 +200,12 @@ def texts_in(path: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from texts_in(f"{path}.{place}", item)
 
 
-def _tickets(message: Message) -> list[Any]:
+def tickets_of(message: Message) -> list[int]:
+    """The tickets that a message is about: of a commit, trained or dropped."""
     if isinstance(message, Commit):
         return [*message.groups, *(ticket for ticket, _, _ in message.dropped)]
-    return [getattr(message, "ticket", None)]
+    ticket = getattr(message, "ticket", None)
+    return [] if ticket is None else [ticket]
 
 
 def _has(wanted: Range | None, value: float | None) -> bool:
@@ -213,7 +215,8 @@ def _has(wanted: Range | None, value: float | None) -> bool:
     return value is not None and (low is None or value >= low) and (high is None or value <= high)
 
 
-def _versions(message: Message) -> list[int]:
+def versions_of(message: Message) -> list[int]:
+    """The versions that a message is about: of a trajectory, those that produced its tokens."""
     if isinstance(message, Trajectory):
         return [version for segment in message.segments for version, _ in segment.spans]
     version = getattr(message, "version", None)

@@ -21,11 +21,9 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.environments.agent_programs import Program, program_of
-from tidemill.services.rollout.environments.budget import Budget
-from tidemill.services.rollout.environments.player import EnvironmentPlayer
-from tidemill.services.rollout.environments.stages import build_stage
-from tidemill.services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed
+from tidemill.services.rollout.environments.agent_programs import AgentProgram, program_of
+from tidemill.services.rollout.environments.player import EnvironmentPlayer, build_stage
+from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed
 from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import open_chat
 
@@ -43,7 +41,7 @@ def main(argument: str, row: str = "") -> int:
         if config.rollout.environment.use == AGENT:
             run_main(_start(program_of(config.rollout.environment.agent)))
             return 0
-        for line in run_main(_play(config, json.loads(row))) if row else _load(config):
+        for line in run_main(_play(config, json.loads(row) if row else None)):
             print(f"{PLAYED}{line}")
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -51,28 +49,26 @@ def main(argument: str, row: str = "") -> int:
     return 0
 
 
-async def _start(program: Program) -> None:
+async def _start(program: AgentProgram) -> None:
     """An agent's program is loaded and no more: with a script for a model, many have reason to fail."""
     await program.start()
     await program.close()
 
 
-def _load(config: RunConfig) -> list[str]:
-    build_stage(config.rollout.environment)
-    return []
-
-
-async def _play(config: RunConfig, row: Mapping[str, Any]) -> list[str]:
-    """Play one session; returns what came of it, in lines.
+async def _play(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
+    """Load the environment and, with a row, play one session; returns what came of it, in lines.
 
     Raises:
         ConfigError: the environment cannot be loaded, fails, or says what the chat template refuses.
     """
     section = config.rollout.environment
+    if row is None:
+        await build_stage(section).close()
+        return []
+    changed = section.model_copy(update={"attempts": 1, "max_turns": min(TURNS, section.max_turns)})
+    rollout = config.rollout.model_copy(update={"environment": changed})
     chat = ScriptedChat(open_chat(config))
-    player = EnvironmentPlayer(
-        lambda: build_stage(section), lambda: chat, _nothing, _budget(config), config.data
-    )
+    player = EnvironmentPlayer(config.model_copy(update={"rollout": rollout}), _nothing, lambda: chat)
     try:
         await player.start()
         ticket = _ticket(config, row, chat)
@@ -108,12 +104,6 @@ def _lines(played: Played) -> list[str]:
     return lines
 
 
-def _budget(config: RunConfig) -> Budget:
-    budget = Budget.of(config)
-    changed = {name: getattr(budget, name) for name in Budget.__dataclass_fields__}
-    return Budget(**changed | {"attempts": 1, "max_turns": min(TURNS, budget.max_turns)})
-
-
 def _ticket(config: RunConfig, row: Mapping[str, Any], chat: ChatFormat) -> Ticket:
     """As the trainer issues it, but for the ids of a prompt that nothing is added to."""
     prompt = row["prompt"]
@@ -136,30 +126,10 @@ class ScriptedChat:
     """The model's chat format, with a script for what the model says: each tool once, then "ok"."""
 
     def __init__(self, inner: ChatFormat) -> None:
-        self._inner = inner
         self._num_said = 0
-
-    @property
-    def has_template(self) -> bool:
-        return self._inner.has_template
-
-    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        return self._inner.render(messages, tools)
-
-    def extend(
-        self,
-        turn_ids: Sequence[int],
-        is_stopped: bool,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
-        return self._inner.extend(turn_ids, is_stopped, messages, tools)
-
-    def shorten(self, text: str, max_tokens: int) -> str:
-        return self._inner.shorten(text, max_tokens)
-
-    def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text)
+        self.has_template = inner.has_template
+        self.render, self.extend = inner.render, inner.extend
+        self.shorten, self.encode = inner.shorten, inner.encode
 
     def parse(
         self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), is_cut: bool = False

@@ -196,7 +196,7 @@ def _finish(node: Project) -> dict[str, Any]:
                           "--filter", "label=com.docker.compose.service=trainer").split()[0]  # fmt: skip
     if code := node.inspect(trainer)["State"]["ExitCode"]:
         raise RuntimeError(f"the trainer ended with {code}")
-    report: dict[str, Any] = json.loads(node.console("report", "--json"))
+    report: dict[str, Any] = json.loads(node.console("status", "--report", "--json"))
     return report
 
 

@@ -7,9 +7,10 @@ import pyarrow.parquet as pq
 from tests.simulation.redis.stream import Stream, parse_id
 from tests.simulation.world import World
 from tidemill.common.archive import stream_folder
-from tidemill.common.archive.columns import ID_MS, ID_SEQ
 from tidemill.common.archive.manifest import SUFFIX, Manifest
+from tidemill.common.archive.rows import ID
 from tidemill.common.errors import ArchiveError
+from tidemill.common.streams.entries import id_order
 from tidemill.common.streams.selection import StreamName
 
 
@@ -41,5 +42,4 @@ def missing_ids(world: World) -> list[str]:
 
 
 def _ids(path: object) -> list[tuple[int, int]]:
-    table = pq.read_table(path, columns=[ID_MS, ID_SEQ])
-    return list(zip(table[ID_MS].to_pylist(), table[ID_SEQ].to_pylist(), strict=True))
+    return [id_order(entry_id) for entry_id in pq.read_table(path, columns=[ID])[ID].to_pylist()]

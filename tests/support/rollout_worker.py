@@ -15,7 +15,7 @@ from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Lane, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.engines.simulated import SimulatedEngine
-from tidemill.services.rollout.environments.single_turn import SingleTurn
+from tidemill.services.rollout.environments import build_player
 from tidemill.services.rollout.group import GroupGenerator
 from tidemill.services.rollout.sessions.player import Player
 from tidemill.services.rollout.weight_follower import WeightFollower
@@ -65,7 +65,7 @@ class Worker:
         self.consumer: Consumer[Ticket] = Consumer(
             broker, keys.prompts(), ROLLOUT_GROUP, name, Ticket, lease_s=60.0, dead_key=keys.dead
         )
-        self.player: Player = SingleTurn(self.engine.decode)
+        self.player: Player = build_player(self.config, self.engine.decode)
         self.generator = GroupGenerator(
             self.context, Lane.TRAIN, self.consumer, self.engine, self.follower, self.player
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidemill.common.config import RunConfig, load_config, override_config
+from tidemill.common.config.idle import idle_settings
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
 from tidemill.common.process.gpu_sharing import count_gpus
@@ -75,6 +76,7 @@ def examine(
     findings = Findings(
         load_config(given, overrides) if isinstance(given, Path) else override_config(given, overrides)
     )
+    findings.notes += idle_settings(findings.config)
     rows: Rows = {}
     problems = [
         problem

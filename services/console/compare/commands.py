@@ -132,7 +132,7 @@ def _print_next(console: Console, names: tuple[str, str], cause: Difference) -> 
     lines = [f"tidemill step {cause.step} {names[1]}"]
     if where := _where(cause):
         lines.append(f"tidemill trace {where} {names[1]}")
-    lines.append(f"tidemill replay step {cause.step} {names[1]}")
+    lines.append(f"tidemill replay {cause.step} {names[1]}")
     console.print("look closer:", style="dim")
     for line in lines:
         console.print(f"  {line}", soft_wrap=True)

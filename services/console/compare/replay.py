@@ -1,4 +1,4 @@
-"""`tidemill replay step`: opens the run's history, starts the replay as a process, shows what it says.
+"""`tidemill replay`: opens the run's history, starts the replay as a process, shows what it says.
 
 The process is `python -m tidemill.services.trainer.replay`: torch is imported there, and not by the console.
 """

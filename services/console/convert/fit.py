@@ -50,9 +50,10 @@ def fit(draft: Draft) -> None:
 def _fit_ratio(draft: Draft) -> None:
     """The loss, and what its ratio compares with."""
     traits, option = LOSSES[draft.get(LOSS)], draft.origins[LOSS]
-    is_filtered = draft.get("rollout.sampling.top_p", 1) < 1 or draft.get("rollout.sampling.top_k", 0) > 0
+    neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
+    is_filtered = any(draft.get(f"rollout.sampling.{name}", off) != off for name, off in neutral.items())
     if is_filtered and OLD in draft.fields:
-        text = "with top_p or top_k the engine's logprobs are not the policy's: recomputed here"
+        text = "with top_p, top_k or min_p the engine's logprobs are not the policy's: recomputed here"
         draft.drop(OLD, "lost", text)
     elif traits.weighs_by_rollout and OLD not in draft.fields:
         draft.put(OLD, "rollout", option)

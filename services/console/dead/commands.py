@@ -139,7 +139,7 @@ def _check(choice: LetterChoice, verb: str) -> None:
     """
     if bool(choice.ids) == choice.has_all:
         raise ConfigError(
-            f"tidemill dead {verb} takes the ids of letters, or --all; `tidemill dead list` has them."
+            f"tidemill dead {verb} takes the ids of letters, or --all; `tidemill dead show` has them."
         )
     if choice.ids and choice.is_narrow:
         raise ConfigError("filters choose among --all letters; leave them out, or the ids.")
@@ -261,7 +261,7 @@ def _chosen(choice: LetterChoice, letters: Sequence[Letter]) -> list[Letter]:
     by_id = {letter.letter_id: letter for letter in letters}
     if unknown := [name for name in choice.ids if name not in by_id]:
         raise ConfigError(
-            f"there is no dead letter {unknown[0]!r}; `tidemill dead list` has the ids of the {len(letters)} "
+            f"there is no dead letter {unknown[0]!r}; `tidemill dead show` has the ids of the {len(letters)} "
             "there are."
         )
     return [by_id[name] for name in dict.fromkeys(choice.ids)]

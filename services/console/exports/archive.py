@@ -19,6 +19,7 @@ from tidemill.common.store import ClaimStore
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.common.wire.keys import Keys
+from tidemill.services.console.options import ArchiveOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, nearest
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.tables import listing
@@ -43,19 +44,19 @@ async def archive_rest(broker: Broker, keys: Keys, run_dir: Path, config: Archiv
     await archive_run(broker, keys, run_dir, config, is_last=True, patience_s=PATIENCE_S)
 
 
-def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json: bool) -> int:
+def archive(options: ArchiveOptions) -> int:
     """Archive a run's streams as they are now, or check its archive; returns the exit code.
 
     Raises:
         TidemillError: there is no such run, or nothing that could be archived.
     """
     configure_logs("archive")  # what is restored or kept aside is said beside the output
-    if only_check:
-        folder = find_run(run_id, folder_of_runs(runs_dir))
-        return _check(folder.path, as_json)
+    if options.check:
+        folder = find_run(options.run_id, folder_of_runs(options.runs_dir))
+        return _check(folder.path, options.as_json)
 
     async def work() -> Path:
-        async with open_history(run_id, runs_dir) as access:
+        async with open_history(options.run_id, options.runs_dir) as access:
             if access.history.broker is None and is_whole(access.folder.path):
                 return access.folder.path
             if access.history.broker is None:
@@ -72,7 +73,7 @@ def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json
             return access.folder.path
 
     run_dir = run_main(work())
-    _show(run_dir, as_json)
+    _show(run_dir, options.as_json)
     return 0
 
 

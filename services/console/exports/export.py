@@ -18,31 +18,32 @@ from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import JobFunction, Program, run_own
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
+from tidemill.services.console.options import ExportOptions
 from tidemill.services.console.run.folder import RunFolder, find_run, folder_of_runs, nearest
 
 JOB_TIMEOUT_S = 3600
 POLL_S = 0.2
 
 
-def export(run_id: str | None, version: str, output: Path, now: bool, runs_dir: Path | None) -> None:
-    """Write the version into `output` and say where it is.
+def export(options: ExportOptions) -> None:
+    """Write the version into the folder and say where it is.
 
     Raises:
         ConfigError: there is no such run or version, or the folder is taken.
         TidemillError: the job failed.
     """
-    folder = find_run(run_id, folder_of_runs(runs_dir))
+    folder = find_run(options.run_id, folder_of_runs(options.runs_dir))
     config = _config_of(folder)
     arguments: dict[str, Any] = {
         "run_dir": str(folder.path.absolute()),
         "model": config.model.path,
         "dtype": config.model.dtype,
-        "version": version,
-        "output": str(output.resolve()),
+        "version": options.version,
+        "output": str(options.output.resolve()),
     }
     if config.model.overrides:  # workers of older releases know no such argument
         arguments["overrides"] = config.model.overrides
-    queue = None if now else _queue_with_worker(folder)
+    queue = None if options.now else _queue_with_worker(folder)
     job_id = Keys(folder.run_id).jobs_names + secrets.token_hex(8)
     result = _export_here(arguments) if queue is None else _export_by_job(queue, job_id, arguments)
     where, num_bytes = nearest(Path(result["folder"])), result["num_bytes"]

@@ -17,6 +17,7 @@ from tidemill.common.weights.bits import read_safetensors
 from tidemill.common.weights.delta import read_delta
 from tidemill.common.weights.digest import digest_of, is_additive
 from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.console.options import WeightsOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs
 from tidemill.services.console.text.formats import NOTHING, size
 from tidemill.services.console.text.tables import listing, terminal
@@ -38,15 +39,15 @@ class VersionRow:
     problem: str = ""
 
 
-def list_versions(run_id: str | None, as_json: bool, runs_dir: Path | None, verify: bool = False) -> bool:
-    """Print all versions; returns whether none has a problem. With `verify` every byte is read: checksums,
+def list_versions(options: WeightsOptions) -> bool:
+    """Print all versions; returns whether none has a problem. With `--verify` every byte is read: checksums,
     every record of a delta, and the digest of full versions that have one over their weights."""
-    run = find_run(run_id, folder_of_runs(runs_dir)).path
-    rows = [_row(run, version, verify) for version in folder_versions(run / WEIGHTS_FOLDER)]
-    if as_json:
+    run = find_run(options.run_id, folder_of_runs(options.runs_dir)).path
+    rows = [_row(run, version, options.verify) for version in folder_versions(run / WEIGHTS_FOLDER)]
+    if options.as_json:
         print(json.dumps([asdict(row) for row in rows]))
     else:
-        _print(rows, verify)
+        _print(rows, options.verify)
     return not any(row.problem for row in rows)
 
 

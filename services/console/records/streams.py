@@ -19,7 +19,7 @@ from tidemill.common.streams import group_status, last_id
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import Commit, Message, Ticket, Trajectory, WeightManifest
-from tidemill.services.console.options import SelectionOptions, StreamsOptions, ViewOptions
+from tidemill.services.console.options import SelectionOptions, ViewOptions
 from tidemill.services.console.records.search import selected_records
 from tidemill.services.console.records.selection import check_fits, parse_sample, parse_stream, selection_of
 from tidemill.services.console.records.session import print_session
@@ -107,7 +107,7 @@ NUMBERED: dict[type[Message], str] = {Ticket: "ticket", Commit: "step", WeightMa
 """Messages whose entry ids are their numbers."""
 
 
-def show_list(view: StreamsOptions) -> None:
+def show_list(view: ViewOptions) -> None:
     """Every stream of the run: how much there is and where, and how far its readers are."""
 
     async def look() -> None:
@@ -164,7 +164,7 @@ def show_entries(view: ViewOptions, stream: str, what: str, lane: str) -> None:
             if not records:
                 raise ConfigError(
                     f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "
-                    "`tidemill streams ls` says from where to where each stream goes."
+                    "`tidemill streams show` says from where to where each stream goes."
                 )
             for record in records:
                 if view.as_json:

@@ -61,6 +61,6 @@ async def require_history(history: History, selection: Selection, lane: Lane) ->
     async for _ in history.scan(StreamName.TRAJECTORIES.of(lane), selection):
         return
     raise ConfigError(
-        f"run {history.run_id} has no {lane} trajectories in that stretch. `tidemill streams ls "
+        f"run {history.run_id} has no {lane} trajectories in that stretch. `tidemill streams show "
         f"{history.run_id}` shows what there is."
     )

@@ -101,7 +101,7 @@ class RunFolder:
         return parse_recorded(tree, str(path))
 
     def write_address(self, url: str) -> None:
-        """Tell `status` and `top` where the run's own Redis listens."""
+        """Tell other commands where the run's own Redis listens."""
         descriptor = os.open(self.address_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(url)

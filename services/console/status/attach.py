@@ -1,4 +1,4 @@
-"""`tidemill status` and `tidemill top`: look at a run from outside, without touching it."""
+"""`tidemill status`: look at a run from outside, without touching it."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ def watch(run_id: str | None, runs_dir: Path | None) -> None:
     folder = find_run(run_id, folder_of_runs(runs_dir))
     console = Console(highlight=False)
     if not console.is_terminal:
-        raise ConfigError("tidemill top needs a terminal; use `tidemill status`, with --json for programs.")
+        raise ConfigError("--watch needs a terminal; leave it out, or take --json for programs.")
     with contextlib.suppress(KeyboardInterrupt):
         try:
             run_main(_watch(folder, console))

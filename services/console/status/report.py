@@ -165,7 +165,7 @@ def show_report(
         note = _keep(folder, tree)
     elif (tree := read_report(folder)) is None:
         raise ConfigError(
-            f"run {folder.run_id}: its archive alone is left, and no {SUMMARY_FILE}; `tidemill streams ls "
+            f"run {folder.run_id}: its archive alone is left, and no {SUMMARY_FILE}; `tidemill streams show "
             f"{folder.run_id}` shows what there is."
         )
     if as_json:

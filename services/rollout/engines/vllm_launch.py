@@ -104,7 +104,7 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         share_cores(config.rollout)
         # Else vLLM binds its threads to cores of its choice, the same ones in every worker.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        fields["kv_cache_memory_bytes"] = options.cpu_kv_cache_gb << 30
+        fields["kv_cache_memory_bytes"] = 1 << 30  # `vllm.extra` may say otherwise
         # On a CPU this is the share of all memory that must be free at the start. The KV cache's size is
         # given, so nothing else depends on it.
         fields["gpu_memory_utilization"] = 0.01

@@ -3,29 +3,51 @@
 Nothing heavy is imported here, and no code of a user's: both wait until the player starts.
 """
 
-from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from tidemill.common.config.environment import AGENT
+from tidemill.common.config.environment import AGENT, OPENENV, SINGLE_TURN, TOOLS, EnvironmentConfig
 from tidemill.common.config.run import RunConfig
-from tidemill.services.rollout.environments.single_turn import SingleTurn
-from tidemill.services.rollout.sessions.player import Player
+from tidemill.services.rollout.sessions.player import Decode, Player
+from tidemill.services.rollout.sessions.template_chat import open_chat
+
+if TYPE_CHECKING:
+    from tidemill.services.rollout.environments.environment import Design, Stage
+
+OBJECT = ("player:EnvironmentPlayer", "objects:object_design")
+"""Any other `use`: a class or factory of a user's."""
+ENVIRONMENTS = {
+    SINGLE_TURN: ("single_turn:SingleTurn", ""),
+    TOOLS: ("player:EnvironmentPlayer", "tools:tools_design"),
+    OPENENV: ("player:EnvironmentPlayer", "openenv:OpenEnvStage"),
+    AGENT: ("agent:AgentPlayer", ""),
+}
+"""By `rollout.environment.use`: what plays the samples, and what it plays with, a `Design` or a `Stage`. Both
+are names in this folder, imported when they are used."""
 
 
-def build_player(config: RunConfig, decode: Callable[[Sequence[int]], str]) -> Player:
+def build_player(config: RunConfig, decode: Decode) -> Player:
     """What plays the samples of one worker; `start` loads the environment. `decode` is the engine's."""
-    section = config.rollout.environment
-    if section.is_single_turn:
-        return SingleTurn(decode)
-    from tidemill.services.rollout.sessions.template_chat import open_chat
+    player, _ = _row(config.rollout.environment)
+    built: Player = _found(player)(config, decode, lambda: open_chat(config))
+    return built
 
-    if section.use == AGENT:
-        from tidemill.services.rollout.environments.agent import AgentPlayer
 
-        return AgentPlayer(config, lambda: open_chat(config), decode)
-    from tidemill.services.rollout.environments.budget import Budget
-    from tidemill.services.rollout.environments.player import EnvironmentPlayer
-    from tidemill.services.rollout.environments.stages import build_stage
+def load(config: EnvironmentConfig) -> "Design | Stage":
+    """What makes the environments.
 
-    return EnvironmentPlayer(
-        lambda: build_stage(section), lambda: open_chat(config), decode, Budget.of(config), config.data
-    )
+    Raises:
+        ConfigError: it does not exist, cannot be imported, or is no environment.
+    """
+    _, loader = _row(config)
+    loaded: Design | Stage = _found(loader)(config)
+    return loaded
+
+
+def _row(config: EnvironmentConfig) -> tuple[str, str]:
+    return ENVIRONMENTS.get(OPENENV if config.use.startswith(OPENENV) else config.use, OBJECT)
+
+
+def _found(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), attribute)

@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,20 +20,16 @@ from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.wire.messages import Ticket
 from tidemill.services.rollout.environments.agent_programs import (
     Assignment,
-    Program,
     Result,
     end_leftovers,
     program_of,
 )
-from tidemill.services.rollout.environments.budget import Budget
 from tidemill.services.rollout.environments.opening import row_of
-from tidemill.services.rollout.environments.player import play_again
-from tidemill.services.rollout.environments.session import observe
 from tidemill.services.rollout.gateway.program_errors import ProgramError
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
 from tidemill.services.rollout.sessions.chat import ChatFormat
-from tidemill.services.rollout.sessions.player import Ask, Played
+from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, observe, play_again
 
 log = structlog.get_logger(__name__)
 
@@ -50,21 +45,15 @@ NOT_IN_ALIAS = re.compile(r"[^A-Za-z0-9._-]+")
 class AgentPlayer:
     """Plays the sessions of one worker's agents."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        open_chat: Callable[[], ChatFormat],
-        decode: Callable[[Sequence[int]], str],
-    ) -> None:
+    def __init__(self, config: RunConfig, decode: Decode, open_chat: OpenChat) -> None:
         self._open_chat, self._decode = open_chat, decode
-        self._budget = Budget.of(config)
-        self._max_tokens = config.rollout.environment.max_tokens
-        self._max_segments = config.rollout.environment.max_segments
-        self._program: Program = program_of(config.rollout.environment.agent, alias_of(config.model.path))
         section = self._section = config.rollout.environment
-        self._gateway = Gateway(
-            alias_of(config.model.path), section.gateway_host, section.structured_output == "refuse"
+        model = alias_of(config.model.path)
+        self._program = program_of(section.agent, model)
+        self._limits = Limits(
+            section.max_turns, section.max_tokens, config.model.max_model_len, section.max_segments
         )
+        self._gateway = Gateway(model, section.gateway_host, section.structured_output == "refuse")
         self._chat: ChatFormat | None = None
         self._played: Counter[str] = Counter()
         """Names of the sessions that are played now."""
@@ -90,7 +79,9 @@ class AgentPlayer:
         self._played[name] += 1
         try:
             return await play_again(
-                lambda num_faults: self._play_once(ticket, name, ask, num_faults), self._budget.attempts, name
+                lambda faults: self._play_once(ticket, name, ask, faults),
+                self._section.attempts,
+                name,
             )
         finally:
             self._played[name] -= 1
@@ -115,7 +106,8 @@ class AgentPlayer:
             await asyncio.to_thread(end_leftovers, self._played)
 
     async def _play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
-        session = self._session(ticket, ask)
+        assert self._chat is not None, "the player was never started"
+        session = GatewaySession(self._chat, self._decode, ask, ticket.sampling, self._limits)
         try:
             with self._gateway.serving(session) as root:
                 assignment = Assignment(name, row_of(ticket), root, session.key, self._gateway.model)
@@ -134,8 +126,7 @@ class AgentPlayer:
                 "start",
             )
         played = session.played(result.reward, result.metrics, num_faults)
-        assert played.session is not None
-        observe(played.session, played.first)
+        observe(played)
         return replace(played, finish="length") if result.is_truncated else played
 
     async def _start(self, assignment: Assignment, session: GatewaySession) -> "asyncio.Task[Result]":
@@ -160,22 +151,16 @@ class AgentPlayer:
         starting.add_done_callback(self._starting.discard)
         return program
 
-    def _session(self, ticket: Ticket, ask: Ask) -> GatewaySession:
-        assert self._chat is not None, "the player was never started"
-        budget = self._budget
-        limits = Limits(budget.max_turns, self._max_tokens, budget.max_model_len, self._max_segments)
-        return GatewaySession(self._chat, self._decode, ask, ticket.sampling, limits)
-
     async def _watched(self, program: "asyncio.Task[Result]", session: GatewaySession) -> Result:
         """What the program came to, within the limits of time."""
-        deadline = time.monotonic() + self._budget.session_timeout_s
+        deadline = time.monotonic() + self._section.session_timeout_s
         while not program.done():
             now = time.monotonic()
             silent_s = 0.0 if session.num_running else now - session.active_at
-            if silent_s >= self._budget.call_timeout_s or now >= deadline:
+            if silent_s >= self._section.call_timeout_s or now >= deadline:
                 if session.histories.recorded:
-                    # Once the model has answered, what runs may be its doing, and that it never ends too.
-                    # Whatever turn ends before the program is killed, the session has not ended by itself.
+                    # Once the model has answered, what runs may be its doing, and so is that it never ends:
+                    # the session is truncated. It stays so, also if a turn ends before the program is killed.
                     session.reach("timeout" if session.end == "done" else session.end)
                     return Result(self._section.program_error_value)
                 raise EnvironmentFaultError(
@@ -183,7 +168,7 @@ class AgentPlayer:
                     "(rollout.environment.call_timeout_s, session_timeout_s)",
                     "timeout",
                 )
-            left_s = min(deadline - now, self._budget.call_timeout_s - silent_s)
+            left_s = min(deadline - now, self._section.call_timeout_s - silent_s)
             both: set[asyncio.Future[Any]] = {program, session.failed}
             await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():

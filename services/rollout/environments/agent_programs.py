@@ -81,11 +81,11 @@ class Result:
     """An error ended it, and the session is scored by what is there."""
 
 
-class Program(Protocol):
+class AgentProgram(Protocol):
     """Plays sessions. Cancelling `run` kills the process of that session."""
 
     is_heavy_to_start: bool
-    """Whether each session starts an interpreter, or whatever it is, anew."""
+    """Whether each session starts a new interpreter, or whatever it is."""
 
     async def start(self) -> None:
         """Be ready. Raises ConfigError: the program cannot be run."""
@@ -97,7 +97,7 @@ class Program(Protocol):
         """End what was started."""
 
 
-def program_of(agent: str, model: str = "model") -> Program:
+def program_of(agent: str, model: str = "model") -> AgentProgram:
     """That of the config's field, for a model of that name."""
     if agent.startswith(COMMAND):
         return CommandProgram(agent.removeprefix(COMMAND))

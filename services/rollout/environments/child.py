@@ -17,12 +17,12 @@ from typing import Any
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.children import Send, become_child, read_frame, sender
-from tidemill.services.rollout.environments.environment import Environment
-from tidemill.services.rollout.environments.loading import Design, load_design
+from tidemill.services.rollout.environments import load
+from tidemill.services.rollout.environments.environment import Design, Environment
 from tidemill.services.rollout.environments.users_code import described
 
 GRACE_S = 5
-CLOSE = {"op": "close", "id": 0}
+CLOSE = {"op": "close", "id": 0, "arguments": []}
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -32,7 +32,8 @@ def main(descriptor: int, parent: int) -> None:
         if spec is None:
             return
         try:
-            design = load_design(EnvironmentConfig.model_validate(spec["config"]))
+            design = load(EnvironmentConfig.model_validate(spec["config"]))
+            assert isinstance(design, Design)
         except ConfigError as error:
             send({"error": str(error)})
             return
@@ -76,7 +77,7 @@ class SessionThread(threading.Thread):
                 frame = self.frames.get()
                 try:
                     answer = runner.run(self._do(frame))
-                    self._send({"id": frame["id"], **answer})
+                    self._send({"id": frame["id"], "returned": answer})
                 except EnvironmentFaultError as fault:
                     self._send({"id": frame["id"], "fault": str(fault), "kind": fault.kind})
                 except BaseException as error:  # an answer that cannot be sent, an interrupt
@@ -86,20 +87,10 @@ class SessionThread(threading.Thread):
 
     async def _do(self, frame: dict[str, Any]) -> dict[str, Any]:
         if frame["op"] == "open":
-            self._environment = self._design.make(frame["row"])
+            self._environment = self._design.make(*frame["arguments"])
             return {}
         environment = self._environment
         if environment is None:  # it could not be made
             return {}
-        match frame["op"]:
-            case "reset":
-                return asdict(await environment.reset(frame["row"]))
-            case "call":
-                return asdict(await environment.call(frame["name"], frame["arguments"]))
-            case "step":
-                return asdict(await environment.step(frame["text"]))
-            case "finish":
-                return asdict(await environment.finish())
-            case _:
-                await environment.close()
-                return {}
+        returned = await getattr(environment, frame["op"])(*frame["arguments"])
+        return {} if returned is None else asdict(returned)

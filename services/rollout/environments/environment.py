@@ -4,12 +4,17 @@ A `Stage` sets one up for each session. An `Act` is what it answers, in plain va
 of a process: everything that users' code returns is checked before it becomes one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
+
+from tidemill.common.errors import EnvironmentFaultError
 
 Row = Mapping[str, Any]
 """The columns of a dataset row, `prompt` among them."""
+CHOICE = "environment"
+"""The column that chooses among several kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class Act:
     reward: float | None = None
     is_done: bool = False
     is_wrong: bool = False
-    """The model called wrongly, and is told so."""
+    """Invalid tool call; the error is returned to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,6 @@ class Kind:
     """Schemas of what the model may call."""
     takes_text: bool = False
     """It answers whatever the model says, not only calls."""
-    is_async: bool = False
-    """Nothing in it blocks, so it runs on the worker's loop."""
     is_stateless: bool = False
     """A new one is as good: one that hangs in a call may be replaced in the middle of a session."""
 
@@ -72,7 +75,7 @@ class Environment(Protocol):
         """The session has ended; still before `close`."""
 
     async def close(self) -> None:
-        """Let go of what it holds. Called once, however the session ended; never raises."""
+        """Release what it holds. Called once, however the session ended; never raises."""
 
 
 class Stage(Protocol):
@@ -86,3 +89,48 @@ class Stage(Protocol):
 
     async def close(self) -> None:
         """End all that was started."""
+
+
+class Design:
+    """Makes environments from users' code. Loaded in the worker, and again in each process that runs them."""
+
+    def __init__(
+        self,
+        makers: "Mapping[str, Callable[[Row], Environment]]",
+        describe: Callable[[str], Kind],
+        is_async: bool,
+    ) -> None:
+        """`makers` by name of the kind; with `is_async` nothing in them blocks.
+
+        `describe` is called late: schemas of tools need transformers, which only the worker imports.
+        """
+        self._makers, self._describe, self.is_async = makers, describe, is_async
+
+    @cached_property
+    def kinds(self) -> dict[str, Kind]:
+        """All there are. Raises ConfigError: a tool cannot be described."""
+        return {name: self._describe(name) for name in self._makers}
+
+    def kind_of(self, row: Row) -> Kind:
+        """What plays with this row. Raises EnvironmentFaultError: the row names none."""
+        return self.kinds[self._chosen(row)]
+
+    def make(self, row: Row) -> Environment:
+        """Make one. Raises EnvironmentFaultError: it cannot be made."""
+        return self._makers[self._chosen(row)](row)
+
+    def _chosen(self, row: Row) -> str:
+        if len(self._makers) == 1:
+            return next(iter(self._makers))
+        name = row.get(CHOICE)
+        if name not in self._makers:
+            expected = ", ".join(self._makers)
+            raise EnvironmentFaultError(
+                f"the row's column {CHOICE!r} is {name!r}; expected one of {expected}", "start"
+            )
+        return str(name)
+
+
+def invalid_call(error: str) -> Act:
+    """An answer that tells the model what was wrong with its call."""
+    return Act([{"content": f"error: {error}"}], is_wrong=True)

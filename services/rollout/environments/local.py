@@ -1,22 +1,77 @@
-"""Environments on the worker's own loop: those in which nothing blocks: all methods are async."""
+"""Environments that are held to limits of time, and those on the worker's own loop: all methods are async."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import structlog
 
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.services.rollout.environments.environment import Act, Closing, Environment, Kind, Opening, Row
-from tidemill.services.rollout.environments.loading import Design
+from tidemill.services.rollout.environments.environment import (
+    Act,
+    Closing,
+    Design,
+    Environment,
+    Kind,
+    Opening,
+    Row,
+    invalid_call,
+)
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
 
+class LimitedEnvironment(ABC):
+    """An environment whose calls end in time, wherever it runs."""
+
+    def __init__(self, call_timeout_s: float) -> None:
+        self.call_timeout_s = call_timeout_s
+
+    async def reset(self, row: Row) -> Opening:
+        return await self.operate(Opening, "reset", dict(row))
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
+        """The model calls a tool. Where it is late and the session can go on, the model reads that."""
+        try:
+            return await self.operate(Act, "call", name, dict(arguments))
+        except EnvironmentFaultError as fault:
+            if fault.kind != "timeout" or not await self.recover():
+                raise
+        return invalid_call(f"{name} took longer than {self.call_timeout_s:g} s and was stopped")
+
+    async def step(self, text: str) -> Act:
+        return await self.operate(Act, "step", text)
+
+    async def finish(self) -> Closing:
+        return await self.operate(Closing, "finish")
+
+    async def close(self) -> None:
+        """Never raises."""
+        try:
+            await self.operate(type(None), "close")
+        except EnvironmentFaultError as fault:
+            if fault.kind != "died":
+                log.warning("an environment could not be closed", error=str(fault))
+
+    @abstractmethod
+    async def operate(self, kind: type[T], op: str, *arguments: Any) -> T:
+        """Call its method `op` that returns a `kind`. Raises EnvironmentFaultError: it fails, or is late."""
+
+    @abstractmethod
+    async def recover(self) -> bool:
+        """Whether the session can go on after a call that was late."""
+
+    def late(self, op: str) -> EnvironmentFaultError:
+        """The fault of a call that took too long."""
+        limit = f"{self.call_timeout_s:g} s (rollout.environment.call_timeout_s)"
+        return EnvironmentFaultError(f"{op} took longer than {limit}", "timeout")
+
+
 class LocalStage:
-    """Makes them, and holds each call to its limit of time."""
+    """Makes them on the worker's loop, where a call that is late is cancelled."""
 
     def __init__(self, design: Design, call_timeout_s: float) -> None:
         self._design, self._timeout_s = design, call_timeout_s
@@ -26,58 +81,27 @@ class LocalStage:
         return self._design.kind_of(row)
 
     async def open(self, row: Row) -> Environment:
-        return TimedEnvironment(self._design.make(row), self._timeout_s)
+        return LocalEnvironment(self._design.make(row), self._timeout_s)
 
     async def close(self) -> None:
         """Nothing was started."""
 
 
-class TimedEnvironment:
-    """An environment whose calls end in time; what is late is cancelled."""
+class LocalEnvironment(LimitedEnvironment):
+    """One on the loop."""
 
-    def __init__(self, inner: Environment, timeout_s: float) -> None:
-        self._inner, self._timeout_s = inner, timeout_s
+    def __init__(self, inner: Environment, call_timeout_s: float) -> None:
+        super().__init__(call_timeout_s)
+        self._inner = inner
 
-    async def reset(self, row: Row) -> Opening:
-        return await self._within("reset", self._inner.reset(row))
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        """A tool that is late is cancelled, and the model is told so."""
+    async def operate(self, kind: type[T], op: str, *arguments: Any) -> T:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._inner.call(name, arguments)
+            async with asyncio.timeout(self.call_timeout_s):
+                returned: T = await getattr(self._inner, op)(*arguments)
         except TimeoutError:
-            return late_call(name, self._timeout_s)
+            raise self.late(op) from None
+        return returned
 
-    async def step(self, text: str) -> Act:
-        return await self._within("step", self._inner.step(text))
-
-    async def finish(self) -> Closing:
-        return await self._within("get_reward", self._inner.finish())
-
-    async def close(self) -> None:
-        try:
-            await self._within("close", self._inner.close())
-        except EnvironmentFaultError as fault:
-            log.warning("an environment could not be closed", error=str(fault))
-
-    async def _within(self, what: str, work: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await work
-        except TimeoutError:
-            raise late(what, self._timeout_s) from None
-
-
-def late(what: str, timeout_s: float) -> EnvironmentFaultError:
-    """A call of an environment took too long."""
-    return EnvironmentFaultError(
-        f"{what} took longer than {timeout_s:g} s (rollout.environment.call_timeout_s)", "timeout"
-    )
-
-
-def late_call(name: str, timeout_s: float) -> Act:
-    """A tool took too long: the model may do without it."""
-    return Act(
-        [{"content": f"error: {name} took longer than {timeout_s:g} s and was stopped"}], is_wrong=True
-    )
+    async def recover(self) -> bool:
+        """The call was cancelled, and nothing else has happened."""
+        return True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from tidemill.common.config.environment import OPENENV
+from tidemill.common.config.environment import OPENENV, EnvironmentConfig
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.run.dataset import PROMPT
@@ -54,8 +54,8 @@ class OpenEnvOptions(Section):
 class OpenEnvStage:
     """Connects to the server, once for each session."""
 
-    def __init__(self, use: str, options: Mapping[str, Any], call_timeout_s: float, wait_s: float) -> None:
-        """`wait_s` is how long a session waits for its place on a full server.
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """A session waits for its place on a full server as long as it may take.
 
         Raises:
             ConfigError: an option is wrong, or the package that connects is missing.
@@ -68,16 +68,16 @@ class OpenEnvStage:
                 "pip install 'tidemill[openenv]'"
             ) from None
         try:
-            self.options = OpenEnvOptions.model_validate(options)
+            self.options = OpenEnvOptions.model_validate(config.options)
         except ValidationError as error:
             raise ConfigError(f"rollout.environment.options of an OpenEnv server: {error}") from None
-        self._url = "ws" + use.removeprefix(OPENENV).removeprefix("http").rstrip("/") + "/ws"
-        self._timeout_s, self._wait_s = call_timeout_s, wait_s
+        self._url = "ws" + config.use.removeprefix(OPENENV).removeprefix("http").rstrip("/") + "/ws"
+        self._timeout_s, self._wait_s = config.call_timeout_s, config.session_timeout_s
         function = {"name": self.options.tool, "description": self.options.description}
         tools: Sequence[Mapping[str, Any]] = ()
         if self.options.action_schema is not None:
             tools = [{"type": "function", "function": function | {"parameters": self.options.action_schema}}]
-        self._kind = Kind(use, tools, takes_text=not tools, is_async=True)
+        self._kind = Kind(config.use, tools, takes_text=not tools)
 
     def kind_of(self, row: Row) -> Kind:
         """The same for all rows."""
@@ -219,4 +219,4 @@ class _FullError(Exception):
 
 
 class _RefusedError(Exception):
-    """The action is none: the model is told so."""
+    """Invalid action; the error is returned to the model."""

@@ -7,20 +7,17 @@ process dies, the sessions in it fail, as faults, and no others. The next sessio
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import structlog
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.process.programs import Child
 from tidemill.common.process.worker_process import ProcessEndedError, StartupError, WorkerProcess
-from tidemill.services.rollout.environments.environment import Act, Closing, Environment, Kind, Opening, Row
-from tidemill.services.rollout.environments.loading import Design
-from tidemill.services.rollout.environments.local import late, late_call
+from tidemill.services.rollout.environments.environment import Design, Environment, Kind, Row
+from tidemill.services.rollout.environments.local import LimitedEnvironment
 
-log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 GRACE_S = 6.0
 """How long a process that has to end may take to close its environments; it has its own limit before."""
@@ -93,8 +90,10 @@ class EnvironmentProcess(WorkerProcess):
         self.is_sound = False
         self._end_if_idle()
 
-    async def operate(self, session: int, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """Have it do one operation of a session.
+    async def operate(
+        self, session: int, op: str, arguments: Sequence[Any], timeout_s: float
+    ) -> dict[str, Any]:
+        """Have it do one operation of a session; returns the fields of what that returned.
 
         Raises:
             EnvironmentFaultError: the environment failed, or the process died.
@@ -102,14 +101,16 @@ class EnvironmentProcess(WorkerProcess):
         """
         try:
             await self.start(self._spec)
-            found = await self.ask({"session": session, "op": op, **arguments}, timeout_s)
+            frame = {"session": session, "op": op, "arguments": list(arguments)}
+            found = await self.ask(frame, timeout_s)
         except StartupError as error:
             raise EnvironmentFaultError(str(error), "start") from None
         except ProcessEndedError as error:
             raise EnvironmentFaultError(str(error), "died") from None
         if "fault" in found:
             raise EnvironmentFaultError(found["fault"], found["kind"])
-        return found
+        returned: dict[str, Any] = found["returned"]
+        return returned
 
     def kill(self) -> None:
         """Kill it with all that it started."""
@@ -121,12 +122,12 @@ class EnvironmentProcess(WorkerProcess):
             self.kill()
 
 
-class RemoteEnvironment:
+class RemoteEnvironment(LimitedEnvironment):
     """One session's environment in a process."""
 
     def __init__(self, stage: ProcessStage, row: Row, is_stateless: bool) -> None:
+        super().__init__(stage.call_timeout_s)
         self._stage, self._row, self._is_stateless = stage, row, is_stateless
-        self._timeout_s = stage.call_timeout_s
         self._process: EnvironmentProcess | None = None
         self._session = 0
 
@@ -134,59 +135,37 @@ class RemoteEnvironment:
         self._process = self._stage.choose()
         self._session = self._process.begin()
         try:
-            await self._ask("open", row=dict(self._row))
+            await self.operate(type(None), "open", dict(self._row))
         except BaseException:
             self._drop()
             raise
 
-    async def reset(self, row: Row) -> Opening:
-        found = await self._ask("reset", row=dict(row))
-        return Opening(found["added"], found["messages"])
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        """The model calls a tool. Functions that are late are replaced, and the model is told so."""
-        try:
-            return _act(await self._ask("call", name=name, arguments=dict(arguments)))
-        except EnvironmentFaultError as fault:
-            if not self._is_stateless or fault.kind != "timeout":
-                raise
-        await self.open()
-        return late_call(name, self._timeout_s)
-
-    async def step(self, text: str) -> Act:
-        return _act(await self._ask("step", text=text))
-
-    async def finish(self) -> Closing:
-        found = await self._ask("finish")
-        return Closing(found["reward"], found["metrics"])
-
     async def close(self) -> None:
         """Never raises; a thread that does not come back costs its process."""
-        if self._process is None:
-            return
-        try:
-            await self._ask("close")
-        except EnvironmentFaultError as fault:
-            if fault.kind not in ("died", "timeout"):
-                log.warning("an environment could not be closed", error=str(fault))
-        finally:
-            self._drop()
+        if self._process is not None:
+            try:
+                await super().close()
+            finally:
+                self._drop()
 
-    async def _ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+    async def operate(self, kind: type[T], op: str, *arguments: Any) -> T:
         if self._process is None:
             raise EnvironmentFaultError(f"{op}: the environment is gone", "died")
         try:
-            return await self._process.operate(self._session, op, self._timeout_s, **arguments)
+            returned = await self._process.operate(self._session, op, arguments, self.call_timeout_s)
         except TimeoutError:
             self._process.retire()
             self._drop()
-            raise late(op, self._timeout_s) from None
+            raise self.late(op) from None
+        return kind(**returned)
+
+    async def recover(self) -> bool:
+        """Functions that are late are replaced by the same ones in another process."""
+        if self._is_stateless:
+            await self.open()
+        return self._is_stateless
 
     def _drop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.leave()
-
-
-def _act(found: dict[str, Any]) -> Act:
-    return Act(found["messages"], found["reward"], found["is_done"], found["is_wrong"])

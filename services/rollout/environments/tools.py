@@ -1,19 +1,28 @@
 """Functions as tools: `use: tools`, with `tools` naming them.
 
 A function is typed, and its docstring says what each argument means, as transformers' chat templates want it.
-What the model gives is held to the types; wrong arguments, and whatever the function raises, are told to the
-model, for they may be its own doing.
+What the model gives is held to the types; wrong arguments, and whatever the function raises, are returned to
+the model as errors, for they may be its own doing.
 """
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
+from tidemill.common.config.environment import TOOLS, EnvironmentConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
+from tidemill.common.process.users_code import load_users
+from tidemill.services.rollout.environments.environment import (
+    Act,
+    Closing,
+    Design,
+    Kind,
+    Opening,
+    Row,
+    invalid_call,
+)
 from tidemill.services.rollout.environments.users_code import complaint, finished, result_text
 
 Function = Callable[..., Any]
@@ -37,9 +46,9 @@ class ToolBox:
             wrong = "; ".join(
                 f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()[:5]
             )
-            return Act([{"content": f"error: {name}: {wrong}"}], is_wrong=True)
+            return invalid_call(f"{name}: {wrong}")
         except (Exception, SystemExit) as error:
-            return Act([{"content": complaint(error)}], is_wrong=True)
+            return invalid_call(complaint(error))
         return Act([{"content": result_text(returned)}])
 
 
@@ -60,25 +69,26 @@ class Tools(ToolBox):
         """Nothing is held."""
 
 
-class ToolsDesign:
-    def __init__(self, functions: Mapping[str, Function]) -> None:
-        self._functions = functions
-        self.is_async = all(is_coroutine(function) for function in functions.values())
+def tools_design(config: EnvironmentConfig) -> Design:
+    """The functions that `tools` names. Raises ConfigError: one does not exist, or is no function."""
+    functions: dict[str, Function] = {}
+    for reference in config.tools:
+        function = load_users("rollout.environment.tools", reference)
+        if not callable(function) or inspect.isclass(function):
+            raise ConfigError(
+                f"rollout.environment.tools {reference} is no function; a class goes to "
+                "rollout.environment.use"
+            )
+        name = reference.rpartition(":")[2].rpartition(".")[2]
+        if name in functions:
+            raise ConfigError(f"rollout.environment.tools has two functions of the name {name!r}")
+        functions[name] = function
 
-    @cached_property
-    def _kind(self) -> Kind:
-        schemas = [schema_of(function, name, name) for name, function in self._functions.items()]
-        return Kind("tools", schemas, is_stateless=True)
+    def describe(kind: str) -> Kind:
+        schemas = [schema_of(function, name, name) for name, function in functions.items()]
+        return Kind(kind, schemas, is_stateless=True)
 
-    def kind_of(self, row: Row) -> Kind:
-        """The functions' schemas. Raises ConfigError: one has no types or no docstring."""
-        return self._kind
-
-    def kinds(self) -> Sequence[Kind]:
-        return [self._kind]
-
-    def make(self, row: Row) -> Tools:
-        return Tools(self._functions)
+    return Design({TOOLS: lambda row: Tools(functions)}, describe, all(map(is_coroutine, functions.values())))
 
 
 def schema_of(function: Function, name: str, where: str) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def described(error: BaseException) -> str:
 
 
 def complaint(error: BaseException) -> str:
-    """What the model is told of a tool that raised."""
-    return sendable(f"error: {_line(error) or type(error).__name__}")
+    """What the model reads of a tool that raised."""
+    return sendable(_line(error) or type(error).__name__)
 
 
 def _line(error: BaseException) -> str:

@@ -23,8 +23,9 @@ from tidemill.services.rollout.gateway.dialogue import (
     RequestError,
     identity,
 )
-from tidemill.services.rollout.gateway.reading import Decode, num_within
+from tidemill.services.rollout.gateway.reading import num_within
 from tidemill.services.rollout.sessions.chat import ChatFormat
+from tidemill.services.rollout.sessions.player import Decode
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder
 
 MAX_DRIFT_TOKENS = 1024

@@ -3,15 +3,13 @@
 import json
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.gateway.dialogue import Answer, FinishReason, Message, Question, ToolCall
 from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed
-
-Decode = Callable[[Sequence[int]], str]
-"""Text of ids, without special tokens."""
+from tidemill.services.rollout.sessions.player import Decode
 
 
 def cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Generation:

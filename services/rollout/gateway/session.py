@@ -25,9 +25,9 @@ from tidemill.services.rollout.gateway.dialogue import (
     RequestError,
 )
 from tidemill.services.rollout.gateway.histories import Continuation, Histories, History, num_shared
-from tidemill.services.rollout.gateway.reading import Decode, cut_at, read
+from tidemill.services.rollout.gateway.reading import cut_at, read
 from tidemill.services.rollout.sessions.chat import ChatFormat
-from tidemill.services.rollout.sessions.player import Ask, Played
+from tidemill.services.rollout.sessions.player import Ask, Decode, Played
 
 MAX_REPEATS = 8
 """How often one answer is given again. Clients retry twice; who asks more often wants another answer."""

@@ -1,20 +1,35 @@
 """What plays one sample: one completion, a session with an environment, or an agent program's session."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import structlog
+
+from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.common.wire.segments import Finish, Segment, Session
 from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.sessions.chat import ChatFormat
+
+log = structlog.get_logger(__name__)
+
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+"""Before a session is played again; doubles each time."""
 
 Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Generation]]
-"""One turn: the engine continues token ids. Cancelling it aborts the request."""
+"""One generation: the engine continues token ids. Cancelling it aborts the request."""
+Decode = Callable[[Sequence[int]], str]
+"""Text of ids, without special tokens."""
+OpenChat = Callable[[], ChatFormat]
+"""Loads the model's chat format; it blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A session as it was played: the first segment, and what lies beside it."""
+    """A sample as it was played: the first segment, and what lies beside it."""
 
     first: Segment
     text: str
@@ -22,16 +37,10 @@ class Played:
     session: Session | None = None
 
     def fields(self) -> dict[str, Any]:
+        """Fields of the `Trajectory`."""
         names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "spans")
         fields = {name: getattr(self.first, name) for name in names}
         return fields | {"text": self.text, "finish": self.finish, "session": self.session}
-
-
-class Sampled(Protocol):
-    """One sample as it was played, whatever it was."""
-
-    def fields(self) -> dict[str, Any]:
-        """Fields of the `Trajectory`."""
 
 
 class Player(Protocol):
@@ -40,7 +49,7 @@ class Player(Protocol):
     async def start(self) -> None:
         """Load what it needs. Raises ConfigError: the environment cannot be used as configured."""
 
-    async def play(self, ticket: Ticket, name: str, ask: Ask) -> Sampled:
+    async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
         """Play one sample of the ticket to its end; `name` tells it from all others that run.
 
         Raises:
@@ -50,3 +59,49 @@ class Player(Protocol):
 
     async def close(self) -> None:
         """End what it started: processes, servers, environments."""
+
+
+async def play_again(play_once: Callable[[int], Awaitable[Played]], attempts: int, name: str) -> Played:
+    """Play a session, again where its environment fails; `play_once` gets how often it has failed.
+
+    Raises:
+        EnvironmentFaultError: it failed in every attempt.
+    """
+    num_faults = 0
+    metrics.SESSIONS_HELD.inc()
+    try:
+        while True:
+            try:
+                return await play_once(num_faults)
+            except EnvironmentFaultError as fault:
+                num_faults += 1
+                metrics.ENVIRONMENT_FAULTS.labels(fault.kind).inc()
+                is_last = num_faults >= attempts
+                log.warning("an environment failed", sample=name, error=str(fault), again=not is_last)
+                if is_last:
+                    raise
+            await asyncio.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**num_faults))
+    finally:
+        metrics.SESSIONS_HELD.dec()
+
+
+def observe(played: Played) -> None:
+    """Count a session in the metrics."""
+    session = played.session
+    assert session is not None
+    segments = (played.first, *session.forks)
+    turns = [turn for segment in segments for turn in segment.turns]
+    of_model = sum(turn.num_tokens for turn in turns)
+    num_tokens = sum(len(segment.completion_ids) for segment in segments)
+    metrics.SESSION_ENDS.labels(session.end).inc()
+    metrics.SESSION_TURNS.observe(len(turns))
+    metrics.SESSION_TOKENS.labels("model").inc(of_model)
+    metrics.SESSION_TOKENS.labels("environment").inc(num_tokens - of_model)
+    metrics.SESSION_SECONDS.labels("engine").observe(sum(turn.engine_s for turn in turns))
+    metrics.SESSION_SECONDS.labels("environment").observe(sum(turn.environment_s for turn in turns))
+    metrics.TOOL_CALLS.labels("made").inc(sum(turn.num_calls - turn.num_wrong_calls for turn in turns))
+    metrics.TOOL_CALLS.labels("wrong").inc(sum(turn.num_wrong_calls for turn in turns))
+    for turn in (turn for segment in segments for turn in segment.turns[1:]):
+        if (cached := turn.num_cached_tokens) >= 0:
+            metrics.LATER_PROMPT_TOKENS.labels("cached").inc(cached)
+            metrics.LATER_PROMPT_TOKENS.labels("computed").inc(turn.num_prompt_tokens - cached)

@@ -34,8 +34,7 @@ class PromptPlan:
         if config.data.curriculum is not None:
             self._curriculum = Curriculum(sources, config.data.curriculum)
         self.fingerprint = _fingerprint(sources, weights, limits)
-        names = {"max_tokens", "temperature", "top_p", "top_k"}
-        common = SamplingParams(**config.rollout.sampling.model_dump(include=names))
+        common = SamplingParams(**config.rollout.sampling.model_dump())
         own = [source.sampling.model_dump(exclude_none=True) for source in named] or [{}]
         self._sampling = [common.model_copy(update=update) for update in own]
         self._sizes = [config.group_size(source.name) for source in sources]

@@ -72,7 +72,7 @@ class ArchivedHistory:
         try:
             with writing(self.run_dir):
                 for stream in ALIGNED:
-                    await asyncio.to_thread(sweep, self._folder(stream), stream.message_type)
+                    await asyncio.to_thread(sweep, self._folder(stream))
         except LockedError:
             return False
         return True
@@ -92,7 +92,7 @@ class ArchivedHistory:
             with writing(self.run_dir):
                 for stream in ALIGNED:
                     folder = self._folder(stream)
-                    manifest = await asyncio.to_thread(sweep, folder, stream.message_type)
+                    manifest = await asyncio.to_thread(sweep, folder)
                     if manifest.last_id != START:
                         await self._align(stream, manifest, settled)
         except LockedError:

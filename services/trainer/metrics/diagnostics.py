@@ -181,5 +181,5 @@ def time_advice(numbers: Mapping[str, Any]) -> str:
     waits = {name: float(numbers.get(name) or 0.0) for name in WAITS}
     longest = max(waits, key=lambda name: waits[name])
     if not waits[longest]:
-        return "`tidemill top` says who waits for whom."
+        return "`tidemill status` says who waits for whom."
     return f"It waited {waits[longest]:.3g} s for {WAITS[longest]}."

@@ -1,6 +1,6 @@
 """`python -m tidemill.services.trainer.replay --run ID --run-dir DIR --steps 3,17`: trains steps again.
 
-A process of its own for `tidemill replay step`: it reads the run's folder, and its streams where
+A process of its own for `tidemill replay`: it reads the run's folder, and its streams where
 TIDEMILL_REDIS_URL is set or the folder has an archive. It prints one JSON value a line on stdout: `start` for
 a restored version, `step` for every step that was trained, `result` for those that were asked for, `error`
 where it ends without. Exits with 0 when all results are equal to what was recorded, with 1 or 2 otherwise.

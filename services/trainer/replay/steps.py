@@ -1,4 +1,4 @@
-"""`tidemill replay step`: what was recorded of steps against what comes out now, event by event.
+"""`tidemill replay`: what was recorded of steps against what comes out now, event by event.
 
 Compared bit by bit: every metric that follows from records and weights, each sample's advantage, what was
 left out, and the digest. Times that were measured while the run went on are not compared.
@@ -16,7 +16,7 @@ from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable.recovery import weight_difference
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
-from tidemill.services.trainer.policy.memory.model import PASSES_FILE
+from tidemill.services.trainer.policy.memory.passes import PASSES_FILE
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.replay.session import ReplayedStep, Say, Session
 from tidemill.services.trainer.step import StepResult

@@ -58,8 +58,8 @@ def dead(keys: Keys, tmp_path: Path, act: Act) -> Callable[..., Result]:
 
 
 def test_a_run_without_dead_letters_says_so(dead):
-    assert dead("list").output == "no dead letters\n"
-    assert json.loads(dead("list", "--json").output) == []
+    assert dead("show").output == "no dead letters\n"
+    assert json.loads(dead("show", "--json").output) == []
 
 
 def test_hostile_letters_are_shown_and_do_nothing(dead, act, keys):
@@ -70,7 +70,7 @@ def test_hostile_letters_are_shown_and_do_nothing(dead, act, keys):
         )
     )
     act(lambda broker: write_letter(broker, keys, HOSTILE, HOSTILE.encode(), error=HOSTILE, died_at=1e300))
-    outputs = [dead("list").output, dead("show", letter_id, "--hex").output, dead("requeue", "--all").output]
+    outputs = [dead("show").output, dead("show", letter_id, "--hex").output, dead("requeue", "--all").output]
     for output in outputs:
         assert "\x1b" not in output and "\x07" not in output and RIGHT_TO_LEFT not in output
         assert "\nfake line" not in output
@@ -116,11 +116,11 @@ def test_a_letter_put_back_by_hand_leaves_the_list(dead, act, keys):
             await bury_next(consumer, keys)
 
     act(die)
-    (listed,) = json.loads(dead("list", "--json").output)
+    (listed,) = json.loads(dead("show", "--json").output)
     assert (listed["stream"], listed["ticket"], listed["attempts"]) == ("prompts", 3, 5)
     again = dead("requeue", listed["id"])
     assert again.exit_code == 0 and "put back  the next rollout worker takes it" in again.output
-    assert "no dead letters" in dead("list").output
+    assert "no dead letters" in dead("show").output
 
 
 def test_a_letter_that_was_named_and_is_refused_exits_with_1(dead, act, keys):
@@ -140,13 +140,13 @@ class TestDrop:
     def test_removes_what_was_named_and_nothing_else(self, dead, act, keys):
         ids = [act(lambda broker: write_letter(broker, keys, "scores", b"\xc1")) for _ in range(2)]
         assert dead("drop", ids[0], "--yes").exit_code == 0
-        assert [item["id"] for item in json.loads(dead("list", "--json").output)] == ids[1:]
+        assert [item["id"] for item in json.loads(dead("show", "--json").output)] == ids[1:]
 
     def test_removes_what_the_filters_leave(self, dead, act, keys):
         for origin in ("scores", "scores:eval"):
             act(lambda broker, origin=origin: write_letter(broker, keys, origin, b"\xc1"))
         assert dead("drop", "--all", "--stream", "scores:eval", "-y").exit_code == 0
-        assert [item["stream"] for item in json.loads(dead("list", "--json").output)] == ["scores"]
+        assert [item["stream"] for item in json.loads(dead("show", "--json").output)] == ["scores"]
 
     @pytest.mark.parametrize("arguments", [(), ("1-0", "--all")])
     def test_takes_ids_or_all(self, dead, arguments):

@@ -54,11 +54,11 @@ def samples(result: Result) -> list[str]:
 
 
 def test_all_streams_are_listed_with_what_they_hold(streams):
-    listed = {row["stream"]: row for row in json.loads(streams("ls", "--json").output)}
+    listed = {row["stream"]: row for row in json.loads(streams("show", "--json").output)}
     assert listed["prompts"]["redis_entries"] == 5
     assert (listed["commits"]["first_id"], listed["commits"]["last_id"]) == ("1-0", "2-0")
     assert listed["scores:eval"]["redis_entries"] == 0 and listed["scores:eval"]["last_time"] is None
-    assert "trajectories" in streams("ls").output
+    assert "trajectories" in streams("show").output
 
 
 def test_readers_are_listed_with_what_they_hold(streams, redis_server, keys):
@@ -69,7 +69,7 @@ def test_readers_are_listed_with_what_they_hold(streams, redis_server, keys):
         )
         async with consumer:
             await consumer.fetch(3, 1.0)
-            listed = await asyncio.to_thread(lambda: json.loads(streams("ls", "--json").output))
+            listed = await asyncio.to_thread(lambda: json.loads(streams("show", "--json").output))
         await broker.close()
         row = next(row for row in listed if row["stream"] == "trajectories")
         assert (row["group"], row["pending"]) == ("reward", 3)

@@ -319,7 +319,7 @@ async def test_a_sample_whose_environment_fails_ends_no_other_and_the_least_grou
 ):
     await issue(broker, keys)
     async with make(streams__max_attempts=2, reward__min_group_size=least) as worker:
-        player = PartlyFailingPlayer(worker.engine.decode)
+        player = PartlyFailingPlayer(worker.context.config, worker.engine.decode, None)
         loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, player)
         loop.consumer = loop.generator.consumer = worker.consumer
         delivery = await worker.fetch()
@@ -338,9 +338,7 @@ async def test_a_sample_whose_environment_fails_ends_no_other_and_the_least_grou
 async def test_a_sample_that_no_reader_would_take_is_not_published_and_its_ticket_buried(make, broker, keys):
     await issue(broker, keys)
     async with make() as worker:
-        loop = RolloutWorker(
-            worker.context, Lane.TRAIN, worker.engine, worker.follower, SingleTurn(worker.engine.decode)
-        )
+        loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, worker.player)
         loop.consumer = loop.generator.consumer = worker.consumer
         delivery = await worker.fetch()
         worker.consumer.max_bytes = 100

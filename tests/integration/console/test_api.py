@@ -39,7 +39,7 @@ def test_a_run_its_history_and_a_run_that_a_callback_stops(tmp_path: Path) -> No
     )
     assert history.config.trainer.steps == 3
     # The commands answer too, though the run's Redis is gone.
-    for words in (["report", str(runs / "one")], ["dead", "list", "--run", str(runs / "one")]):
+    for words in (["status", str(runs / "one"), "--report"], ["dead", "show", "--run", str(runs / "one")]):
         said = CliRunner().invoke(app, words)
         assert said.exit_code == 0, said.output
         assert "no dead letters" in said.output or "too short to tell" in said.output

@@ -22,7 +22,7 @@ from tidemill.common.streams import Entry
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.exports.archive import archive
 from tidemill.services.console.launch.up import run_up
-from tidemill.services.console.options import UpOptions
+from tidemill.services.console.options import ArchiveOptions, UpOptions
 from tidemill.services.console.processes.service import ServiceSpec
 
 ROOT = Path(__file__).parents[3]
@@ -109,10 +109,10 @@ def test_a_run_from_start_to_report(config: Path, capfd: pytest.CaptureFixture[s
     assert not (run / "redis.url").exists(), "the run's Redis is gone, and so is its address"
     # The run's folder alone still has all of its streams.
     assert asyncio.run(_archived_steps(run)) == [0, 1, 2]
-    assert archive(run.name, None, only_check=True, as_json=True) == 0
+    assert archive(ArchiveOptions(run.name, check=True, as_json=True)) == 0
     (damaged,) = (run / "archive" / "commits").glob("*.parquet")
     damaged.write_bytes(b"?")
-    assert archive(run.name, None, only_check=True, as_json=True) == 1
+    assert archive(ArchiveOptions(run.name, check=True, as_json=True)) == 1
     assert str(damaged) in capfd.readouterr().out
 
 
@@ -238,7 +238,7 @@ def test_every_mistake_is_found_without_model_libraries(config: Path) -> None:
 
 
 def test_help_teaches_with_an_example() -> None:
-    for arguments in ([], ["check"], ["up"], ["status"], ["top"]):
+    for arguments in ([], ["check"], ["up"], ["status"], ["replay"]):
         text = _tidemill(*arguments, "--help").stdout
         assert f"Example: tidemill {' '.join(arguments)}" in " ".join(text.split())
 

@@ -130,6 +130,7 @@ def test_the_timeline_has_every_trained_sample_in_order(real: Any, tidemill: Any
 
 
 def test_all_that_was_written_is_listed_from_the_archive(real: Any, tidemill: Any) -> None:
-    listed = {row["stream"]: row for row in json.loads(tidemill("streams", "ls", "--run", "real", "--json"))}
+    rows = json.loads(tidemill("streams", "show", "--run", "real", "--json"))
+    listed = {row["stream"]: row for row in rows}
     assert listed["commits"]["archived_entries"] == STEPS and listed["commits"]["redis_entries"] == 0
-    assert "read from the archive" in tidemill("streams", "ls", "--run", "real")
+    assert "read from the archive" in tidemill("streams", "show", "--run", "real")

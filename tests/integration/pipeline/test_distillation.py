@@ -69,7 +69,7 @@ async def test_a_skill_is_learned_from_a_teacher_alone_and_replayed_bit_by_bit(
         assert last - first > 0.1, (first, last)
         steps = ",".join(str(step) for step in range(STEPS))
         environment = {"TIDEMILL_RUNS_DIR": str(tmp_path), "TIDEMILL_REDIS_URL": run.url}
-        done = preloaded.tidemill("replay", "step", steps, "distil", "--json", **environment)
+        done = preloaded.tidemill("replay", steps, "distil", "--json", **environment)
         assert done.returncode == 0, done.stderr
         results = json.loads(done.stdout)
         assert [r["step"] for r in results] == list(range(STEPS)) and all(r["equal"] for r in results)

@@ -38,7 +38,7 @@ TICKET = Ticket(
 async def player(agent: str, **limits: Any) -> AsyncIterator[AgentPlayer]:
     environment = {"use": "agent", "agent": agent, "attempts": 1} | limits
     config = run_config("m", model={"max_model_len": 2048}, rollout={"environment": environment})
-    player = AgentPlayer(config, lambda: CHAT, CHAT.decode)
+    player = AgentPlayer(config, CHAT.decode, lambda: CHAT)
     try:
         await player.start()
         yield player

@@ -43,7 +43,7 @@ async def test_a_natural_program_runs_and_its_record_is_what_the_model_read_and_
         "attempts": 1,
     }
     config = run_config("owner/model", model={"max_model_len": 8192}, rollout={"environment": environment})
-    player = AgentPlayer(config, lambda: CHAT, CHAT.decode)
+    player = AgentPlayer(config, CHAT.decode, lambda: CHAT)
     model = ScriptedModel(*lines)
     try:
         await player.start()

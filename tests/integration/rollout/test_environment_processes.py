@@ -13,16 +13,19 @@ from tests.support.environments import THIS
 from tests.support.waiting import wait_until
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.services.rollout.environments.loading import load_design
+from tidemill.services.rollout.environments import load
+from tidemill.services.rollout.environments.environment import Design
+from tidemill.services.rollout.environments.player import build_stage
 from tidemill.services.rollout.environments.processes import ProcessStage
-from tidemill.services.rollout.environments.stages import build_stage
 
 ROW = {"prompt": "Play.", "ground_truth": 7}
 
 
 def stage_of(**section: Any) -> ProcessStage:
     config = EnvironmentConfig(**{"processes": 2, **section})
-    return ProcessStage(load_design(config), config)
+    design = load(config)
+    assert isinstance(design, Design)
+    return ProcessStage(design, config)
 
 
 @pytest.fixture

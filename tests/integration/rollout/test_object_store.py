@@ -201,8 +201,6 @@ def test_a_store_that_is_away_is_asked_again_and_trajectories_go_through_the_str
     with pytest.raises(StoreError, match="after 2 retries"):
         store.check_in(sample)
     assert store.check_in(sample) is sample, "nobody waits for it again at once"
-    with pytest.raises(ValueError, match="set claim_check_bytes"):
-        simulated_config(tmp_path, streams__claim_check_url=url)
 
 
 async def test_a_run_through_the_store_goes_by_deltas_and_claims(server: str, tmp_path: Path) -> None:

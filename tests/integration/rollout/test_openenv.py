@@ -19,10 +19,8 @@ from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.wire.messages import SamplingParams, Ticket
-from tidemill.services.rollout.environments.budget import Budget
 from tidemill.services.rollout.environments.openenv import OpenEnvStage
-from tidemill.services.rollout.environments.player import EnvironmentPlayer
-from tidemill.services.rollout.environments.stages import build_stage
+from tidemill.services.rollout.environments.player import EnvironmentPlayer, build_stage
 
 ROOT = Path(__file__).parents[3]
 VENV = ROOT / "build" / "openenv"
@@ -90,7 +88,7 @@ def player(use: str, **more: Any) -> EnvironmentPlayer:
     environment = {"use": use, "attempts": 1} | more
     config: RunConfig = run_config("m", model={"max_model_len": 2048}, rollout={"environment": environment})
     stage = build_stage(config.rollout.environment)
-    return EnvironmentPlayer(lambda: stage, lambda: CHAT, CHAT.decode, Budget.of(config), config.data)
+    return EnvironmentPlayer(config, CHAT.decode, lambda: CHAT, lambda section: stage)
 
 
 async def play(use: str, *lines: str, **more: Any) -> Any:
@@ -144,9 +142,10 @@ async def test_what_goes_wrong_on_the_server_is_a_fault(
 
 
 async def test_a_server_that_stays_full_is_a_fault_in_words(use: str) -> None:
-    others = [await OpenEnvStage(use, {}, 9.0, 9.0).open({}) for _ in range(2)]
+    section = EnvironmentConfig(use=use, call_timeout_s=9.0, session_timeout_s=0.3)
+    others = [await OpenEnvStage(section).open({}) for _ in range(2)]
     with pytest.raises(EnvironmentFaultError, match=r"was full for 0\.3 s"):
-        await OpenEnvStage(use, {}, 9.0, 0.3).open({})
+        await OpenEnvStage(section).open({})
     for environment in others:
         await environment.close()
 

@@ -68,7 +68,7 @@ async def play(command: str, row: dict[str, Any], *models: ScriptedModel) -> Seq
     )
     environment = {"use": "agent", "agent": f"$ {command}", "attempts": 1}
     config = run_config("m", model={"max_model_len": 2048}, rollout={"environment": environment})
-    player = AgentPlayer(config, lambda: CHAT, CHAT.decode)
+    player = AgentPlayer(config, CHAT.decode, lambda: CHAT)
     await player.start()
     try:
         return await asyncio.gather(*(player.play(ticket, f"s{i}", m.ask) for i, m in enumerate(models)))

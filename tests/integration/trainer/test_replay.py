@@ -76,7 +76,7 @@ async def train_and_archive(runs: Path, config: RunConfig) -> list[Commit]:
 def test_twenty_random_steps_come_out_bit_by_bit_from_the_archive(arith: Any) -> None:
     runs, commits = arith
     steps = random.Random(7).sample(range(STEPS), 20)
-    done = tidemill(runs, "replay", "step", ",".join(map(str, steps)), "arith", "--json")
+    done = tidemill(runs, "replay", ",".join(map(str, steps)), "arith", "--json")
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert [result["step"] for result in results] == sorted(steps)
@@ -89,9 +89,9 @@ def test_twenty_random_steps_come_out_bit_by_bit_from_the_archive(arith: Any) ->
 
 def test_mistakes_are_answered_before_anything_is_loaded(arith: Any) -> None:
     runs, _ = arith
-    missing = tidemill(runs, "replay", "step", "99", "arith")
+    missing = tidemill(runs, "replay", "99", "arith")
     assert missing.returncode == 2 and f"its commits end with step {STEPS - 1}" in missing.stderr
-    none = tidemill(runs, "replay", "step", "first", "arith")
+    none = tidemill(runs, "replay", "first", "arith")
     assert none.returncode == 2 and "names no steps" in none.stderr
 
 

@@ -31,9 +31,9 @@ def test_a_run_is_named_by_its_place_or_by_an_option_on_every_command(
 ) -> None:
     monkeypatch.setattr("tidemill.services.console.status.attach.show_status", lambda *given: print(given[0]))
     monkeypatch.setattr(
-        "tidemill.services.console.dead.commands.show_list", lambda given, *_: print(given.run_id)
+        "tidemill.services.console.exports.weights.list_versions", lambda given: print(given.run_id)
     )
-    for command in (["status"], ["dead", "list"]):
+    for command in (["status"], ["weights"]):
         for words in (["one"], ["--run", "one"], ["one", "--run", "one"]):
             assert answer(*command, *words).output == "one\n"
         said = answer(*command, "one", "--run", "two")

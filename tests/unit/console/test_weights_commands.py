@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tests.support.models import make_policy, tiny_model
 from tidemill.common.run.weight_files import read_manifest
 from tidemill.services.console.exports.weights import list_versions
+from tidemill.services.console.options import WeightsOptions
 from tidemill.services.jobs.export import export
 from tidemill.services.trainer.weights.store import WeightStore
 
@@ -28,7 +29,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def rows(runs: Path, capsys: pytest.CaptureFixture[str], verify: bool) -> list[dict[str, object]]:
-    is_whole = list_versions("one", True, runs, verify)
+    is_whole = list_versions(WeightsOptions("one", verify, True, runs))
     found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
     assert is_whole == (not any(row["problem"] for row in found))
     return found
@@ -40,7 +41,7 @@ def test_versions_are_listed_and_verified(runs: Path, capsys: pytest.CaptureFixt
         ("delta to 0", 2),
         ("delta to 1", 3),
     ]
-    list_versions("one", False, runs)
+    list_versions(WeightsOptions("one", runs_dir=runs))
     assert "delta to 1" in capsys.readouterr().out
 
 

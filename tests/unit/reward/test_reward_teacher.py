@@ -10,10 +10,8 @@ from pydantic import ValidationError
 from tests.support.rewards import together
 from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_trajectory
-from tidemill.common.archive.columns import records_of, table_of
 from tidemill.common.config import NamedRewardConfig, ServersConfig, TeacherConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.streams import Entry
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.functions.request import Request
@@ -98,15 +96,10 @@ def test_scores_without_a_teacher_are_the_bytes_that_they_were() -> None:
 
 
 @pytest.mark.parametrize("logprobs", [LOGPROBS, np.zeros(0, np.float32), None])
-def test_logprobs_come_through_the_wire_and_the_archive_bit_by_bit(logprobs: Any) -> None:
+def test_logprobs_come_through_the_wire_bit_by_bit(logprobs: Any) -> None:
     score = score_with(teacher_logprobs=logprobs)
     fields = codec.encode(score)
     assert codec.decode(fields, Score) == score
-    table, _ = table_of([("1-0", fields)], Score)
-    (entry,) = records_of(table, Score)
-    assert isinstance(entry, Entry) and entry.message == score
-    assert codec.encode(entry.message) == fields
-    assert table["original"].null_count == 1
 
 
 def test_logprobs_that_are_no_numbers_are_refused() -> None:

@@ -1,8 +1,8 @@
 """What one GPU of the trainer, one GPU of an engine, and one host take: arithmetic on a model's sizes.
 
 Bytes throughout. With P parameters, T of them trained, in S shards (`trainer.shard_ranks`): master weights
-4P / S, gradients 4T / S, AdamW's moments 8T / S, the version before in 16 bits 2P / S. What a pass saves is
-measured (`sizes.py`). A peak is what is always there with the larger of what training and scoring take
+4P / S, gradients 4T / S, AdamW's moments 8T / S, the version before in 16 bits 2P / S. What a pass keeps is
+in `sizes.py`. A peak is what is always there with the larger of what training and scoring take
 beside it, or what starting takes.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.attention import head_size, layer_configs
 from tidemill.services.trainer.policy.head import GPU_ELEMENTS
-from tidemill.services.trainer.policy.memory.sizes import ModelSizes, Saved
+from tidemill.services.trainer.policy.memory.sizes import Model, ModelSizes
 from tidemill.services.trainer.policy.offload import PLACES, SLICE
 
 GIB = float(1 << 30)
@@ -41,6 +41,9 @@ class Take:
     starting: Parts = field(default_factory=dict)
     """In place of all others."""
 
+    def as_json(self) -> dict[str, Any]:
+        return {"parts": dict(self.largest), "peak": self.peak, "running": self.running}
+
     @property
     def running(self) -> float:
         """The peak of a step."""
@@ -58,16 +61,6 @@ class Take:
             return self.starting
         is_training = sum(self.training.values()) >= sum(self.scoring.values())
         return {**self.always, **(self.training if is_training else self.scoring)}
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model as the estimate knows it."""
-
-    sizes: ModelSizes
-    saved: Saved
-    config: Any
-    """Transformers' configuration."""
 
 
 def usable(gpu_bytes: float) -> float:
@@ -104,13 +97,12 @@ def trainer_take(
     trained = num_trained(config, sizes)
     has_critic = trainer.algorithm.value.head and trainer.algorithm.value.model == "own"
     states = _states(config, sizes, gpu_bytes, shards, trained, has_critic)
-    saved = model.saved
     copies = 1 + has_critic
     training = {
-        "activations": copies * saved.of(num_tokens, recomputed),
-        "gradients of one layer's activations": num_tokens * saved.layer,
+        "activations": copies * sizes.kept_bytes(num_tokens, recomputed),
+        "gradients of one layer's activations": num_tokens * sizes.layer_bytes,
         "logits": _logits(sizes, num_tokens, element_bytes(config)),
-        **_working_weights(config, sizes, saved, copies),
+        **_working_weights(config, sizes, copies),
     }
     if trainer.algorithm.router.is_on:
         training["router logits"] = float(num_tokens * sizes.router_logits * element_bytes(config))
@@ -152,12 +144,12 @@ def _states(
     return parts
 
 
-def _working_weights(config: RunConfig, sizes: ModelSizes, saved: Saved, copies: int) -> dict[str, float]:
+def _working_weights(config: RunConfig, sizes: ModelSizes, copies: int) -> dict[str, float]:
     """Weights in the dtype of the products: all on one rank, else those of two layers and the root."""
     width, trainer = element_bytes(config), config.trainer
     if trainer.num_ranks == 1:
-        kept = 0 if trainer.lora is not None else copies * saved.copies
-        return {"weights in the compute dtype": float(kept)} if kept else {}
+        kept = 0.0 if trainer.lora is not None else copies * sizes.copied_bytes
+        return {"weights in the compute dtype": kept} if kept else {}
     return {
         "gathered layers": float(width * (sizes.root + 2 * sizes.layer)),
         "gradients being summed": float((width + 4) * max(sizes.root, sizes.layer)),

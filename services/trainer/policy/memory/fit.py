@@ -6,7 +6,8 @@ first settings that fit, from what costs least to what changes the training.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
 from typing import Any
 
 from tidemill.common.config import RunConfig
@@ -16,7 +17,6 @@ from tidemill.services.trainer.policy.memory.estimate import (
     CONTEXT_BYTES,
     GIB,
     EngineTake,
-    Model,
     Parts,
     Take,
     engine_take,
@@ -24,8 +24,8 @@ from tidemill.services.trainer.policy.memory.estimate import (
     trainer_take,
     usable,
 )
+from tidemill.services.trainer.policy.memory.sizes import Model
 
-AS_THEY_ARE = ("ranks", "tokens", "recomputed", "engines", "ways", "takes_turns")
 Settings = dict[str, Any]
 """Fields of the config, and values."""
 SMALLEST_TILE = 1024
@@ -33,6 +33,7 @@ SMALLEST_TILE = 1024
 ENOUGH_SEQUENCES = 16
 """Of full length in an engine's KV cache: with fewer, more GPUs hold an engine together."""
 WAYS = (1, 2, 4, 8)
+AUTO: Settings = {"trainer.micro_batch_tokens": "auto", "trainer.gradient_checkpointing": "auto"}
 GPUS_OF_A_HOST = 8
 
 
@@ -68,18 +69,14 @@ class Fit:
     """What to set, where that helps."""
 
     def as_json(self) -> dict[str, Any]:
-        """For another process: bytes by part, peaks, and words."""
-        tree = {name: getattr(self, name) for name in AS_THEY_ARE}
-        tree["trainer"] = _told(self.trainer) if self.trainer else None
-        tree["host"] = _told(self.host)
-        tree["engine"] = None
-        if self.engine is not None:
-            tree["engine"] = {**asdict(self.engine), "num_sequences": self.engine.num_sequences}
-        return {**tree, "problems": list(self.problems), "settings": self.settings}
-
-
-def _told(take: Take) -> dict[str, Any]:
-    return {"parts": dict(take.largest), "peak": take.peak, "running": take.running}
+        """For another process."""
+        trainer, engine = self.trainer, self.engine
+        changed = {
+            "trainer": trainer and trainer.as_json(),
+            "host": self.host.as_json(),
+            "engine": engine and {**asdict(engine), "num_sequences": engine.num_sequences},
+        }
+        return {item.name: getattr(self, item.name) for item in fields(self)} | changed
 
 
 def choose_passes(config: RunConfig, model: Model, gpu_bytes: float, room: float) -> tuple[int, bool, Take]:
@@ -129,18 +126,17 @@ def find_settings(
 ) -> Fit:
     """The run with the first settings with which it fits, else the closest, with its problems. `placements`
     are tried in turn; null are those that use all GPUs."""
-    if placements is None:
-        placements = list(_placements(config, model, machine))
     closest: Fit | None = None
-    for settings in _settings(config, placements):
+    for settings in _settings(config, placements or list(_placements(config, model, machine))):
         fit = _fit(_changed(config, settings), model, machine)
-        if trains_on_gpus(config):
-            settings = {
-                **settings,
-                "trainer.micro_batch_tokens": fit.tokens,
-                "trainer.gradient_checkpointing": fit.recomputed,
-            }
-        changed = {name: value for name, value in settings.items() if _given(config, name) != value}
+        if fit.trainer is not None:
+            chosen = (fit.tokens, fit.recomputed)
+            settings = settings | dict(zip(AUTO, chosen, strict=True))
+        changed = {
+            name: value
+            for name, value in settings.items()
+            if reduce(getattr, name.split("."), config) != value
+        }
         fit = replace(fit, settings=changed)
         if not fit.problems:
             return fit
@@ -235,20 +231,18 @@ def _trainer_problem(fit: Fit, take: Take, room: float, machine: Machine, shares
 def _settings(config: RunConfig, placements: Sequence[Settings]) -> Iterator[Settings]:
     """From what costs least to what changes the training: passes, ranks and engines, moments on the host, the
     reference's dtype, adapters."""
-    trainer = config.trainer
-    auto: Settings = {"trainer.micro_batch_tokens": "auto", "trainer.gradient_checkpointing": "auto"}
-    steps = [auto]
-    if not trainer.offload_optimizer and trainer.lora is None:
-        steps.append({**auto, "trainer.offload_optimizer": True})
-    reference = trainer.algorithm.reference
-    if reference.model != "off" and reference.dtype == "float32" and trainer.lora is None:
-        steps += [{**step, "trainer.algorithm.reference.dtype": "bfloat16"} for step in list(steps)]
-    yield from ({**step, **placement} for step in steps for placement in placements)
-    if trainer.lora is None and trainer.algorithm.value.model != "own" and reference.model != "updated":
-        adapters: Settings = {**auto, "trainer.lora": {}}
-        if reference.model != "off":
-            adapters["trainer.algorithm.reference.dtype"] = "float32"
-        yield from ({**placement, **adapters} for placement in placements)
+    trainer, reference = config.trainer, config.trainer.algorithm.reference
+    dtype = {"trainer.algorithm.reference.dtype": "bfloat16"} if reference.model != "off" else {}
+    steps: list[Settings] = [{}]
+    if trainer.lora is None:
+        if not trainer.offload_optimizer:
+            steps.append({"trainer.offload_optimizer": True})
+        if reference.dtype == "float32" and dtype:
+            steps += [{**step, **dtype} for step in steps]
+        if trainer.algorithm.value.model != "own" and reference.model != "updated":
+            steps.append({"trainer.lora": {}} | dict.fromkeys(dtype, "float32"))
+    for step in steps:
+        yield from ({**AUTO, **step, **placement} for placement in placements)
 
 
 def _placements(config: RunConfig, model: Model, machine: Machine) -> Iterator[Settings]:
@@ -293,26 +287,16 @@ def _ways(config: RunConfig, model: Model, machine: Machine) -> int:
     return next((ways for ways in possible if counts[ways] >= ENOUGH_SEQUENCES), most)
 
 
-def _changed(config: RunConfig, settings: Settings) -> RunConfig:
-    """The config with fields replaced, unchecked: they are estimated, not run."""
-    for name, value in settings.items():
-        if name == "trainer.lora" and value is not None:
+def _changed(section: Any, settings: Settings) -> Any:
+    """The section with fields replaced, unchecked: they are estimated, not run."""
+    for path, value in settings.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            value = _changed(getattr(section, name), {rest: value})
+        elif path == "lora":
             value = LoraConfig()
-        config = _replaced(config, name.split("."), value)
-    return config
-
-
-def _replaced(section: Any, path: list[str], value: Any) -> Any:
-    if len(path) > 1:
-        value = _replaced(getattr(section, path[0]), path[1:], value)
-    return section.model_copy(update={path[0]: value})
-
-
-def _given(config: RunConfig, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+        section = section.model_copy(update={name: value})
+    return section
 
 
 def _gib(value: float) -> str:

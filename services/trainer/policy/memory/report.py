@@ -13,7 +13,7 @@ from dataclasses import asdict
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy.memory.fit import Machine, examine_fit, find_settings
-from tidemill.services.trainer.policy.memory.model import read_model
+from tidemill.services.trainer.policy.memory.sizes import read_model
 
 
 def main(argument: str) -> int:

@@ -1,4 +1,4 @@
-"""Archives with sessions, and those that were written before there were any."""
+"""Archives that hold sessions beside single turns."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 from tests.support.histories import trajectories
 from tests.support.recorded_sessions import QUESTION, RESULT, as_session
 from tidemill.common.archive import stream_folder
-from tidemill.common.archive.columns import RawEntry
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.archive.reader import select
+from tidemill.common.archive.rows import RawEntry
 from tidemill.common.archive.writer import write_segments
 from tidemill.common.streams.entries import Entry
 from tidemill.common.streams.selection import ALL, Selection, StreamName
@@ -18,19 +18,11 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Message
 
 STREAM = StreamName.TRAJECTORIES
-OLD = Path(__file__).parents[3] / "data" / "archive_before_sessions"
-"""The trajectories of `tests.support.histories`, archived by the last release without sessions."""
 
 
 def found(folder: Path, selection: Selection = ALL) -> list[Message]:
     parts = select(Manifest.load(folder), STREAM, selection)
     return [record.message for part in parts for record in part if isinstance(record, Entry)]
-
-
-def test_an_archive_of_before_sessions_is_read_as_it_was_written() -> None:
-    assert found(OLD) == trajectories() and all(made.session is None for made in trajectories())
-    assert [made.key for made in found(OLD, Selection(pattern="completion 1 of ticket 3"))] == [(3, 1)]
-    assert {made.key for made in found(OLD, Selection(versions=(1, None)))} == {(4, 1)}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel
 
 from tidemill.common.config import OptimizerConfig, RunConfig, load_config, parse_config
+from tidemill.common.config.idle import idle_settings
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
@@ -124,9 +125,6 @@ def test_checks_across_sections_say_how_to_resolve_them() -> None:
             "reward": {"min_group_size": 1},
         }
     )
-    assert "top_p and min_p would do nothing at temperature 0" in refused(
-        {"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1}}}
-    )
     assert "belong together" in refused({"reward": {"on_failure": "value"}})
     assert "belong together" in refused({"reward": {"failure_value": 0.0}})
 
@@ -159,11 +157,6 @@ def test_sources_are_read_with_what_is_their_own(tmp_path: Path) -> None:
         ([{"name": "b"}], {}, "two sources are called 'b'"),
         ([{"sampling": {"temperature": 0.5}}], {}, "a source has no temperature of its own"),
         ([{"sampling": {"max_tokens": 513}}], {}, "exceeds rollout.sampling.max_tokens (512)"),
-        (
-            [{"sampling": {"top_p": 0.9}}],
-            {"trainer": {"algorithm": {"old_logprobs": "rollout"}}},
-            "top_p < 1",
-        ),
         ([{"group_size": 1}], {"reward": {"min_group_size": 1}}, "group_size of source 'a' is 1"),
         ([{"group_size": 1}], {}, "reward.min_group_size (2) exceeds group_size of source 'a' (1)"),
         ([], {"reward": {"rewards": {"x": {"function": "math", "sources": ["c"]}}}}, "names 'c'"),
@@ -188,6 +181,43 @@ def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too() -> Non
     config = parse_config(MINIMAL | tree, "run.yaml")
     named = config.reward.rewards["x"]
     assert [named.scores_source("any", name) for name in ("a", "held", "", "c")] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("sections", "idle"),
+    [
+        ({}, []),
+        ({"streams": {"claim_check_url": "s3://bucket/x"}}, ["streams.claim_check_url"]),
+        ({"streams": {"claim_check_url": "s3://bucket/x", "claim_check_bytes": 9}}, []),
+        (
+            {"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1, "samples": 2}}},
+            ["trainer.evaluation.top_p", "trainer.evaluation.min_p", "trainer.evaluation.samples"],
+        ),
+        ({"trainer": {"evaluation": {"top_p": 0.9, "temperature": 1.0}}}, []),
+        (
+            {"trainer": {"policy": "simulated", "algorithm": {"router": {"balance": 0.1}}}},
+            ["trainer.algorithm.router"],
+        ),
+        ({"rollout": {"environment": {"agent": "a.py:run"}}}, ["rollout.environment.agent"]),
+        (
+            {
+                "servers": {"s": {"base_urls": ["http://h:1"], "model": "m"}},
+                "reward": {"rewards": {"x": {"model": {"servers": "s", "std": 2.0}}}},
+            },
+            ["reward.rewards.x.model.std"],
+        ),
+    ],
+)
+def test_settings_that_do_nothing_are_named(sections: dict[str, Any], idle: list[str]) -> None:
+    found = [text.partition(" ")[0] for text in idle_settings(parse_config(MINIMAL | sections, "run.yaml"))]
+    assert found == idle
+
+
+@pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_filtered_sampling_is_refused_where_its_gap_would_count_as_movement(option: dict[str, Any]) -> None:
+    own_ratio = {"trainer": {"algorithm": {"old_logprobs": "rollout"}}}
+    assert "old_logprobs: rollout" in refused({"rollout": {"sampling": option}} | own_ratio)
+    assert "old_logprobs: rollout" in refused(with_sources({"sampling": option}, **own_ratio))
 
 
 def test_a_curriculum_that_leaves_nothing_is_refused() -> None:

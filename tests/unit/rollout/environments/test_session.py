@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.support.environments import THIS
+from tests.support.models import run_config
 from tests.unit.rollout.sessions.test_template_chat import tokenizer_of
-from tidemill.common.config.data import DataConfig
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.wire.messages import SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.environments.budget import Budget
-from tidemill.services.rollout.environments.loading import load_design
+from tidemill.services.rollout.environments import load
+from tidemill.services.rollout.environments.environment import Design, Stage
 from tidemill.services.rollout.environments.local import LocalStage
 from tidemill.services.rollout.environments.player import EnvironmentPlayer
 from tidemill.services.rollout.environments.users_code import observed
@@ -25,7 +25,7 @@ from tidemill.services.rollout.sessions.template_chat import TemplateChat
 QWEN = tokenizer_of("qwen3")
 EOS = QWEN.convert_tokens_to_ids("<|im_end|>")
 CHAT = TemplateChat(QWEN, [EOS])
-BUDGET = Budget(8, 4096, 4096, 0, 60.0, 600.0, attempts=2)
+ATTEMPTS = 2
 
 
 def ids_of(text: str) -> list[int]:
@@ -62,18 +62,25 @@ def ticket(truth: Any = 7, **fields: Any) -> Ticket:
     return Ticket(ticket=1, step=1, min_version=0, group_size=2, **settings)
 
 
-async def play(
-    script: Script, budget: Budget = BUDGET, ground_truth: Any = 7, timeout_s: float = 60.0, **section: Any
-) -> Played:
-    config = EnvironmentConfig(**section)
-    player = EnvironmentPlayer(
-        # On the loop, also where it may block: other tests are about processes.
-        lambda: LocalStage(load_design(config), timeout_s),
-        lambda: CHAT,
-        lambda ids: str(QWEN.decode(ids)),
-        budget,
-        DataConfig(train="x"),
-    )
+def on_the_loop(config: EnvironmentConfig) -> Stage:
+    """Also where it may block: other tests are about processes."""
+    return LocalStage(design_of(config), config.call_timeout_s)
+
+
+def design_of(config: EnvironmentConfig) -> Design:
+    design = load(config)
+    assert isinstance(design, Design)
+    return design
+
+
+def player_of(**section: Any) -> EnvironmentPlayer:
+    environment = {"attempts": ATTEMPTS} | section
+    config = run_config("m", model={"max_model_len": 4096}, rollout={"environment": environment})
+    return EnvironmentPlayer(config, lambda ids: str(QWEN.decode(ids)), lambda: CHAT, on_the_loop)
+
+
+async def play(script: Script, ground_truth: Any = 7, **section: Any) -> Played:
+    player = player_of(**section)
     await player.start()
     try:
         return await player.play(ticket(ground_truth), "train-1-0-1", script)
@@ -175,8 +182,7 @@ async def test_skyrl_gyms_class_gives_the_chat_and_the_rewards() -> None:
 async def test_a_session_that_reaches_a_limit_is_truncated_and_keeps_its_reward(
     lines: list[str], changes: dict[str, Any], end: str, num_turns: int
 ) -> None:
-    settings = {name: getattr(BUDGET, name) for name in Budget.__dataclass_fields__}
-    played = await play(Script(*lines), Budget(**settings | changes), use=f"{THIS}:Guess")
+    played = await play(Script(*lines), use=f"{THIS}:Guess", **changes)
     assert played.session is not None
     assert (played.session.end, played.finish) == (end, "length")
     assert len(played.session.turns) == num_turns
@@ -186,8 +192,7 @@ async def test_a_session_that_reaches_a_limit_is_truncated_and_keeps_its_reward(
 
 async def test_only_a_turn_without_room_is_given_less() -> None:
     script = Script("3", "7")
-    settings = {name: getattr(BUDGET, name) for name in Budget.__dataclass_fields__}
-    await play(script, Budget(**settings | {"max_tokens": 120}), use=f"{THIS}:Guess")
+    await play(script, use=f"{THIS}:Guess", max_tokens=120)
     assert script.asked[0][1] == SamplingParams(max_tokens=100)
     assert script.asked[1][1].max_tokens < 100
 
@@ -203,7 +208,7 @@ async def test_only_a_turn_without_room_is_given_less() -> None:
 async def test_a_fault_is_played_again_and_then_handed_on_and_everything_is_closed(
     line: str, said: str
 ) -> None:
-    load_design(EnvironmentConfig(use=f"{THIS}:AsyncGuess"))
+    load(EnvironmentConfig(use=f"{THIS}:AsyncGuess"))
     load_closed().clear()
 
     class Saying(Script):
@@ -211,9 +216,9 @@ async def test_a_fault_is_played_again_and_then_handed_on_and_everything_is_clos
             return Generation([*ids_of(line), EOS], [-0.5] * (len(ids_of(line)) + 1), ((0, 0),), "stop")
 
     with pytest.raises(EnvironmentFaultError) as fault:
-        await play(Saying(), timeout_s=0.05, use=f"{THIS}:AsyncGuess")
+        await play(Saying(), call_timeout_s=0.05, use=f"{THIS}:AsyncGuess")
     assert said in str(fault.value)
-    assert len(load_closed()) == BUDGET.attempts
+    assert len(load_closed()) == ATTEMPTS
 
 
 def load_closed() -> list[int]:
@@ -225,10 +230,7 @@ def load_closed() -> list[int]:
 
 
 async def test_a_play_that_is_cancelled_closes_its_environment() -> None:
-    config = EnvironmentConfig(use=f"{THIS}:AsyncGuess")
-    player = EnvironmentPlayer(
-        lambda: LocalStage(load_design(config), 60.0), lambda: CHAT, str, BUDGET, DataConfig(train="x")
-    )
+    player = player_of(use=f"{THIS}:AsyncGuess")
     await player.start()
     load_closed().clear()
     asked = asyncio.Event()
@@ -247,9 +249,7 @@ async def test_a_play_that_is_cancelled_closes_its_environment() -> None:
 
 
 async def test_a_long_answer_loses_its_middle() -> None:
-    settings = {name: getattr(BUDGET, name) for name in Budget.__dataclass_fields__}
-    budget = Budget(**settings | {"max_result_tokens": 4})
-    played = await play(Script("3", "7"), budget, use=f"{THIS}:Guess")
+    played = await play(Script("3", "7"), use=f"{THIS}:Guess", max_result_tokens=4)
     assert "hi\n[2 tokens left out]\ner" in QWEN.decode(played.first.completion_ids)
 
 
@@ -270,7 +270,7 @@ def test_what_is_wrong_with_an_environment_is_said_before_the_first_session(
     section: dict[str, Any], said: str
 ) -> None:
     if said == "ok":
-        assert load_design(EnvironmentConfig(**section)).kinds()
+        assert design_of(EnvironmentConfig(**section)).kinds
         return
     with pytest.raises(ConfigError, match=said):
-        load_design(EnvironmentConfig(**section)).kinds()
+        _ = design_of(EnvironmentConfig(**section)).kinds

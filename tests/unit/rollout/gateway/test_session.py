@@ -150,7 +150,7 @@ async def test_answers_alike_whose_beginning_the_client_wrote_are_said_once() ->
 async def test_a_session_that_ran_out_of_time_is_truncated_whatever_turn_still_ends() -> None:
     run = Run(max_tokens=6)
     environment = {"use": "agent", "agent": "a.py:run", "session_timeout_s": 0.001}
-    player = AgentPlayer(run_config("m", rollout={"environment": environment}), lambda: CHAT, CHAT.decode)
+    player = AgentPlayer(run_config("m", rollout={"environment": environment}), CHAT.decode, lambda: CHAT)
     program: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
     await run.turn("it is cut off", USER)
     asking = await run.begin(*SUB)

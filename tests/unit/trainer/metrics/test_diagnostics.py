@@ -81,7 +81,7 @@ def test_the_advice_about_waiting_is_about_the_longest_wait() -> None:
     numbers = {"time/wait_share": 0.9, "time/wait_scores_s": 8.0, "time/wait_trajectories_s": 1.0}
     (warning,) = diagnostics(1).observe(0, numbers)
     assert warning.advice.startswith("It waited 8 s for scores: add reward workers")
-    assert "tidemill top" in time_advice({})
+    assert "tidemill status" in time_advice({})
 
 
 def test_a_range_without_bounds_and_a_run_without_diagnostics_say_nothing() -> None:

@@ -273,7 +273,6 @@ def test_unknown_target_modules_are_refused_with_those_that_exist():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"lora": {"dropout": 0.05}}, "leave it at 0"),
         ({"lora": {"target_modules": []}}, "target_modules"),
         ({"lora": {"rank": 0}}, "rank"),
         ({**LORA, "policy": "simulated"}, "take policy transformers"),

@@ -1,47 +1,21 @@
-"""The model of a run as the estimate needs it, and the passes that `auto` chooses for a GPU."""
+"""The passes that `auto` chooses for a GPU, and keeps for the whole run."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
-from transformers import AutoConfig
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import write_atomically
-from tidemill.common.run.model_overrides import with_overrides
-from tidemill.services.trainer.policy.memory.estimate import ASLEEP_BYTES, GIB, Model, usable
+from tidemill.services.trainer.policy.memory.estimate import ASLEEP_BYTES, GIB, usable
 from tidemill.services.trainer.policy.memory.fit import choose_passes
-from tidemill.services.trainer.policy.memory.sizes import (
-    attention_on_gpus,
-    build_on_meta,
-    count_sizes,
-    is_read_whole,
-    measure_saved,
-)
-from tidemill.services.trainer.policy.model_loading import compute_dtype, pick_device
+from tidemill.services.trainer.policy.memory.sizes import read_model
+from tidemill.services.trainer.policy.model_loading import pick_device
 
 log = structlog.get_logger(__name__)
-
-
-def read_model(config: RunConfig) -> Model:
-    """Sizes and saved bytes of `model.path`, of which config.json alone is read. Raises ConfigError: there is
-    none, or it is of no model that can be measured."""
-    try:
-        found = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"model.path: {config.model.path} has no config.json to read: {reason}") from None
-    dtype, attention = compute_dtype(config.model), attention_on_gpus(found)
-
-    model = build_on_meta(found, attention, torch.float32)
-    sizes = count_sizes(model, config.trainer.lora)
-    sizes = replace(sizes, is_read_whole=is_read_whole(model))
-    model = build_on_meta(found, attention, torch.float32)
-    return Model(sizes, measure_saved(model, dtype, config.model.max_model_len), found)
 
 
 PASSES_FILE = "passes.json"
@@ -58,7 +32,7 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
     if device.type != "cuda" or not is_auto:
         return config
     if config.trainer.micro_batch_tokens == "auto" and (recorded := _recorded_tokens(folder)):
-        config = _with_passes(config, {"micro_batch_tokens": recorded})
+        config = _with_passes(config, micro_batch_tokens=recorded)
     try:
         model = read_model(config)
     except ConfigError as error:
@@ -82,19 +56,14 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
     )
     if folder is not None and config.trainer.micro_batch_tokens == "auto":
         write_atomically(folder / PASSES_FILE, json.dumps({"micro_batch_tokens": tokens}) + "\n")
-    return _with_passes(config, {"micro_batch_tokens": tokens, "gradient_checkpointing": recomputed})
+    return _with_passes(config, micro_batch_tokens=tokens, gradient_checkpointing=recomputed)
 
 
 def _recorded_tokens(folder: Path | None) -> int | None:
-    try:
-        return (
-            None
-            if folder is None
-            else int(json.loads((folder / PASSES_FILE).read_text())["micro_batch_tokens"])
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+    if folder is None or not (path := folder / PASSES_FILE).exists():
         return None
+    return int(json.loads(path.read_text())["micro_batch_tokens"])
 
 
-def _with_passes(config: RunConfig, chosen: dict[str, Any]) -> RunConfig:
+def _with_passes(config: RunConfig, **chosen: Any) -> RunConfig:
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=chosen)})

@@ -1,0 +1,103 @@
+"""Entries as rows of a Parquet file: the fields as they were on the wire, and a few columns to search by.
+
+Guarantees: what is read from a row is what was written into it, byte for byte. No field of a message is known
+here, so none can be lost: readers decode the payload as they decode an entry of Redis. The index columns only
+narrow a search; null is what a message does not have.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from tidemill.common.streams.entries import Entry, Fields, Garbled, decoded
+from tidemill.common.streams.selection import tickets_of, time_of, versions_of
+from tidemill.common.wire.codec import PAYLOAD_FIELD, VERSION_FIELD
+from tidemill.common.wire.messages import Message
+
+RawEntry = tuple[str, Fields]
+ArchivedRecord = Entry[Message] | Garbled
+
+ID = "id"
+SCHEMA_VERSION, PAYLOAD, OTHERS = "schema", "payload", "other_fields"
+"""The fields `v` and `p` of the entry, and any other that it had, which no release writes."""
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+_INTEGERS = ("ticket", "last_ticket", "index", "step", "version", "last_version")
+_TEXTS = ("worker", "status")
+INDEX = (*_INTEGERS, "time", "value", *_TEXTS)
+"""Columns to search by. A commit has its least and greatest ticket, a trajectory its versions; elsewhere the
+second of a pair equals the first."""
+SCHEMA = pa.schema(
+    [
+        (ID, pa.string()),
+        *((name, pa.int64()) for name in _INTEGERS),
+        *((name, pa.float64()) for name in ("time", "value")),
+        *((name, pa.string()) for name in _TEXTS),
+        (SCHEMA_VERSION, pa.binary()),
+        (PAYLOAD, pa.binary()),
+        (OTHERS, pa.map_(pa.binary(), pa.binary())),
+    ]
+)
+BOUNDED = {"ticket": "last_ticket", "step": "step", "version": "last_version", "time": "time"}
+"""What the manifest keeps the least and greatest value of: the columns of both."""
+
+
+def table_of(raw_entries: Sequence[RawEntry], message_type: type[Message]) -> pa.Table:
+    """Entries as one table."""
+    rows = [
+        {
+            ID: entry_id,
+            **_index_of(decoded(entry_id.encode(), fields, message_type)),
+            SCHEMA_VERSION: fields.get(VERSION_FIELD),
+            PAYLOAD: fields.get(PAYLOAD_FIELD),
+            OTHERS: [item for item in fields.items() if item[0] not in (VERSION_FIELD, PAYLOAD_FIELD)],
+        }
+        for entry_id, fields in raw_entries
+    ]
+    return pa.Table.from_pylist(rows, SCHEMA)
+
+
+def raw_entries_of(table: pa.Table, places: Iterable[int] | None = None) -> Iterator[RawEntry]:
+    """The entries as they were in the stream; of all rows, or of some.
+
+    Raises:
+        KeyError: the file is not of this form.
+    """
+    columns = [table[name] for name in (ID, SCHEMA_VERSION, PAYLOAD, OTHERS)]
+    for place in range(len(table)) if places is None else places:
+        entry_id, schema, payload, others = (column[place].as_py() for column in columns)
+        known = {VERSION_FIELD: schema, PAYLOAD_FIELD: payload}
+        yield entry_id, {name: value for name, value in known.items() if value is not None} | dict(others)
+
+
+def records_of(
+    table: pa.Table, message_type: type[Message], places: Iterable[int] | None = None
+) -> Iterator[ArchivedRecord]:
+    """The same entries, decoded."""
+    for entry_id, fields in raw_entries_of(table, places):
+        yield decoded(entry_id.encode(), fields, message_type)
+
+
+def widen(bounds: MutableMapping[str, tuple[float, float]], table: pa.Table) -> None:
+    """Let the bounds hold these rows too."""
+    for name, last in BOUNDED.items():
+        values = [*table[name].to_pylist(), *table[last].to_pylist(), *bounds.get(name, ())]
+        if finite := [value for value in values if value is not None and math.isfinite(value)]:
+            bounds[name] = (min(finite), max(finite))
+
+
+def _index_of(record: ArchivedRecord) -> Mapping[str, Any]:
+    if isinstance(record, Garbled):
+        return {}
+    message = record.message
+    index = {
+        "ticket": min(tickets_of(message), default=None),
+        "last_ticket": max(tickets_of(message), default=None),
+        "version": min(versions_of(message), default=None),
+        "last_version": max(versions_of(message), default=None),
+    } | {name: getattr(message, name, None) for name in ("index", "step", "value", "worker", "status")}
+    # Beyond 64 bits the nearest number: the payload has the exact one.
+    clamped = {n: min(max(v, INT64_MIN), INT64_MAX) for n in _INTEGERS if (v := index[n]) is not None}
+    return index | clamped | {"time": time_of(message)}

@@ -1,0 +1,220 @@
+"""Users' objects as environments, unchanged: with `step(text)`, or TRL's with methods as tools.
+
+    class Guess:
+        def reset(self, row): ...       # optional: None, text for the end of the prompt, or a whole chat
+        def step(self, text): ...       # (observation, reward, done), or a dict with these names
+        def close(self): ...            # optional
+        def get_reward(self): ...       # optional: of the session, in place of the sum of turns
+        def get_metrics(self): ...      # optional: numbers by name
+
+Each may be `async`. SkyRL-gym's `BaseTextEnv` has `init(messages)` in place of `reset`, and is made with
+`env_config` and `extras`. TRL's have `reset(**row)`, and public methods that the model calls in place of
+`step`; `use` names a class, a factory without arguments, or a dict of them, of which the row's column
+`environment` chooses one. Other than in TRL, every session has an object of its own, and `close` is called at
+its end and is no tool.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tidemill.common.config.environment import EnvironmentConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.users_code import load_users
+from tidemill.common.run.dataset import PROMPT
+from tidemill.services.rollout.environments.environment import Act, Closing, Design, Kind, Opening, Row
+from tidemill.services.rollout.environments.tools import ToolBox, bound, is_coroutine, schema_of
+from tidemill.services.rollout.environments.users_code import (
+    act_of,
+    call_reset,
+    contained,
+    finished,
+    metrics_of,
+    number_of,
+    opening_of,
+)
+
+FIELD = "rollout.environment.use"
+EXPECTED = (
+    "expected a class with step(self, text), one with reset(self, **row) and public methods as tools "
+    "(TRL's), SkyRL-gym's BaseTextEnv, or a function without arguments that makes such an object"
+)
+NO_TOOLS = frozenset({"reset", "get_reward", "close", "get_metrics"})
+
+Maker = Callable[[Row], Any]
+
+
+class ObjectEnvironment:
+    """One object of users' code, for one session."""
+
+    def __init__(self, make: Maker, row: Row, name: str, takes_text: bool) -> None:
+        """With `takes_text` it has `step`; else its public methods are tools."""
+        self._name, self._takes_text = name, takes_text
+        with contained(f"making {name}", "start"):
+            self._object = make(row)
+        tools = [] if takes_text else tools_of(type(self._object))
+        self._tools = ToolBox({tool: getattr(self._object, tool) for tool in tools})
+
+    async def reset(self, row: Row) -> Opening:
+        """Call `reset`, or `init` as SkyRL-gym has it."""
+        init = getattr(self._object, "init", None) if self._takes_text else None
+        where = f"{self._name}.{'init' if callable(init) else 'reset'}"
+        returned = None
+        with contained(where, "reset"):
+            if callable(init):
+                prompt = row[PROMPT]
+                chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+                returned = await finished(init([dict(message) for message in chat]))
+                # What it hands back as it was is rendered as the ticket has it.
+                if isinstance(returned, tuple) and returned and returned[0] == chat:
+                    returned = None
+            elif callable(reset := getattr(self._object, "reset", None)):
+                returned = await finished(call_reset(reset, row))
+        return opening_of(returned, where)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
+        """Call the method of that name."""
+        return await self._tools.call(name, arguments)
+
+    async def step(self, text: str) -> Act:
+        """Call `step` with what the model said; where there is none, the model is done."""
+        if not self._takes_text:
+            return Act(is_done=True)
+        where = f"{self._name}.step"
+        with contained(where, "step"):
+            returned = await finished(self._object.step(text))
+        return act_of(returned, where)
+
+    async def finish(self) -> Closing:
+        """Its own reward, where it has one, and its metrics."""
+        reward = number_of(await self._ask("get_reward"), f"{self._name}.get_reward returned", "reward")
+        return Closing(reward, metrics_of(await self._ask("get_metrics")))
+
+    async def close(self) -> None:
+        """Call its `close`, where it has one."""
+        await self._ask("close", "close")
+
+    async def _ask(self, method: str, kind: str = "reward") -> Any:
+        """What an optional method returns."""
+        with contained(f"{self._name}.{method}", kind):
+            found = getattr(self._object, method, None)
+            return await finished(found()) if callable(found) else None
+
+
+class EnvConfig(dict[str, Any]):
+    """Settings by key and by attribute, as SkyRL-gym's environments read them."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def object_design(config: EnvironmentConfig) -> Design:
+    """Import what `use` names, and look at it: a class with `step` answers text, one with `init` too is
+    SkyRL-gym's, one with `reset` and other public methods is TRL's.
+
+    Raises:
+        ConfigError: it does not exist, cannot be imported, or is no environment.
+    """
+    named = load_users(FIELD, config.use)
+    if isinstance(named, Mapping):
+        makers = {str(name): _maker(one, config) for name, one in named.items()}
+        return _design(makers, {name: _class_of(one, config) for name, one in named.items()}, False)
+    found, name = _class_of(named, config), config.use.rpartition(":")[2]
+    if not callable(getattr(found, "step", None)):
+        return _design({name: _maker(named, config)}, {name: found}, takes_text=False)
+    _check_step(found, name)
+    is_skyrl = callable(getattr(found, "init", None))
+    maker = _skyrl_maker(named, config) if is_skyrl else _maker(named, config)
+    return _design({name: maker}, {name: found}, takes_text=True)
+
+
+def tools_of(found: type) -> list[str]:
+    """The names of a class's tools: functions without an underscore, inherited ones too."""
+    functions = inspect.getmembers(found, predicate=inspect.isfunction)
+    return [name for name, _ in functions if not name.startswith("_") and name not in NO_TOOLS]
+
+
+def _design(makers: Mapping[str, Maker], classes: Mapping[str, type], takes_text: bool) -> Design:
+    names = [tools_of(found) for found in classes.values()]
+    methods = [
+        getattr(found, method)
+        for found, tools in zip(classes.values(), names, strict=True)
+        for method in {*NO_TOOLS, *(("init", "step") if takes_text else tools)}
+        if hasattr(found, method)
+    ]
+
+    def describe(name: str) -> Kind:
+        return Kind(name, () if takes_text else _schemas(classes[name], name), takes_text)
+
+    def making(name: str) -> Callable[[Row], ObjectEnvironment]:
+        return lambda row: ObjectEnvironment(makers[name], row, name, takes_text)
+
+    if not takes_text:
+        for name, found in classes.items():
+            _check_reset(found, name)
+    return Design({name: making(name) for name in makers}, describe, all(map(is_coroutine, methods)))
+
+
+def _schemas(found: type, name: str) -> Sequence[Mapping[str, Any]]:
+    return [schema_of(bound(getattr(found, tool)), tool, f"{name}.{tool}") for tool in tools_of(found)]
+
+
+def _maker(named: Any, config: EnvironmentConfig) -> Maker:
+    if not callable(named):
+        raise ConfigError(f"{FIELD} {config.use} is {type(named).__name__}; {EXPECTED}")
+    try:
+        inspect.signature(named).bind(**config.options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{FIELD} {config.use} cannot be made with rollout.environment.options {config.options}: {error}"
+        ) from None
+    return lambda row: named(**config.options)
+
+
+def _skyrl_maker(factory: Callable[..., Any], config: EnvironmentConfig) -> Maker:
+    """Makes SkyRL-gym's objects, which are given their row when they are made."""
+
+    def make(row: Row) -> Any:
+        truth = {"method": "rule", "ground_truth": row.get("ground_truth")}
+        extras = {"reward_spec": truth, "reward_model": truth, "max_turns": config.max_turns, **row}
+        return factory(env_config=EnvConfig(config.options), extras=extras)
+
+    return make
+
+
+def _class_of(named: Any, config: EnvironmentConfig) -> type:
+    """The class itself, or that of what a factory makes: one object is made to see it, as TRL does."""
+    if inspect.isclass(named):
+        found = named
+    else:
+        make = _maker(named, config)
+        try:
+            made = make({})
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{FIELD} {config.use} raised {type(error).__name__}: {error}") from error
+        found = type(made)
+        if callable(close := getattr(made, "close", None)) and not inspect.iscoroutinefunction(close):
+            close()
+    if not callable(getattr(found, "step", None)) and not callable(getattr(found, "reset", None)):
+        raise ConfigError(f"{FIELD} {config.use}: {found.__name__} has neither step nor reset; {EXPECTED}")
+    return found
+
+
+def _check_reset(found: type, name: str) -> None:
+    """Raises ConfigError: the class has no `reset`, or it is no method."""
+    if not callable(getattr(found, "reset", None)):
+        raise ConfigError(f"{FIELD} {name}: {found.__name__} has no reset; {EXPECTED}")
+
+
+def _check_step(found: Any, name: str) -> None:
+    """Raises ConfigError: `step` does not take the text."""
+    try:
+        inspect.signature(bound(found.step)).bind("text")
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{FIELD} {name}: step{inspect.signature(found.step)} cannot be called with what "
+            "the model said; expected step(self, text)"
+        ) from None
