@@ -74,8 +74,10 @@ def build_runbook(paragraphs: Sequence[Paragraph], boards: Sequence[Board]) -> m
 
 
 def as_json(built: model.Dashboard) -> str:
-    """The file that Grafana reads; the same for the same dashboard, so that a diff shows what changed."""
-    return json.dumps(built, cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
+    """The file that Grafana reads: a panel a line, so that a diff shows which ones changed."""
+    tree = json.loads(json.dumps(built, cls=JSONEncoder, sort_keys=True))
+    panels = ",\n".join(map(json.dumps, tree.pop("panels")))
+    return f'{{"panels": [\n{panels}\n],\n{json.dumps(tree)[1:]}\n'
 
 
 def _empty(title: str, uid: str, question: str) -> dashboard.Dashboard:

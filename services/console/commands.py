@@ -10,15 +10,15 @@ from tidemill.services.console.options import (
     ArchiveOptions,
     CheckOptions,
     ConvertOptions,
+    DeadChoice,
     DiffOptions,
     DropOptions,
     EntryOptions,
     ExportOptions,
     GrepOptions,
-    LetterChoice,
     ReplayOptions,
     RescoreOptions,
-    ShowLettersOptions,
+    ShowDeadOptions,
     StatusOptions,
     StepOptions,
     TailOptions,
@@ -300,7 +300,7 @@ def grep(options: GrepOptions) -> None:
 @command(
     dead, "Examples: tidemill dead show --error schema  ·  tidemill dead show 1790000000000-0 --hex", "show"
 )
-def show_letters(options: ShowLettersOptions) -> None:
+def show_dead(options: ShowDeadOptions) -> None:
     """List the dead letters: when, from where, which sample, why; with an ID, all of that one.
 
     One letter is shown with the message that died, decoded where that is possible.
@@ -316,7 +316,7 @@ def show_letters(options: ShowLettersOptions) -> None:
 
 
 @command(dead, "Example: tidemill dead requeue --all --stream prompts:eval")
-def requeue(options: LetterChoice) -> None:
+def requeue(options: DeadChoice) -> None:
     """Put messages back where they belong, each exactly once.
 
     Refuses, with the reason, what can no longer matter: the trainer replaces the group of a dead ticket or
@@ -324,15 +324,15 @@ def requeue(options: LetterChoice) -> None:
     """
     from tidemill.services.console.dead import commands
 
-    raise typer.Exit(commands.requeue_letters(options))
+    raise typer.Exit(commands.requeue_entries(options))
 
 
 @command(dead, "Example: tidemill dead drop --all --error 'schema 2' --yes")
 def drop(options: DropOptions) -> None:
-    """Remove letters for good, after asking. What the trainer has yet to learn from one keeps it."""
+    """Remove dead letters for good, after asking. Those that the trainer has yet to act on are kept."""
     from tidemill.services.console.dead import commands
 
-    raise typer.Exit(commands.drop_letters(options, options.is_sure))
+    raise typer.Exit(commands.drop_entries(options, options.is_sure))
 
 
 app.add_typer(streams, name="streams", help="What a run has written: show, follow, search.")

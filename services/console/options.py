@@ -332,7 +332,7 @@ class TimelineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LetterFilter:
+class DeadFilter:
     """Which dead letters are meant; every condition that is given must hold."""
 
     stream: str = option("--stream", "Only from this stream, such as prompts:eval.", "")
@@ -347,26 +347,26 @@ class LetterFilter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LetterChoice(LetterFilter):
+class DeadChoice(DeadFilter):
     """Dead letters by their ids, or all that the filter leaves."""
 
-    ids: list[str] = argument("Ids of letters.", [], "ID")
-    has_all: bool = option("--all", "All letters that the filters leave.", False)
+    ids: list[str] = argument("Ids of dead letters.", [], "ID")
+    has_all: bool = option("--all", "All dead letters that the filters leave.", False)
     run_id: str | None = run_option()
     runs_dir: Path | None = runs_dir_option()
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropOptions(LetterChoice):
+class DropOptions(DeadChoice):
     is_sure: bool = option("--yes", "Do not ask.", False, short=["-y"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowLettersOptions(LetterChoice):
-    ids: list[str] = argument("Ids of letters. Without one: a list of them.", [], "ID")
+class ShowDeadOptions(DeadChoice):
+    ids: list[str] = argument("Ids of dead letters. Without one: a list of them.", [], "ID")
     has_all: bool = field(default=True, init=False)
     limit: int = option("--limit", "At most so many, the newest; 0: all.", 100, min=0)
-    with_hex: bool = option("--hex", "Show all original bytes of a letter.", False)
+    with_hex: bool = option("--hex", "Show all original bytes.", False)
     as_json: bool = json_flag()
 
 

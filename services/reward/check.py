@@ -16,18 +16,13 @@ from tidemill.common.config import NamedRewardConfig, RewardConfig, RunConfig, S
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import CALLED, READS
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.chat_template import ChatTemplate, RenderError
 from tidemill.common.run.dataset import PROMPT
 from tidemill.services.reward.functions.group_functions import load_group_function
-from tidemill.services.reward.functions.loading import load_function
-from tidemill.services.reward.functions.reward_function import RewardFunction, TrlLog, trl_arguments
+from tidemill.services.reward.functions.reward_function import TrlLog, trl_arguments
 from tidemill.services.reward.functions.signature import Style
 from tidemill.services.reward.outcome import AttemptError
-from tidemill.services.reward.remote.judge import JudgePrompt
-from tidemill.services.reward.remote.serving import template_file
-from tidemill.services.reward.remote.teacher import TeacherPrompt
-from tidemill.services.reward.rewards.reward import FunctionReward, check_reward
-from tidemill.services.reward.sample import ChatMessages, RewardSample
+from tidemill.services.reward.rewards.reward import REWARDS, FunctionReward, check_reward, load_checked
+from tidemill.services.reward.sample import RewardSample
 
 
 def main(argument: str, row: str = "", call: str = "") -> int:
@@ -38,14 +33,13 @@ def main(argument: str, row: str = "", call: str = "") -> int:
     try:
         run = RunConfig.model_validate(json.loads(argument))
         config = run.reward
-        functions = {}
         for name, reward in config.named.items():
-            functions[name] = check_reward(name, reward, run.servers)
+            check_reward(name, reward, run.servers)
             _check_tokenizer(name, reward)
         if config.group:
             load_group_function(config.group, config.group_kwargs)
         if row:
-            _check_columns(config, functions, json.loads(row))
+            _check_columns(config, json.loads(row))
             print(READS + json.dumps(readings(run, json.loads(row))))
         if call:
             run_main(_call_functions(config, json.loads(row)))
@@ -64,9 +58,7 @@ def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:
         )
 
 
-def _check_columns(
-    config: RewardConfig, functions: dict[str, RewardFunction | None], row: dict[str, Any]
-) -> None:
+def _check_columns(config: RewardConfig, row: dict[str, Any]) -> None:
     """See that the row has the columns on which functions in TRL's style insist.
 
     Raises:
@@ -75,10 +67,10 @@ def _check_columns(
     sample = _sample_of(row)
     for name, reward in config.named.items():
         scores = reward.scores_source(sample.data_source, sample.source)
-        function = functions[name]
-        if function is None or function.how.style is not Style.TRL:
+        if reward.function is None or not scores or "train" not in reward.lanes:
             continue
-        if not scores or "train" not in reward.lanes:
+        function = load_checked(name, reward)
+        if function.how.style is not Style.TRL:
             continue
         try:
             trl_arguments(function.how, [sample], TrlLog(), {} if function.is_made else reward.kwargs)
@@ -106,7 +98,7 @@ async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> None:
         if reward.function is None or reward.router:
             print(f"{CALLED}{name} was not called: only functions without a judge are")
             continue
-        function = load_function(reward.function, reward.kwargs, reward.style, reward.tokenizer)
+        function = load_checked(name, reward)
         called = FunctionReward(function, reward.timeout_s, num_processes=1)
         try:
             outcome = await called.score(sample)
@@ -155,53 +147,14 @@ def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
 
 
 def _reading(name: str, reward: NamedRewardConfig, sample: RewardSample, servers: ServersConfig) -> str:
-    if reward.judge is not None:
-        try:
-            messages = JudgePrompt(name, reward.judge).messages(sample)
-        except AttemptError as error:
-            if "train" not in reward.lanes:
-                return str(error)  # the rows of an evaluation may have other columns
-            raise ConfigError(f"reward {name}: for the first training row, {error}") from None
-        return _lines(messages) if reward.judge.api == "chat" else messages[-1]["content"]
-    if reward.teacher is not None:
-        return _taught(name, reward, sample)
-    assert reward.model is not None
-    if reward.model.input == "ids":
-        return "the token ids that the policy read and wrote"
-    if reward.model.input == "text":
-        return sample.prompt_text + sample.solution_str
-    return _rendered(servers, sample.conversation)
-
-
-def _taught(name: str, reward: NamedRewardConfig, sample: RewardSample) -> str:
-    """The prompt of a teacher's own, where it has one."""
-    assert reward.teacher is not None
-    if not reward.teacher.has_own_prompt:
-        return "the token ids that the policy read and wrote"
+    reading = REWARDS[reward.kind].reading
+    assert reading is not None  # it names servers
     try:
-        prompt = TeacherPrompt(name, reward.teacher).of(sample)
+        return reading(name, reward, sample, servers)
     except AttemptError as error:
         if "train" not in reward.lanes:
-            return str(error)
+            return str(error)  # the rows of an evaluation may have other columns
         raise ConfigError(f"reward {name}: for the first training row, {error}") from None
-    return (prompt if isinstance(prompt, str) else _lines(prompt) + "\n") + COMPLETION
-
-
-def _rendered(servers: ServersConfig, messages: ChatMessages) -> str:
-    """In the reward model's template where that is on this machine, else as messages."""
-    local = servers.local
-    if local is not None and not local.command and Path(servers.model).is_dir():
-        template = ChatTemplate.of(Path(servers.model), template_file(local))
-        try:
-            if template is not None:
-                return template.render(messages, add_generation_prompt=False)
-        except RenderError as error:
-            return f"{error}: {_lines(messages)}"
-    return _lines(messages)
-
-
-def _lines(messages: ChatMessages) -> str:
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 from tidemill.common.errors import RewardError
 from tidemill.common.wire.codec import sendable
-from tidemill.common.wire.messages import ScoreStatus
+from tidemill.common.wire.messages import OnFailure, ScoreStatus, Try
 
 MAX_ERROR_CHARS = 500
 MAX_DETAIL_CHARS = 10_000
@@ -61,18 +61,45 @@ class AttemptError(RewardError):
         """All attempts, this one included, once it is the last of several."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RewardOutcome:
-    """The reward of one sample, with the numbers and notes that came with it.
+    """What a reward says of one sample, with the numbers and notes that came with it.
 
-    A value of None means that the reward does not apply to the sample, which is no failure.
+    An attempt, a reward after its attempts, and the sum of all rewards have this one form. Only `ok` may have
+    a value; `ok` without one means that the reward does not apply to the sample, which is no failure.
     """
 
-    value: float | None
+    value: float | None = None
     components: dict[str, float | None] = field(default_factory=dict)
     detail: Detail = field(default_factory=dict)
     teacher_logprobs: bytes | None = None
     """A teacher's, float32 little-endian, of the tokens that the model sampled; its value is None."""
+    status: ScoreStatus = ScoreStatus.OK
+    error: str = ""
+    kind: str = ""
+    """How a failure failed, in a word, for counts: `timeout`, `error`, `http_429`, ..."""
+    tries: list[Try] = field(default_factory=list)
+    """All attempts of the rewards that needed several."""
+    on_failure: OnFailure = ""
+    """Of a sum that failed: the strictest policy of the rewards that did; empty leaves it to the section."""
+
+    def __post_init__(self) -> None:
+        self.status = ScoreStatus(self.status)  # a plain text where it comes out of Redis
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the reward said something, if only that it does not apply."""
+        return self.status is ScoreStatus.OK
+
+    @classmethod
+    def failed(cls, error: AttemptError, name: str) -> "RewardOutcome":
+        """What remains of the reward `name` when its last attempt failed."""
+        return cls(
+            status=ScoreStatus.TIMEOUT if error.is_timeout else ScoreStatus.FAILED,
+            error=str(error),
+            kind=error.kind,
+            tries=[(name, *one) for one in error.tries],
+        )
 
 
 @contextmanager
@@ -258,51 +285,3 @@ def _text(value: Any) -> str:
     except BaseException:  # too deep, or a `__repr__` that raises; the score beside it counts
         text = f"{type(value).__name__}, which cannot be shown"
     return sendable(text[:MAX_DETAIL_CHARS])
-
-
-@dataclass(slots=True)
-class Part:
-    """Only `ok` may have a value; `ok` without one means that the reward does not apply to the sample.
-
-    `kind` says in a word how a failure failed, for counts: `timeout`, `error`, `http_429`, ...
-    """
-
-    status: ScoreStatus = ScoreStatus.OK
-    value: float | None = None
-    error: str = ""
-    kind: str = ""
-    tries: list[NamelessTry] = field(default_factory=list)
-    """All attempts, where there were several."""
-    components: dict[str, float | None] = field(default_factory=dict)
-    detail: Detail = field(default_factory=dict)
-    teacher_logprobs: bytes | None = None
-    """A teacher's, as in `RewardOutcome`."""
-
-    def __post_init__(self) -> None:
-        self.status = ScoreStatus(self.status)  # a plain text where it comes out of Redis
-
-    @property
-    def attempts(self) -> int:
-        return len(self.tries) or 1
-
-    @property
-    def is_ok(self) -> bool:
-        """Whether the reward said something, if only that it does not apply."""
-        return self.status is ScoreStatus.OK
-
-    @classmethod
-    def of(cls, outcome: RewardOutcome, tries: list[NamelessTry]) -> "Part":
-        """The part that an attempt which succeeded makes."""
-        return cls(
-            value=outcome.value,
-            tries=tries,
-            components=outcome.components,
-            detail=outcome.detail,
-            teacher_logprobs=outcome.teacher_logprobs,
-        )
-
-    @classmethod
-    def failed(cls, error: AttemptError) -> "Part":
-        """The part that remains when the last attempt failed."""
-        status = ScoreStatus.TIMEOUT if error.is_timeout else ScoreStatus.FAILED
-        return cls(status, None, str(error), error.kind, error.tries)

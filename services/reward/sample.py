@@ -10,6 +10,9 @@ from tidemill.common.wire.segments import Segment
 
 ChatMessages = list[dict[str, Any]]
 
+IDS_READING = "the token ids that the policy read and wrote"
+"""What `check` shows of a request that has no text."""
+
 
 class SessionFacts(TypedDict):
     """What a session adds to its sample, as plain values."""
@@ -105,7 +108,7 @@ class RewardSample:
             return self.own_text or self.prompt_text
         if len(self.messages) == 1:
             return str(self.messages[0].get("content", ""))
-        return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in self.messages)
+        return lines_of(self.messages, "\n\n")
 
     @property
     def said(self) -> ChatMessages:
@@ -147,6 +150,11 @@ class RewardSample:
             "environment_reward": self.session["reward"],
             "environment_metrics": dict(self.session["metrics"]),
         }
+
+
+def lines_of(messages: ChatMessages, between: str = "\n") -> str:
+    """A chat as text: each message with its role."""
+    return between.join(f"{message.get('role')}: {message.get('content')}" for message in messages)
 
 
 def _facts(trajectory: Trajectory) -> SessionFacts | None:

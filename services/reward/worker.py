@@ -21,7 +21,12 @@ from tidemill.services.reward.quarantine import Quarantine
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.group_scoring import GroupScoring
 from tidemill.services.reward.rewards.post_processing import PostProcessing
-from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum, make_weighted_sum
+from tidemill.services.reward.rewards.weighted_sum import (
+    Parts,
+    WeightedSum,
+    make_weighted_sum,
+    score_of,
+)
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.reward.worker_metrics import Capacity, WorkerMetrics
 
@@ -77,7 +82,7 @@ class Scorer:
         started = time.monotonic()
         sample = RewardSample.from_trajectory(trajectory, lane)
         total = self.reward.sum_up(await self.parts(sample))
-        return total.score(sample, self._worker, time.monotonic() - started)
+        return score_of(total, sample, self._worker, time.monotonic() - started)
 
     async def parts(self, sample: RewardSample) -> Parts:
         """What each reward says of one sample by itself."""

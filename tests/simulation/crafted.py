@@ -122,6 +122,20 @@ def _again(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craft
     return replace(setup, evaluation=True, steps=6, sample_s=1.0), faults
 
 
+def _last(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """A reward worker dies between the last result of a group and its publication, perhaps: another one
+    takes the last trajectory over."""
+    how = {"before": ["store_result", "trajectories"], "step": "unsent"}
+    kills = [Fault(round(0.5 * at_s + i, 3), "kill", f"reward-{i % 2}", how) for i in range(4)]
+    return replace(setup, per_group=True, group_size=2, rewards=2, steps=4, sample_s=1.0), kills
+
+
+def _unheard(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Answers are lost, and nothing else: what was done is asked for again."""
+    how = {"for_s": 8.0, "share": round(rng.uniform(0.2, 0.4), 2)}
+    return replace(setup, steps=4), [Fault(round(at_s / 2.0, 3), "unreliable", "", how)]
+
+
 CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
     "outage": _outage,
     "behind": _behind,
@@ -137,5 +151,7 @@ CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
     "end": _end,
     "late": _late,
     "again": _again,
+    "last": _last,
+    "unheard": _unheard,
 }
 """Kind -> the schedule, of a generator, a config, and a time and a duration that it may use."""

@@ -52,7 +52,7 @@ class Injector:
         """Entries that Redis has lost."""
         ends = [fault.at_s + float(fault.how.get("for_s", 0.0)) for fault in schedule.faults]
         self.quiet_at_s = START_S + max(ends, default=0.0) + GRACE_S
-        self._armed: list[tuple[str, str, Callable[[], None]]] = []
+        self._armed: list[tuple[str, str, str, Callable[[], None]]] = []
         world.cluster.before = self._before
 
     def arm(self) -> None:
@@ -69,7 +69,8 @@ class Injector:
         if self.fleet.outcome:
             return
         if before := fault.how.get("before"):
-            self._armed.append((before[0], before[1], lambda: self._happen(fault)))
+            who = fault.target if fault.kind == "kill" else "trainer"
+            self._armed.append((who, *before, lambda: self._happen(fault)))
         else:
             self._happen(fault)
 
@@ -81,9 +82,9 @@ class Injector:
             return
         name, text = split(fields)[0].decode(), b" ".join(fields[:8]).decode(errors="replace")
         for armed in list(self._armed):
-            command, key, happen = armed
+            who, command, key, happen = armed
             is_it = name == command or (command == "XADD" and name in SCRIPTED) or _is_script(command, fields)
-            if process.role == "trainer" and is_it and key in text:
+            if process.name == who and is_it and key in text:
                 self._armed.remove(armed)
                 happen()
 

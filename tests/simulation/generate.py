@@ -52,6 +52,8 @@ RARE = {
     "twin": 5,
 }
 """Kind of what chance hardly brings together -> in how many of 100 schedules it is."""
+ADDED, ADDED_SHARE = ("last", "unheard"), 0.06
+"""Kinds that came later, drawn apart: the seeds of the others stay what they were."""
 STREAMS = (
     "prompts",
     "trajectories",
@@ -89,14 +91,17 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
             at_s += rng.uniform(0.0, 0.6)  # on top of the one before
         faults.append(_fault(rng, round(at_s, 3), names, setup))
     rng = random.Random(f"rare {seed}")
-    if (kind := _kind_of(rng)) in CRAFTED:
+    if (kind := _kind_of(seed, rng)) in CRAFTED:
         setup, faults = crafted(kind, rng, setup)
     else:
         faults += _rare(kind, rng, names) + beside(seed)
     return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
-def _kind_of(rng: random.Random) -> str:
+def _kind_of(seed: int, rng: random.Random) -> str:
+    added = random.Random(f"added {seed}")
+    if added.random() < ADDED_SHARE:
+        return added.choice(ADDED)
     return rng.choices(list(RARE), list(RARE.values()))[0]
 
 

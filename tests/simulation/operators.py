@@ -13,7 +13,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import FINISHED, read_config
 from tidemill.common.streams import Entry, read_range
 from tidemill.common.wire.messages import DeadLetter
-from tidemill.services.console.dead.dead_letters import decode_letter
+from tidemill.services.console.dead.entries import decode_dead
 from tidemill.services.console.dead.requeue import Requeuer, TicketEnds
 from tidemill.services.console.status.snapshot import SnapshotReader
 
@@ -38,8 +38,7 @@ def operate(world: World, fleet: Fleet) -> None:
             requeuer = Requeuer(broker, world.keys, config, ends)
             for entry in await read_range(broker, world.keys.dead, DeadLetter):
                 if isinstance(entry, Entry):
-                    letter = decode_letter(entry.entry_id, entry.message, config.streams.max_message_mb << 20)
-                    await requeuer.put_back(letter)
+                    await requeuer.put_back(decode_dead(entry, config.streams.max_message_mb << 20))
         finally:
             await broker.close()
         return 0

@@ -149,12 +149,6 @@ PLANTED = (
         "        self._renewal",
     ),
     Mutant(
-        "commits are trimmed that the checkpoint does not have",
-        f"{DURABLE}/checkpointing.py",
-        "self._journalled(oldest.version - KEPT_COMMITS)",
-        "self._journalled(self._kept[-1].version + KEPT_COMMITS)",
-    ),
-    Mutant(
         "two trainers work in one folder",
         "services/trainer/service.py",
         "            held.enter_context(lock)\n",

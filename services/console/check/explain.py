@@ -13,7 +13,7 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.console.check.preflight import Findings
 from tidemill.services.console.check.redis_size import redis_bytes
 from tidemill.services.console.text.formats import printable_block, size
-from tidemill.services.console.text.tables import name_table
+from tidemill.services.console.text.tree import name_table
 
 MAX_READ_CHARACTERS = 4000
 

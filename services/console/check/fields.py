@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.text.tables import name_table
+from tidemill.services.console.text.tree import name_table
 
 SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 ANY_NAME = "<name>"

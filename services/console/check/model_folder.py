@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.common.config import DataConfig, ModelConfig, is_path
+from tidemill.common.config import DataConfig, ModelConfig, RunConfig, is_path
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import RenderError
 from tidemill.common.run.dataset import Row
@@ -168,3 +168,40 @@ def _complaint(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataCon
         "the limit (and model.max_model_len), or set data.overlong_prompts to drop, or to left, right or "
         "middle, which cut."
     )
+
+
+def check_teachers(config: RunConfig) -> None:
+    """Compare vocabularies of policy and teachers, where the folders of both are on this machine.
+
+    A teacher is sent token ids: with another tokenizer they would be other words.
+
+    Raises:
+        ConfigError: a teacher's has other ids. The message names the first token that differs.
+    """
+    own = _vocabulary(config.model.path)
+    for name, reward in config.reward.named.items():
+        served = config.servers[reward.servers] if reward.teacher else None
+        if served is None or served.local is None or not own or not (theirs := _vocabulary(served.model)):
+            continue
+        # A teacher may know more tokens: the policy never samples those.
+        wrong = [(number, token) for token, number in own.items() if theirs.get(token) != number]
+        if wrong:
+            number, token = min(wrong)
+            there = f"is {theirs[token]}" if token in theirs else "does not exist"
+            raise ConfigError(
+                f"reward.rewards.{name}: the teacher {served.model} has another tokenizer than model.path, "
+                f"{config.model.path}: token {token!r} is {number} in the policy's and {there} in the "
+                f"teacher's; {len(wrong):,} of {len(own):,} differ. A teacher scores token ids: take one of "
+                "the policy's family"
+            )
+
+
+def _vocabulary(model: str) -> dict[str, int]:
+    """Ids by token, special ones included; empty where the folder does not say."""
+    file = Path(model) / TOKENIZER_FILE
+    if not file.is_file():
+        return {}
+    tree = read_json(file)
+    vocabulary = (tree.get("model") or {}).get("vocab")
+    known = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    return known | {token["content"]: token["id"] for token in tree.get("added_tokens") or ()}

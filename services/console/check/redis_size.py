@@ -12,12 +12,11 @@ BACKLOG = 1.5
 """Files of the archive that Redis holds before they are written: of trajectories, and of others in part."""
 
 
-def redis_bytes(config: RunConfig, record_bytes: float | None = None) -> int:
-    """Memory at the end of the run, where a trajectory and its score take `record_bytes`; without it, where
-    every completion has full length."""
+def redis_bytes(config: RunConfig) -> int:
+    """Memory at the end of the run, where every completion has full length."""
     trainer, archive = config.trainer, config.streams.archive
     samples = trainer.groups_per_step * config.largest_group_size
-    record_bytes = record_bytes or _longest_record(config)
+    record_bytes = longest_record(config)
     records = records_held(config) * record_bytes
     commits = min(trainer.steps, _steps_kept(config) + KEPT_COMMITS)
     backlog = 0.0
@@ -45,7 +44,7 @@ def _steps_kept(config: RunConfig) -> int:
     return min(trainer.checkpoint_every * trainer.keep_checkpoints, trainer.steps)
 
 
-def _longest_record(config: RunConfig) -> float:
+def longest_record(config: RunConfig) -> float:
     """Ids and logprobs (a teacher's too) of 4 bytes a token, and text of about as much."""
     completion = (4 if config.reward.teachers else 3) * config.rollout.sampling.max_tokens
     return BYTES_OF_A_TOKEN * (2 * config.data.max_prompt_tokens + completion) + BYTES_OF_AN_ENTRY

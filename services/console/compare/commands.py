@@ -15,7 +15,7 @@ from tidemill.services.console.compare.run_diff import DiffedRun, RunDiff, diff_
 from tidemill.services.console.options import DiffOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs
 from tidemill.services.console.run.history import RunAccess, open_history
-from tidemill.services.console.text.tables import jsonable
+from tidemill.services.console.text.tree import jsonable
 
 MAX_WIDTH = 60
 """Characters of a value in the table; --json has all of it."""

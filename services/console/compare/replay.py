@@ -22,7 +22,7 @@ from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.services.console.options import ReplayOptions
 from tidemill.services.console.run.history import RunAccess, open_history
-from tidemill.services.console.text.tables import jsonable
+from tidemill.services.console.text.tree import jsonable
 
 HEADLINES = ("loss", "grad_norm", "reward", "entropy", "learning_rate")
 """Metrics that are shown in any case, in this order."""

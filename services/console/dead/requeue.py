@@ -9,7 +9,7 @@ What it means depends on where the message died:
 * commits, weights, and trajectories that are too old for their step are never put back.
 
 In training, the trainer replaces the group of a dead ticket or trajectory by a fresh one. From then on the
-old one can no longer matter, and is refused. So this is for letters of a run whose trainer stands still, for
+old one can no longer matter, and is refused. So this is for a run whose trainer stands still, for
 evaluations in progress, and for messages that only a newer release can read.
 """
 
@@ -21,21 +21,31 @@ from tidemill.common.history import History
 from tidemill.common.history.groups import TicketOutcomes
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import FINISHED, read_state
-from tidemill.common.streams import DONE, LETTER_GONE, Progress, group_status, reappend, requeue, scan
-from tidemill.common.streams.entries import Entry
+from tidemill.common.streams import (
+    DONE,
+    LETTER_GONE,
+    Progress,
+    group_status,
+    has_entry,
+    reappend,
+    remove_entries,
+    requeue,
+    scan,
+)
+from tidemill.common.streams.entries import Entry, entry_id_of
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Lane, Ticket, Trajectory
-from tidemill.services.console.dead.dead_letters import Letter, is_trimmed
+from tidemill.services.console.dead.entries import DeadEntry
 
 ONLY_TRAINER = "is written by the trainer alone, which writes it again itself where it is needed"
-GONE = "the letter is gone: somebody has put it back or dropped it meanwhile"
+GONE = "the dead letter is gone: somebody has put it back or dropped it meanwhile"
 
 
 @dataclass(frozen=True, slots=True)
-class LetterResult:
-    """What came of one letter."""
+class RequeueResult:
+    """What came of one entry."""
 
-    letter: Letter
+    entry: DeadEntry
     is_done: bool
     words: str
 
@@ -73,71 +83,82 @@ class TicketEnds:
 
 
 class Requeuer:
-    """Puts letters of one run back, one at a time."""
+    """Puts dead messages of one run back, one at a time."""
 
     def __init__(self, broker: Broker, keys: Keys, config: RunConfig, ends: TicketEnds) -> None:
         self.broker, self.keys, self.config, self.ends = broker, keys, config, ends
 
-    async def put_back(self, letter: Letter) -> LetterResult:
+    async def put_back(self, entry: DeadEntry) -> RequeueResult:
         """Put one message back, exactly once, or say why not."""
-        if reason := await self._refusal(letter):
-            return LetterResult(letter, False, reason)
-        if letter.stream == "scores":
-            key = self.keys.scores(letter.lane)
-            is_done = await reappend(self.broker, self.keys.dead, letter.letter_id, key, letter.fields)
-            return LetterResult(letter, is_done, "appended to the scores again" if is_done else GONE)
-        return await self._hand_out_again(letter)
+        if reason := await self._refusal(entry):
+            return RequeueResult(entry, False, reason)
+        if entry.stream == "scores":
+            key = self.keys.scores(entry.lane)
+            is_done = await reappend(self.broker, self.keys.dead, entry.entry_id, key, entry.fields)
+            return RequeueResult(entry, is_done, "appended to the scores again" if is_done else GONE)
+        return await self._hand_out_again(entry)
 
-    async def reason_to_keep(self, letter: Letter) -> str:
-        """Why the letter must not be dropped yet: the trainer learns from it that a group is dead."""
-        ticket = letter.content.ticket
-        is_news = letter.stream in ("prompts", "trajectories") and letter.content.entry_id and ticket >= 0
-        if not is_news or letter.lane is Lane.EVAL or self.ends.of(ticket, letter.lane):
-            return ""
-        if await is_trimmed(self.broker, self.keys, ticket, letter.lane):
-            return ""
-        return f"ticket {ticket} is not replaced yet: the trainer does so when it reads this letter"
+    async def drop(self, entry: DeadEntry) -> RequeueResult:
+        """Remove an entry for good, unless the trainer has yet to act on it."""
+        reason = await self.reason_to_keep(entry)
+        if not reason and not await remove_entries(self.broker, self.keys.dead, [entry.entry_id]):
+            reason = "it is gone already"
+        return RequeueResult(entry, not reason, reason)
 
-    async def _refusal(self, letter: Letter) -> str:
-        """Why the letter cannot be put back, or would be of no use; empty where it can."""
-        if not letter.is_readable:
-            return "the letter itself cannot be decoded; drop it"
-        if letter.stream not in ("prompts", "trajectories", "scores"):
-            return f"the stream {letter.content.origin!r} {ONLY_TRAINER}"
-        if letter.message is None:
-            return f"it still cannot be decoded ({letter.problem}) and would only die again"
-        if letter.stream == "trajectories" and not letter.content.entry_id:
+    async def reason_to_keep(self, entry: DeadEntry) -> str:
+        """Why it must not be dropped yet: the trainer learns from it that a group is dead."""
+        ticket = entry.content.ticket
+        is_news = entry.stream in ("prompts", "trajectories") and entry.content.entry_id and ticket >= 0
+        if not is_news or entry.lane is Lane.EVAL or self.ends.of(ticket, entry.lane):
+            return ""
+        if await self._is_trimmed(ticket, entry.lane):
+            return ""
+        return f"ticket {ticket} is not replaced yet: the trainer does so when it reads this dead letter"
+
+    async def _refusal(self, entry: DeadEntry) -> str:
+        """Why it cannot be put back, or would be of no use; empty where it can."""
+        if not entry.is_readable:
+            return "the dead letter itself cannot be decoded; drop it"
+        if entry.stream not in ("prompts", "trajectories", "scores"):
+            return f"the stream {entry.content.origin!r} {ONLY_TRAINER}"
+        if entry.message is None:
+            return f"it still cannot be decoded ({entry.problem}) and would only die again"
+        if entry.stream == "trajectories" and not entry.content.entry_id:
             return "it is too old for its step and may never be trained on; its group was replaced"
-        ticket, _ = letter.key
-        if end := self.ends.of(ticket, letter.lane, _version_of(letter)):
+        ticket, _ = entry.key
+        if end := self.ends.of(ticket, entry.lane, _version_of(entry)):
             return f"{end}; there is nothing left that it could be used for"
-        if await is_trimmed(self.broker, self.keys, ticket, letter.lane):
+        if await self._is_trimmed(ticket, entry.lane):
             return f"ticket {ticket} has been trimmed: nothing needs it any more"
         return ""
 
-    async def _hand_out_again(self, letter: Letter) -> LetterResult:
+    async def _is_trimmed(self, ticket: int, lane: Lane) -> bool:
+        """Whether the ticket itself was trimmed, as happens when nothing needs it any more."""
+        return not await has_entry(self.broker, self.keys.prompts(lane), entry_id_of(ticket))
+
+    async def _hand_out_again(self, entry: DeadEntry) -> RequeueResult:
         """Make a ticket or a trajectory pending again, for the next worker that reclaims."""
-        lane, (ticket, _) = letter.lane, letter.key
-        is_ticket = letter.stream == "prompts"
+        lane, (ticket, _) = entry.lane, entry.key
+        is_ticket = entry.stream == "prompts"
         key = self.keys.prompts(lane) if is_ticket else self.keys.trajectories(lane)
         group = ROLLOUT_GROUP if is_ticket else REWARD_GROUP
         lease_s, progress_key = self.config.streams.lease_s, self.keys.progress(ticket, lane)
         if await group_status(self.broker, key, group) is None:
-            return LetterResult(letter, False, f"no {group} worker has ever joined; start one first")
+            return RequeueResult(entry, False, f"no {group} worker has ever joined; start one first")
         answer = await requeue(
             self.broker,
             self.keys.dead,
-            letter.letter_id,
+            entry.entry_id,
             key,
             group,
-            letter.content.entry_id,
+            entry.content.entry_id,
             lease_s=lease_s,
             progress=await self._progress(ticket, lane) if is_ticket else Progress(progress_key),
         )
         if answer == DONE:
-            return LetterResult(letter, True, f"the next {group} worker takes it, within {lease_s:g} s")
+            return RequeueResult(entry, True, f"the next {group} worker takes it, within {lease_s:g} s")
         trimmed = "its stream does not hold it any more: it was trimmed, so nothing needs it"
-        return LetterResult(letter, False, GONE if answer == LETTER_GONE else trimmed)
+        return RequeueResult(entry, False, GONE if answer == LETTER_GONE else trimmed)
 
     async def _progress(self, ticket: int, lane: Lane) -> Progress:
         """What was published before the ticket died must not be generated a second time."""
@@ -149,6 +170,6 @@ class Requeuer:
         return Progress(self.keys.progress(ticket, lane), sorted(published), least)
 
 
-def _version_of(letter: Letter) -> int | None:
+def _version_of(entry: DeadEntry) -> int | None:
     """The version that an evaluation's message belongs to: the step its ticket was issued for."""
-    return letter.message.step if isinstance(letter.message, Ticket | Trajectory) else None
+    return entry.message.step if isinstance(entry.message, Ticket | Trajectory) else None

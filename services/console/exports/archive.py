@@ -7,7 +7,6 @@ from typing import Any
 
 from redis.exceptions import RedisError
 from rich.console import Console
-from rich.filesize import decimal
 
 from tidemill.common.archive import archive_folder, is_whole, mark_whole, stream_folder
 from tidemill.common.archive.manifest import Manifest
@@ -22,7 +21,7 @@ from tidemill.common.wire.keys import Keys
 from tidemill.services.console.options import ArchiveOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, nearest
 from tidemill.services.console.run.history import open_history
-from tidemill.services.console.text.tables import listing
+from tidemill.services.console.text.tree import note, part, print_tree, table, terminal
 
 PATIENCE_S = 60.0
 """How long an archiver that is at work is waited for."""
@@ -101,14 +100,20 @@ def _show(run_dir: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": str(archive_folder(run_dir)), "streams": rows}))
         return
-    titles = ("stream", "entries", "files", "size", "of payload", "removed")
-    table = listing(titles, titles[1:])
-    for stream, row in rows.items():
-        sizes = decimal(row["bytes"]), decimal(row["payload_bytes"])
-        table.add_row(str(stream), f"{row['entries']:,}", f"{row['files']:,}", *sizes, f"{row['removed']:,}")
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(f"in {nearest(archive_folder(run_dir))}", soft_wrap=True)
+    lines = (
+        {
+            "stream": stream.value,
+            "entries": row["entries"],
+            "files": row["files"],
+            "size": row["bytes"],
+            "of payload": row["payload_bytes"],
+            "removed": row["removed"],
+        }
+        for stream, row in rows.items()
+    )
+    shown = table(lines, {"size": "bytes", "of payload": "bytes"})
+    where = note(f"in {nearest(archive_folder(run_dir))}")
+    print_tree(terminal(), part("", shown, where))
 
 
 def _row(manifest: Manifest) -> dict[str, Any]:

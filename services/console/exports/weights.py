@@ -19,8 +19,7 @@ from tidemill.common.weights.digest import digest_of, is_additive
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.console.options import WeightsOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs
-from tidemill.services.console.text.formats import NOTHING, size
-from tidemill.services.console.text.tables import listing, terminal
+from tidemill.services.console.text.tree import note, part, print_tree, table, terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +92,20 @@ def _verify(run: Path, manifest: WeightManifest) -> None:
 
 
 def _print(rows: list[VersionRow], verify: bool) -> None:
-    console = terminal()
-    titles = ["version", "kind", "read", "size", "of full", "changed", "encode", "digest"]
-    table = listing([*titles, *(["whole"] if verify else [])], right=set(titles) - {"kind", "digest"})
-    for row in rows:
-        cells = [
-            str(row.version),
-            row.kind,
-            str(row.chain or NOTHING),
-            size(row.num_bytes),
-            NOTHING if row.share_of_full is None else f"{row.share_of_full:.2%}",
-            NOTHING if row.share_changed is None else f"{row.share_changed:.2%}",
-            f"{row.encode_s:.1f} s" if row.encode_s else NOTHING,
-            row.digest.removeprefix("w1:")[:12],
-        ]
-        table.add_row(*cells, *(["no" if row.problem else "yes"] if verify else []))
-    console.print(table)
-    for row in rows:
-        if row.problem:
-            console.print(f"version {row.version}: {row.problem}", style="red")
+    shown = (
+        {
+            "version": row.version,
+            "kind": row.kind,
+            "read": row.chain or None,
+            "size": row.num_bytes,
+            "of full": row.share_of_full,
+            "changed": row.share_changed,
+            "encode": row.encode_s or None,
+            "digest": row.digest.removeprefix("w1:")[:12],
+            "whole": ("no" if row.problem else "yes") if verify else None,
+        }
+        for row in rows
+    )
+    versions = table(shown, {"size": "bytes", "of full": "share", "changed": "share", "encode": "s"})
+    problems = (note(f"version {row.version}: {row.problem}", "red") for row in rows if row.problem)
+    print_tree(terminal(), part("", versions, problems))

@@ -23,7 +23,7 @@ from tidemill.services.console.records.selection import check_fits, parse_stream
 from tidemill.services.console.records.tables import sample_of, versions_of
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.formats import number, printable
-from tidemill.services.console.text.tables import terminal
+from tidemill.services.console.text.tree import terminal
 
 Keys = set[tuple[int, int]]
 WHOLE_TICKET = -1

@@ -10,7 +10,6 @@ from tidemill.common.history import Selection, StreamName
 from tidemill.common.streams.selection import Range
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.options import SelectionOptions
-from tidemill.services.console.text.tables import parse_range
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|w)\w*\s+ago", re.IGNORECASE)
 _UNIT_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -71,6 +70,18 @@ def _range(name: str, text: str, parse: Callable[[str], float]) -> Range | None:
         first, _, last = text.partition("..")
         raise ConfigError(f"--{name} {text} holds nothing: {first.strip()} is greater than {last.strip()}.")
     return found
+
+
+def parse_range(text: str, parse: Callable[[str], float] = float) -> Range | None:
+    """`A..B`, `A..`, `..B` or `A`; None where neither end is given.
+
+    Raises:
+        ValueError: an end cannot be parsed.
+    """
+    first, dots, last = text.partition("..")
+    low = parse(first.strip()) if first.strip() else None
+    high = (parse(last.strip()) if last.strip() else None) if dots else low
+    return None if low is None and high is None else (low, high)
 
 
 def parse_stream(text: str, lane: str = "") -> StreamName:

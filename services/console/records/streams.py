@@ -7,26 +7,21 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Record, Selection, StreamName, StreamSummary
 from tidemill.common.history.windows import near_tickets
 from tidemill.common.process.programs import run_main
 from tidemill.common.streams import group_status, last_id
-from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after
+from tidemill.common.streams.entries import entry_id_of, id_after
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import Commit, Message, Ticket, Trajectory, WeightManifest
 from tidemill.services.console.options import SelectionOptions, ViewOptions
 from tidemill.services.console.records.search import selected_records
 from tidemill.services.console.records.selection import check_fits, parse_sample, parse_stream, selection_of
-from tidemill.services.console.records.session import print_session
-from tidemill.services.console.records.tables import print_values, record_table, record_tree
+from tidemill.services.console.records.tables import record_json, record_tree, records_table
 from tidemill.services.console.run.history import RunAccess, open_history
-from tidemill.services.console.text.formats import NOTHING, printable, printable_block, took, when
-from tidemill.services.console.text.tables import jsonable, listing, plain_fields, terminal
+from tidemill.services.console.text.formats import size
+from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
 
 GROUPS = {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}
 """Consumer groups by what they consume."""
@@ -54,39 +49,26 @@ class Extent:
         return {"stream": summary.pop("name").value, **summary, "age_s": self.age_s, **readers}
 
 
-async def extents(history: History) -> list[Extent]:
-    """All streams, in the order in which messages flow."""
-    return [await _with_readers(history, summary) for summary in await history.summary()]
-
-
-def extents_table(found: list[Extent]) -> Table:
-    titles = ("stream", "entries", "in Redis", "archived", "first", "last", "newest", "age", "readers")
-    table = listing(titles, ("entries", "in Redis", "archived", "age"), ("readers",))
-    for extent in found:
-        summary = extent.summary
-        table.add_row(
-            summary.name.value,
-            f"{summary.entries:,}",
-            _amount(summary.redis_entries, summary.redis_bytes),
-            _amount(summary.archived_entries, summary.archived_bytes),
-            summary.first_id or NOTHING,
-            summary.last_id or NOTHING,
-            when(summary.last_time or 0.0),
-            took(extent.age_s),
-            Text(_readers(extent)),
-        )
-    return table
+def _extent_row(extent: Extent) -> dict[str, Any]:
+    summary, readers = extent.summary, None
+    if extent.group:
+        lag = "not known how many" if extent.lag is None else f"{extent.lag:,}"
+        readers = f"{extent.group}: {extent.pending:,} held, {lag} to come"
+    return {
+        "stream": summary.name.value,
+        "entries": summary.entries,
+        "in Redis": _amount(summary.redis_entries, summary.redis_bytes),
+        "archived": _amount(summary.archived_entries, summary.archived_bytes),
+        "first": summary.first_id,
+        "last": summary.last_id,
+        "newest": Node("newest", summary.last_time, "time"),
+        "age": Node("age", extent.age_s, "s"),
+        "readers": readers,
+    }
 
 
 def _amount(entries: int, num_bytes: int) -> str:
-    return f"{entries:,} ({num_bytes / 1e6:,.1f} MB)" if entries else NOTHING
-
-
-def _readers(extent: Extent) -> str:
-    if not extent.group:
-        return ""
-    lag = "not known how many" if extent.lag is None else f"{extent.lag:,}"
-    return f"{extent.group}: {extent.pending:,} held, {lag} to come"
+    return f"{entries:,} ({size(num_bytes)})" if entries else ""
 
 
 async def _with_readers(history: History, summary: StreamSummary) -> Extent:
@@ -100,9 +82,6 @@ async def _with_readers(history: History, summary: StreamSummary) -> Extent:
 
 
 POLL_S = 0.5
-TEXT_CHARACTERS = 4000
-"""Of a completion that is shown by itself, unless all of it is asked for."""
-TEXTS = ("prompt_text", "text")
 NUMBERED: dict[type[Message], str] = {Ticket: "ticket", Commit: "step", WeightManifest: "version"}
 """Messages whose entry ids are their numbers."""
 
@@ -112,13 +91,12 @@ def show_list(view: ViewOptions) -> None:
 
     async def look() -> None:
         async with open_history(view.run_id, view.runs_dir) as access:
-            found = await extents(access.history)
+            found = [await _with_readers(access.history, one) for one in await access.history.summary()]
             if view.as_json:
                 print(json.dumps([jsonable(extent.as_tree()) for extent in found], indent=2))
                 return
-            console = terminal()
-            console.print(extents_table(found))
-            console.print(Text(f"run {access.run_id}, read from {access.source}", "dim"), soft_wrap=True)
+            source = note(f"run {access.run_id}, read from {access.source}", "dim")
+            print_tree(terminal(), part("", table(map(_extent_row, found)), source))
 
     run_main(look())
 
@@ -168,9 +146,9 @@ def show_entries(view: ViewOptions, stream: str, what: str, lane: str) -> None:
                 )
             for record in records:
                 if view.as_json:
-                    print(json.dumps(record_tree(name, record)))
+                    print(json.dumps(record_json(name, record)))
                 else:
-                    _print_whole(terminal(), name, record, view.is_full)
+                    print_tree(terminal(), record_tree(name, record), view.is_full)
 
     run_main(look())
 
@@ -218,29 +196,7 @@ async def _follow(
 def _print_records(view: ViewOptions, stream: StreamName, records: list[Record]) -> None:
     if view.as_json:
         for record in records:
-            print(json.dumps(record_tree(stream, record)), flush=True)
-    elif records:
-        terminal().print(record_table(stream, records, view.is_full))
+            print(json.dumps(record_json(stream, record)), flush=True)
     else:
-        terminal().print(Text(f"nothing of {stream} is selected", "dim"))
-
-
-def _print_whole(console: Console, stream: StreamName, record: Record, is_full: bool) -> None:
-    """Every field of an entry; texts at the end, with their line breaks."""
-    if isinstance(record, Garbled):
-        console.print(
-            Text(f"{stream} {record.entry_id} cannot be decoded: {printable(record.error)}", "yellow")
-        )
-        fields = {name.decode(errors="replace"): value for name, value in record.fields.items()}
-        print_values(console, "its bytes", fields, is_full)
-        return
-    assert isinstance(record, Entry)
-    values = plain_fields(record.message)
-    is_session = isinstance(record.message, Trajectory) and values.pop("session") is not None
-    texts = {name: values.pop(name) for name in TEXTS if values.get(name)}
-    print_values(console, f"{stream} {record.entry_id}", values, is_full)
-    if is_session and isinstance(record.message, Trajectory):
-        print_session(console, record.message, is_full)
-    for name, text in texts.items():
-        console.print(Text(f"\n{name.replace('_', ' ')}", "bold"))
-        console.print(Text(printable_block(text, 0 if is_full else TEXT_CHARACTERS)), soft_wrap=True)
+        found = records_table(records) if records else note(f"nothing of {stream} is selected", "dim")
+        print_tree(terminal(), part("", found), view.is_full)

@@ -1,12 +1,7 @@
-"""Records as values, tables and JSON: what people look for first in each kind of message."""
+"""What people look for first in each kind of message: a row of a table, and the whole entry."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, cast
-
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tidemill.common.history import Record, StreamName
 from tidemill.common.history.sessions import num_completion_tokens, session_facts
@@ -20,79 +15,53 @@ from tidemill.common.wire.messages import (
     Trajectory,
     WeightManifest,
 )
-from tidemill.services.console.text.formats import (
-    NOTHING,
-    number,
-    plural,
-    printable,
-    printable_block,
-    sample_name,
-    took,
-    when,
-)
-from tidemill.services.console.text.tables import jsonable, listing, name_table, plain_fields
+from tidemill.services.console.records.session import session_parts
+from tidemill.services.console.text.formats import number, plural, sample_name
+from tidemill.services.console.text.tree import Node, jsonable, note, part, table
+
+TEXTS = ("prompt_text", "text")
+"""Fields that are shown after the others, with their line breaks."""
+UNITS = {"issued": "time", "finished": "time", "scored": "time", "announced": "time", "died": "time"} | {
+    "took": "s", "latency": "s", "written": "s", "size": "bytes"
+}  # fmt: skip
+
+Row = dict[str, Any]
 
 
-def record_tree(stream: StreamName, record: Record) -> dict[str, Any]:
+def record_json(stream: StreamName, record: Record) -> dict[str, Any]:
     """An entry of a stream for programs: all of it."""
     tree: dict[str, Any] = {"stream": stream.value, "id": record.entry_id}
     if isinstance(record, Garbled):
         fields = {name.decode(errors="replace"): value.hex() for name, value in record.fields.items()}
         return tree | {"error": record.error, "fields_hex": fields}
-    return tree | {"kind": record.message.kind, "message": jsonable(plain_fields(record.message))}
+    return tree | {"kind": record.message.kind, "message": jsonable(record.message)}
 
 
-MAX_SHOWN_ITEMS = 24
-"""Elements of an array that are shown; JSON has all."""
-MAX_SHOWN_CHARACTERS = 600
+def record_tree(stream: StreamName, record: Record) -> Node:
+    """An entry for people: every field, then its session and its texts."""
+    name = f"{stream} {record.entry_id}"
+    if isinstance(record, Garbled):
+        fields = (Node(name.decode(errors="replace"), value) for name, value in record.fields.items())
+        problem = note(f"{name} cannot be decoded: {record.error}", "yellow")
+        return part("", problem, part("its bytes", fields))
+    message = record.message
+    values = message.model_dump()
+    session = session_parts(message) if isinstance(message, Trajectory) and values.pop("session") else ()
+    texts = [(name, values.pop(name)) for name in TEXTS if values.get(name)]
+    shown = (part(name.replace("_", " "), Node("", text, "text")) for name, text in texts)
+    return part(name, (Node(name, value) for name, value in values.items()), session, shown)
 
 
-def print_values(console: Console, title: str, values: Mapping[str, Any], is_full: bool = False) -> None:
-    """A title, and the values under it."""
-    console.print(Text(f"\n{title}", "bold"))
-    table = name_table(max_width=24)
-    for name, value in values.items():
-        table.add_row(Text(printable(name, 24)), Text(brief(value, is_full)))
-    console.print(table)
+def records_table(records: Iterable[Record]) -> Node:
+    """A row for each entry of one stream."""
+    return table(map(_row, records), UNITS)
 
 
-def brief(value: Any, is_full: bool = False) -> str:
-    """A value as text; unless it shall be full, with its first elements only."""
-    if isinstance(value, np.ndarray):
-        return _items(value.tolist(), len(value) if is_full else MAX_SHOWN_ITEMS)
-    if isinstance(value, bytes | bytearray):
-        head = bytes(value if is_full else value[:MAX_SHOWN_ITEMS])
-        return f"{len(value):,} bytes: {head.hex(' ')}{' ...' if len(head) < len(value) else ''}"
-    if is_full:
-        return printable_block(value if isinstance(value, str) else repr(value))
-    return printable(value if isinstance(value, str) else repr(value), MAX_SHOWN_CHARACTERS)
-
-
-def _items(values: list[Any], limit: int) -> str:
-    items = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in values[:limit]]
-    more = [f"... {len(values):,} in all"] if len(values) > limit else []
-    return f"[{', '.join([*items, *more])}]"
-
-
-TEXT_CHARACTERS = 60
-NAME_CHARACTERS = 24
-RIGHT = ("step", "tokens", "took", "value", "attempts", "latency", "groups", "dropped", "reward", "size")
-
-Cells = dict[str, str]
-
-
-def record_table(stream: StreamName, records: Iterable[Record], is_full: bool = False) -> Table:
-    """A line for each entry. `is_full` shows texts to their ends."""
-    rows = [(record, _cells(record, is_full)) for record in records]
-    titles = next((list(cells) for record, cells in rows if not isinstance(record, Garbled)), ["id", "error"])
-    table = listing(titles, RIGHT, titles[-1:])
-    for record, cells in rows:
-        if isinstance(record, Garbled):
-            words = f"cannot be decoded: {printable(record.error, 0 if is_full else TEXT_CHARACTERS)}"
-            table.add_row(record.entry_id, *[""] * (len(titles) - 2), Text(words, "yellow"))
-        else:
-            table.add_row(*(Text(cells.get(title, "")) for title in titles))
-    return table
+def _row(record: Record) -> Row:
+    if isinstance(record, Garbled):
+        error = Node("error", f"cannot be decoded: {record.error}", style="yellow")
+        return {"id": record.entry_id, "error": error}
+    return {"id": record.entry_id} | _ROWS[type(record.message)](record.message)
 
 
 def versions_of(trajectory: Trajectory) -> str:
@@ -106,106 +75,92 @@ def sample_of(message: Message) -> str:
     return sample_name(getattr(message, "ticket", -1), getattr(message, "index", -1))
 
 
-def _cells(record: Record, is_full: bool) -> Cells:
-    if isinstance(record, Garbled):
-        return {"id": record.entry_id, "error": record.error}
-    limit = 0 if is_full else TEXT_CHARACTERS
-    cells = _CELLS[type(record.message)](record.message, limit)
-    return {"id": record.entry_id} | cells
-
-
-def _ticket_cells(message: Ticket, limit: int) -> Cells:
+def _ticket_row(message: Ticket) -> Row:
     return {
-        "ticket": str(message.ticket),
-        "step": str(message.step),
-        "needs version": str(message.min_version),
-        "samples": str(message.group_size),
-        "replaces": str(message.replaces) if message.replaces >= 0 else NOTHING,
-        "issued": when(message.issued_at),
-        "prompt": printable(message.prompt_text, limit),
+        "ticket": message.ticket,
+        "step": message.step,
+        "needs version": message.min_version,
+        "samples": message.group_size,
+        "replaces": message.replaces if message.replaces >= 0 else None,
+        "issued": message.issued_at,
+        "prompt": message.prompt_text,
     }
 
 
-def _trajectory_cells(message: Trajectory, limit: int) -> Cells:
+def _trajectory_row(message: Trajectory) -> Row:
+    facts, num_tokens = session_facts(message), sum(num_completion_tokens(message))
     return {
         "sample": sample_of(message),
-        "step": str(message.step),
+        "step": message.step,
         "versions": versions_of(message),
-        "tokens": _tokens_of(message),
+        "tokens": f"{num_tokens}, {plural(len(facts.turns), 'turn')}" if facts else num_tokens,
         "end": message.session.end if message.session else message.finish,
-        "worker": printable(message.worker, NAME_CHARACTERS),
-        "finished": when(message.finished_at),
-        "took": took(message.finished_at - message.started_at),
-        "completion": printable(message.text, limit),
+        "worker": message.worker,
+        "finished": message.finished_at,
+        "took": message.finished_at - message.started_at,
+        "completion": message.text,
     }
 
 
-def _tokens_of(message: Trajectory) -> str:
-    """Its tokens; of a session, in how many turns."""
-    facts, num_tokens = session_facts(message), sum(num_completion_tokens(message))
-    return f"{num_tokens}, {plural(len(facts.turns), 'turn')}" if facts else str(num_tokens)
-
-
-def _score_cells(message: Score, limit: int) -> Cells:
+def _score_row(message: Score) -> Row:
     components = "  ".join(f"{name} {number(value)}" for name, value in message.components.items())
     return {
         "sample": sample_of(message),
         "status": message.status.value,
-        "value": number(message.value),
-        "attempts": str(message.attempts),
-        "latency": took(message.latency_s),
-        "worker": printable(message.worker, NAME_CHARACTERS),
-        "scored": when(message.scored_at),
-        "components, error": printable(message.error or components, limit),
+        "value": message.value,
+        "attempts": message.attempts,
+        "latency": message.latency_s,
+        "worker": message.worker,
+        "scored": message.scored_at,
+        "components, error": message.error or components,
     }
 
 
-def _manifest_cells(message: WeightManifest, _: int) -> Cells:
+def _manifest_row(message: WeightManifest) -> Row:
     return {
-        "version": str(message.version),
-        "announced": when(message.announced_at),
+        "version": message.version,
+        "announced": message.announced_at,
         "kind": f"delta to {message.parent}" if message.is_delta else "full",
-        "files": str(len(message.files)),
-        "size": f"{message.num_bytes / 1e6:,.1f} MB",
-        "changed": f"{message.share_changed:.2%}" if message.share_changed >= 0.0 else NOTHING,
-        "written": took(message.encode_s),
+        "files": len(message.files),
+        "size": message.num_bytes,
+        "changed": f"{message.share_changed:.2%}" if message.share_changed >= 0.0 else None,
+        "written": message.encode_s,
         "digest": message.digest,
     }
 
 
-def _commit_cells(message: Commit, _: int) -> Cells:
-    metrics = message.metrics
+def _commit_row(message: Commit) -> Row:
     return {
-        "step": str(message.step),
-        "groups": str(len(message.groups)),
-        "dropped": str(len(message.dropped)),
-        "reward": number(metrics.get("reward")),
-        "loss": number(metrics.get("loss")),
-        "took": took(message.finished_at - message.started_at),
-        "finished": when(message.finished_at),
+        "step": message.step,
+        "groups": len(message.groups),
+        "dropped": len(message.dropped),
+        "reward": message.metrics.get("reward"),
+        "loss": message.metrics.get("loss"),
+        "took": message.finished_at - message.started_at,
+        "finished": message.finished_at,
         "digest": message.digest,
     }
 
 
-def _letter_cells(message: DeadLetter, limit: int) -> Cells:
+def _dead_row(message: DeadLetter) -> Row:
     return {
-        "from": printable(message.origin, NAME_CHARACTERS),
+        "from": message.origin,
         "sample": sample_of(message),
-        "attempts": str(message.attempts),
-        "worker": printable(message.worker, NAME_CHARACTERS),
-        "died": when(message.died_at),
-        "error": printable(message.error, limit),
+        "attempts": message.attempts,
+        "worker": message.worker,
+        "died": message.died_at,
+        "error": message.error,
     }
 
 
-_CELLS = cast(
-    dict[type[Message], Callable[[Any, int], Cells]],
+_ROWS = cast(
+    dict[type[Message], Callable[[Any], Row]],
     {
-        Ticket: _ticket_cells,
-        Trajectory: _trajectory_cells,
-        Score: _score_cells,
-        WeightManifest: _manifest_cells,
-        Commit: _commit_cells,
-        DeadLetter: _letter_cells,
+        Ticket: _ticket_row,
+        Trajectory: _trajectory_row,
+        Score: _score_row,
+        WeightManifest: _manifest_row,
+        Commit: _commit_row,
+        DeadLetter: _dead_row,
     },
 )

@@ -27,7 +27,7 @@ from tidemill.common.wire.messages import Commit, Lane, TrajectoryKey, WeightMan
 from tidemill.services.console.options import TimelineOptions
 from tidemill.services.console.run.folder import nearest
 from tidemill.services.console.run.history import open_history
-from tidemill.services.console.text.tables import terminal
+from tidemill.services.console.text.tree import terminal
 
 IN_FLIGHT_STEPS = 2
 """Tickets are issued so many steps ahead of the one that is trained, where the run's config is not known."""

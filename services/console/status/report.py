@@ -35,7 +35,7 @@ from tidemill.services.console.status.summary import (
     summary_tree,
 )
 from tidemill.services.console.text.formats import NOTHING
-from tidemill.services.console.text.tables import jsonable
+from tidemill.services.console.text.tree import jsonable
 
 FEW_STEPS = 5
 """With fewer, most of the time is that of the start."""

@@ -51,6 +51,11 @@ def number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.4g}"
 
 
+def share(value: float) -> str:
+    """A part of a whole with three digits: 60%, 1.4%, 0.125%."""
+    return f"{100 * value:.3g}%"
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 

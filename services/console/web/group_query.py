@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from tidemill.common.streams.selection import Range
 from tidemill.common.wire.messages import Lane
-from tidemill.services.console.text.tables import parse_range
+from tidemill.services.console.records.selection import parse_range
 from tidemill.services.console.web.group_index import STATES, GroupRow, Spread
 
 PAGE_ROWS = 100

@@ -8,15 +8,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from tidemill.common.errors import TidemillError
-from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.history import Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP, micro_batches_of
 from tidemill.common.process.activity import times_of
-from tidemill.common.streams.entries import Garbled
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane
-from tidemill.services.console.dead.commands import as_tree
-from tidemill.services.console.dead.dead_letters import Letter, decode_letter, unreadable_letter
+from tidemill.services.console.dead.commands import dead_table, dead_tree
+from tidemill.services.console.dead.entries import DeadEntry, read_dead
+from tidemill.services.console.options import DeadFilter
 from tidemill.services.console.status.render import weights_texts
-from tidemill.services.console.text.formats import sample_name
+from tidemill.services.console.text.tree import part
 from tidemill.services.console.web.charts import chart_trees
 from tidemill.services.console.web.group_index import STATES, GroupRow
 from tidemill.services.console.web.site import Page, Site, history_of
@@ -173,61 +173,37 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
     )
 
 
-PAGE_LETTERS = 100
-MAX_LETTERS = 10_000
-"""Letters that are looked through, the newest."""
-MAX_HEX_BYTES = 1024
+PAGE_DEAD = 100
+MAX_DEAD = 10_000
+"""Dead letters that are looked through, the newest."""
 
 
-async def letters(site: Site, run: WatchedRun, request: Request) -> Response:
-    """All letters, the newest first."""
-    needle = request.query_params.get("text", "")[:200]
-    found = [letter for letter in await _read(run) if _has(letter, needle)]
-    return site.page(
-        "dead.html",
-        run,
-        "dead",
-        letters=found[:PAGE_LETTERS],
-        num_found=len(found),
-        text=needle,
-        sample_name=sample_name,
-    )
+async def dead(site: Site, run: WatchedRun, request: Request) -> Response:
+    """All dead letters, the newest first."""
+    text = request.query_params.get("text", "")[:200]
+    needle = text.casefold()
+    found = [entry for entry in await _read_dead(run) if needle in _searched(entry.content).casefold()]
+    listed = part("", dead_table(found[:PAGE_DEAD]))
+    return site.page("dead.html", run, "dead", listed=listed, num_found=len(found), text=text, most=PAGE_DEAD)
 
 
-async def letter(site: Site, run: WatchedRun, request: Request) -> Response:
-    """One letter with the message that died."""
-    wanted = request.path_params["letter"]
-    found = next((letter for letter in await _read(run) if letter.letter_id == wanted), None)
+async def dead_one(site: Site, run: WatchedRun, request: Request) -> Response:
+    """One dead letter with the message that died."""
+    wanted = request.path_params["entry"]
+    found = next((entry for entry in await _read_dead(run) if entry.entry_id == wanted), None)
     if found is None:
-        raise HTTPException(404, "There is no such letter: it may have been put back or dropped.")
-    return site.page(
-        "letter.html",
-        run,
-        "dead",
-        letter=found,
-        message=as_tree(found, with_content=True)["message"],
-        fields={name: value[:MAX_HEX_BYTES].hex(" ") for name, value in found.content.fields.items()},
-        sample_name=sample_name,
-    )
+        raise HTTPException(404, "There is no such dead letter: it may have been put back or dropped.")
+    return site.page("letter.html", run, "dead", found=dead_tree(found))
 
 
-async def _read(run: WatchedRun) -> list[Letter]:
-    history: History = history_of(run)
+async def _read_dead(run: WatchedRun) -> list[DeadEntry]:
     max_bytes = (run.config.streams.max_message_mb if run.config else 64) << 20
-    letters: list[Letter] = []
-    async for record in history.scan(StreamName.DEAD, Selection(), newest_first=True):
-        if isinstance(record, Garbled):
-            letters.append(unreadable_letter(record))
-        elif isinstance(record.message, DeadLetter):
-            letters.append(decode_letter(record.entry_id, record.message, max_bytes))
-        if len(letters) >= MAX_LETTERS:
-            break
-    return letters
+    entries = history_of(run).scan(StreamName.DEAD, Selection(), newest_first=True)
+    return await read_dead(entries, DeadFilter(), max_bytes, MAX_DEAD)
 
 
-def _has(letter: Letter, needle: str) -> bool:
-    content = letter.content
-    return needle.casefold() in f"{content.error}\n{content.worker}\n{content.origin}".casefold()
+def _searched(content: DeadLetter) -> str:
+    return f"{content.error}\n{content.worker}\n{content.origin}"
 
 
 ROUTES: dict[str, Page] = {
@@ -238,6 +214,6 @@ ROUTES: dict[str, Page] = {
     "/run/{run}/news.json": news,
     "/run/{run}/steps": steps,
     "/run/{run}/steps/{step:int}": step,
-    "/run/{run}/dead": letters,
-    "/run/{run}/dead/{letter}": letter,
+    "/run/{run}/dead": dead,
+    "/run/{run}/dead/{entry}": dead_one,
 }

@@ -20,7 +20,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from tidemill.common.history.records import read_group
 from tidemill.common.wire.messages import Lane
-from tidemill.services.console.records.trace import group_tree
+from tidemill.services.console.records.trace import group_json
 from tidemill.services.console.status.snapshot import StepPoint, read_points
 from tidemill.services.console.web.compare_pages import attached, csv_response
 from tidemill.services.console.web.curves import flatten
@@ -177,13 +177,13 @@ async def groups_json(site: Site, run: WatchedRun, request: Request) -> Response
     return JSONResponse(trees, headers=attached(f"{run.run_id}-groups.json"))
 
 
-async def group_json(site: Site, run: WatchedRun, request: Request) -> Response:
+async def whole_group(site: Site, run: WatchedRun, request: Request) -> Response:
     """Everything that is recorded of a group, as `tidemill trace --json` prints it."""
     row, lane = find_row(run, request)
     found = await read_group(history_of(run), row.ticket, lane, row.known_places(True))
     kind = "eval-group" if lane is Lane.EVAL else "group"
     return JSONResponse(
-        _sendable(group_tree(found)), headers=attached(f"{run.run_id}-{kind}-{row.ticket}.json")
+        _sendable(group_json(found)), headers=attached(f"{run.run_id}-{kind}-{row.ticket}.json")
     )
 
 
@@ -207,5 +207,5 @@ ROUTES: dict[str, Page] = {
     "/run/{run}/metrics.json": metrics_json,
     "/run/{run}/groups.csv": groups_table,
     "/run/{run}/groups.json": groups_json,
-    "/run/{run}/{lane:lane}/{ticket:int}.json": group_json,
+    "/run/{run}/{lane:lane}/{ticket:int}.json": whole_group,
 }

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from tidemill.common.errors import BrokerError
 from tidemill.common.history import History, sessions
 from tidemill.services.console.text.formats import size, when
+from tidemill.services.console.text.tree import MAX_CHARACTERS, gathered, shown
 from tidemill.services.console.web import chat, formats
 from tidemill.services.console.web.catalog import Catalog
 from tidemill.services.console.web.formats import sendable, visible
@@ -38,10 +39,11 @@ class Templates:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        shown = (formats.number, formats.signed, formats.percent, formats.duration)
-        filters = (*shown, formats.counted, visible, words)
+        numbers = (formats.number, formats.signed, formats.percent, formats.duration)
+        filters = (*numbers, formats.counted, visible, words, gathered)
         self._environment.filters.update(
-            {filter.__name__: filter for filter in filters} | {"moment": when, "bytes": size}
+            {filter.__name__: filter for filter in filters}
+            | {"moment": when, "bytes": size, "shown": shown_safely}
         )
         readers = (formats.span, sessions.read_session, sessions.session_facts)
         chats = (chat.message_of, chat.prompt_messages, chat.training_of)
@@ -51,6 +53,11 @@ class Templates:
     def response(self, template: str, status: int = 200, **values: Any) -> Response:
         page = self._environment.get_template(template).render(**values)
         return HTMLResponse(sendable(page), status)
+
+
+def shown_safely(value: Any, unit: str = "") -> Markup:
+    """A value of a tree."""
+    return visible(shown(value, unit), MAX_CHARACTERS["text"])
 
 
 def words(value: Any, limit: int = MAX_WORDS_CHARACTERS) -> Markup:

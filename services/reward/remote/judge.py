@@ -21,19 +21,16 @@ from tidemill.services.reward.functions.processes.pool import execution_of
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, check_key
+from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN
 from tidemill.services.reward.remote.servers import Servers, usage_of
-from tidemill.services.reward.remote.serving import check_local
 from tidemill.services.reward.remote.templates import compiled, rendered
 from tidemill.services.reward.remote.verdict import NONCE, Reading, make_verdict, unread
-from tidemill.services.reward.sample import RewardSample
+from tidemill.services.reward.sample import ChatMessages, RewardSample, lines_of
 
 WHOSE = "the judge's"
 NONCE_BYTES = 4
 REGEX_PROCESSES = 2
 """One is busy with an expression that takes long, while the other reads."""
-
-ChatMessage = dict[str, str]
 
 
 class JudgePrompt:
@@ -52,7 +49,7 @@ class JudgePrompt:
         """
         return rendered(self._user, sample, WHOSE, nonce)
 
-    def messages(self, sample: RewardSample, nonce: str = "") -> list[ChatMessage]:
+    def messages(self, sample: RewardSample, nonce: str = "") -> ChatMessages:
         """The same as a chat."""
         user = {"role": "user", "content": self.text(sample, nonce)}
         if self._system is None:
@@ -122,7 +119,7 @@ class JudgeReward:
         """End the processes that read verdicts; whoever made the servers closes them."""
         await self._reading.close()
 
-    async def _ask(self, messages: list[ChatMessage], sample: RewardSample) -> JudgeAnswer:
+    async def _ask(self, messages: ChatMessages, sample: RewardSample) -> JudgeAnswer:
         config = self.config
         body: dict[str, Any] = {"temperature": config.temperature, "max_tokens": config.max_tokens}
         if config.api == "completions":
@@ -151,25 +148,24 @@ class JudgeReward:
 
 
 def make_judge(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> JudgeReward:
-    """The judge called `name`, ready to be asked; raises as `check_judge` does."""
     assert config.judge is not None
     servers, section = dependencies.servers(config.servers), dependencies.config.reward
-    check_key(config.servers, servers.config.api_key_env)
     return JudgeReward(name, config.judge, servers, config.timeout_s, section.processes, section.threads)
 
 
-def check_judge(name: str, config: NamedRewardConfig, servers: ServersConfig) -> None:
-    """Find what is wrong with a judge without asking it.
-
-    Raises:
-        ConfigError: its template, verdict or key is not as it should be.
-    """
+def check_judge(name: str, config: NamedRewardConfig) -> None:
+    """Find what is wrong with a judge without asking it; raises ConfigError."""
     assert config.judge is not None
-    check_key(config.servers, servers.api_key_env)
-    check_local(name, config, servers)
     JudgePrompt(name, config.judge)
     make_verdict(config.judge.verdict)
     _check_template(name, config.judge)
+
+
+def judge_reading(name: str, config: NamedRewardConfig, sample: RewardSample, _: ServersConfig) -> str:
+    """What the judge reads about a sample. Raises AttemptError: the template cannot be filled in."""
+    assert config.judge is not None
+    messages = JudgePrompt(name, config.judge).messages(sample)
+    return lines_of(messages) if config.judge.api == "chat" else str(messages[-1]["content"])
 
 
 def _check_template(name: str, config: JudgeConfig) -> None:

@@ -2,11 +2,11 @@
 
 Redis decides, in one script with the server's clock: places for requests in flight, held under leases so that
 a worker that dies gives them back, and token buckets for requests and tokens per minute. Tokens are drawn by
-estimate and put right after the answer. Evaluation comes first: training leaves it a share of everything, and
+estimate and corrected after the answer. Evaluation comes first: training leaves it a share of everything, and
 gets nothing while evaluation waits.
 
-One loop per worker talks to Redis, for all requests that wait at a time, so that a thousand waiting samples
-cost no more calls than one. A settled request frees its place.
+One loop per worker calls the script, for all requests that wait at a time, so that a thousand waiting samples
+cost no more calls than one.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ LEASE_S = 30.0
 BURST_S = 2.0
 """What this many seconds allow may be used at once; no minute has more than its limit and one burst."""
 LONGEST_PAUSE_S = 0.25
-"""Between two looks while something waits: another worker may have freed what it needs."""
+"""Between two calls while something waits: another worker may have freed what it needs."""
 SHORTEST_PAUSE_S = 0.02
 RENEWALS_PER_LEASE = 3
 
@@ -42,11 +42,6 @@ class Permit:
     id: str
     tokens: int
     used_tokens: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    permit: Permit
     admitted: "asyncio.Future[None]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -65,13 +60,12 @@ class Limiter:
         burst_s: float = BURST_S,
     ) -> None:
         self.servers, self.config = servers, config
-        self._broker, self._lease_s, self._lease_ms = broker, lease_s, int(lease_s * 1000)
-        self._burst_ms = int(burst_s * 1000)
+        self._broker, self._lease_s, self._burst_s = broker, lease_s, burst_s
         self._keys = [keys.limits(servers), keys.requests(servers)]
         self._prefix, self._number = secrets.token_hex(6), 0
-        self._waiting: dict[Lane, deque[_Waiter]] = {Lane.EVAL: deque(), Lane.TRAIN: deque()}
+        self._waiting: dict[Lane, deque[Permit]] = {Lane.EVAL: deque(), Lane.TRAIN: deque()}
         self._held: set[str] = set()
-        self._settled: list[Permit] = []
+        self._ended: deque[Permit] = deque()
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
 
@@ -84,12 +78,20 @@ class Limiter:
             yield permit
             return
         started = time.monotonic()
-        await self._admission(lane, permit)
+        self._waiting[lane].append(permit)
+        self._wake()
+        try:
+            await permit.admitted
+        except asyncio.CancelledError:
+            if not permit.admitted.cancelled():  # admitted just as it was given up
+                permit.used_tokens = 0
+                self._end(permit)
+            raise
         metrics.LIMITER_WAIT_SECONDS.labels(self.servers, lane).observe(time.monotonic() - started)
         try:
             yield permit
         finally:
-            self._settle(permit)
+            self._end(permit)
 
     async def close(self) -> None:
         """Give back what is held, so that nobody has to wait for leases to run out."""
@@ -99,24 +101,12 @@ class Limiter:
         await asyncio.gather(self._loop, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
-                await self._settle_all()
+                while self._ended:
+                    await self._call(Lane.TRAIN, [], [])
 
-    async def _admission(self, lane: Lane, permit: Permit) -> None:
-        waiter = _Waiter(permit)
-        self._waiting[lane].append(waiter)
-        self._wake()
-        try:
-            await waiter.admitted
-        except asyncio.CancelledError:
-            if waiter.admitted.done() and not waiter.admitted.cancelled():
-                self._settle(permit, is_unused=True)  # admitted just as it was given up
-            raise
-
-    def _settle(self, permit: Permit, is_unused: bool = False) -> None:
-        if is_unused:
-            permit.used_tokens = 0
+    def _end(self, permit: Permit) -> None:
         self._held.discard(permit.id)
-        self._settled.append(permit)
+        self._ended.append(permit)
         self._wake()
 
     def _wake(self) -> None:
@@ -126,18 +116,21 @@ class Limiter:
             self._loop.add_done_callback(self._pass_on_failure)
 
     async def _run(self) -> None:
-        """Settle, admit and renew, whenever there is something to do."""
+        """End, renew and admit, whenever there is something to do."""
         renew_s = self._lease_s / RENEWALS_PER_LEASE
         renewed = time.monotonic()
         while True:
             self._work.clear()
-            await self._settle_all()
+            while self._ended:  # before anything is admitted: it may need what they free
+                await self._call(Lane.TRAIN, [], [])
             pauses_s = [renew_s]
             for lane, waiting in self._waiting.items():
                 if waiting:
                     pauses_s.append(await self._admit(lane))
             if time.monotonic() - renewed >= renew_s:
-                await self._renew()
+                held = sorted(self._held)
+                for start in range(0, len(held), MAX_BATCH):
+                    await self._call(Lane.TRAIN, held[start : start + MAX_BATCH], [])
                 renewed = time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(pauses_s)):
@@ -148,57 +141,49 @@ class Limiter:
         waiting = self._waiting[lane]
         while waiting and waiting[0].admitted.cancelled():
             waiting.popleft()
-        batch = [waiter for waiter in list(waiting)[:MAX_BATCH] if not waiter.admitted.cancelled()]
+        batch = [permit for permit in list(waiting)[:MAX_BATCH] if not permit.admitted.cancelled()]
         if not batch:
-            return 0.0 if waiting else LONGEST_PAUSE_S
-        config = self.config
-        arguments: list[object] = [
-            lane.value,
-            self._lease_ms,
-            config.concurrency,
-            config.requests_per_minute,
-            config.tokens_per_minute,
-            self._burst_ms,
-            config.evaluation_share,
-        ]
-        for waiter in batch:
-            arguments += [waiter.permit.id, waiter.permit.tokens]
-        num_admitted, wait_ms = await self._broker.script("limit_acquire", self._keys, arguments)
-        for waiter in batch[:num_admitted]:
-            waiting.remove(waiter)
-            self._held.add(waiter.permit.id)
-            if waiter.admitted.cancelled():
-                self._settle(waiter.permit, is_unused=True)
+            return LONGEST_PAUSE_S
+        num_admitted, wait_ms = await self._call(lane, [], batch)
+        for permit in batch[:num_admitted]:
+            waiting.remove(permit)
+            self._held.add(permit.id)
+            if permit.admitted.cancelled():  # during the call
+                permit.used_tokens = 0
+                self._end(permit)
             else:
-                waiter.admitted.set_result(None)
+                permit.admitted.set_result(None)
         if num_admitted == len(batch):
             return 0.0 if waiting else LONGEST_PAUSE_S
         hint_s = wait_ms / 1000 if wait_ms > 0 else LONGEST_PAUSE_S
         # Not in step with the other workers, or the same one would always come first.
         return min(max(hint_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
 
-    async def _settle_all(self) -> None:
-        while self._settled:
-            batch, self._settled = self._settled[:MAX_BATCH], self._settled[MAX_BATCH:]
-            arguments: list[object] = []
-            for permit in batch:
-                used = permit.tokens if permit.used_tokens is None else permit.used_tokens
-                arguments += [permit.id, permit.tokens - used]
-            await self._broker.script("limit_settle", self._keys, arguments)
+    async def _call(self, lane: Lane, held: list[str], waiting: list[Permit]) -> tuple[int, int]:
+        """One call of the script, with requests that have ended, those that are held, and those that wait.
 
-    async def _renew(self) -> None:
-        held = sorted(self._held)
-        for start in range(0, len(held), MAX_BATCH):
-            arguments = [self._lease_ms, *held[start : start + MAX_BATCH]]
-            await self._broker.script("limit_renew", self._keys[1:], arguments)
+        Returns how many of the last are admitted, and after how many ms to ask for the next.
+        """
+        ended = [self._ended.popleft() for _ in range(min(len(self._ended), MAX_BATCH))]
+        limits, lease_ms = self.config, int(self._lease_s * 1000)
+        arguments: list[object] = [lane.value, lease_ms, limits.concurrency, limits.requests_per_minute]
+        arguments += [limits.tokens_per_minute, int(self._burst_s * 1000), limits.evaluation_share]
+        arguments += [len(ended), len(held)]
+        for permit in ended:
+            arguments += [permit.id, 0 if permit.used_tokens is None else permit.tokens - permit.used_tokens]
+        arguments += held
+        for permit in waiting:
+            arguments += [permit.id, permit.tokens]
+        num_admitted, wait_ms = await self._broker.script("limits", self._keys, arguments)
+        return num_admitted, wait_ms
 
     def _pass_on_failure(self, loop: "asyncio.Task[None]") -> None:
-        """An error nobody expected is for those that wait: they must not wait for ever."""
+        """An unexpected error is raised in those that wait: they must not wait for ever."""
         if loop.cancelled() or (error := loop.exception()) is None:
             return
         for waiting in self._waiting.values():
             while waiting:
-                waiter = waiting.popleft()
-                if not waiter.admitted.done():
-                    waiter.admitted.set_exception(error)
+                permit = waiting.popleft()
+                if not permit.admitted.done():
+                    permit.admitted.set_exception(error)
         self._loop = None

@@ -5,16 +5,18 @@ false`); what is done to them stands in the config, and depends on nothing but t
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.common.run.chat_template import ChatTemplate, RenderError
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind, check_key
+from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind
 from tidemill.services.reward.remote.servers import Servers
-from tidemill.services.reward.remote.serving import check_local
-from tidemill.services.reward.sample import RewardSample
+from tidemill.services.reward.remote.serving import template_file
+from tidemill.services.reward.sample import IDS_READING, RewardSample, lines_of
 
 MAX_KEPT_TOKENS = 100_000
 
@@ -50,22 +52,27 @@ class ModelReward:
         """Holds nothing: whoever made the servers closes them."""
 
 
-def make_model_reward(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> ModelReward:
-    """The reward of the model called `name`.
-
-    Raises:
-        ConfigError: its key is not there.
-    """
+def make_model_reward(_: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> ModelReward:
     assert config.model is not None
-    servers = dependencies.servers(config.servers)
-    check_key(config.servers, servers.config.api_key_env)
-    return ModelReward(config.model, servers, config.timeout_s)
+    return ModelReward(config.model, dependencies.servers(config.servers), config.timeout_s)
 
 
-def check_model_reward(name: str, config: NamedRewardConfig, servers: ServersConfig) -> None:
-    """Find what is wrong with a reward model without asking it; raises ConfigError."""
-    check_key(config.servers, servers.api_key_env)
-    check_local(name, config, servers)
+def model_reading(_: str, config: NamedRewardConfig, sample: RewardSample, servers: ServersConfig) -> str:
+    """What the model reads about a sample; a chat in its own template, where that is on this machine."""
+    assert config.model is not None
+    if config.model.input == "ids":
+        return IDS_READING
+    if config.model.input == "text":
+        return sample.prompt_text + sample.solution_str
+    messages, local = sample.conversation, servers.local
+    if local is not None and not local.command and Path(servers.model).is_dir():
+        template = ChatTemplate.of(Path(servers.model), template_file(local))
+        try:
+            if template is not None:
+                return template.render(messages, add_generation_prompt=False)
+        except RenderError as error:
+            return f"{error}: {lines_of(messages)}"
+    return lines_of(messages)
 
 
 def make_body(sample: RewardSample, config: RewardModelConfig) -> dict[str, Any]:

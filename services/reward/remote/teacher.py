@@ -16,11 +16,10 @@ from tidemill.common.config import NamedRewardConfig, ServersConfig, TeacherConf
 from tidemill.common.wire.arrays import Bits, Float32, Int32
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, check_key
+from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN
 from tidemill.services.reward.remote.servers import Servers
-from tidemill.services.reward.remote.serving import check_local
 from tidemill.services.reward.remote.templates import compiled, rendered
-from tidemill.services.reward.sample import ChatMessages, RewardSample
+from tidemill.services.reward.sample import IDS_READING, ChatMessages, RewardSample, lines_of
 
 Ids = Sequence[int] | Int32
 
@@ -185,20 +184,20 @@ def read_ids(answer: dict[str, Any]) -> list[int]:
 
 
 def make_teacher(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> TeacherReward:
-    """The teacher called `name`, ready to be asked; raises as `check_teacher` does."""
     assert config.teacher is not None
-    servers = dependencies.servers(config.servers)
-    check_key(config.servers, servers.config.api_key_env)
-    return TeacherReward(name, config.teacher, servers, config.timeout_s)
+    return TeacherReward(name, config.teacher, dependencies.servers(config.servers), config.timeout_s)
 
 
-def check_teacher(name: str, config: NamedRewardConfig, servers: ServersConfig) -> None:
-    """Find what is wrong with a teacher without asking it.
-
-    Raises:
-        ConfigError: its template is none, its key is not there, or its local servers cannot start.
-    """
+def check_teacher(name: str, config: NamedRewardConfig) -> None:
+    """Find what is wrong with a teacher without asking it. Raises ConfigError: its template is none."""
     assert config.teacher is not None
-    check_key(config.servers, servers.api_key_env)
-    check_local(name, config, servers)
     TeacherPrompt(name, config.teacher)
+
+
+def teacher_reading(name: str, config: NamedRewardConfig, sample: RewardSample, _: ServersConfig) -> str:
+    """What the teacher reads about a sample. Raises AttemptError: the row lacks a part of its prompt."""
+    assert config.teacher is not None
+    if not config.teacher.has_own_prompt:
+        return IDS_READING
+    prompt = TeacherPrompt(name, config.teacher).of(sample)
+    return (prompt if isinstance(prompt, str) else lines_of(prompt) + "\n") + sample.solution_str

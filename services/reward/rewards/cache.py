@@ -24,7 +24,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.codec import pack
 from tidemill.common.wire.keys import Keys
-from tidemill.services.reward.outcome import Part
+from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.sample import RewardSample
 
 _NOT_OF_THE_RESULT = {"weight", "applies_to", "timeout_s", "max_attempts", "backoff_s", "max_concurrent"}
@@ -77,13 +77,13 @@ class RewardCache:
     def __init__(self, broker: Broker, keys: Keys, config: RewardCacheConfig) -> None:
         self._broker, self._keys = broker, keys.reward_cache
         self._limits = (config.max_entries, config.max_mb << 20)
-        self._under_way: dict[str, asyncio.Task[Part]] = {}
+        self._under_way: dict[str, asyncio.Task[RewardOutcome]] = {}
         self._waiting: dict[str, int] = {}
 
     async def get_or_make(
-        self, version: str, sample: RewardSample, make: Callable[[], Awaitable[Part]]
-    ) -> Part:
-        """The cached part for this sample, or what `make` comes to, which is kept if it succeeded.
+        self, version: str, sample: RewardSample, make: Callable[[], Awaitable[RewardOutcome]]
+    ) -> RewardOutcome:
+        """The cached outcome for this sample, or what `make` comes to, which is kept if it succeeded.
 
         A caller that is cancelled does not take the call away from the others that wait for it.
         """
@@ -105,21 +105,21 @@ class RewardCache:
                 self._forget(digest, task)
                 task.cancel()  # nobody waits for it any more
 
-    def _forget(self, digest: str, task: asyncio.Task[Part]) -> None:
+    def _forget(self, digest: str, task: asyncio.Task[RewardOutcome]) -> None:
         if self._under_way.get(digest) is task:
             del self._under_way[digest]
 
-    async def _look_or_make(self, digest: str, make: Callable[[], Awaitable[Part]]) -> Part:
+    async def _look_or_make(self, digest: str, make: Callable[[], Awaitable[RewardOutcome]]) -> RewardOutcome:
         found = await self._broker.script("cache_get", self._keys, [digest])
         if found is not None:
             metrics.REWARD_CACHE.labels("hit").inc()
-            return Part(**msgpack.unpackb(found))
+            return RewardOutcome(**msgpack.unpackb(found))
         metrics.REWARD_CACHE.labels("miss").inc()
-        part = await make()
-        if part.is_ok:
-            payload = pack(asdict(replace(part, tries=[])))
+        outcome = await make()
+        if outcome.is_ok:
+            payload = pack(asdict(replace(outcome, tries=[])))
             await self._broker.script("cache_put", self._keys, [digest, payload, *self._limits])
-        return part
+        return outcome
 
 
 def _digest(version: str, sample: RewardSample) -> str:

@@ -20,9 +20,9 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.arrays import BitArray, Int32Array
 from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from tidemill.common.wire.messages import Lane, Message, Score, Trajectory
-from tidemill.services.reward.outcome import Part
+from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.rewards.post_processing import PostProcessing
-from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum
+from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum, score_of
 from tidemill.services.reward.sample import RewardSample, SessionFacts
 
 
@@ -70,9 +70,6 @@ class GroupResult(Message):
             loss_mask=self.loss_mask,
             tokens_digest=self.tokens_digest,
         )
-
-    def part(self, name: str) -> Part:
-        return Part(**self.parts[name])
 
 
 class GroupScoring:
@@ -129,7 +126,7 @@ class GroupScoring:
         samples = [result.sample(last) for result in results]
         together = await self._reward.score_group(samples)
         parts: list[Parts] = [
-            {name: result.part(name) for name in result.parts} | more
+            {name: RewardOutcome(**part) for name, part in result.parts.items()} | more
             for result, more in zip(results, together, strict=True)
         ]
         if self._lane is Lane.TRAIN and self._post_processing.is_any:
@@ -137,6 +134,6 @@ class GroupScoring:
         else:
             sums = [self._reward.sum_up(part) for part in parts]
         return [
-            total.score(sample, result.worker, result.latency_s)
+            score_of(total, sample, result.worker, result.latency_s)
             for sample, total, result in zip(samples, sums, results, strict=True)
         ]

@@ -1,19 +1,18 @@
-"""A reward with its name, its limits and its attempts: what stands around every kind of reward alike.
+"""A reward with its name, limits, attempts and cache: the same around every kind of reward.
 
-Invariant: `score` gives every sample a part, whatever the reward does; a failure is never a zero. Training
-and evaluation have limits of their own, so that evaluation never waits behind training.
+Invariant: `score` gives every sample an outcome, whatever the reward does; a failure is never a zero.
+Training and evaluation have limits of their own, so that evaluation never waits behind training.
 """
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
-
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential
-from tenacity import wait_random as jitter
 
 from tidemill.common.config import NamedRewardConfig, RewardLimits, ServersConfig
 from tidemill.common.telemetry import metrics
@@ -21,7 +20,6 @@ from tidemill.services.reward.outcome import (
     MAX_TRY_CHARS,
     AttemptError,
     NamelessTry,
-    Part,
     RewardOutcome,
     contained,
 )
@@ -34,81 +32,35 @@ LONGEST_BACKOFF_S = 60.0
 T = TypeVar("T")
 
 
-class Attempts:
-    """Repeats calls under the limits of a reward."""
+async def attempt(limits: RewardLimits, once: Callable[[], Awaitable[T]]) -> tuple[T, list[NamelessTry]]:
+    """The first result of `once` under the limits of a reward, and all attempts where it took several.
 
-    def __init__(self, limits: RewardLimits) -> None:
-        self.most = limits.max_attempts
-        # Jitter of half a pause: workers that failed together must not come back together.
-        self._backoff = wait_exponential(limits.backoff_s, LONGEST_BACKOFF_S) + jitter(
-            0, limits.backoff_s / 2
-        )
-
-    async def make(self, once: Callable[[], Awaitable[T]]) -> tuple[T, list[NamelessTry]]:
-        """The first result, and all attempts where it took several.
-
-        Raises:
-            AttemptError: the last attempt failed; its `tries` are all attempts, where there were several.
-        """
+    Raises:
+        AttemptError: the last attempt failed; its `tries` are all attempts, where there were several.
+    """
+    tries: list[NamelessTry] = []
+    ended = time.monotonic()
+    while True:
         started = time.monotonic()
+        failure: AttemptError | None = None
         try:
-            # The first attempt goes without the machinery of retries: most calls need no more.
             with contained():
-                return await once(), []
-        except AttemptError as failure:
-            if failure.is_final or self.most == 1:
-                raise
-            first = failure
-        return await self._again(once, first, [_try(started, started, first)])
-
-    async def _again(
-        self, once: Callable[[], Awaitable[T]], first: AttemptError, tries: list[NamelessTry]
-    ) -> tuple[T, list[NamelessTry]]:
-        result: list[T] = []
-        ended = time.monotonic()
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_is_worth_another),
-            stop=stop_after_attempt(self.most),
-            wait=self._pause_s,
-            before_sleep=_count_retry,
-            reraise=True,
-        )
-        async for attempt in retrying:
-            number = attempt.retry_state.attempt_number
-            with attempt:
-                if number == 1:
-                    raise first
-                started = time.monotonic()
-                try:
-                    with contained():
-                        result.append(await once())
-                    tries.append(_try(ended, started))
-                except AttemptError as failure:
-                    tries.append(_try(ended, started, failure))
-                    failure.tries = tries
-                    raise
-                finally:
-                    ended = time.monotonic()
-        return result[0], tries
-
-    def _pause_s(self, state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        asked_s = error.retry_after_s if isinstance(error, AttemptError) else 0.0
-        return max(self._backoff(state), asked_s)
-
-
-def _try(ended: float, started: float, failure: AttemptError | None = None) -> NamelessTry:
-    """The attempt that began at `started` and is over now; the one before it was over at `ended`."""
-    took_s, pause_s = time.monotonic() - started, started - ended
-    return round(took_s, 6), round(pause_s, 6), str(failure)[:MAX_TRY_CHARS] if failure else ""
-
-
-def _is_worth_another(error: BaseException) -> bool:
-    return isinstance(error, AttemptError) and not error.is_final
-
-
-def _count_retry(_: RetryCallState) -> None:
-    metrics.SCORE_RETRIES.inc()
+                result = await once()
+        except AttemptError as error:
+            failure = error
+        ended, pause_s = time.monotonic(), started - ended
+        reason = str(failure)[:MAX_TRY_CHARS] if failure else ""
+        tries.append((round(ended - started, 6), round(pause_s, 6), reason))
+        if failure is None:
+            return result, tries if len(tries) > 1 else []
+        if failure.is_final or len(tries) == limits.max_attempts:
+            failure.tries = tries if len(tries) > 1 else []
+            raise failure
+        metrics.SCORE_RETRIES.inc()
+        backoff_s = min(limits.backoff_s * 2 ** (len(tries) - 1), LONGEST_BACKOFF_S)
+        # Jitter of half a pause: workers that failed together must not come back together.
+        backoff_s += random.uniform(0, limits.backoff_s / 2)
+        await asyncio.sleep(max(backoff_s, failure.retry_after_s))
 
 
 class NamedReward:
@@ -126,7 +78,6 @@ class NamedReward:
         self.version = version_of(name, config, servers) if cache else ""
         self.failures: Counter[str] = Counter()
         """How often it failed for good, by kind of failure."""
-        self._attempts = Attempts(config)
         self._places = [
             asyncio.Semaphore(config.max_concurrent) if config.max_concurrent else contextlib.nullcontext()
             for _ in ("training", "evaluation")
@@ -143,48 +94,42 @@ class NamedReward:
         """Whether it scores the samples of a group together, when all are there."""
         return self.config.per == "group"
 
-    async def score(self, sample: RewardSample) -> Part:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
         """All attempts at one sample; it never raises for what a reward does."""
         if not self.applies_to(sample):
-            return Part()
+            return RewardOutcome()
         if self.cache is None:
             return await self._score(sample)
         return await self.cache.get_or_make(self.version, sample, partial(self._score, sample))
 
-    async def score_group(self, samples: list[RewardSample]) -> list[Part]:
+    async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
         """All attempts at the samples of one group at once."""
         if not self.applies_to(samples[0]):
-            return [Part() for _ in samples]
+            return [RewardOutcome() for _ in samples]
         assert isinstance(self.reward, FunctionReward)  # `per: group` is for functions only
         return await self._attempt(samples, partial(self.reward.score_group, samples))
 
-    async def _score(self, sample: RewardSample) -> Part:
+    async def _score(self, sample: RewardSample) -> RewardOutcome:
         async def once() -> list[RewardOutcome]:
             return [await self.reward.score(sample)]
 
-        (part,) = await self._attempt([sample], once)
-        return part
+        (outcome,) = await self._attempt([sample], once)
+        return outcome
 
     async def _attempt(
         self, samples: list[RewardSample], once: Callable[[], Awaitable[list[RewardOutcome]]]
-    ) -> list[Part]:
+    ) -> list[RewardOutcome]:
         async def placed() -> list[RewardOutcome]:
             async with self._places[samples[0].is_evaluation]:
                 return await once()
 
         try:
-            outcomes, tries = await self._attempts.make(placed)
+            outcomes, tries = await attempt(self.config, placed)
         except AttemptError as failure:
-            parts = [Part.failed(failure) for _ in samples]
-            for part in parts:
-                self.count_failure(part)
-            return parts
-        return [Part.of(outcome, tries) for outcome in outcomes]
-
-    def count_failure(self, part: Part) -> None:
-        """A sample remains without this reward."""
-        self.failures[part.kind] += 1
-        metrics.REWARD_FAILURES.labels(self.name, part.kind).inc()
+            self.failures[failure.kind] += len(samples)
+            metrics.REWARD_FAILURES.labels(self.name, failure.kind).inc(len(samples))
+            return [RewardOutcome.failed(failure, self.name) for _ in samples]
+        return [replace(outcome, tries=[(self.name, *one) for one in tries]) for outcome in outcomes]
 
     async def close(self) -> None:
         """Free what the reward holds."""

@@ -1,11 +1,12 @@
 """What a reward is to the worker: something that gives one sample an outcome, or raises `AttemptError`.
 
-Functions, judges, reward models, sandboxes, environments and teachers are its kinds; each implements
-`Reward`, and `make_reward` chooses. Attempts, backoff, concurrency, cache and failure policy stand around
+Functions, judges, reward models, sandboxes, environments and teachers are its kinds, the rows of `REWARDS`;
+each implements `Reward`. Attempts, backoff, concurrency, cache and failure policy stand around
 all of them alike, in `named.py`: a kind makes one attempt and says what came of it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -18,9 +19,11 @@ from tidemill.services.reward.functions.reward_function import RewardFunction
 from tidemill.services.reward.functions.signature import ROUTER
 from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.remote.judge import check_judge, make_judge
-from tidemill.services.reward.remote.reward_model import check_model_reward, make_model_reward
-from tidemill.services.reward.remote.teacher import check_teacher, make_teacher
+from tidemill.services.reward.remote.faults import check_key
+from tidemill.services.reward.remote.judge import check_judge, judge_reading, make_judge
+from tidemill.services.reward.remote.reward_model import make_model_reward, model_reading
+from tidemill.services.reward.remote.serving import check_local
+from tidemill.services.reward.remote.teacher import check_teacher, make_teacher, teacher_reading
 from tidemill.services.reward.rewards.environment import EnvironmentReward
 from tidemill.services.reward.rewards.sandbox import SandboxJobs, SandboxReward
 from tidemill.services.reward.sample import RewardSample
@@ -84,47 +87,14 @@ class FunctionReward:
         await self.execution.close()
 
 
-def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> Reward:
-    """The reward called `name`. Raises ConfigError: it cannot be loaded or called as configured."""
-    if config.function is not None:
-        router = partial(dependencies.router_address, config.router) if config.router else None
-        section = dependencies.config.reward
-        return FunctionReward(
-            _function(name, config), config.timeout_s, section.processes, router, section.threads
-        )
-    if config.sandbox is not None:
-        return SandboxReward(config.sandbox, SandboxJobs(dependencies.broker, dependencies.keys))
-    if config.model is not None:
-        return make_model_reward(name, config, dependencies)
-    if config.environment:
-        return EnvironmentReward()
-    if config.teacher is not None:
-        return make_teacher(name, config, dependencies)
-    return make_judge(name, config, dependencies)
+def make_function(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> FunctionReward:
+    router = partial(dependencies.router_address, config.router) if config.router else None
+    section, function = dependencies.config.reward, load_checked(name, config)
+    return FunctionReward(function, config.timeout_s, section.processes, router, section.threads)
 
 
-def check_reward(
-    name: str, config: NamedRewardConfig, servers: Mapping[str, ServersConfig]
-) -> RewardFunction | None:
-    """Find what is wrong with a reward without a run: what `tidemill check` asks for each of them.
-
-    Returns the function, where it is one.
-
-    Raises:
-        ConfigError: it cannot be loaded or called as configured.
-    """
-    if config.function is not None:
-        return _function(name, config)
-    if config.judge is not None:
-        check_judge(name, config, servers[config.servers])
-    if config.teacher is not None:
-        check_teacher(name, config, servers[config.servers])
-    if config.model is not None:
-        check_model_reward(name, config, servers[config.servers])
-    return None
-
-
-def _function(name: str, config: NamedRewardConfig) -> RewardFunction:
+def load_checked(name: str, config: NamedRewardConfig) -> RewardFunction:
+    """The function of a reward. Raises ConfigError: it cannot be loaded or called as configured."""
     assert config.function is not None
     function = load_function(config.function, config.kwargs, config.style, config.tokenizer)
     if config.per == "group" and not function.how.style.takes_lists:
@@ -138,3 +108,49 @@ def _function(name: str, config: NamedRewardConfig) -> RewardFunction:
             f"reward {name}: {config.function} takes {ROUTER}; say with `router` which servers' it is"
         )
     return function
+
+
+def make_sandbox(_: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> SandboxReward:
+    assert config.sandbox is not None
+    return SandboxReward(config.sandbox, SandboxJobs(dependencies.broker, dependencies.keys))
+
+
+@dataclass(frozen=True, slots=True)
+class RewardKind:
+    """What there is to do for a kind of reward. Each may raise ConfigError: it is not as it should be."""
+
+    make: Callable[[str, NamedRewardConfig, RewardDependencies], Reward]
+    check: Callable[[str, NamedRewardConfig], object] = lambda *_: None
+    """Finds what is wrong with it without a run."""
+    reading: Callable[[str, NamedRewardConfig, RewardSample, ServersConfig], str] | None = None
+    """The text of its servers' request about a sample, for `check`. Raises AttemptError: there is none."""
+
+
+REWARDS = {
+    "function": RewardKind(make_function, load_checked),
+    "judge": RewardKind(make_judge, check_judge, judge_reading),
+    "model": RewardKind(make_model_reward, reading=model_reading),
+    "sandbox": RewardKind(make_sandbox),
+    "environment": RewardKind(lambda *_: EnvironmentReward()),
+    "teacher": RewardKind(make_teacher, check_teacher, teacher_reading),
+}
+"""By the field of `NamedRewardConfig` that configures it; a new kind is one file, its section, and a row."""
+
+
+def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> Reward:
+    """The reward called `name`. Raises ConfigError: it cannot be loaded or called as configured."""
+    if config.servers:
+        check_key(config.servers, dependencies.servers(config.servers).config.api_key_env)
+    return REWARDS[config.kind].make(name, config, dependencies)
+
+
+def check_reward(name: str, config: NamedRewardConfig, servers: Mapping[str, ServersConfig]) -> None:
+    """Find what is wrong with a reward without a run: what `tidemill check` asks for each of them.
+
+    Raises:
+        ConfigError: it cannot be loaded or called as configured, or its servers cannot start here.
+    """
+    if config.servers:
+        check_key(config.servers, servers[config.servers].api_key_env)
+        check_local(name, config, servers[config.servers])
+    REWARDS[config.kind].check(name, config)

@@ -6,42 +6,43 @@ fails the score, and the score says whether only the sample or its whole group i
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.common.config import RewardConfig
-from tidemill.common.wire.messages import OnFailure, Score, ScoreStatus, Try
-from tidemill.services.reward.outcome import Detail, Part
+from tidemill.common.wire.messages import OnFailure, Score, ScoreStatus
+from tidemill.services.reward.outcome import Detail, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.cache import RewardCache
 from tidemill.services.reward.rewards.named import NamedReward
 from tidemill.services.reward.rewards.reward import make_reward
 from tidemill.services.reward.sample import RewardSample
 
-Parts = dict[str, Part]
+Parts = dict[str, RewardOutcome]
+"""By the reward's name."""
 
 NONE_APPLIES = "no reward applies to this sample: each of them returned None or is for other data sources"
 
 
-@dataclass(slots=True)
-class Total:
-    """The sum of the parts of one sample, or why there is none."""
-
-    status: ScoreStatus
-    value: float | None
-    error: str = ""
-    on_failure: OnFailure = ""
-    attempts: int = 1
-    tries: tuple[Try, ...] = ()
-    components: dict[str, float | None] = field(default_factory=dict)
-    detail: Detail = field(default_factory=dict)
-    teacher_logprobs: bytes | None = None
-
-    def score(self, sample: RewardSample, worker: str, latency_s: float) -> Score:
-        own = {name: getattr(self, name) for name in self.__slots__}
-        of = {"ticket": sample.key[0], "index": sample.key[1], "tokens_digest": sample.tokens_digest}
-        return Score(worker=worker, latency_s=latency_s, **of, **own)
+def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s: float) -> Score:
+    """The message that says what the sum of a sample is."""
+    return Score(
+        ticket=sample.key[0],
+        index=sample.key[1],
+        tokens_digest=sample.tokens_digest,
+        status=total.status,
+        value=total.value,
+        components=total.components,
+        detail=total.detail,
+        error=total.error,
+        on_failure=total.on_failure,
+        attempts=max(Counter(name for name, *_ in total.tries).values(), default=1),
+        tries=tuple(total.tries),
+        worker=worker,
+        latency_s=latency_s,
+        teacher_logprobs=total.teacher_logprobs,
+    )
 
 
 class WeightedSum:
@@ -81,7 +82,7 @@ class WeightedSum:
         """Whether a reward needs all samples of a group."""
         return any(named.is_per_group for named in self.rewards)
 
-    def sum_up(self, parts: Mapping[str, Part]) -> Total:
+    def sum_up(self, parts: Mapping[str, RewardOutcome]) -> RewardOutcome:
         """The weighted sum of the parts of one sample, or why there is none."""
         components, detail = self._notes(parts)
         total, num_values, failed, is_group_lost = 0.0, 0, list[str](), False
@@ -112,16 +113,15 @@ class WeightedSum:
                 policy = "drop_group" if is_group_lost else "drop_sample"
         elif not num_values:
             status, error = ScoreStatus.FAILED, NONE_APPLIES
-        return Total(
-            status=status,
-            value=total if status is ScoreStatus.OK else None,
-            error=error,
+        return RewardOutcome(
+            total if status is ScoreStatus.OK else None,
+            components,
+            detail,
+            None if failed else teacher_logprobs,
+            status,
+            error,
+            tries=[one for part in parts.values() for one in part.tries],
             on_failure=policy,
-            attempts=max(part.attempts for part in parts.values()),
-            tries=tuple((name, *one) for name, part in parts.items() for one in part.tries),
-            components=components,
-            detail=detail,
-            teacher_logprobs=None if failed else teacher_logprobs,
         )
 
     def failures(self) -> dict[str, int]:
@@ -134,7 +134,7 @@ class WeightedSum:
         """Free what the rewards hold."""
         await asyncio.gather(*(named.close() for named in self.rewards))
 
-    def _notes(self, parts: Mapping[str, Part]) -> tuple[dict[str, float | None], Detail]:
+    def _notes(self, parts: Mapping[str, RewardOutcome]) -> tuple[dict[str, float | None], Detail]:
         if not self._is_named:
             (part,) = parts.values()
             return dict(part.components), dict(part.detail)

@@ -16,20 +16,20 @@ from tidemill.common.streams import Delivery, append, append_numbered, group_sta
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, Ticket, Trajectory
-from tidemill.services.console.dead.dead_letters import Letter, read_letters
-from tidemill.services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
-from tidemill.services.console.options import LetterFilter
+from tidemill.services.console.dead.entries import DeadEntry, read_dead
+from tidemill.services.console.dead.requeue import Requeuer, RequeueResult, TicketEnds
+from tidemill.services.console.options import DeadFilter
 
-EVERY_LETTER = LetterFilter()
+EVERYTHING = DeadFilter()
 
 CONFIG = trainer_config(streams__lease_s=1.0)
 
 
-async def letters(broker: Broker, keys: Keys, wanted: LetterFilter = EVERY_LETTER) -> list[Letter]:
-    return await read_letters(scan(broker, keys.dead, DeadLetter), wanted, 1 << 20)
+async def letters(broker: Broker, keys: Keys, wanted: DeadFilter = EVERYTHING) -> list[DeadEntry]:
+    return await read_dead(scan(broker, keys.dead, DeadLetter), wanted, 1 << 20)
 
 
-async def put_back(broker: Broker, keys: Keys) -> list[LetterResult]:
+async def put_back(broker: Broker, keys: Keys) -> list[RequeueResult]:
     requeuer = Requeuer(broker, keys, CONFIG, await TicketEnds.read(broker, keys))
     return [await requeuer.put_back(letter) for letter in await letters(broker, keys)]
 
@@ -172,7 +172,7 @@ class TestWhatCanNoLongerMatter:
 
     async def test_a_letter_that_is_garbled_itself(self, broker, keys):
         await broker.execute("XADD", keys.dead, "*", "v", b"9.0", "p", b"?")
-        assert "the letter itself cannot be decoded" in await refusal(broker, keys)
+        assert "itself cannot be decoded" in await refusal(broker, keys)
 
 
 async def test_a_letter_that_the_trainer_has_not_acted_on_is_kept(broker, keys):
@@ -192,7 +192,7 @@ async def test_filters_choose_letters(broker, keys):
     )
 
     async def found(**conditions: Any) -> list[tuple[int, int]]:
-        return [letter.key for letter in await letters(broker, keys, LetterFilter(**conditions))]
+        return [letter.key for letter in await letters(broker, keys, DeadFilter(**conditions))]
 
     assert await found() == [(3, -1), (4, 1)]
     assert (

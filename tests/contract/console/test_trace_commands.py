@@ -58,10 +58,10 @@ class TestTrace:
     def test_a_trained_sample_leads_to_its_step_micro_batch_and_version(self, tidemill):
         tree = json.loads(tidemill("trace", "4.1", "--json").output)
         (sample,) = tree["samples"]
-        assert (tree["step"], tree["version"], tree["digest"]) == (1, 2, DIGESTS[2])
-        assert sample["trained_in"] == [{"mini_batch": 0, "micro_batch": 1, "position": 1}]
+        assert tree["commit"]["step"] == 1 and tree["is_trained"]
+        assert sample["places"] == [{"mini_batch": 0, "micro_batch": 1, "position": 1}]
         assert (sample["advantage"], sample["score"]["value"]) == (1.0, 1.0)
-        assert tree["weights"]["digest"] == DIGESTS[2]
+        assert tree["commit"]["digest"] == tree["manifest"]["digest"] == DIGESTS[2]
 
     def test_each_version_is_shown_with_the_tokens_it_made(self, tidemill):
         shown = tidemill("trace", "4.1").output
@@ -125,7 +125,7 @@ class TestStep:
         assert [group["ticket"] for group in tree["groups"]] == [3, 4]
         rewards = [[sample["reward"] for sample in group["samples"]] for group in tree["groups"]]
         assert rewards == [[0.25, 0.75], [-1.0, 1.0]]
-        assert tree["dropped"] == [{"ticket": 2, "reason": "zero_variance"}]
+        assert tree["commit"]["dropped"] == [[2, -1, "zero_variance"]]
         assert [batch["keys"] for batch in tree["micro_batches"]] == [[[4, 0], [3, 0]], [[3, 1], [4, 1]]]
         assert [batch["num_tokens"] for batch in tree["micro_batches"]] == [6, 6]
 

@@ -197,7 +197,7 @@ async def test_groups_go_out_as_csv_and_json_and_no_text_becomes_a_formula(site:
     trees = (await site.get("/groups.json?state=failed")).json()
     assert [tree["ticket"] for tree in trees] == [1] and trees[0]["num_failed"] == 1
     whole = (await site.get("/groups/1.json")).json()
-    assert whole["ticket"] == 1 and len(whole["samples"]) == 4
+    assert whole["number"] == 1 and len(whole["samples"]) == 4
     assert whole["samples"][0]["trajectory"]["completion_ids"] == [5, 6, 7, 8, 9, 10]
     parts = "".join([part async for part in csv_response("x", ("a",), iter([("=1+1", -2)])).body_iterator])
     assert parts == "a\r\n'=1+1,-2\r\n"

@@ -176,12 +176,12 @@ async def test_who_gives_up_waiting_takes_no_place(make: MakeLimiter, broker: Br
 async def test_asking_twice_for_the_same_request_draws_once(broker: Broker, keys: Keys) -> None:
     # A command whose answer was lost is repeated.
     names = [keys.limits("judge"), keys.requests("judge")]
+    limits = ["train", 5000, 1, 60, 0, 1000, 0]
     for _ in range(2):
-        reply = await broker.script("limit_acquire", names, ["train", 5000, 1, 60, 0, 1000, 0, "a", 0])
-        assert reply == [1, 0]
+        assert await broker.script("limits", names, [*limits, 0, 0, "a", 0]) == [1, 0]
     assert await broker.execute("ZCARD", names[1]) == 1
     for _ in range(2):
-        await broker.script("limit_settle", names, ["a", 0])
+        await broker.script("limits", names, [*limits, 1, 0, "a", 0])
     assert await broker.execute("ZCARD", names[1]) == 0
 
 

@@ -10,7 +10,7 @@ from tests.support.waiting import wait_until
 from tidemill.common.config import NamedRewardConfig, RewardCacheConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
-from tidemill.services.reward.outcome import AttemptError, Part, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.cache import RewardCache, version_of
 from tidemill.services.reward.rewards.named import NamedReward
 from tidemill.services.reward.sample import RewardSample
@@ -52,7 +52,7 @@ async def test_the_same_sample_is_paid_for_once_also_by_another_worker(broker: B
     first = await named(broker, keys, reward).score(sample("text", ticket=1))
     again = await named(broker, keys, reward).score(sample("text", ticket=2))
     assert reward.asked == ["text"]
-    assert again == first == Part(value=1.0, components={"tokens": 7.0}, detail={"verdict": "good"})
+    assert again == first == RewardOutcome(value=1.0, components={"tokens": 7.0}, detail={"verdict": "good"})
     assert again.is_ok
 
 

@@ -16,7 +16,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, Delivery, append, ensure_group, group_status
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Lane, ScoreStatus, Trajectory
-from tidemill.services.reward.outcome import Part
+from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.rewards.group_scoring import GroupResult
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.trainer.batch.reconciler import delete_results
@@ -286,7 +286,7 @@ async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring
     for delivery in await dead.fetch(2, 0.0):  # it kept both results, and died before the group was published
         assert isinstance(delivery, Delivery)
         sample = RewardSample.from_trajectory(delivery.message, Lane.TRAIN)
-        parts = {"compute_score": Part(value=float(sample.solution_str))}
+        parts = {"compute_score": RewardOutcome(value=float(sample.solution_str))}
         kept = await dead.store_result(delivery, *results, GroupResult.of(sample, parts, "dead", 1.0))
     assert kept is not None and len(kept) == 2
     async with worker(broker, keys, function=f"{path}:compute_score", group="rank"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.checked_runs import make_folder, write_run
+from tidemill.common.errors import ConfigError
 from tidemill.services.console.check import preflight
 from tidemill.services.console.check.explain import describe
 
@@ -41,7 +42,7 @@ class TestReward:
         assert "noise" not in said and "not called" not in said
 
     def test_a_call_that_fails_is_a_mistake(self, check: Any) -> None:
-        with pytest.raises(preflight.PreflightError, match=r"gave no score: .*KeyError"):
+        with pytest.raises(ConfigError, match=r"gave no score: .*KeyError"):
             check("return {}['no such key']", True)
 
 
@@ -66,14 +67,12 @@ class TestServers:
 
     def test_a_reward_model_that_does_not_exist(self, check: Any, tmp_path: Path) -> None:
         for path in (tmp_path / "nowhere", "models/of/mine"):
-            with pytest.raises(preflight.PreflightError, match=f"servers.rm.model {path} .*config.json"):
+            with pytest.raises(ConfigError, match=f"servers.rm.model {path} .*config.json"):
                 check(self.model(path))
 
     def test_a_chat_for_a_model_without_a_chat_template(self, check: Any, tmp_path: Path) -> None:
         folder = make_folder(tmp_path / "rm")
-        with pytest.raises(
-            preflight.PreflightError, match=r"reward rm: input: chat needs a chat template.*input: text"
-        ):
+        with pytest.raises(ConfigError, match=r"reward rm: input: chat needs a chat template.*input: text"):
             check(self.model(folder))
         (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
         check(self.model(folder, args=["--chat-template", str(tmp_path / "chat.jinja")]))
@@ -89,7 +88,7 @@ class TestServers:
         monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
         folder = make_folder(tmp_path / "rm", chat_template="{{ messages[0].content }}")
         check(self.model(folder, gpus=[1]), "trainer.gpus=[0]")
-        with pytest.raises(preflight.PreflightError) as caught:
+        with pytest.raises(ConfigError) as caught:
             check(self.model(folder, gpus=[1, 2]), "trainer.gpus=[0]", "rollout.gpus=[7]")
         assert "servers.rm.local.gpus names GPU 2; this machine has 2, 0 to 1" in str(caught.value)
         assert "rollout.gpus names GPU 7" in str(caught.value)
@@ -101,6 +100,6 @@ class TestServers:
         judge = {"servers": "rm", "template": "Q: {{ prompt }}\nA: {{ completion }}"}
         asked = {"model": "m", "base_urls": ["http://localhost:1/v1"]}
         assert check({"judge": judge, "asked": asked}).reads == {"rm": "user: Q: a b\nA: (the completion)"}
-        with pytest.raises(preflight.PreflightError, match="rm: for the first training row, the judge"):
+        with pytest.raises(ConfigError, match="rm: for the first training row, the judge"):
             judge |= {"template": "{{ extra.level }} {{ completion }}"}
             check({"judge": judge, "asked": asked})

@@ -72,17 +72,13 @@ def test_every_trained_sample_leads_to_the_micro_batch_that_has_it(real: Any, ti
     for commit in (commits[0], commits[-1]):
         for ticket in commit.groups:
             tree = json.loads(tidemill("trace", str(ticket), "real", "--json"))
-            assert (tree["step"], tree["version"], tree["digest"]) == (
-                commit.step,
-                commit.version,
-                commit.digest,
-            )
+            assert (tree["commit"]["step"], tree["commit"]["digest"]) == (commit.step, commit.digest)
             assert [s["advantage"] for s in tree["samples"]] == commit.advantages[str(ticket)]
             for sample in tree["samples"]:
-                (place,) = sample["trained_in"]
+                (place,) = sample["places"]
                 batch = commit.mini_batches[place["mini_batch"]][place["micro_batch"]]
                 assert tuple(batch[place["position"]]) == (ticket, sample["index"])
-                assert sample["versions"][0]["version"] >= commit.step - 1
+                assert sample["trajectory"]["spans"][0][0] >= commit.step - 1
                 assert sample["trajectory"]["worker"] == "rollout" and sample["score"]["worker"] == "reward"
 
 

@@ -17,7 +17,7 @@ from tidemill.common.run.dataset import Row
 from tidemill.services.console.check import preflight
 from tidemill.services.console.check.explain import describe, explain, preset_lines
 from tidemill.services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
-from tidemill.services.console.check.preflight import Findings, PreflightError, examine
+from tidemill.services.console.check.preflight import Findings, examine
 
 
 def rows(*prompts: Any) -> list[Row]:
@@ -160,7 +160,7 @@ def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:
     (run_files.parent / "model" / "tokenizer.json").unlink()
     with open(run_files.parent / "train.jsonl", "a") as file:
         file.write('{"reward_model": {"ground_truth": "1"}}\n')
-    with pytest.raises(PreflightError) as caught:
+    with pytest.raises(ConfigError) as caught:
         examine(run_files)
     assert caught.value.exit_code == 2
     assert "2 problems" in str(caught.value)
@@ -169,7 +169,7 @@ def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:
 
 def test_an_engine_that_is_not_installed_is_refused(run_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PreflightError, match="vllm, which is not installed"):
+    with pytest.raises(ConfigError, match="vllm, which is not installed"):
         examine(run_files, ["rollout.engine=vllm"])
 
 
@@ -177,7 +177,7 @@ def test_a_redis_that_cannot_be_reached_is_a_mistake(
     run_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIDEMILL_REDIS_URL", f"unix://{run_files.parent}/nobody.sock")
-    with pytest.raises(PreflightError, match="cannot reach Redis"):
+    with pytest.raises(ConfigError, match="cannot reach Redis"):
         examine(run_files)
 
 

@@ -12,7 +12,7 @@ from tidemill.common.process import gpu_sharing
 from tidemill.common.process.checks import RewardFindings
 from tidemill.services.console.check import memory, preflight
 from tidemill.services.console.check.memory import GIB, check_memory, machine_named, print_memory
-from tidemill.services.console.check.preflight import PreflightError, examine
+from tidemill.services.console.check.preflight import examine
 
 PARTS = {
     "parts": {"master weights": 3.0 * GIB, "crumbs": 0.001 * GIB},
@@ -89,7 +89,7 @@ def test_a_check_tells_memory_and_a_model_that_cannot_be_measured_is_no_mistake(
     answer(monkeypatch)
     assert "2 x 3.0 of 8.0 GiB" in examine(path, machine=MACHINE).memory[0]
     answer(monkeypatch, problems=["too large"])
-    with pytest.raises(PreflightError, match="too large"):
+    with pytest.raises(ConfigError, match="too large"):
         examine(path, machine=MACHINE)
 
     def refuse(*_: Any) -> Any:

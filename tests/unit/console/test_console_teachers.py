@@ -12,7 +12,7 @@ from tests.support.training import make_score
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.check.teachers import check_teachers
+from tidemill.services.console.check.model_folder import check_teachers
 from tidemill.services.console.processes.service import replica_gpus
 from tidemill.services.console.records.trace import teacher_gaps
 

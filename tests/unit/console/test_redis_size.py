@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.support.trajectories import make_config
-from tidemill.services.console.check.redis_size import records_held, redis_bytes
+from tidemill.services.console.check.redis_size import longest_record, records_held, redis_bytes
 
 
 def config_of(staleness: int = 1, **sections: Any) -> Any:
@@ -25,12 +25,13 @@ def test_redis_holds_what_is_under_way_and_what_the_oldest_checkpoint_needs() ->
     assert records_held(config_of(streams={"trim": False})) == 102 * 20
     assert held(checkpoint_every=0) == 102 * 20
     plain = config_of(streams=no_archive)
-    assert redis_bytes(plain, 1000) == records_held(plain) * 1000 + (20 + 32) * (2000 + 16 * 20)
+    assert redis_bytes(plain) == records_held(plain) * longest_record(plain) + (20 + 32) * (2000 + 16 * 20)
 
 
 def test_redis_holds_what_waits_for_the_archive_as_far_as_there_is_so_much() -> None:
     # Two steps of 20 samples are under way, and of the commits 32 stay.
-    least = 2 * 20 * 1000 + 32 * (2000 + 16 * 20)
-    assert redis_bytes(config_of(), 1000) - least == 100 * 20 * 1000, "102 steps in all"
+    record = longest_record(config_of())
+    least = 2 * 20 * record + 32 * (2000 + 16 * 20)
+    assert redis_bytes(config_of()) - least == 100 * 20 * record, "102 steps in all"
     small = config_of(streams={"archive": {"segment_mb": 0.25}})
-    assert redis_bytes(small, 1000) - least == 1.5 * 2**18
+    assert redis_bytes(small) - least == 1.5 * 2**18

@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from tests.support.rewards import together
 from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_trajectory
-from tidemill.common.config import NamedRewardConfig, ServersConfig, TeacherConfig
+from tidemill.common.config import NamedRewardConfig, TeacherConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.functions.request import Request
-from tidemill.services.reward.outcome import AttemptError, Part, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.remote.teacher import (
     Row,
     TeacherPrompt,
@@ -25,6 +25,7 @@ from tidemill.services.reward.remote.teacher import (
 )
 from tidemill.services.reward.rewards.cache import _digest
 from tidemill.services.reward.rewards.group_scoring import GroupResult
+from tidemill.services.reward.rewards.weighted_sum import score_of
 from tidemill.services.reward.sample import RewardSample
 
 LOGPROBS = np.array([-0.25, -2.0, -0.125], np.float32)
@@ -50,20 +51,20 @@ class Told:
 TEACHER = Told(RewardOutcome(None, {"logprob": -1.0}, teacher_logprobs=LOGPROBS.tobytes()))
 
 
-async def score_of(**rewards: tuple[Any, dict[str, Any]]) -> Score:
+async def scored(**rewards: tuple[Any, dict[str, Any]]) -> Score:
     total = together(rewards)
-    return total.sum_up(await total.score(SAMPLE)).score(SAMPLE, "w", 0.1)
+    return score_of(total.sum_up(await total.score(SAMPLE)), SAMPLE, "w", 0.1)
 
 
 async def test_a_teacher_adds_nothing_to_the_sum_and_its_logprobs_stand_beside_it() -> None:
-    score = await score_of(wise=(TEACHER, {"weight": 3.0}), rule=(Told(RewardOutcome(0.5)), {"weight": 2.0}))
+    score = await scored(wise=(TEACHER, {"weight": 3.0}), rule=(Told(RewardOutcome(0.5)), {"weight": 2.0}))
     assert (score.status, score.value) == (ScoreStatus.OK, 1.0)
     assert score.components == {"wise": None, "rule": 0.5, "wise/logprob": -1.0}
     np.testing.assert_array_equal(score.teacher_logprobs, LOGPROBS)
 
 
 async def test_alone_the_score_is_a_zero_that_says_what_it_is() -> None:
-    score = await score_of(wise=(TEACHER, {}))
+    score = await scored(wise=(TEACHER, {}))
     assert (score.status, score.value) == (ScoreStatus.OK, 0.0) and score.teacher_logprobs is not None
 
 
@@ -73,13 +74,13 @@ async def test_a_failed_teacher_is_a_failed_score(on_failure: str) -> None:
         "wise": (Told(AttemptError("no answer")), {"on_failure": on_failure}),
         "rule": (Told(RewardOutcome(1.0)), {}),
     }
-    score = await score_of(**rewards)
+    score = await scored(**rewards)
     assert (score.status, score.value, score.on_failure) == (ScoreStatus.FAILED, None, on_failure)
     assert "wise: no answer" in score.error and score.teacher_logprobs is None
 
 
 async def test_a_teacher_whose_companion_failed_teaches_nothing() -> None:
-    score = await score_of(wise=(TEACHER, {}), rule=(Told(AttemptError("broken")), {}))
+    score = await scored(wise=(TEACHER, {}), rule=(Told(AttemptError("broken")), {}))
     assert score.status is ScoreStatus.FAILED and score.teacher_logprobs is None
 
 
@@ -108,16 +109,16 @@ def test_logprobs_that_are_no_numbers_are_refused() -> None:
 
 
 def test_a_part_goes_into_the_cache_and_comes_back() -> None:
-    part = Part.of(TEACHER.outcome, [])  # type: ignore[arg-type]
-    assert Part(**codec.unpack(codec.pack(asdict(part)))) == part
+    part = TEACHER.outcome
+    assert RewardOutcome(**codec.unpack(codec.pack(asdict(part)))) == part
 
 
 def test_logprobs_wait_in_redis_for_the_rest_of_their_group() -> None:
     """Where a group function needs all parts first."""
-    part = Part.of(TEACHER.outcome, [])  # type: ignore[arg-type]
+    part = TEACHER.outcome
     result = GroupResult.of(SAMPLE, {"wise": part}, "w", 0.1)
     back = codec.decode_payload(codec.encode_payload(result), GroupResult)
-    assert back.part("wise") == part
+    assert RewardOutcome(**back.parts["wise"]) == part
 
 
 class TestRows:
@@ -214,7 +215,7 @@ class TestOwnPrompt:
 def test_what_is_no_template_is_found_before_the_run() -> None:
     reward = NamedRewardConfig(teacher=TeacherConfig(servers="s", template="{{ a"))
     with pytest.raises(ConfigError, match=r"wise.teacher.template is no Jinja template"):
-        check_teacher("wise", reward, ServersConfig())
+        check_teacher("wise", reward)
 
 
 def test_functions_in_other_processes_are_sent_no_segments() -> None:

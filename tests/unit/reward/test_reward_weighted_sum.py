@@ -11,7 +11,7 @@ from tidemill.common.config import NamedRewardConfig, RewardConfig, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.messages import ScoreStatus
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
-from tidemill.services.reward.rewards.weighted_sum import NONE_APPLIES, Total
+from tidemill.services.reward.rewards.weighted_sum import NONE_APPLIES
 from tidemill.services.reward.sample import RewardSample
 
 
@@ -35,7 +35,7 @@ class Fixed:
 LATE = AttemptError("too late", is_timeout=True)
 
 
-async def total(source: str = "", **rewards: tuple[Any, dict[str, Any]]) -> Total:
+async def total(source: str = "", **rewards: tuple[Any, dict[str, Any]]) -> RewardOutcome:
     total = together(rewards)
     sample = RewardSample((0, 0), False, "gsm8k", "text", "truth", source=source)
     return total.sum_up(await total.score(sample))
@@ -80,7 +80,7 @@ async def test_where_nothing_applies_the_score_has_failed_and_is_no_zero() -> No
 async def test_a_failed_part_fails_the_score_with_its_own_policy(policy: str) -> None:
     made = await total(rule=(Fixed(1.0), {}), judge=(Fixed(LATE), {"on_failure": policy, "max_attempts": 2}))
     assert (made.status, made.value, made.on_failure) == (ScoreStatus.TIMEOUT, None, policy)
-    assert (made.error, made.attempts) == ("judge: too late", 2)
+    assert (made.error, len(made.tries)) == ("judge: too late", 2)
     assert made.components == {"rule": 1.0, "judge": None}
 
 

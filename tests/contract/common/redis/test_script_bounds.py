@@ -30,10 +30,10 @@ SCRIPTS: dict[str, tuple[list[str], list[str], list[int]]] = {
     "complete": (["stream", "out"], ["group", "holder", "1.0", "1-0", "x", "300-0", "x"], []),
     "continue_after": (["stream"], ["300-0", "400-0", "1"], [0, 1, 2]),
     "finish": (["stream", "state"], ["300-0", "status", "finished"], [0]),
-    "limit_acquire": (
+    "limits": (
         ["level", "flight"],
-        ["train", "1000", "4", "60", "600", "1000", "0.1", "id", "10"],
-        [1, 2, 3, 4, 5, 6, 8],
+        ["train", "1000", "4", "60", "600", "1000", "0.1", "1", "1", "old", "5", "going", "id", "10"],
+        [1, 2, 3, 4, 5, 6, 7, 8, 10, 13],
     ),
     "move_aside": (["stream", "dead"], ["1.0", "300-0", "200-0", "letter"], [1]),
     "reclaim": (["stream"], ["group", "thief", "1000", "8", "-", "0", ""], [2, 3, 4, 5]),

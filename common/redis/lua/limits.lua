@@ -1,18 +1,35 @@
--- Admit requests under the limits of a run: concurrency, requests and tokens per minute. Time is the server's.
+-- End, renew and admit requests under the limits of a run, in one unit: what one worker frees, another never
+-- draws twice. Limits: concurrency, requests and tokens per minute; 0 is none. Time is the server's.
 -- KEYS: hash of what is left, sorted set of requests in flight by the end of their lease.
 -- ARGV: lane (eval or train), lease in ms, concurrency, requests per minute, tokens per minute, burst in ms,
--- share kept for evaluation, then (request id, tokens) pairs in order.  A limit of 0 is none.
--- Returns how many of the first pairs are admitted, and milliseconds after which to ask for the next one; -1
+-- share kept for evaluation, number of requests that ended, number of those that go on; then (request id, tokens to
+-- give back, below zero where more were used) of those that ended, the ids of those that go on, and (request id,
+-- tokens) of those that wait, in order.
+-- Returns how many of those that wait are admitted, and milliseconds after which to ask for the next one; -1
 -- where that depends on a request that ends.  Asking twice for the same request draws once.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local is_eval = ARGV[1] == 'eval'
 local lease_ms, concurrency = tonumber(ARGV[2]), tonumber(ARGV[3])
 local burst_ms, share = tonumber(ARGV[6]), tonumber(ARGV[7])
+-- Leases that ran out come first: a request that outlived its lease changes nothing any more.
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
--- Nothing ends later than one lease from now, unless the clock was set back since: then it begins anew.
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now + tonumber(ARGV[2]), '+inf')) do
-  redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), id)
+-- Nothing ends later than one lease from now, unless the clock was set back since: then it begins again.
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now + lease_ms, '+inf')) do
+  redis.call('ZADD', KEYS[2], now + lease_ms, id)
+end
+local first_renewed = 10 + 2 * tonumber(ARGV[8])
+local first_waiting = first_renewed + tonumber(ARGV[9])
+for i = 10, first_renewed - 1, 2 do
+  if redis.call('ZREM', KEYS[2], ARGV[i]) == 1 and redis.call('HEXISTS', KEYS[1], 'tokens') == 1 then
+    redis.call('HINCRBYFLOAT', KEYS[1], 'tokens', ARGV[i + 1])
+  end
+end
+for i = first_renewed, first_waiting - 1 do
+  redis.call('ZADD', KEYS[2], 'XX', now + lease_ms, ARGV[i])
+end
+if first_waiting > #ARGV then
+  return {0, 0}
 end
 
 -- While evaluation waits, whatever becomes free is for it.
@@ -52,7 +69,7 @@ end
 
 local in_flight = redis.call('ZCARD', KEYS[2])
 local admitted, wait_ms = 0, 0
-for i = 8, #ARGV, 2 do
+for i = first_waiting, #ARGV, 2 do
   local id, cost = ARGV[i], tonumber(ARGV[i + 1])
   if not redis.call('ZSCORE', KEYS[2], id) then
     wait_ms = math.max(missing_ms(requests, 1), missing_ms(tokens, cost))

@@ -1,0 +1,210 @@
+"""A record as a tree of labelled values, and how the tree is printed.
+
+One function for each kind of record makes its tree. How a value reads depends on its unit alone, and is
+decided here for the terminal and for HTML (web/templates/tree.html); programs get the record itself, by
+`jsonable`.
+
+Guarantee: text is shown and nothing of it takes effect, whoever wrote it. Markup is never interpreted, and
+characters that a terminal would act on, or that change the order of reading, are shown as escapes.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tidemill.services.console.text.formats import (
+    NOTHING,
+    printable,
+    printable_block,
+    share,
+    size,
+    took,
+    when,
+)
+
+MAX_CHARACTERS = {"": 300, "text": 4000, "cell": 60}
+"""Of a text in a line, in a block and in a cell of a table, unless all of it is asked for."""
+MAX_ITEMS = 24
+"""Elements of an array that are shown; JSON has all."""
+PIPE_WIDTH = 200
+"""Columns of a table that goes into a file or another program."""
+FORMATS = {"s": took, "time": when, "bytes": size, "share": share}
+NUMBERS = ("s", "share", "bytes")
+"""Units whose columns are aligned to the right; so are those that hold only numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A labelled value, or a labelled part with children.
+
+    Units: `s`, `time` (seconds since 1970), `share`, `bytes`; `text` keeps its line breaks; `note` is a line
+    of its own without a label; `table` has a child for each row, whose children are its cells. No unit: a
+    number, an array, or text in one line.
+    """
+
+    label: str
+    value: Any = None
+    unit: str = ""
+    children: tuple["Node", ...] = ()
+    style: str = ""
+    """Of rich, for the value."""
+    link: str = ""
+    """The address below the run's own page that a browser goes to."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it stands by itself; neighbours that do not are lines of one list."""
+        is_free_text = self.unit == "text" and not self.label
+        return bool(self.children) or self.unit in ("note", "table") or is_free_text
+
+
+def part(label: str, *children: Node | Iterable[Node]) -> Node:
+    """A node with the given children, or with those of the given iterables."""
+    found: list[Node] = []
+    for child in children:
+        found += [child] if isinstance(child, Node) else child
+    return Node(label, children=tuple(found))
+
+
+def note(text: str, style: str = "") -> Node:
+    return Node("", text, "note", style=style)
+
+
+def table(rows: Iterable[Mapping[str, Any]], units: Mapping[str, str] | None = None) -> Node:
+    """A table of mappings from titles to values or nodes; `units` by title. Columns without values are left
+    out."""
+
+    def cell(title: str, value: Any) -> Node:
+        return value if isinstance(value, Node) else Node(title, value, (units or {}).get(title, ""))
+
+    found = [[cell(title, value) for title, value in row.items()] for row in rows]
+    kept = {cell.label for cells in found for cell in cells if cell.value not in (None, "")}
+    lines = (tuple(cell for cell in cells if cell.label in kept) for cells in found)
+    return Node("", unit="table", children=tuple(Node("", children=cells) for cells in lines))
+
+
+def shown(value: Any, unit: str = "", is_full: bool = False) -> str:
+    """A value as text, which is not escaped yet."""
+    if value is None or (isinstance(value, str) and not value):
+        return NOTHING
+    if unit in FORMATS:
+        return FORMATS[unit](value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, np.ndarray):
+        items = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in value.tolist()]
+        more = [] if is_full or len(items) <= MAX_ITEMS else [f"... {len(items):,} in all"]
+        return f"[{', '.join(items[: len(items) if is_full else MAX_ITEMS] + more)}]"
+    if isinstance(value, bytes | bytearray):
+        head = bytes(value if is_full else value[:MAX_ITEMS])
+        return f"{len(value):,} bytes: {head.hex(' ')}{' ...' if len(head) < len(value) else ''}"
+    return value if isinstance(value, str) else repr(value)
+
+
+def terminal() -> Console:
+    """A console whose tables are not squeezed where nobody looks at them."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def print_tree(console: Console, tree: Node, is_full: bool = False) -> None:
+    """The whole tree; `is_full` shows texts and arrays to their ends."""
+    if tree.label:
+        console.print(Text(tree.label, "bold"), soft_wrap=True)
+    for item in gathered(tree.children):
+        if isinstance(item, list):
+            console.print(_lines(item, is_full))
+        elif item.unit == "table":
+            console.print(_table(item, is_full))
+        elif item.children:
+            console.print()
+            print_tree(console, item, is_full)
+        else:
+            console.print(_text(item, is_full), soft_wrap=True)
+
+
+def gathered(nodes: Iterable[Node]) -> Iterator[Node | list[Node]]:
+    """Parts one by one, and lines that follow each other as one list."""
+    lines: list[Node] = []
+    for node in nodes:
+        if not node.is_part:
+            lines.append(node)
+            continue
+        if lines:
+            yield lines
+            lines = []
+        yield node
+    if lines:
+        yield lines
+
+
+def _text(node: Node, is_full: bool, kind: str = "") -> Text:
+    text = shown(node.value, node.unit, is_full)
+    limit = 0 if is_full or node.unit == "note" else MAX_CHARACTERS["text" if node.unit == "text" else kind]
+    words = printable_block(text, limit) if node.unit == "text" else printable(text, limit)
+    return Text(words, node.style)
+
+
+def name_table(style: str = "dim", indent: int = 2) -> Table:
+    """A table of names and their values, without a header."""
+    lines = Table(box=None, show_header=False, padding=(0, 2, 0, indent))
+    lines.add_column(style=style, no_wrap=True)
+    lines.add_column(overflow="fold")
+    return lines
+
+
+def _lines(nodes: Iterable[Node], is_full: bool) -> Table:
+    lines = name_table()
+    for node in nodes:
+        lines.add_row(Text(printable(node.label, 32)), _text(node, is_full))
+    return lines
+
+
+def _table(node: Node, is_full: bool) -> Table:
+    """Cells are one line each, but for those of the last column; of a missing cell nothing is shown."""
+    rows = [{cell.label: cell for cell in row.children} for row in node.children]
+    titles = list(dict.fromkeys(title for row in rows for title in row))
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_header=any(titles))
+    for title in titles:
+        cells = [row[title] for row in rows if title in row]
+        is_number = all(cell.unit in NUMBERS or isinstance(cell.value, int | float | None) for cell in cells)
+        is_last = title == titles[-1]
+        found.add_column(
+            title,
+            justify="right" if is_number else "left",
+            no_wrap=not is_last,
+            overflow="fold" if is_last else "ellipsis",
+        )
+    for row in rows:
+        found.add_row(*(_text(row[title], is_full, "cell") if title in row else "" for title in titles))
+    return found
+
+
+def jsonable(value: Any) -> Any:
+    """The value as JSON has it: records as their fields, arrays as lists, bytes in hex, null for numbers that
+    are not finite."""
+    if isinstance(value, np.ndarray):
+        return jsonable(value.tolist())
+    if isinstance(value, BaseModel):
+        return jsonable(value.model_dump())
+    if is_dataclass(value):
+        return {item.name: jsonable(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).hex()
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, int | float | str | bool | None) else str(value)
