@@ -1,11 +1,34 @@
 """The `rollout` section: how completions are generated."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.section import Section
+
+
+class EngineTraits(NamedTuple):
+    """What is known of an engine before it is built."""
+
+    class_name: str
+    """`module:Class` in services/rollout/engines."""
+    package: str = ""
+    """What has to be installed for it."""
+    loads_model: bool = True
+    """Whether it computes with `model.path`, and so on a GPU where its section names no other device."""
+    leaves_gpu: bool = True
+    """Whether it gives its memory of the GPU back while it sleeps."""
+    reserves_gpu_memory: bool = False
+    """Whether it takes a share of the GPU's memory at its start."""
+
+
+ENGINES = {
+    "vllm": EngineTraits("vllm:VllmEngine", package="vllm", reserves_gpu_memory=True),
+    "transformers": EngineTraits("transformers:TransformersEngine", leaves_gpu=False),
+    "simulated": EngineTraits("simulated:SimulatedEngine", loads_model=False),
+}
+"""By `rollout.engine`. Nothing else compares with these names."""
 
 
 class SamplingConfig(Section):
@@ -106,6 +129,17 @@ class RolloutConfig(Section):
     simulated: SimulatedConfig = SimulatedConfig()
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics and /healthz; 0 takes a free one."""
+
+    @property
+    def engine_traits(self) -> EngineTraits:
+        """What is known of the engine."""
+        return ENGINES[self.engine]
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether the engine computes on GPUs."""
+        device = getattr(getattr(self, self.engine), "device", "auto")
+        return self.engine_traits.loads_model and not device.startswith("cpu")
 
     @property
     def takes_gpu_turns(self) -> bool:

@@ -184,7 +184,7 @@ class RunConfig(Section):
                 f"rollout.gpus names {len(rollout.gpus)} GPUs, but {rollout.workers} workers with "
                 f"{rollout.vllm.tensor_parallel_size} each (rollout.vllm.tensor_parallel_size) need {wanted}"
             )
-        if self._shares_gpus() and rollout.engine == "transformers":
+        if self._shares_gpus() and not rollout.engine_traits.leaves_gpu:
             raise ValueError("shares_rollout_gpus needs an engine that sleeps: rollout.engine vllm, on a GPU")
 
     def _rewards_fit(self) -> None:

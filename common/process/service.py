@@ -209,7 +209,7 @@ async def _serve(
     broker = await Broker.connect()
     try:
         if role == TRAINER:
-            await broker.keep_scripts()  # before there is a run that workers could find
+            await broker.keep_scripts(keys.state)  # before there is a run that workers could find
         registered = await _find_config(role, broker, keys, options)
         config = override_config(registered, options.set)
         if role in WORKER_ROLES and await has_finished(broker, keys, config.trainer.steps):
@@ -302,7 +302,7 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             for report in context.reporters:
                 report(beat)
             if context.role == TRAINER:
-                await context.broker.keep_scripts()  # workers may not load them
+                await context.broker.keep_scripts(context.keys.state)  # workers may not load them
             await publish_heartbeat(context.broker, context.keys, beat)
             await asyncio.sleep(HEARTBEAT_S)
 

@@ -194,8 +194,9 @@ class Broker:
 
         return await self._timed(send)
 
-    async def keep_scripts(self) -> None:
-        """Load what the server lacks of all scripts, for those who may not; safe to repeat at any time."""
+    async def keep_scripts(self, state_key: str) -> None:
+        """Load what the run's server lacks of all scripts, for those who may not; safe to repeat."""
+        await self.execute("HGET", state_key, "status")  # tells a cluster's client which run is meant
         scripts = [_script(name) for name in _script_names()]
         flags = await self.execute("SCRIPT EXISTS", *(sha for _, sha in scripts))
         missing = [source for (source, _), flag in zip(scripts, flags, strict=True) if not flag]

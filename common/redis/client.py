@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
 from tidemill.common.errors import BrokerError
-from tidemill.common.redis.cluster import Address, ClusterClient, make_blocking_cluster_client
+from tidemill.common.redis.cluster import Address, ClusterClient, Nodes, make_blocking_cluster_client
 from tidemill.common.redis.lines import Client
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
@@ -65,13 +66,10 @@ def make_client(url: str) -> Client:
     options = {**_connection_options(url), **_credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
     try:
         if "+cluster:" in url:
-            seeds, options = _cluster_options(url, options)
-            kind = SSLConnection if url.partition(":")[0] in TLS_SCHEMES else Connection
-            return ClusterClient(seeds, lambda node: kind(host=node[0], port=node[1], **options))
+            return _cluster_client(url, options)
         if "+sentinel:" in url:
-            pool = ConnectionPool(**_sentinel_options(url, options))
-        else:
-            pool = ConnectionPool.from_url(url, **options)
+            return _sentinel_client(url, options)
+        pool = ConnectionPool.from_url(url, **options)
     except ValueError:  # its text may hold a part of the password
         raise BrokerError(
             f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}; "
@@ -95,10 +93,9 @@ def make_blocking_client(url: str, run_id: str = "") -> BlockingRedis:
     del options["retry"]
     try:
         if "+cluster:" in url:
-            seeds, options = _cluster_options(url, options)
-            has_tls = url.partition(":")[0] in TLS_SCHEMES
-            kind = BlockingSSLConnection if has_tls else BlockingConnection
-            return make_blocking_cluster_client(seeds, run_id, kind, **options)
+            seeds, known, _ = _addresses(url, _CLUSTER_URL, CLUSTER_PORT)
+            kind = BlockingSSLConnection if _has_tls(url) else BlockingConnection
+            return make_blocking_cluster_client(seeds, run_id, kind, **{**known, **options})
         return BlockingRedis.from_url(url, **options)
     except ValueError:  # its text may hold a part of the password
         raise BrokerError(f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}.") from None
@@ -110,42 +107,44 @@ def public_address(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-class _Master:
-    """What the Sentinels said last, for all connections of a client."""
+class _Server:
+    """Finds the server that is asked now, and knows what was found last, for all connections of a client."""
 
-    def __init__(self, sentinel: Sentinel, service: str) -> None:
-        self.sentinel, self.service = sentinel, service
-        self.address = ("", 0)
+    def __init__(self, find: Callable[[], Awaitable[Address]]) -> None:
+        self.find, self.address = find, ("", 0)
 
 
-class _ToMaster:
-    """Connections that ask the Sentinels for the master's address when they connect.
+class _ToServer:
+    """Connections that look for their server when they connect: a master of Sentinels, the owner of a slot.
 
-    Once one of them has found another master than before, the others leave the old one too, which may not
+    Once one of them has found another server than before, the others leave the old one too, which may not
     know yet that it has been replaced: what it is still given would be lost.
     """
 
-    def __init__(self, master: _Master, **options: Any) -> None:
+    def __init__(self, server: _Server, **options: Any) -> None:
         super().__init__(**options)
-        self._master = master
+        self._server = server
 
     @property
     def is_current(self: Any) -> bool:
-        """Whether no other master was found since."""
-        return bool((self.host, self.port) == self._master.address)
+        """Whether no other server was found since."""
+        return bool((self.host, self.port) == self._server.address)
 
     async def connect(self: Any) -> None:
-        self.host, self.port = await self._master.sentinel.discover_master(self._master.service)
-        self._master.address = (self.host, self.port)
+        self.host, self.port = self._server.address = await self._server.find()
         await super().connect()  # type: ignore[misc]
 
 
-class _MasterConnection(_ToMaster, Connection):
+class _PlainToServer(_ToServer, Connection):
     """Without TLS."""
 
 
-class _MasterTlsConnection(_ToMaster, SSLConnection):
+class _TlsToServer(_ToServer, SSLConnection):
     """With TLS."""
+
+
+def _has_tls(url: str) -> bool:
+    return url.partition(":")[0] in TLS_SCHEMES
 
 
 def _connection_options(url: str) -> dict[str, Any]:
@@ -159,7 +158,7 @@ def _connection_options(url: str) -> dict[str, Any]:
         "driver_info": None,  # or every connection begins with CLIENT SETINFO, which ACL users lack
     }
     authority = os.environ.get(CA_VARIABLE, "")
-    if authority and url.partition(":")[0] in TLS_SCHEMES:
+    if authority and _has_tls(url):
         if not Path(authority).is_file():
             raise BrokerError(f"{CA_VARIABLE} is {authority}: no such file. Expected a certificate in PEM.")
         options["ssl_ca_certs"] = authority
@@ -172,48 +171,51 @@ def _credentials(username_variable: str, password_variable: str) -> dict[str, An
     return {option: value for option, value in values.items() if value}
 
 
-def _sentinel_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a pool whose connections lead to the current master.
+def _addresses(
+    url: str, form: re.Pattern[str], port: int
+) -> tuple[list[Address], dict[str, Any], re.Match[str]]:
+    """The hosts of an address with several, the credentials in it, and its parts.
 
     Raises:
         ValueError: the address does not have the form that `FORMS` gives.
     """
-    match = _SENTINEL_URL.fullmatch(url)
+    match = form.fullmatch(url)
     hosts = [_HOST.fullmatch(host) for host in match["hosts"].split(",")] if match else []
     if match is None or not all(hosts):
-        raise ValueError("not an address of Sentinels")
-    addresses = [(host["host"].strip("[]"), int(host["port"] or SENTINEL_PORT)) for host in hosts if host]
+        raise ValueError("not an address of several hosts")
+    addresses = [(host["host"].strip("[]"), int(host["port"] or port)) for host in hosts if host]
     in_address = {"username": match["user"], "password": match["password"]}
-    known = {option: unquote(value) for option, value in in_address.items() if value}
-    has_tls = url.partition(":")[0] in TLS_SCHEMES
+    return addresses, {option: unquote(value) for option, value in in_address.items() if value}, match
+
+
+def _sentinel_client(url: str, options: dict[str, Any]) -> Client:
+    """A client of the master that Sentinels name. Raises ValueError: as `_addresses`."""
+    addresses, known, match = _addresses(url, _SENTINEL_URL, SENTINEL_PORT)
     asking = _credentials(SENTINEL_USERNAME_VARIABLE, SENTINEL_PASSWORD_VARIABLE)
     timeouts = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
     sentinel = Sentinel(
-        addresses, sentinel_kwargs={**_connection_options(url), **timeouts, "ssl": has_tls, **asking}
+        addresses, sentinel_kwargs={**_connection_options(url), **timeouts, "ssl": _has_tls(url), **asking}
     )
-    return {
-        **known,
-        **options,
-        "db": int(match["db"] or 0),
-        "master": _Master(sentinel, unquote(match["name"])),
-        "connection_class": _MasterTlsConnection if has_tls else _MasterConnection,
-    }
+    server = _Server(lambda: sentinel.discover_master(unquote(match["name"])))
+    kind = _TlsToServer if _has_tls(url) else _PlainToServer
+    return Client(lambda: kind(server, **{**known, **options}, db=int(match["db"] or 0)))
 
 
-def _cluster_options(url: str, options: dict[str, Any]) -> tuple[list[Address], dict[str, Any]]:
-    """Some nodes of the cluster, and the options of connections to all of them.
+def _cluster_client(url: str, options: dict[str, Any]) -> Client:
+    """A client of the nodes that own the slots in use. Raises ValueError: as `_addresses`."""
+    seeds, known, _ = _addresses(url, _CLUSTER_URL, CLUSTER_PORT)
+    nodes, options = Nodes(seeds), {**known, **options}
+    asking = SSLConnection if _has_tls(url) else Connection
+    kind = _TlsToServer if _has_tls(url) else _PlainToServer
 
-    Raises:
-        ValueError: the address does not have the form that `FORMS` gives.
-    """
-    match = _CLUSTER_URL.fullmatch(url)
-    hosts = [_HOST.fullmatch(host) for host in match["hosts"].split(",")] if match else []
-    if match is None or not all(hosts):
-        raise ValueError("not an address of a cluster")
-    in_address = {"username": match["user"], "password": match["password"]}
-    known = {option: unquote(value) for option, value in in_address.items() if value}
-    seeds = [(host["host"].strip("[]"), int(host["port"] or CLUSTER_PORT)) for host in hosts if host]
-    return seeds, {**known, **options}
+    def connect_to(address: Address) -> Connection:
+        return asking(host=address[0], port=address[1], **options)
+
+    def of_slot(slot: int) -> Client:
+        server = _Server(lambda: nodes.find(slot, connect_to))
+        return Client(lambda: kind(server, **options))
+
+    return ClusterClient(of_slot)
 
 
 CLOCK_CHECKS_PER_LEASE = 3

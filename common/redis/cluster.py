@@ -1,14 +1,14 @@
-"""A Redis Cluster: each command goes to the primary that has the slot of its key.
+"""A run in a Redis Cluster is on one node: the primary that owns the slot of the run's keys.
 
-All keys of a run share a slot, so scripts and transactions of a run are what they are on one server; the
-set of runs has a slot of its own. RQ's keys of a run are given the run's hash tag. After a failover, or when
-a slot is moved, the cluster is asked again where the slots are, and the command is repeated as after a lost
-connection.
+All keys of a run share a slot, so scripts and transactions are what they are on one server; the set of runs
+has a slot of its own, and RQ's keys of a run are given the run's hash tag. Each connection asks the cluster
+for the owner of its slot when it connects. After a failover, or when the slot is moved, connections are
+dropped, and the command is repeated as after a lost connection.
 """
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hiredis
@@ -21,18 +21,16 @@ from redis.crc import key_slot
 from redis.retry import Retry
 
 from tidemill.common.errors import BrokerError
-from tidemill.common.redis.lines import Client, Command, Connection
-from tidemill.common.wire.keys import PREFIX
+from tidemill.common.redis.lines import Client, Command
+from tidemill.common.wire.keys import PREFIX, RUNS
 
 Address = tuple[str, int]
-Slots = list[tuple[int, int, Address]]
-"""First and last slot, and the primary that has them."""
 
 RETRIES = 3
 """As redis-py repeats a command of a client on a single server."""
+NODE_TIMEOUT_S = 2.0
+"""A node that does not answer must not hold up the question to the next one."""
 
-_EVERYWHERE = ("SCRIPT LOAD", "SCRIPT EXISTS")
-"""For all primaries: a script must be where the keys are."""
 _OF_RQ = re.compile(rf"rq:\w+:{PREFIX}:(.+):\w+")
 _MOVED = (
     redis_errors.AskError,  # and MovedError
@@ -49,124 +47,94 @@ def tagged(key: str, run_id: str) -> str:
     return f"rq:{{{run_id}}}:{key[3:]}" if key.startswith("rq:") else key
 
 
-class ClusterClient(Client):
-    """A `Client` for each primary, and the one that a command belongs to."""
+class Nodes:
+    """Nodes of a cluster, which may be asked who owns a slot."""
 
-    def __init__(self, seeds: Sequence[Address], connect_to: Callable[[Address], Connection]) -> None:
-        self._seeds, self._connect_to = list(seeds), connect_to
-        self._clients: dict[Address, Client] = {}
-        self._slots: Slots = []
-        self._learning = asyncio.Lock()
-        self._home = 0
+    def __init__(self, seeds: Sequence[Address]) -> None:
+        self._seeds = self.addresses = list(seeds)
+
+    def owner(self, slot: int, reply: Any, asked: Address) -> Address:
+        """What the reply to CLUSTER SLOTS says; a node that knows no address of its own has the one `asked`.
+
+        Raises:
+            ClusterDownError: no primary has the slot now.
+        """
+        primaries = {
+            (first, last): (host.decode() or asked[0], int(port))
+            for first, last, (host, port, *_), *_ in reply
+        }
+        self.addresses = list(dict.fromkeys([*primaries.values(), *self._seeds]))
+        for (first, last), address in primaries.items():
+            if first <= slot <= last:
+                return address
+        raise redis_errors.ClusterDownError(f"no primary has slot {slot}")
+
+    async def find(self, slot: int, connect_to: Callable[[Address], Any]) -> Address:
+        """Ask one node after another. Raises: the error of the last one."""
+        error: Exception = redis_errors.ConnectionError("no node of the cluster answers")
+        for address in self.addresses:
+            node = connect_to(address)
+            try:
+                async with asyncio.timeout(NODE_TIMEOUT_S):
+                    await node.connect()
+                    await node.send_command("CLUSTER", "SLOTS")
+                    return self.owner(slot, await node.read_response(), address)
+            except (*_AWAY, *_MOVED) as why:
+                error = why
+            finally:
+                await node.disconnect(nowait=True)
+        raise error
+
+
+class ClusterClient(Client):
+    """A `Client` for each slot that is used: that of a run, and that of the set of runs."""
+
+    def __init__(self, make_client: Callable[[int], Client]) -> None:
+        self._make_client = make_client
+        self._clients: dict[int, Client] = {}
+        self._home = key_slot(RUNS.encode())
         """The slot that was used last with a run's key: where a command without a key goes."""
 
     async def exchange(
         self, unit: Sequence[Command], is_atomic: bool = False, is_blocking: bool = False
     ) -> list[Any]:
-        """As `Client.exchange`; what belongs to several primaries goes to each, if not `is_atomic`."""
-        if not self._slots:
-            await self._learn()
+        """As `Client.exchange`; all keys of the unit belong to one run."""
+        if not unit:
+            return []
+        commands = [_as_tagged(command) for command in unit]
+        client = self._client_of(commands)
         try:
-            if unit and unit[0][0] in _EVERYWHERE:
-                return await self._everywhere(unit)
-            parts: dict[Address, list[int]] = {}
-            commands = [_as_tagged(command) for command in unit]
-            for place, command in enumerate(commands):
-                parts.setdefault(self._primary_of(command), []).append(place)
-            replies: list[Any] = [None] * len(unit)
-            answers = [
-                self._client(address).exchange([commands[place] for place in places], is_atomic, is_blocking)
-                for address, places in parts.items()
-            ]
-            for places, answer in zip(parts.values(), await asyncio.gather(*answers), strict=True):
-                for place, reply in zip(places, answer, strict=True):
-                    replies[place] = reply
-        except (*_AWAY, *_MOVED) as error:
-            raise self._moved(error) from None
+            replies = await client.exchange(commands, is_atomic, is_blocking)
+        except _MOVED as error:
+            replies = [error]
         for reply in replies:
             if isinstance(reply, _MOVED):
-                raise self._moved(reply)
+                client.disconnect()  # the next connection asks for the owner again
+                if isinstance(reply, redis_errors.AskError):
+                    raise redis_errors.TryAgainError(f"the slot is moved: {reply}") from None
+                raise reply
         return replies
 
     def ask(self, command: Command) -> asyncio.Future[list[Any]] | None:
-        """As `Client.ask`; None too where no primary is known."""
-        try:
-            return self._client(self._primary_of(command)).ask(command)
-        except redis_errors.ClusterDownError:
-            return None
+        """As `Client.ask`."""
+        return self._client_of([command]).ask(command)
 
     def disconnect(self) -> None:
-        """Drop all idle connections, and what is known of the slots."""
-        self._slots = []
+        """Drop all idle connections."""
         for client in self._clients.values():
             client.disconnect()
 
     async def aclose(self) -> None:
         await asyncio.gather(*(client.aclose() for client in self._clients.values()))
 
-    def _moved(self, error: BaseException) -> BaseException:
-        """Ask again where the slots are, with the next attempt."""
-        self._slots = []
-        if isinstance(error, redis_errors.AskError):
-            return redis_errors.TryAgainError(f"the slot is moved: {error}")
-        return error
-
-    def _client(self, address: Address) -> Client:
-        if address not in self._clients:
-            self._clients[address] = Client(lambda: self._connect_to(address))
-        return self._clients[address]
-
-    def _primary_of(self, command: Command) -> Address:
-        key = _key_of(command)
+    def _client_of(self, commands: Sequence[Command]) -> Client:
+        key = next(filter(None, map(_key_of, commands)), "")
         slot = key_slot(key.encode()) if key else self._home
         if "{" in key:
             self._home = slot
-        return owner_of(self._slots, slot)
-
-    async def _everywhere(self, unit: Sequence[Command]) -> list[Any]:
-        """The answers of all primaries; of flags, whether all of them have it."""
-        primaries = {address for _, _, address in self._slots}
-        answers = await asyncio.gather(*(self._client(address).exchange(unit) for address in primaries))
-        return [
-            [min(flags) for flags in zip(*of_one, strict=True)] if isinstance(of_one[0], list) else of_one[0]
-            for of_one in zip(*answers, strict=True)
-        ]
-
-    async def _learn(self) -> None:
-        async with self._learning:
-            if self._slots:
-                return
-            error: BaseException = redis_errors.ClusterDownError("it has no slots")
-            for address in [*self._clients, *self._seeds]:
-                try:
-                    reply = await self._client(address).execute_command("CLUSTER SLOTS")
-                except (*_AWAY, *_MOVED) as why:
-                    error = why
-                    continue
-                if reply:
-                    self._slots = slots_of(reply, address)
-                    return
-            raise error
-
-
-def slots_of(reply: Iterable[Any], asked: Address) -> Slots:
-    """What CLUSTER SLOTS says; a node that knows no address of its own has the one that was `asked`."""
-    return [
-        (int(first), int(last), (primary[0].decode() if primary[0] else asked[0], int(primary[1])))
-        for first, last, primary, *_ in reply
-    ]
-
-
-def owner_of(slots: Slots, slot: int) -> Address:
-    """The primary that has the slot.
-
-    Raises:
-        ClusterDownError: none has it now.
-    """
-    for first, last, address in slots:
-        if first <= slot <= last:
-            return address
-    raise redis_errors.ClusterDownError(f"no primary has slot {slot}")
+        if slot not in self._clients:
+            self._clients[slot] = self._make_client(slot)
+        return self._clients[slot]
 
 
 def _key_of(command: Command) -> str:
@@ -210,17 +178,17 @@ class _Packer:
 def make_blocking_cluster_client(
     seeds: Sequence[Address], run_id: str, base: type[Any] = BlockingConnection, **options: Any
 ) -> BlockingRedis:
-    """A client for RQ and a run's results, on the primary that has the run.
+    """A client for RQ and a run's results, on the primary that owns the run's slot.
 
     Raises:
         BrokerError: it is not said which run.
     """
     if not run_id:
         raise BrokerError("jobs in a Redis Cluster need the id of their run")
-    slot, known = key_slot(f"{{{run_id}}}".encode()), list(seeds)
+    slot, nodes = key_slot(f"{{{run_id}}}".encode()), Nodes(seeds)
 
     class ToOwner(base):  # type: ignore[misc]
-        """Asks for the run's primary whenever it connects, and leaves one that has the run no more."""
+        """Asks for the owner whenever it connects, and leaves a node that has the slot no more."""
 
         def connect(self) -> None:
             if not self.is_connected:
@@ -236,20 +204,16 @@ def make_blocking_cluster_client(
 
     def find() -> Address:
         error: Exception = redis_errors.ConnectionError("no node of the cluster answers")
-        for host, port in list(known):
-            node = base(host=host, port=port, **options)
+        for address in nodes.addresses:
+            node = base(host=address[0], port=address[1], **options)
             try:
                 node.connect()
                 node.send_command("CLUSTER", "SLOTS")
-                slots = slots_of(node.read_response(), (host, port))
-                owner = owner_of(slots, slot)
+                return nodes.owner(slot, node.read_response(), address)
             except (*_AWAY, *_MOVED) as why:
                 error = why
-                continue
             finally:
                 node.disconnect()
-            known[:] = dict.fromkeys([*(address for _, _, address in slots), *seeds])
-            return owner
         raise error
 
     retry = Retry(ExponentialWithJitterBackoff(base=1, cap=10), RETRIES)

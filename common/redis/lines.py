@@ -10,10 +10,12 @@ connection to itself meanwhile.
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 import hiredis
+import structlog
+from redis import __version__ as VERSION
 from redis import exceptions as redis_errors
 
 ANSWER_TIMEOUT_S = 30.0
@@ -24,19 +26,34 @@ SEND_BUFFER_BYTES = 1 << 20
 """As far as the system allows it (net.core.wmem_max)."""
 
 Command = Sequence[Any]
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 _MULTI, _EXEC = hiredis.pack_command(("MULTI",)), hiredis.pack_command(("EXEC",))
 _MORE = object()
 
 
 class Connection(Protocol):
-    """What is used of redis-py's asynchronous connections: they connect and greet, whatever the address."""
+    """What is used of redis-py's asynchronous connections: they connect and greet, whatever the address.
 
-    _writer: Any
-    _parser: Any
+    `Line` uses private parts as well, `_writer` and `_parser`; see `has_known_parts`.
+    """
 
     async def connect(self) -> None:
         """Connect, and give the credentials."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None: ...
+
+    async def read_response(self) -> Any: ...
+
+    async def disconnect(self, nowait: bool = False) -> None: ...
+
+
+def has_known_parts(connection: Any) -> bool:
+    """Whether a connected connection has inside what `Line` uses: a release of redis-py may change that."""
+    transport = getattr(getattr(connection, "_writer", None), "transport", None)
+    has_parser = callable(getattr(getattr(connection, "_parser", None), "parse_error", None))
+    return isinstance(transport, asyncio.Transport) and has_parser and hasattr(connection, "_reader")
 
 
 def _packed(command: Command) -> bytes:
@@ -68,18 +85,25 @@ class _Call:
     def answer(self) -> None:
         if self.future.done():  # its caller was cancelled
             return
-        outcome = self.replies[-1] if self.is_atomic else self.replies
-        if isinstance(outcome, Exception):  # nothing was done; a command that was refused before says why
-            why = next((reply for reply in self.replies if isinstance(reply, Exception)), outcome)
-            self.future.set_exception(why)
-        else:
-            self.future.set_result(outcome)
+        try:
+            self.future.set_result(_outcome(self.replies, self.is_atomic))
+        except redis_errors.RedisError as error:
+            self.future.set_exception(error)
+
+
+def _outcome(replies: list[Any], is_atomic: bool) -> list[Any]:
+    """The replies of a unit. Raises: the transaction was refused, and nothing was done."""
+    outcome = replies[-1] if is_atomic else replies
+    if isinstance(outcome, Exception):  # a command that was refused before says why
+        raise next((reply for reply in replies if isinstance(reply, Exception)), outcome)
+    found: list[Any] = outcome
+    return found
 
 
 class Line(asyncio.Protocol):
     """One connection. It takes the place of the streams that redis-py puts on it, which copy every reply."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._reader = hiredis.Reader(
@@ -165,7 +189,7 @@ class Line(asyncio.Protocol):
         if self._watch is not None:
             self._watch.cancel()
         self._transport.abort()
-        self._connection._writer = self._connection._reader = None  # type: ignore[attr-defined]
+        self._connection._writer = self._connection._reader = None
 
     def _flush_soon(self) -> None:
         if not self._is_flush_due:
@@ -192,15 +216,69 @@ class Line(asyncio.Protocol):
                 self._watch = self._loop.call_later(left_s, self._look)
 
 
+class PlainLine:
+    """One connection by redis-py's public methods alone, a call at a time: for a redis-py with other parts
+    inside than `Line` knows. Slower, and otherwise the same."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.error: redis_errors.RedisError | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """As `Line.is_usable`."""
+        return self.error is None and getattr(self._connection, "is_current", True)
+
+    def exchange(
+        self, unit: Sequence[Command], is_atomic: bool = False, goes_with_next: bool = False
+    ) -> asyncio.Future[list[Any]]:
+        """As `Line.exchange`."""
+        # Shielded: a cancelled caller must leave no answer unread, or the next one takes it for its own.
+        return asyncio.shield(self._start(self._exchange(unit, is_atomic)))
+
+    def fail(self, error: redis_errors.RedisError) -> None:
+        """As `Line.fail`."""
+        if self.error is None:
+            self.error = error
+            self._start(self._connection.disconnect(nowait=True))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _exchange(self, unit: Sequence[Command], is_atomic: bool) -> list[Any]:
+        commands = [("MULTI",), *unit, ("EXEC",)] if is_atomic else unit
+        async with self._lock:
+            if self.error is not None:
+                raise type(self.error)(*self.error.args)
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await self._connection.send_packed_command([_packed(one) for one in commands], False)
+                    replies = [await self._reply() for _ in commands]
+            except (redis_errors.RedisError, OSError, TimeoutError) as error:
+                self.fail(redis_errors.ConnectionError(str(error) or type(error).__name__))
+                raise
+        return _outcome(replies, is_atomic)
+
+    async def _reply(self) -> Any:
+        try:
+            return await self._connection.read_response()
+        except redis_errors.ResponseError as error:
+            return error
+
+
 class Client:
     """The lines to one server: one that all calls share, and one for each command that blocks now."""
 
     def __init__(self, make_connection: Callable[[], Connection]) -> None:
         self._make_connection = make_connection
-        self._shared: Line | None = None
-        self._opening: asyncio.Task[Line] | None = None
-        self._idle: list[Line] = []
-        self._blocking: set[Line] = set()
+        self._shared: Line | PlainLine | None = None
+        self._opening: asyncio.Task[Line | PlainLine] | None = None
+        self._idle: list[Line | PlainLine] = []
+        self._blocking: set[Line | PlainLine] = set()
         self._places = asyncio.Semaphore(MAX_BLOCKING)
 
     async def exchange(
@@ -264,7 +342,7 @@ class Client:
             self._idle.append(line)
             return replies
 
-    async def _open_shared(self) -> Line:
+    async def _open_shared(self) -> Line | PlainLine:
         """One connection for all who wait for one. A caller that is cancelled leaves it to the others."""
         if self._opening is None:
             if self._shared is not None:
@@ -273,12 +351,12 @@ class Client:
             self._opening.add_done_callback(self._opened)
         return await asyncio.shield(self._opening)
 
-    def _opened(self, opening: asyncio.Task[Line]) -> None:
+    def _opened(self, opening: asyncio.Task[Line | PlainLine]) -> None:
         self._opening = None
         if not opening.cancelled() and opening.exception() is None:
             self._shared = opening.result()
 
-    async def _open(self) -> Line:
+    async def _open(self) -> Line | PlainLine:
         connection, task = self._make_connection(), asyncio.current_task()
         before = task.cancelling() if task else 0
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -286,6 +364,11 @@ class Client:
         if task and task.cancelling() > before:
             # redis-py connects through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation
             # that comes just as its inner task ends. A loop that reads from Redis would go on for ever.
-            connection._writer.transport.abort()
+            await connection.disconnect(nowait=True)
             raise asyncio.CancelledError
-        return Line(connection)
+        if has_known_parts(connection):
+            return Line(connection)
+        log.warning(
+            "this redis-py has other parts inside than Tidemill knows: calls are slower", version=VERSION
+        )
+        return PlainLine(connection)

@@ -42,7 +42,7 @@ def check_memory(config: RunConfig, machine: Machine) -> tuple[list[str], list[s
     Raises:
         ConfigError: the model cannot be measured.
     """
-    if config.trainer.policy == "simulated" and config.rollout.engine != "vllm":
+    if config.trainer.policy == "simulated" and not config.rollout.engine_traits.reserves_gpu_memory:
         return [], []
     (fit,) = compute_memory(config, [machine])
     problems = [f"memory: {problem}" for problem in fit["problems"]]

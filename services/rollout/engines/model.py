@@ -20,7 +20,7 @@ from tidemill.common.run.chat_template import exact_attention
 from tidemill.common.run.model_overrides import with_overrides
 from tidemill.common.run.rope import freeze_rope
 from tidemill.common.weights.bits import TensorInfo
-from tidemill.services.rollout.engines.engine import GenerationRequest, check_ids, check_length
+from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_ids, check_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +53,24 @@ class ModelFolder:
         """
         check_length(request, self.max_model_len)
         check_ids(request.prompt_ids, self.vocab_size)
+
+
+class ModelEngine(Engine):
+    """An engine that computes with the model of `model.path`."""
+
+    version = -1
+    num_running = 0
+    _folder: ModelFolder | None = None
+
+    @property
+    def folder(self) -> ModelFolder:
+        """Tokenizer and limits, once it is started."""
+        if self._folder is None:
+            raise EngineError(f"{type(self).__name__} was never started")
+        return self._folder
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.folder.decode(token_ids)
 
 
 def open_model(model: ModelConfig) -> ModelFolder:

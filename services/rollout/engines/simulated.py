@@ -16,39 +16,35 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EngineError
 from tidemill.common.wire.segments import VersionSpan
 from tidemill.services.rollout.engines.engine import (
+    Engine,
     Generation,
     GenerationRequest,
     WeightUpdate,
     check_ids,
     check_length,
     request_key,
+    sampling_seed,
     uniforms,
 )
 
 
-class SimulatedEngine:
+class SimulatedEngine(Engine):
     """An engine that computes nothing: every token is equally likely and every update succeeds."""
 
-    stands_still = False
+    num_running = 0
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, worker: str = "") -> None:
         self._options = config.rollout.simulated
         self._max_model_len = config.model.max_model_len
-        self._seed = config.seed if config.rollout.seed is None else config.rollout.seed
+        self._seed = sampling_seed(config)
         self._slots = asyncio.Semaphore(self._options.capacity)
         self._changes: list[tuple[float, int]] = []
-        self._num_running = 0
         self.is_awake = True
 
     @property
     def version(self) -> int:
         """The version of the latest update; -1 before `start`."""
         return self._changes[-1][1] if self._changes else -1
-
-    @property
-    def num_running(self) -> int:
-        """Requests accepted and not finished, those that wait for a slot included."""
-        return self._num_running
 
     async def start(self) -> None:
         self._changes = [(_now(), 0)]
@@ -59,7 +55,7 @@ class SimulatedEngine:
             raise EngineError("the simulated engine was never started")
         check_length(request, self._max_model_len)
         key = request_key(self._seed, request.request_id)
-        self._num_running += 1
+        self.num_running += 1
         try:
             async with self._slots:
                 started = _now()
@@ -68,7 +64,7 @@ class SimulatedEngine:
                 await asyncio.sleep(self._duration_s(key, num_tokens))
                 finished = _now()
         finally:
-            self._num_running -= 1
+            self.num_running -= 1
         draws = uniforms(np.full(num_tokens, key, dtype=np.uint64), np.arange(num_tokens, dtype=np.uint64))
         return Generation(
             token_ids=(draws * self._options.vocab_size).astype(np.int64).tolist(),
@@ -102,8 +98,8 @@ class SimulatedEngine:
 
     async def sleep(self) -> None:
         """Leave a device that is not there."""
-        if self._num_running:
-            raise EngineError(f"asked to sleep with {self._num_running} requests running")
+        if self.num_running:
+            raise EngineError(f"asked to sleep with {self.num_running} requests running")
         self.is_awake = False
 
     async def wake(self) -> None:

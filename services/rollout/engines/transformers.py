@@ -20,19 +20,20 @@ from tidemill.services.rollout.engines.checkpoint import check_given, checkpoint
 from tidemill.services.rollout.engines.engine import (
     Generation,
     GenerationRequest,
+    StopTexts,
     WeightUpdate,
     check_ids,
     request_key,
+    sampling_seed,
 )
 from tidemill.services.rollout.engines.model import (
-    ModelFolder,
+    ModelEngine,
     copy_weights,
     load_model,
     match_weights,
     open_model,
     pieces_of,
 )
-from tidemill.services.rollout.engines.stop_texts import StopTexts
 from tidemill.services.rollout.engines.vllm_launch import share_cores
 
 if TYPE_CHECKING:
@@ -51,37 +52,24 @@ class _Waiting:
     since: float
 
 
-class TransformersEngine:
+class TransformersEngine(ModelEngine):
     """Decodes with a Hugging Face model in this process."""
 
     stands_still = True
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, worker: str = "") -> None:
         self._config = config
         self._options = config.rollout.transformers
-        self._seed = config.seed if config.rollout.seed is None else config.rollout.seed
-        self._folder: ModelFolder | None = None
+        self._seed = sampling_seed(config)
         self._model: Any = None
-        self._version = -1
         self._held: HeldWeights | None = None
         self._digest: Digest | None = None
-        self._num_running = 0
         self._queue: list[_Waiting] = []
         self._arrived = asyncio.Event()
         # Held by a batch or by a load; asyncio's locks are fair, so a load comes after one batch.
         self._model_in_use = asyncio.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._runner: asyncio.Task[None] | None = None
-
-    @property
-    def version(self) -> int:
-        """The version whose weights are loaded; -1 before `start`."""
-        return self._version
-
-    @property
-    def num_running(self) -> int:
-        """Requests accepted and not finished, those in the queue included."""
-        return self._num_running
 
     async def start(self) -> None:
         """Load the starting model.
@@ -92,7 +80,7 @@ class TransformersEngine:
         num_threads = share_cores(self._config.rollout)
         self._folder = await asyncio.to_thread(open_model, self._config.model)
         self._model = await self._on_thread(lambda: self._open_model(num_threads))
-        self._version = 0
+        self.version = 0
         self._runner = asyncio.create_task(self._run(), name="transformers-engine")
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -105,7 +93,7 @@ class TransformersEngine:
         from tidemill.services.rollout.engines.decoding import DecodingRow
 
         self._running_model()
-        self._running_folder().check(request)
+        self.folder.check(request)
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         key = request_key(self._seed, request.request_id)
         stops = StopTexts(request.sampling.stop, self.decode)
@@ -113,11 +101,11 @@ class TransformersEngine:
         waiting = _Waiting(row, done, time.monotonic())
         self._queue.insert(0, waiting) if request.is_urgent else self._queue.append(waiting)
         self._arrived.set()
-        self._num_running += 1
+        self.num_running += 1
         try:
             return await done
         finally:
-            self._num_running -= 1
+            self.num_running -= 1
 
     @property
     def can_patch(self) -> bool:
@@ -141,7 +129,7 @@ class TransformersEngine:
         async with self._model_in_use:
             paused = time.perf_counter()
             await self._on_thread(write)
-            self._version = version
+            self.version = version
         finished = time.perf_counter()
         if files:
             self._held, self._digest = await asyncio.to_thread(self._pieces, model, files, digest)
@@ -151,16 +139,12 @@ class TransformersEngine:
         """Logprobs of the completion at temperature 1, from one forward pass without a cache."""
         from tidemill.services.rollout.engines.decoding import score_completion
 
-        model, folder = self._running_model(), self._running_folder()
+        model, folder = self._running_model(), self.folder
         check_ids([*prompt_ids, *completion_ids], folder.vocab_size)
         async with self._model_in_use:
             return await self._on_thread(
                 lambda: score_completion(model, list(prompt_ids), list(completion_ids))
             )
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens."""
-        return self._running_folder().decode(token_ids)
 
     async def sleep(self) -> None:
         """Stand still after the running batch. The model stays where it is."""
@@ -198,7 +182,7 @@ class TransformersEngine:
                     self._fail(batch, EngineError(f"the model failed: {error!r}; restart this worker"))
 
     async def _gather(self) -> None:
-        """Wait for a first request, then a little for company; a full batch does not wait."""
+        """Wait for a first request, then a little to fill a batch; a full batch does not wait."""
         self._queue = [waiting for waiting in self._queue if not waiting.done.done()]
         if not self._queue:
             self._arrived.clear()
@@ -216,14 +200,14 @@ class TransformersEngine:
         """Decode one batch and hand each caller its completion."""
         from tidemill.services.rollout.engines.decoding import decode_batch
 
-        model, eos_ids = self._running_model(), frozenset(self._running_folder().eos_ids)
+        model, eos_ids = self._running_model(), frozenset(self.folder.eos_ids)
         rows = [waiting.row for waiting in batch if not waiting.done.done()]
         if rows:
             await self._on_thread(lambda: decode_batch(model, rows, eos_ids))
         for waiting in batch:
             row = waiting.row
             if not waiting.done.done() and row.finish is not None:
-                spans = ((self._version, 0),)
+                spans = ((self.version, 0),)
                 waiting.done.set_result(Generation(row.token_ids, row.logprobs, spans, row.finish))
 
     def _stage(
@@ -277,11 +261,6 @@ class TransformersEngine:
         if self._model is None:
             raise EngineError("the transformers engine is not running: it was closed, or never started")
         return self._model
-
-    def _running_folder(self) -> ModelFolder:
-        if self._folder is None:
-            raise EngineError("the transformers engine was never started")
-        return self._folder
 
     def _fail(self, batch: Sequence[_Waiting], error: EngineError) -> None:
         for waiting in batch:

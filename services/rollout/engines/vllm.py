@@ -26,9 +26,14 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EngineError, WeightsError, WeightsMismatchError
 from tidemill.common.weights.digest import Digest, is_additive
 from tidemill.services.rollout.engines.checkpoint import check_given, prove
-from tidemill.services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate, check_ids
-from tidemill.services.rollout.engines.model import ModelFolder, open_model
-from tidemill.services.rollout.engines.stop_texts import StopTexts
+from tidemill.services.rollout.engines.engine import (
+    Generation,
+    GenerationRequest,
+    StopTexts,
+    WeightUpdate,
+    check_ids,
+)
+from tidemill.services.rollout.engines.model import ModelEngine, open_model
 from tidemill.services.rollout.engines.vllm_launch import start_vllm
 
 if TYPE_CHECKING:
@@ -47,17 +52,14 @@ URGENT, NORMAL = 0, 1
 """vLLM's priorities: the lower one is scheduled first."""
 
 
-class VllmEngine:
+class VllmEngine(ModelEngine):
     """One vLLM engine: its scheduler and its workers are child processes of this one."""
 
     stands_still = True
 
     def __init__(self, config: RunConfig, worker: str = "") -> None:
         self._config, self._worker = config, worker
-        self._folder: ModelFolder | None = None
         self._llm: AsyncLLM | None = None
-        self._version = -1
-        self._num_running = 0
         self._num_submitted = 0
         # Requests inside vLLM without a token so far, and whether an update has taken them back.
         self._unstarted: dict[str, bool] = {}
@@ -69,16 +71,6 @@ class VllmEngine:
     def can_patch(self) -> bool:
         """Whether it is known, bit by bit, what the parameters hold."""
         return self._digest is not None
-
-    @property
-    def version(self) -> int:
-        """The version whose weights are loaded; -1 before `start`."""
-        return self._version
-
-    @property
-    def num_running(self) -> int:
-        """Requests accepted and not finished, those that wait inside vLLM included."""
-        return self._num_running
 
     async def start(self) -> None:
         """Start vLLM with the starting model.
@@ -95,7 +87,7 @@ class VllmEngine:
             await self.close()
             raise
         await self._running_llm().update_weight_version("0")
-        self._version = 0
+        self.version = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Generate one completion. Cancelling the task aborts the request.
@@ -104,8 +96,8 @@ class VllmEngine:
             ValueError: the request cannot be served at all.
             EngineError: vLLM died, or gave the request up.
         """
-        self._running_folder().check(request)
-        self._num_running += 1
+        self.folder.check(request)
+        self.num_running += 1
         try:
             output, params = None, self._sampling_params(request)
             priority = URGENT if request.is_urgent else NORMAL
@@ -113,7 +105,7 @@ class VllmEngine:
                 stops = StopTexts(request.sampling.stop, self.decode)
                 output = await self._submit(request.prompt_ids, params, request.request_id, priority, stops)
         finally:
-            self._num_running -= 1
+            self.num_running -= 1
         return _as_generation(request, output.outputs[0], output.num_cached_tokens, stops.is_reached)
 
     async def load(
@@ -152,7 +144,7 @@ class VllmEngine:
         """
         from vllm import SamplingParams
 
-        folder, token_ids = self._running_folder(), [*prompt_ids, *completion_ids]
+        folder, token_ids = self.folder, [*prompt_ids, *completion_ids]
         if len(token_ids) >= folder.max_model_len:
             raise ValueError(
                 f"{len(token_ids)} tokens cannot be scored: they and one more that vLLM samples exceed "
@@ -172,10 +164,6 @@ class VllmEngine:
         logprobs: Any = final.prompt_logprobs
         # The first token has no logprob, each later one exactly one.
         return [float(value) for value in logprobs.logprobs[len(prompt_ids) - 1 :]]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens."""
-        return self._running_folder().decode(token_ids)
 
     async def sleep(self) -> None:
         """Stand still, move the weights to the CPU's memory (on a CPU they stay) and drop the KV cache, which
@@ -228,7 +216,7 @@ class VllmEngine:
         # vLLM's ids are single use, and a request that is taken back comes again.
         self._num_submitted += 1
         engine_id = f"{name}#{self._num_submitted}"
-        prompt = tokens_input(list(token_ids), cache_salt=f"v{self._version}")
+        prompt = tokens_input(list(token_ids), cache_salt=f"v{self.version}")
         self._unstarted[engine_id] = False
         final: RequestOutput | None = None
         try:
@@ -261,7 +249,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            stop_token_ids=list(self._running_folder().eos_ids),
+            stop_token_ids=list(self.folder.eos_ids),
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -319,7 +307,7 @@ class VllmEngine:
             log.warning("every version is loaded in full", reason=no_patch[0])
         self._is_patchable = self._is_readable and not no_patch
         await llm.update_weight_version(str(version))
-        self._version = version
+        self.version = version
         # Those that were submitted during the pause are among them: nothing starts before the resume.
         taken_back = list(self._unstarted)
         self._unstarted.update(dict.fromkeys(taken_back, True))
@@ -365,11 +353,6 @@ class VllmEngine:
         if self._llm is None:
             raise EngineError("the vLLM engine is not running: it was closed, or never started")
         return self._llm
-
-    def _running_folder(self) -> ModelFolder:
-        if self._folder is None:
-            raise EngineError("the vLLM engine was never started")
-        return self._folder
 
 
 def _answered(report: str) -> list[Path]:

@@ -10,7 +10,7 @@ from tidemill.common.process.children import hide_memory
 from tidemill.common.process.programs import VLLM_EXTENSION
 from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
 from tidemill.common.run.model_overrides import for_vllm, with_overrides
-from tidemill.services.rollout.engines.engine import request_key
+from tidemill.services.rollout.engines.engine import request_key, sampling_seed
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -65,7 +65,7 @@ def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
             vllm_config, disable_log_stats=arguments.disable_log_stats, enable_log_requests=False
         )
     except Exception as error:
-        raise EngineError(f"vLLM did not start: {error} Its own output above says why") from error
+        raise EngineError(f"vLLM did not start: {error} See its output above") from error
 
 
 def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
@@ -76,7 +76,6 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
     from tidemill.services.rollout.engines.vllm_layers import is_cpu
 
     options = config.rollout.vllm
-    seed = config.seed if config.rollout.seed is None else config.rollout.seed
     fields: dict[str, Any] = {
         "model": config.model.path,
         "skip_tokenizer_init": True,
@@ -91,7 +90,7 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         "scheduling_policy": "priority",
         "worker_extension_cls": VLLM_EXTENSION,
         # One stream of noise serves all requests of an engine; two workers must not share it.
-        "seed": request_key(seed, worker) >> 33,
+        "seed": request_key(sampling_seed(config), worker) >> 33,
     }
     if config.shared_turn_s is not None and not is_cpu():
         fields["enable_sleep_mode"] = True

@@ -213,7 +213,7 @@ def open_chat(config: RunConfig) -> ChatFormat:
     Raises:
         ConfigError: the model's folder cannot be used.
     """
-    if config.rollout.engine == "simulated":
+    if not config.rollout.engine_traits.loads_model:
         from tidemill.services.rollout.sessions.simulated_chat import SimulatedChat
 
         return SimulatedChat(config.rollout.simulated.vocab_size)

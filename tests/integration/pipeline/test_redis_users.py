@@ -348,7 +348,7 @@ async def test_workers_wait_for_the_trainer_to_load_what_a_new_server_lacks(
     assert not call.done()
     with_user(monkeypatch, "trainer")
     trainer = await Broker.connect(server.url)
-    await trainer.keep_scripts()
+    await trainer.keep_scripts(RUN.state)
     with contextlib.suppress(redis.ResponseError):  # NOGROUP: it has run
         await asyncio.wait_for(call, 120)
     assert {user for user, _ in refusals(admin)} == {"reward"}

@@ -1,15 +1,18 @@
 import asyncio
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
+from tests.support.models import run_config
+from tidemill.common.config.rollout import ENGINES, RolloutConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EngineError
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine, simulated
-from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
 
 
 class FakeTime:
@@ -191,3 +194,11 @@ async def test_with_sigma_lengths_are_log_normal_and_times_go_with_them():
     assert engine._duration_s(1, 8) == 4.0 and engine._duration_s(1, 24) == 12.0
     plain = await started_engine(tokens=8, group_s=4.0)
     assert plain._length(1) == 8 and plain._duration_s(1, 3) == 4.0
+
+
+def test_every_engine_of_the_config_has_a_row_and_a_class_and_no_other_name_is_taken() -> None:
+    assert set(get_args(RolloutConfig.model_fields["engine"].annotation)) == set(ENGINES)
+    for name in ENGINES.keys() - {"simulated"}:
+        assert isinstance(build_engine(run_config("m", rollout={"engine": name})), Engine)
+    with pytest.raises(ValidationError):
+        RolloutConfig.model_validate({"engine": "sglang"})

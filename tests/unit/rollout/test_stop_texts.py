@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemill.services.rollout.engines.stop_texts import StopTexts
+from tidemill.services.rollout.engines.engine import StopTexts
 
 
 def decode(token_ids: list[int]) -> str:

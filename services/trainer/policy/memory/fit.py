@@ -148,7 +148,7 @@ def find_settings(
 
 def _fit(config: RunConfig, model: Model, machine: Machine) -> Fit:
     trainer, vllm = config.trainer, config.rollout.vllm
-    trains, generates = trains_on_gpus(config), config.rollout.engine == "vllm"
+    trains, generates = trains_on_gpus(config), config.rollout.engine_traits.reserves_gpu_memory
     ranks, ways = trainer.num_ranks if trains else 0, vllm.tensor_parallel_size
     engines = config.rollout.workers if generates else 0
     is_crowded = machine.gpus == 1 and ranks == 1 and engines == 1 == ways
@@ -248,7 +248,10 @@ def _settings(config: RunConfig, placements: Sequence[Settings]) -> Iterator[Set
 def _placements(config: RunConfig, model: Model, machine: Machine) -> Iterator[Settings]:
     """Ranks of the trainer and GPUs of an engine: half of the GPUs for each, then more for the trainer. On
     one GPU the engine leaves what the trainer needs."""
-    trains, generates = trains_on_gpus(config), config.rollout.engine == "vllm" and config.rollout.workers > 0
+    trains, generates = (
+        trains_on_gpus(config),
+        config.rollout.engine_traits.reserves_gpu_memory and config.rollout.workers > 0,
+    )
     if machine.gpus == 1:
         if takes_turns(config, has_one=True) or not (trains and generates):
             yield _shared(config)

@@ -43,7 +43,7 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
     rollout = config.rollout
     if rollout.takes_gpu_turns:
         room -= ASLEEP_BYTES
-    elif rollout.shares_trainer_gpus and rollout.engine == "vllm" and rollout.workers:
+    elif rollout.shares_trainer_gpus and rollout.engine_traits.reserves_gpu_memory and rollout.workers:
         room -= rollout.vllm.gpu_memory_utilization * gpu_bytes
     tokens, recomputed, take = choose_passes(config, model, gpu_bytes, room)
     told = log.info if take.running <= room else log.warning

@@ -16,9 +16,13 @@ from tidemill.common.wire.messages import Trajectory
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-@pytest.fixture
-async def client(redis_server: EmbeddedRedis):
+@pytest.fixture(params=[lines.Line, lines.PlainLine])
+async def client(redis_server: EmbeddedRedis, request: pytest.FixtureRequest, monkeypatch):
+    """With the parts of redis-py that we know inside, and with others."""
+    if request.param is lines.PlainLine:
+        monkeypatch.setattr(lines, "has_known_parts", lambda connection: False)
     broker = await Broker.connect(redis_server.url)
+    assert type(broker.redis._shared) is request.param
     yield broker.redis
     await broker.close()
 
@@ -29,6 +33,7 @@ async def reads_of(client: lines.Client) -> int:
     return int(text.partition("total_reads_processed:")[2].split()[0])
 
 
+@pytest.mark.parametrize("client", [lines.Line], indirect=True)
 async def test_what_is_called_in_one_turn_is_read_in_two_parts(client, keys: Keys) -> None:
     key = f"{keys.state}:counter"
     before = await reads_of(client)
@@ -80,7 +85,7 @@ async def test_a_connection_that_breaks_fails_all_who_wait_and_the_next_call_has
     calls = [client.execute_command("PING") for _ in range(3)]
     waiting = asyncio.gather(*calls, return_exceptions=True)
     await asyncio.sleep(0)
-    own.connection_lost(ConnectionResetError("reset"))
+    own.fail(redis_errors.ConnectionError("reset"))
     assert [type(error) for error in await waiting] == [redis_errors.ConnectionError] * 3
     assert await client.execute_command("PING") == b"PONG"
     assert client._shared is not own

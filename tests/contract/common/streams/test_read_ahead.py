@@ -19,7 +19,7 @@ async def num_reads(broker: Broker) -> int:
 async def test_one_record_a_call_takes_one_round_trip(broker: Broker, keys: Keys) -> None:
     await publish(broker, keys, 20)
     consumer = make_consumer(broker, keys)
-    await broker.keep_scripts()
+    await broker.keep_scripts(keys.state)
     (held,) = await fetched(consumer, 1)
     tickets = [held.message.ticket]
     before = await num_reads(broker)

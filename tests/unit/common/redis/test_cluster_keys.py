@@ -3,7 +3,7 @@
 import pytest
 from redis import exceptions as redis_errors
 
-from tidemill.common.redis.cluster import _as_tagged, _key_of, _Packer, owner_of, slots_of
+from tidemill.common.redis.cluster import Nodes, _as_tagged, _key_of, _Packer
 from tidemill.common.wire.keys import RQ_STATES, Keys
 
 
@@ -42,7 +42,9 @@ def test_a_look_at_a_queue_names_the_key_that_the_queue_has() -> None:
 
 
 def test_every_slot_has_its_primary_or_none() -> None:
-    slots = slots_of([[0, 99, [b"a", 1], [b"b", 2]], [100, 16383, [b"", 3]]], ("asked", 9))
-    assert [owner_of(slots, slot) for slot in (0, 99, 100, 16383)] == [("a", 1)] * 2 + [("asked", 3)] * 2
-    with pytest.raises(redis_errors.ClusterDownError, match="no primary has slot 5"):
-        owner_of(slots[1:], 5)
+    nodes, reply = Nodes([("seed", 7)]), [[0, 99, [b"a", 1], [b"b", 2]], [100, 16383, [b"", 3]]]
+    found = [nodes.owner(slot, reply, ("asked", 9)) for slot in (0, 99, 100, 16383)]
+    assert found == [("a", 1)] * 2 + [("asked", 3)] * 2
+    assert nodes.addresses == [("a", 1), ("asked", 3), ("seed", 7)]
+    with pytest.raises(redis_errors.ClusterDownError):
+        nodes.owner(5, reply[1:], ("asked", 9))
