@@ -56,7 +56,11 @@ def _line(section: SectionFacts, field: FieldFacts) -> str:
     kind = field.kind.replace(" | ", "|").replace(", ", ",")
     kind = kind.removesuffix("|null") if default == "null" else kind
     shows_kind = kind in ("bool", "int", "float") and default != "null" and not is_required
-    code = _own_name(section, field) + ("" if is_required else f"={default}") + ("" if shows_kind else f" ({kind})")
+    code = (
+        _own_name(section, field)
+        + ("" if is_required else f"={default}")
+        + ("" if shows_kind else f" ({kind})")
+    )
     bounds = f" {_interval(field.bounds)}" if field.bounds else ""
     return f"* `{code}`{bounds} {field.text}\n"
 
