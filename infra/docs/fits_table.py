@@ -9,7 +9,7 @@ from typing import Any
 
 from tidemill.common.config import RunConfig
 from tidemill.common.process.checks import compute_memory
-from tidemill.services.console.check.memory import GIB, told
+from tidemill.services.console.check.memory import GIB, as_overrides
 
 HEADING = "## Which models fit"
 MODELS = Path(__file__).parents[2] / "docs/operations/models"
@@ -56,7 +56,7 @@ def _cells(name: str, machine: Mapping[str, Any], fit: Mapping[str, Any]) -> Ite
         return
     settings = {SHORT[field]: value for field, value in fit["settings"].items() if field in SHORT}
     yield "with LoRA" if "lora" in settings else "yes"
-    yield f"`{told(settings)}`" if settings else "defaults"
+    yield f"`{as_overrides(settings)}`" if settings else "defaults"
     yield f"{fit['trainer']['peak'] / GIB:.0f}"
     yield f"{fit['tokens']:,}" + (", layers again" if fit["recomputed"] else "")
     yield f"{fit['engine']['num_sequences']:,}"
