@@ -27,9 +27,10 @@ SHORT = {
 PREAMBLE = f"""{HEADING}
 
 GPUs with {GIB_EACH} GiB, by `python -m infra.docs.reference` from `docs/operations/models/`;
-`tidemill check --memory` computes yours. bfloat16, sequences of up to {MAX_MODEL_LEN:,} tokens, no reference model, hosts of 8 GPUs; half of the GPUs are the trainer's, and
-more where that is not enough. "needs" is GiB of a GPU at the peak, "sequences" of full length are what the KV cache of one engine
-holds, "host" is GiB of the fullest host. Where it does not fit, the largest part is named.
+`tidemill check --memory` computes yours. bfloat16, sequences of up to {MAX_MODEL_LEN:,} tokens, no
+reference model, hosts of 8 GPUs; half of the GPUs are the trainer's, and more where that is not enough.
+"needs" is GiB of a GPU at the peak, "sequences" of full length are what the KV cache of one engine holds,
+"host" is GiB of the fullest host. Where it does not fit, the largest part is named.
 
 | model | GPUs | fits | settings | trainer needs | tokens | sequences | host |
 |---|---|---|---|---|---|---|---|
