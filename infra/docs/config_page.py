@@ -9,8 +9,8 @@ One YAML file describes a run. `tidemill check CONFIG` finds its mistakes, `--se
 overrides a field, `tidemill check --fields [SECTION]` prints this reference. This page is generated:
 `python -m infra.docs.reference`.
 
-A line has name, default, type where the default does not show it, bounds (`(0,1]`: above 0, at most 1) and meaning.
-A field without a default is required.
+A line has name, default, type where the default does not show it, bounds (`(0,1]`: above 0, at most 1) and
+meaning. A field without a default is required.
 """
 LEAST_SHARED = 3
 """Fields that two sections must share before the second one names them instead of repeating them."""
