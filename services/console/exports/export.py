@@ -64,7 +64,7 @@ def _config_of(folder: RunFolder) -> RunConfig:
 
 
 def _queue_with_worker(folder: RunFolder) -> Queue | None:
-    """The run's queue of jobs, None where nobody works on it."""
+    """The run's queue of jobs, None where no worker takes from it."""
     url = folder.address()
     if url is None:
         return None

@@ -138,7 +138,7 @@ class LocalRun:
             await asyncio.sleep(REFRESH_S)
 
     async def _look(self, reader: SnapshotReader) -> None:
-        """Take one snapshot. People watch through it, but the run does not depend on it."""
+        """Take one snapshot for the view; the run does not depend on it."""
         try:
             self.snapshot = await reader.read()
         except Exception as error:

@@ -1,8 +1,8 @@
-"""Opens the history of a run for whoever wants to look at it, wherever it is kept now.
+"""Opens the history of a run, wherever it is kept now.
 
-Guarantees: looking changes nothing of the run, and leaves no process behind. Asked first is the Redis that
-the run uses. Where it is gone, the archive is read alone if it has everything; else the data that the run's
-own Redis left in the folder is served by one of ours for as long as we look.
+Guarantees: looking changes nothing of the run, and leaves no process behind. The Redis that the run uses is
+asked first. Where it does not answer, the archive is read alone if it has everything; else the data that the
+run's own Redis left in the folder is served by one of ours for as long as we look.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class RunAccess:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody writes any more."""
+        """Whether no process writes to it any more."""
         return self.source != LIVE
 
     @property
@@ -140,7 +140,7 @@ async def _serve_left_data(folder: RunFolder, stack: contextlib.AsyncExitStack) 
     guard.remove_at_end(server.socket.parent)
     stack.callback(server.stop)
     starting = asyncio.ensure_future(asyncio.to_thread(server.start))
-    # A thread cannot be cancelled: who goes away meanwhile waits for it, or its server would be left running.
+    # A thread cannot be cancelled: the stack waits for it, or its server would be left running.
     stack.push_async_callback(asyncio.wait, [starting])
     await asyncio.shield(starting)
     pid = server.pid or 0
