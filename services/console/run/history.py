@@ -22,7 +22,7 @@ from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import run_exists
 from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.run.folder import RunFolder, connect, find_run, folder_of_runs, log_nothing
+from tidemill.services.console.run.folder import RunFolder, connect, find_run, log_nothing
 
 if TYPE_CHECKING:
     from tidemill.common.config import RunConfig
@@ -75,15 +75,17 @@ class RunAccess:
 
 
 @contextlib.asynccontextmanager
-async def open_history(run: str | None, runs_dir: Path | None) -> AsyncIterator[RunAccess]:
-    """The history of the run that the user means; without `run`, of runs/latest.
+async def open_history(
+    run: RunFolder | str | Path | None, runs_dir: Path | None = None
+) -> AsyncIterator[RunAccess]:
+    """The history of a run that was found already, or that the user means; without `run`, of runs/latest.
 
     Raises:
         ConfigError: there is no such run, or nothing is left of its streams.
         TidemillError: its Redis refuses us, and there is nothing else to read.
     """
     log_nothing()
-    folder = find_run(run, folder_of_runs(runs_dir))
+    folder = run if isinstance(run, RunFolder) else find_run(run, runs_dir)
     async with contextlib.AsyncExitStack() as stack:
         broker, source, address = await _find_broker(folder, stack)
         history = History(folder.run_id, folder.path if folder.path.is_dir() else None, broker)
