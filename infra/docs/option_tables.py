@@ -1,6 +1,6 @@
 """The options of verl, TRL and prime-rl with ours: the converter's tables, as part of docs/coming-from.md."""
 
-from tidemill.services.console.convert.table import FILES, Row, table_of
+from tidemill.services.console.convert.table import FILES, OptionRow, table_of
 
 HEADING = "## Options"
 
@@ -25,9 +25,9 @@ def as_markdown() -> str:
     return "\n".join(lines)
 
 
-def _theirs(row: Row) -> str:
+def _theirs(row: OptionRow) -> str:
     return ", ".join(f"`{option}`" for option in row.options)
 
 
-def _ours(row: Row) -> str:
+def _ours(row: OptionRow) -> str:
     return ", ".join(f"`{target}`" for target in row.targets)

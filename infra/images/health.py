@@ -11,7 +11,7 @@ from pathlib import Path
 PORT_FILE = Path("/tmp/metrics-port")
 TIMEOUT_S = 4.0
 ASKS_FOR_A_TOKEN = 401
-"""Whoever says so is well."""
+"""The answer of a healthy service that wants a token."""
 
 try:
     url = sys.argv[1] if len(sys.argv) > 1 else f"http://127.0.0.1:{int(PORT_FILE.read_text())}/healthz"

@@ -1,7 +1,7 @@
 """The processes of a run, started as the services start themselves and kept alive as `tidemill up` does.
 
 A process that dies is started again after a pause; one that says that the user made a mistake (exit code 2),
-or that dies young too often, ends the run with its last words.
+or that dies early too often, ends the run with its error.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from tidemill.common.process import service
 from tidemill.common.run.state import FINISHED
 from tidemill.services.console.processes.supervisor import (
     FIRST_PAUSE_S,
+    HEALTHY_AFTER_S,
     LONGEST_PAUSE_S,
-    MAX_YOUNG_DEATHS,
-    YOUNG_S,
+    MAX_EARLY_DEATHS,
 )
 
 LOADERS = {
@@ -41,7 +41,7 @@ class Member:
     name: str
     role: str
     process: Process | None = None
-    young_deaths: int = 0
+    early_deaths: int = 0
     wall_offset_s: float = 0.0
 
 
@@ -108,13 +108,13 @@ class Fleet:
         if code == ConfigError.exit_code:
             self.outcome = f"failed: {process.role} cannot do this run: {cause}"
             return
-        is_young = self.world.loop.now - process.started_at < YOUNG_S
+        is_young = self.world.loop.now - process.started_at < HEALTHY_AFTER_S
         if code not in (KILLED, 0):
-            member.young_deaths = member.young_deaths + 1 if is_young else 1
-        if member.young_deaths > MAX_YOUNG_DEATHS:
-            self.outcome = f"failed: {process.role} died {member.young_deaths} times in a row: {cause}"
+            member.early_deaths = member.early_deaths + 1 if is_young else 1
+        if member.early_deaths > MAX_EARLY_DEATHS:
+            self.outcome = f"failed: {process.role} died {member.early_deaths} times in a row: {cause}"
             return
-        pause_s = min(FIRST_PAUSE_S * 2 ** max(0, member.young_deaths - 1), LONGEST_PAUSE_S)
+        pause_s = min(FIRST_PAUSE_S * 2 ** max(0, member.early_deaths - 1), LONGEST_PAUSE_S)
         self.world.loop.call_later(pause_s, self._start, member, context=contextvars.Context())
 
 

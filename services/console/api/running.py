@@ -173,21 +173,21 @@ def rescore(
 
 
 class CallbackView(PlainView):
-    """Tells callbacks of new records, beside what it prints."""
+    """Calls the callbacks with new records, beside what it prints."""
 
     def __init__(self, console: Console, callbacks: Mapping[str, Callback | None]) -> None:
         super().__init__(console)
         self.error: Exception | None = None
         self.run: LocalRun | None = None
         self._callbacks = callbacks
-        self._told: set[tuple[Any, ...]] = set()
+        self._reported: set[tuple[Any, ...]] = set()
         self._position = 0
         self._is_stopping = False
 
     def begin(self, run: LocalRun) -> None:
         """What a resumed run has recorded before is not new."""
         self.run = run
-        self._told = {_key_of(record) for record in read_records(run.folder.path / METRICS_FILE)}
+        self._reported = {_key_of(record) for record in read_records(run.folder.path / METRICS_FILE)}
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
         """Print, and call back."""
@@ -196,8 +196,8 @@ class CallbackView(PlainView):
             return
         for record in self._new_records(self.run.folder.path / METRICS_FILE):
             key = _key_of(record)  # a trainer that went back writes a step again
-            if key not in self._told and not self._is_stopping:
-                self._told.add(key)
+            if key not in self._reported and not self._is_stopping:
+                self._reported.add(key)
                 self._call(record, self.run)
 
     def _new_records(self, path: Path) -> list[dict[str, Any]]:

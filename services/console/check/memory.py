@@ -77,10 +77,10 @@ def advice(settings: Mapping[str, Any]) -> str:
         return (
             "Nothing that could be set was found to fit: take more GPUs or larger ones, or a smaller model."
         )
-    return f"It fits, by the estimate, with {told(settings)}"
+    return f"It fits, by the estimate, with {as_overrides(settings)}"
 
 
-def told(settings: Mapping[str, Any]) -> str:
+def as_overrides(settings: Mapping[str, Any]) -> str:
     """Settings as `--set` takes them."""
     return ", ".join(f"{name}={_yaml(value)}" for name, value in settings.items())
 
@@ -95,7 +95,7 @@ def print_memory(path: Path, overrides: Iterable[str], machine: Machine | None) 
     """Print what the run takes; nothing but its config and the model's config.json has to exist.
 
     Raises:
-        ConfigError: it does not fit, or it cannot be told.
+        ConfigError: it does not fit, or it cannot be computed.
     """
     config = load_config(path, overrides)
     if machine is None:

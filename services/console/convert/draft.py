@@ -15,7 +15,7 @@ import yaml
 from tidemill.common.config import RunConfig, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.convert.script import Unknown
-from tidemill.services.console.convert.table import Row, Table, Verdict, lookup, section_of
+from tidemill.services.console.convert.table import OptionRow, OptionTable, Verdict, lookup, section_of
 
 WIDTH = 108
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 class Draft:
     """Options go in, fields and findings come out."""
 
-    table: Table
+    table: OptionTable
     given: dict[str, Any]
     fields: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Draft:
         value = self.given.get(name, self.table.default(name))
         return str(value) == wanted if has_value else bool(value)
 
-    def _copy(self, row: Row) -> None:
+    def _copy(self, row: OptionRow) -> None:
         option = next((name for name in row.options if self.has(name)), row.options[0])
         value = self.given[option] if self.has(option) else row.default
         if row.combine == "product" or (row.combine and self.has(option)):

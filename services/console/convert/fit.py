@@ -3,7 +3,6 @@
 import math
 
 from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES
-from tidemill.common.config.losses import SECTIONS_OF_LOSSES
 from tidemill.services.console.convert.draft import Draft
 
 F, IMPORTANCE, EVALUATION = "trainer.algorithm.", "trainer.algorithm.importance.", "trainer.evaluation."
@@ -63,9 +62,9 @@ def _fit_ratio(draft: Draft) -> None:
     if traits.is_idle_at_one and not _moves(draft):
         draft.say("automatic", option, "with one update a step the ratio is 1, and the loss is ppo")
         draft.put(LOSS, "ppo", option)
-    for section, losses in SECTIONS_OF_LOSSES.items():
-        if draft.get(LOSS) not in losses:
-            draft.drop(f"{F}{section}.")
+    read = LOSSES[draft.get(LOSS)].options
+    for options in sorted({row.options for row in LOSSES.values()} - {"", read}):
+        draft.drop(f"{F}{options}.")
 
 
 def _moves(draft: Draft) -> bool:

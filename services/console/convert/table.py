@@ -19,7 +19,7 @@ Verdict = Literal["lost", "approximated", "automatic"]
 FILES: dict[Project, str] = {"verl": "verl.yml", "trl": "trl.yml", "prime-rl": "prime_rl.yml"}
 
 
-class Row(BaseModel):
+class OptionRow(BaseModel):
     """One option of theirs, or several that go together; its value is copied, perhaps in other words."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,7 +65,7 @@ class Row(BaseModel):
         return tuple(self.to.split(", ")) if self.to else ()
 
 
-class Table(BaseModel):
+class OptionTable(BaseModel):
     """All rows of one project."""
 
     project: str
@@ -75,9 +75,9 @@ class Table(BaseModel):
     """Our fields that have one value, whatever is given."""
     defaults: dict[str, Any]
     """Theirs, of options that the converter computes with."""
-    rows: tuple[Row, ...]
+    rows: tuple[OptionRow, ...]
 
-    def find(self, option: str) -> Row | None:
+    def find(self, option: str) -> OptionRow | None:
         """The row about an option: one that names it before one with a pattern."""
         exact = (row for row in self.rows if option in row.options)
         near = (row for row in self.rows if any(fnmatchcase(option, name) for name in row.options))
@@ -97,16 +97,16 @@ class Table(BaseModel):
 
 
 @cache
-def table_of(project: Project) -> Table:
+def table_of(project: Project) -> OptionTable:
     """The table in a project's file."""
     path = Path(__file__).with_name(FILES[project])
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    rows = [Row(option=option, **given) for option, given in tree.pop("fields").items()]
+    rows = [OptionRow(option=option, **given) for option, given in tree.pop("fields").items()]
     for kind in ("missing", "automatic"):
         for option, given in tree.pop(kind).items():
             row = given if isinstance(given, dict) else {"note": given}
-            rows.append(Row(option=option, is_automatic=kind == "automatic", **row))
-    return Table(rows=tuple(rows), **tree)
+            rows.append(OptionRow(option=option, is_automatic=kind == "automatic", **row))
+    return OptionTable(rows=tuple(rows), **tree)
 
 
 def section_of(annotation: Any) -> Any:

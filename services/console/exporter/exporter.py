@@ -56,7 +56,7 @@ class GroupReading:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RunReading:
     """A run as Redis had it at one time: its snapshot, and what only Prometheus wants to know."""
 
     snapshot: RunSnapshot = field(default_factory=lambda: RunSnapshot("", 0, 0))
@@ -75,7 +75,7 @@ class MetricsReader:
         self.broker, self.keys = broker, keys
         self.snapshots = SnapshotReader(broker, keys, 0, 0)
 
-    async def read(self) -> Reading:
+    async def read(self) -> RunReading:
         """The run as it is now; an empty one while Redis does not know it."""
         config: RunConfig | None = None
         with contextlib.suppress(UnknownRunError):  # read each time: a resumed run may have more steps
@@ -83,7 +83,7 @@ class MetricsReader:
             self.snapshots.steps = config.trainer.steps
             self.snapshots.max_staleness = config.trainer.max_staleness
         memory = await self.broker.info("memory")
-        return Reading(
+        return RunReading(
             await self.snapshots.read(),
             lengths={name: await length(self.broker, name.key(self.keys)) for name in StreamName},
             groups=[await self._group(stream, group) for stream, group in GROUPS.items()],
@@ -112,7 +112,7 @@ def _age_s(entry: Entry[Message] | Garbled | None) -> float:
 
 STATUSES = ("starting", "running", "finished", "stopped", "failed")
 ROLES = ("trainer", "rollout", "reward")
-"""Those that a run cannot do without are told also when there is none."""
+"""Roles that every run needs: exported also when there is no such worker."""
 _LABELLED = (
     metrics.RUN_STATUS,
     metrics.STREAM_LENGTH,
@@ -128,7 +128,7 @@ _LABELLED = (
 )
 
 
-def set_gauges(reading: Reading) -> None:
+def set_gauges(reading: RunReading) -> None:
     """Replace what the reading before has said: what is gone must not go on being exported."""
     for gauge in _LABELLED:
         gauge.clear()
@@ -174,7 +174,7 @@ def _set_workers(workers: list[Heartbeat]) -> None:
                 metrics.WORKER_IDLE_SHARE.labels(beat.role, beat.name, cause).set(share)
 
 
-def as_json(run_id: str, reading: Reading, own_address: str) -> bytes:
+def as_json(run_id: str, reading: RunReading, own_address: str) -> bytes:
     """All living processes, the servers that registered, and the exporter itself.
 
     Labels: the run, the service, and the worker's name, which stays the same over restarts that change the
@@ -205,7 +205,7 @@ class Exporter:
         self.keys, self._every_s = keys, every_s
         self._lock = threading.Lock()
         """Scrapes are answered by threads of their own."""
-        self._reading = Reading()
+        self._reading = RunReading()
 
     async def serve(self, port: int, host: str) -> int:
         """Serve until a signal comes; returns the exit code.

@@ -35,7 +35,7 @@ class LocalRedis:
         """Start it, and write its address into the run's folder.
 
         Raises:
-            BrokerError: it does not start; the message ends with its own last words.
+            BrokerError: it does not start; the message has the end of its log.
         """
         self.guard.remove_at_end(self.server.socket.parent)
         await self._start_server()

@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 STOPPED = "stopped"
 STOPPED_EXIT_CODE = 130
 REFRESH_S = 0.5
-LAST_WORD_S = 5.0
+SHUTDOWN_TIMEOUT_S = 5.0
 """How long the run's state may take to write at the end: Redis may be what failed."""
 GRACE_MARGIN_S = 60.0  # a trainer writes its checkpoint before it ends
 HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
@@ -106,7 +106,7 @@ class LocalRun:
         reader = SnapshotReader(
             broker, self.keys, self.config.trainer.steps, self.config.trainer.max_staleness
         )
-        # What a resumed run did before is known before anything is shown: it is not news.
+        # What a resumed run did before is read before anything is shown: it is not shown again.
         await self._look(reader)
         if self.is_live:
             self._view = LiveView(self.console, HINT.format(logs=nearest(self.folder.logs)))
@@ -119,7 +119,7 @@ class LocalRun:
         finally:
             await _cancel(*watching)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look(reader), LAST_WORD_S)
+                await asyncio.wait_for(self._look(reader), SHUTDOWN_TIMEOUT_S)
             self._view.show(self.snapshot, self._supervisor.statuses, 0.0)
             self._view.close()
             self._view = self._plain_view
@@ -204,7 +204,7 @@ class LocalRun:
     async def _say(self, broker: Broker, **state: Any) -> None:
         """Write into the run's state, unless Redis is away."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(update_state(broker, self.keys, **state), LAST_WORD_S)
+            await asyncio.wait_for(update_state(broker, self.keys, **state), SHUTDOWN_TIMEOUT_S)
 
     @contextlib.asynccontextmanager
     async def _redis(self, guard: Guard) -> AsyncIterator[str]:

@@ -27,7 +27,7 @@ def gpus_here(count: int | None) -> list[int]:
 
 
 Field = tuple[str, ...]
-"""The way to a list of GPUs in the config."""
+"""The path to a list of GPUs in the config."""
 
 
 def named_gpus(config: RunConfig) -> dict[Field, tuple[int, ...]]:
@@ -66,7 +66,7 @@ def find_overlaps(config: RunConfig) -> list[str]:
             owner = owners.setdefault(gpu, field)
             is_asked = (owner, field) == (TRAINER, ROLLOUT) and config.rollout.on_trainer_gpus
             if owner != field and not is_asked:
-                problems.append(f"GPU {gpu} is in {_told(owner)} and in {_told(field)}")
+                problems.append(f"GPU {gpu} is in {_dotted(owner)} and in {_dotted(field)}")
     return problems
 
 
@@ -98,10 +98,10 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
         config, free = _with(config, field, tuple(free[:count])), free[count:]
     if config.rollout.on_trainer_gpus:
         config = _shared(config)
-    told = [f"{_told(field[:-1])} {_list(gpus)}" for field, gpus in named_gpus(config).items() if gpus]
+    given = [f"{_dotted(field[:-1])} {_list(gpus)}" for field, gpus in named_gpus(config).items() if gpus]
     unused = [f"{_list(free)} unused"] if free else []
     turns = [TURNS] if config.rollout.takes_gpu_turns else []
-    return config, [f"GPUs: {', '.join([*told, *unused])}", *turns] if told else []
+    return config, [f"GPUs: {', '.join([*given, *unused])}", *turns] if given else []
 
 
 TURNS = "trainer and rollout workers take turns on the trainer's GPUs: one computes, the other sleeps"
@@ -122,13 +122,13 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], 
         return []
     if len(here) == 1:
         if config.rollout.takes_gpu_turns:
-            others = ", ".join(_told(field[:-1]) for field in missing if field != TRAINER)
+            others = ", ".join(_dotted(field[:-1]) for field in missing if field != TRAINER)
             return [f"one GPU: {TURNS}; {others} on it at once with either"]
         share = config.rollout.vllm.gpu_memory_utilization
         left = f"; rollout.vllm.gpu_memory_utilization leaves {1.0 - share:.0%} of its memory to the others"
         text = f"one GPU: all processes are on GPU {here[0]} at once"
         return [text + (left if config.rollout.engine_traits.reserves_gpu_memory else "")]
-    parts = ", ".join(f"{count} for {_told(field[:-1])}" for field, count in missing.items())
+    parts = ", ".join(f"{count} for {_dotted(field[:-1])}" for field, count in missing.items())
     raise ConfigError(
         f"the run wants {sum(missing.values())} GPUs ({parts}), and {num_free} of the {len(here)} here are "
         "free. Lower trainer.num_ranks, rollout.workers or rollout.vllm.tensor_parallel_size, or set "
@@ -160,7 +160,7 @@ def _with(section: Any, path: Sequence[str], given: Any) -> Any:
     return section.model_copy(update={name: value})
 
 
-def _told(field: Field) -> str:
+def _dotted(field: Field) -> str:
     return ".".join(field)
 
 

@@ -23,35 +23,11 @@ from tidemill.services.console.processes.guard import Guard
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def trainer_gpus(config: RunConfig) -> dict[str, str]:
-    """The environment of the trainer."""
-    return _visible(config.trainer.gpus)
-
-
-def rollout_gpus(config: RunConfig, index: int) -> dict[str, str]:
-    """The environment of rollout worker `index`."""
-    size = config.rollout.vllm.tensor_parallel_size
-    return _visible(config.rollout.gpus[index * size : (index + 1) * size])
-
-
-def replica_gpus(config: RunConfig, local: LocalServersConfig, index: int) -> dict[str, str]:
-    """The environment of a local server: its own GPUs, or those of the rollout worker it shares with."""
-    if local.shares_rollout_gpus:
-        return rollout_gpus(config, index % max(1, config.rollout.workers))
-    if not local.gpus:
-        return {}
-    size = max(1, len(local.gpus) // local.count)
-    first = index * size % len(local.gpus)
-    return _visible(local.gpus[first : first + size])
-
-
-def _visible(gpus: Sequence[int]) -> dict[str, str]:
-    return {VISIBLE: ",".join(map(str, gpus))} if gpus else {}
-
-
 TAIL_BYTES = 8192
 TAIL_LINES = 15
 PORT_OPTIONS = ("--metrics-port", "--port")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""For processes that only wait, or whose jobs start processes of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +39,36 @@ class ServiceSpec:
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     ends_run: bool = False
-    """Whether the run is over when this process says so: true of the trainer only."""
+    """Whether the run may end with this process: true of the trainer only."""
     is_optional: bool = False
     """Whether the run goes on without it, where it cannot be kept alive."""
 
 
 def service_specs(config: RunConfig) -> list[ServiceSpec]:
     """The trainer, and as many rollout and reward workers, and servers of rewards, as the config wants."""
-    specs = [_spec(config, "trainer", 0, config.trainer.metrics_port, config.trainer.num_threads)]
+    specs = [_worker(config, "trainer", "trainer", config.trainer.metrics_port, config.trainer.num_threads)]
     for index in range(config.rollout.workers):
-        threads = config.rollout.num_threads
-        specs.append(_spec(config, "rollout", index, config.rollout.metrics_port, threads))
+        port, threads = _port(config.rollout.metrics_port, index), config.rollout.num_threads
+        specs.append(
+            _worker(config, "rollout", f"rollout-{index}", port, threads, _engine_gpus(config, index))
+        )
     for index in range(config.reward.workers):
         # Reward functions run in processes of their own: one thread each, or they fight over the cores.
         threads = 0 if "OMP_NUM_THREADS" in os.environ else 1
-        specs.append(_spec(config, "reward", index, config.reward.metrics_port, threads))
-    specs += [_sandbox_spec(config, index) for index in range(_num_sandboxes(config))]
+        port = _port(config.reward.metrics_port, index)
+        specs.append(_worker(config, "reward", f"reward-{index}", port, threads))
+    # All code rewards of a run share one queue, and the workers of the one that wants the most.
+    sandboxes = [reward.sandbox.workers for reward in config.reward.named.values() if reward.sandbox]
+    for index in range(max(sandboxes, default=0)):
+        specs.append(_spec(config, Program.SANDBOX, "sandbox", f"sandbox-{index}", env=ONE_THREAD))
     if config.streams.archive.enabled:
-        specs.append(_jobs_spec(config))
+        command = tuple(run_own(Program.JOBS, config.run_id))
+        specs.append(ServiceSpec("jobs", "jobs", command, ONE_THREAD, is_optional=True))
     for name, servers in config.servers.items():
-        if local := servers.local:
-            specs += [_replica_spec(config, name, local, index) for index in range(local.count)]
+        for index in range(servers.local.count if servers.local else 0):
+            words = ("--servers", name, "--index", str(index))
+            env = _visible(_server_gpus(config, servers.local, index))
+            specs.append(_spec(config, Program.REPLICA, "replica", f"replica-{name}-{index}", words, env))
     return specs
 
 
@@ -99,45 +84,49 @@ def metrics_ports(specs: Sequence[ServiceSpec]) -> dict[str, int]:
     return {name: port for name, port in ports.items() if port}
 
 
-def _spec(config: RunConfig, role: str, index: int, port: int, threads: int) -> ServiceSpec:
-    name = role if role == "trainer" else f"{role}-{index}"
-    command = run_own(Program[role.upper()], "--run", config.run_id, "--name", name)
-    # Workers of one machine cannot share a port: they take it and those that follow.
-    command += ["--metrics-port", str(port + index if port else 0)]
+def _worker(
+    config: RunConfig, role: str, name: str, port: int, threads: int, gpus: Sequence[int] = ()
+) -> ServiceSpec:
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    if role == "trainer":
-        env |= trainer_gpus(config)
-    elif role == "rollout":
-        env |= rollout_gpus(config, index)
-    return ServiceSpec(name, role, tuple(command), env, ends_run=role == "trainer")
+    env |= _visible(config.trainer.gpus if role == "trainer" else gpus)
+    return _spec(config, Program[role.upper()], role, name, ("--metrics-port", str(port)), env)
 
 
-def _num_sandboxes(config: RunConfig) -> int:
-    """All code rewards of a run share one queue, and the workers of the one that wants the most."""
-    return max(
-        (reward.sandbox.workers for reward in config.reward.named.values() if reward.sandbox), default=0
-    )
+def _spec(
+    config: RunConfig,
+    program: Program,
+    role: str,
+    name: str,
+    words: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> ServiceSpec:
+    command = (*run_own(program, "--run", config.run_id, "--name", name), *words)
+    return ServiceSpec(name, role, command, env or {}, ends_run=role == "trainer")
 
 
-def _sandbox_spec(config: RunConfig, index: int) -> ServiceSpec:
-    """A worker that runs code, with one thread: its jobs start processes of their own."""
-    name = f"sandbox-{index}"
-    command = run_own(Program.SANDBOX, "--run", config.run_id, "--name", name)
-    return ServiceSpec(name, "sandbox", tuple(command), {"OMP_NUM_THREADS": "1"})
+def _port(first: int, index: int) -> int:
+    """Workers of one machine cannot share a port: they take it and those that follow. 0 is any."""
+    return first + index if first else 0
 
 
-def _jobs_spec(config: RunConfig) -> ServiceSpec:
-    """A worker for what nothing waits for: archiving, exports. It gives way to everybody else."""
-    command = run_own(Program.JOBS, config.run_id)
-    return ServiceSpec("jobs", "jobs", tuple(command), {"OMP_NUM_THREADS": "1"}, is_optional=True)
+def _engine_gpus(config: RunConfig, index: int) -> Sequence[int]:
+    size = config.rollout.vllm.tensor_parallel_size
+    return config.rollout.gpus[index * size : (index + 1) * size]
 
 
-def _replica_spec(config: RunConfig, servers: str, local: LocalServersConfig, index: int) -> ServiceSpec:
-    """A server of judges, reward models or teachers, in the care of a process that knows the run."""
-    name = f"replica-{servers}-{index}"
-    command = run_own(Program.REPLICA, "--run", config.run_id, "--name", name)
-    env = replica_gpus(config, local, index)
-    return ServiceSpec(name, "replica", (*command, "--servers", servers, "--index", str(index)), env)
+def _server_gpus(config: RunConfig, local: LocalServersConfig, index: int) -> Sequence[int]:
+    """A local server's own, or those of the rollout worker that it shares with."""
+    if local.shares_rollout_gpus:
+        return _engine_gpus(config, index % max(1, config.rollout.workers))
+    if not local.gpus:
+        return ()
+    size = max(1, len(local.gpus) // local.count)
+    first = index * size % len(local.gpus)
+    return local.gpus[first : first + size]
+
+
+def _visible(gpus: Sequence[int]) -> dict[str, str]:
+    return {VISIBLE: ",".join(map(str, gpus))} if gpus else {}
 
 
 def service_environment(redis_url: str, runs: Path) -> dict[str, str]:
@@ -209,8 +198,8 @@ class ServiceProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def last_words(self) -> str:
-        """The last lines this start has written."""
+    def output_tail(self) -> str:
+        """The last lines that this start has written."""
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - TAIL_BYTES))

@@ -2,8 +2,8 @@
 
 Invariant: a process that dies is started again, with growing pauses, as long as that makes sense. It does
 not when the process says that the user made a mistake (exit code 2), when it ends on an instruction that this
-CPU lacks, or when it dies young many times in a row; then all stop, and its last words are the message. When
-`run` returns, no process is left.
+CPU lacks, or when it dies soon after its start many times in a row; then all stop, and the message has the
+end of its log. When `run` returns, no process is left.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from tidemill.services.console.processes.service import ServiceProcess, ServiceS
 from tidemill.services.console.text.formats import printable
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-YOUNG_S = 60.0
+HEALTHY_AFTER_S = 60.0
 """A process that lived longer was well; its next pause is the first one again."""
-MAX_YOUNG_DEATHS = 10
+MAX_EARLY_DEATHS = 10
 REAP_S = 5.0
 MAX_REASON_CHARACTERS = 300
 
@@ -88,7 +88,7 @@ class Supervisor:
         finally:
             for process in self._processes.values():
                 process.kill()
-            # Let them take note of the ends; who waits for Redis to say something is not waited for.
+            # The keepers see their processes end; one that waits for an answer of Redis is cancelled.
             await asyncio.wait(keepers, timeout=REAP_S)
             for keeper in keepers:
                 keeper.cancel()
@@ -105,7 +105,7 @@ class Supervisor:
         self._end(RunOutcome(Ending.FAILED, reason, exit_code))
 
     def kill(self) -> None:
-        """Do not wait for them any longer."""
+        """End all at once."""
         self.stop()
         self._killed.set()
 
@@ -114,7 +114,7 @@ class Supervisor:
         self._over.set()
 
     async def _drain(self, keepers: Sequence[asyncio.Task[None]]) -> None:
-        """SIGTERM to all, then wait until they are gone, time is up, or the user says kill."""
+        """SIGTERM to all, then wait until they are gone, time is up, or `kill` is called."""
         for name, process in self._processes.items():
             self.statuses[name].state = "stopping"
             process.terminate()
@@ -129,7 +129,7 @@ class Supervisor:
 
     async def _keep(self, spec: ServiceSpec) -> None:
         """Start one service again and again, until the run is over."""
-        status, young_deaths = self.statuses[spec.name], 0
+        status, early_deaths = self.statuses[spec.name], 0
         while not self._over.is_set():
             try:
                 process = await ServiceProcess.start(
@@ -141,12 +141,12 @@ class Supervisor:
             code = await self._watch(process, status)
             if self._over.is_set() or await self._is_over(process, code):
                 break
-            young_deaths = young_deaths + 1 if process.age_s < YOUNG_S else 1
-            if young_deaths > MAX_YOUNG_DEATHS:
-                reason = _obituary(process, f"died {young_deaths} times in a row; giving up", code)
+            early_deaths = early_deaths + 1 if process.age_s < HEALTHY_AFTER_S else 1
+            if early_deaths > MAX_EARLY_DEATHS:
+                reason = _exit_reason(process, f"died {early_deaths} times in a row; giving up", code)
                 (self.on_event if spec.is_optional else self.fail)(reason)
                 break
-            pause_s = min(self.first_pause_s * 2 ** (young_deaths - 1), LONGEST_PAUSE_S)
+            pause_s = min(self.first_pause_s * 2 ** (early_deaths - 1), LONGEST_PAUSE_S)
             self.on_event(
                 f"{spec.name} ended {_how(code)}{_last_line(process)}; starting it again in {pause_s:g} s"
             )
@@ -171,7 +171,7 @@ class Supervisor:
         """Whether this end of a process is the end of the run."""
         is_hopeless = code == ConfigError.exit_code or is_illegal_instruction(code)
         if is_hopeless and not process.spec.is_optional:
-            self.fail(_obituary(process, "cannot do this run", code), code)
+            self.fail(_exit_reason(process, "cannot do this run", code), code)
         elif code == 0 and process.spec.ends_run and await self.is_finished():
             self._end(RunOutcome(Ending.FINISHED))
         return self._over.is_set()
@@ -188,12 +188,12 @@ def _how(code: int) -> str:
 
 
 def _last_line(process: ServiceProcess) -> str:
-    """The last that it wrote, which mostly is the reason."""
-    lines = process.last_words().strip().splitlines()
+    """The last line of its output, which mostly is the reason."""
+    lines = process.output_tail().strip().splitlines()
     return f" ({printable(lines[-1].strip(), MAX_REASON_CHARACTERS)})" if lines else ""
 
 
-def _obituary(process: ServiceProcess, what: str, code: int) -> str:
-    words = process.last_words() or "(it wrote nothing)"
-    indented = "\n".join(f"  {line}" for line in words.splitlines())
-    return f"{process.spec.name} {what} ({_how(code)}). Its last words, from {process.log}:\n{indented}"
+def _exit_reason(process: ServiceProcess, what: str, code: int) -> str:
+    output = process.output_tail() or "(it wrote nothing)"
+    indented = "\n".join(f"  {line}" for line in output.splitlines())
+    return f"{process.spec.name} {what} ({_how(code)}). The end of {process.log}:\n{indented}"

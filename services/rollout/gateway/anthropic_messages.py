@@ -6,6 +6,9 @@ from typing import Any
 
 from tidemill.services.rollout.gateway.dialogue import (
     Answer,
+    Api,
+    Body,
+    Event,
     Message,
     Question,
     RequestError,
@@ -20,7 +23,6 @@ from tidemill.services.rollout.gateway.dialogue import (
     tool_of,
     whole_tool_choice_of,
 )
-from tidemill.services.rollout.gateway.openai_chat import Event
 
 BILLING = "x-anthropic-billing-header"
 """A block of the system prompt that begins so is another one in every request, and nothing for the model."""
@@ -28,7 +30,7 @@ FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 UNREAD = ("thinking", "redacted_thinking")
 
 
-def question_of(body: Mapping[str, Any]) -> Question:
+def question_of(body: Body) -> Question:
     """What a request asks. Raises RequestError: it cannot be answered."""
     if body.get("thread") is not None:
         raise RequestError("nothing is stored here; send the whole history", "thread_unsupported_request")
@@ -47,7 +49,7 @@ def question_of(body: Mapping[str, Any]) -> Question:
     )
 
 
-def message_answer(answer: Answer, model: str) -> Event:
+def message_answer(answer: Answer, model: str, body: Body) -> Event:
     return _head(answer, model) | {
         "content": _blocks(answer),
         "stop_reason": FINISH[answer.finish],
@@ -55,8 +57,7 @@ def message_answer(answer: Answer, model: str) -> Event:
     }
 
 
-def message_events(answer: Answer, model: str) -> Iterator[Event]:
-    """The same as a stream."""
+def message_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
     start = _head(answer, model) | {"content": [], "stop_reason": None, "usage": _usage(answer, 0)}
     yield {"type": "message_start", "message": start}
     yield {"type": "ping"}
@@ -72,6 +73,9 @@ def message_events(answer: Answer, model: str) -> Iterator[Event]:
     ended = {"stop_reason": FINISH[answer.finish], "stop_sequence": None}
     yield {"type": "message_delta", "delta": ended, "usage": _usage(answer, answer.num_completion_tokens)}
     yield {"type": "message_stop"}
+
+
+MESSAGES = Api(question_of, message_answer, message_events)
 
 
 def _head(answer: Answer, model: str) -> Event:

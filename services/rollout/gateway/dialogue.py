@@ -6,7 +6,7 @@ parts, null for no text, new ids of calls, arguments written as other JSON, drop
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -23,6 +23,12 @@ Identity = tuple[str, str, tuple[tuple[str, str], ...]]
 FinishReason = Literal["stop", "length", "tool_calls"]
 SESSION_LIMIT = "session_limit"
 """The code of the error that says that a session has reached a limit."""
+
+
+Body = Mapping[str, Any]
+"""A request."""
+Event = dict[str, Any]
+"""An answer, or a part of one in a stream."""
 
 
 class RequestError(Exception):
@@ -104,6 +110,17 @@ class Answer:
     def calls(self) -> "tuple[ToolCall, ...]":
         """Its calls of tools, in order."""
         return tuple(ToolCall.of(call) for call in self.message.get("tool_calls", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """How the requests of one API are read, and its answers written for a model of a name."""
+
+    question_of: Callable[[Body], Question]
+    """Raises RequestError: it cannot be answered."""
+    answer_of: Callable[[Answer, str, Body], Event]
+    events_of: Callable[[Answer, str, Body], Iterable[Event | str]]
+    """The same as a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +213,11 @@ def object_in(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"`{name}` must be an object, got {type(value).__name__}")
     return value
+
+
+def has_usage(body: Body) -> bool:
+    """Whether a stream ends with what the answer used."""
+    return bool(object_in(body, "stream_options").get("include_usage"))
 
 
 def objects(body: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:

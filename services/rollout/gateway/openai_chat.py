@@ -7,12 +7,16 @@ from typing import Any
 
 from tidemill.services.rollout.gateway.dialogue import (
     Answer,
+    Api,
+    Body,
+    Event,
     Message,
     Question,
     RequestError,
     Tool,
     ToolCall,
     arguments_of,
+    has_usage,
     limit_of,
     named_results,
     objects,
@@ -22,10 +26,11 @@ from tidemill.services.rollout.gateway.dialogue import (
     whole_tool_choice_of,
 )
 
-Event = dict[str, Any]
+DONE = "[DONE]"
+"""The last event of a stream."""
 
 
-def chat_question(body: Mapping[str, Any]) -> Question:
+def chat_question(body: Body) -> Question:
     """What a request for a chat completion asks. Raises RequestError: it cannot be answered."""
     if body.get("n") not in (None, 1):
         raise RequestError("n must be 1: a session has one history; ask again for another answer")
@@ -41,7 +46,7 @@ def chat_question(body: Mapping[str, Any]) -> Question:
         )
     return Question(
         named_results([_message(message, number) for number, message in enumerate(messages)]),
-        tuple(_tool(tool) for tool in objects(body, "tools")),
+        tuple(function_tool(tool) for tool in objects(body, "tools")),
         tool_choice=whole_tool_choice_of(body),
         max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
         stop=stops_of(body.get("stop")),
@@ -49,7 +54,7 @@ def chat_question(body: Mapping[str, Any]) -> Question:
     )
 
 
-def chat_answer(answer: Answer, model: str) -> Event:
+def chat_answer(answer: Answer, model: str, body: Body) -> Event:
     message = {"refusal": None, **answer.message}
     if answer.calls:
         message["content"] = answer.text or None
@@ -57,13 +62,12 @@ def chat_answer(answer: Answer, model: str) -> Event:
     return _head(answer, model, "chat.completion") | {"choices": [choice], "usage": usage(answer)}
 
 
-def chat_events(answer: Answer, model: str, has_usage: bool) -> Iterator[Event]:
-    """The same as a stream."""
+def chat_events(answer: Answer, model: str, body: Body) -> Iterator[Event | str]:
     head = _head(answer, model, "chat.completion.chunk")
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None, logprobs: Any = None) -> Event:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-        return head | {"choices": [choice]} | ({"usage": None} if has_usage else {})
+        return head | {"choices": [choice]} | ({"usage": None} if has_usage(body) else {})
 
     yield chunk({"role": "assistant", "content": ""})
     if reasoning := answer.message.get("reasoning_content"):
@@ -73,11 +77,12 @@ def chat_events(answer: Answer, model: str, has_usage: bool) -> Iterator[Event]:
     for index, call in enumerate(answer.calls):
         yield chunk({"tool_calls": [{"index": index, **call.to_message()}]})
     yield chunk({}, answer.finish, _logprobs(answer))
-    if has_usage:
+    if has_usage(body):
         yield head | {"choices": [], "usage": usage(answer)}
+    yield DONE
 
 
-def text_question(body: Mapping[str, Any]) -> Question:
+def text_question(body: Body) -> Question:
     """What a request for a completion asks. Raises RequestError: it cannot be answered."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -98,7 +103,7 @@ def text_question(body: Mapping[str, Any]) -> Question:
     )
 
 
-def text_answer(answer: Answer, model: str) -> Event:
+def text_answer(answer: Answer, model: str, body: Body) -> Event:
     choice = {"index": 0, "text": answer.text, "finish_reason": answer.finish, "logprobs": None}
     if answer.tokens:
         texts, logprobs = zip(*answer.tokens, strict=True)
@@ -113,13 +118,17 @@ def text_answer(answer: Answer, model: str) -> Event:
     return head | {"choices": [choice], "usage": usage(answer)}
 
 
-def text_events(answer: Answer, model: str, has_usage: bool) -> Iterator[Event]:
-    """The same as a stream."""
-    whole = text_answer(answer, model)
+def text_events(answer: Answer, model: str, body: Body) -> Iterator[Event | str]:
+    whole = text_answer(answer, model, body)
     used = whole.pop("usage")
     yield whole
-    if has_usage:
+    if has_usage(body):
         yield whole | {"choices": [], "usage": used}
+    yield DONE
+
+
+CHAT = Api(chat_question, chat_answer, chat_events)
+TEXT = Api(text_question, text_answer, text_events)
 
 
 def _logprobs(answer: Answer) -> Event | None:
@@ -169,8 +178,9 @@ def _call(call: Mapping[str, Any], where: str) -> ToolCall:
     return ToolCall(str(call.get("id") or ""), function["name"], arguments_of(function.get("arguments")))
 
 
-def _tool(tool: Mapping[str, Any]) -> Tool:
-    function = tool.get("function")
+def function_tool(tool: Mapping[str, Any]) -> Tool:
+    """A tool, whose fields `/v1/responses` has beside its type."""
+    function = tool.get("function", tool)
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise RequestError(f"a tool of type {tool.get('type')!r} cannot be used; give functions")
     return tool_of(function.get("name"), function.get("description"), function.get("parameters"))

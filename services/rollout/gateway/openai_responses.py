@@ -6,6 +6,9 @@ from typing import Any
 
 from tidemill.services.rollout.gateway.dialogue import (
     Answer,
+    Api,
+    Body,
+    Event,
     Message,
     Question,
     RequestError,
@@ -15,13 +18,12 @@ from tidemill.services.rollout.gateway.dialogue import (
     named_results,
     objects,
     text_of,
-    tool_of,
     whole_tool_choice_of,
 )
-from tidemill.services.rollout.gateway.openai_chat import Event
+from tidemill.services.rollout.gateway.openai_chat import function_tool
 
 
-def question_of(body: Mapping[str, Any]) -> Question:
+def question_of(body: Body) -> Question:
     """What a request asks. Raises RequestError: it cannot be answered."""
     for name in ("previous_response_id", "conversation"):
         if body.get(name):
@@ -36,13 +38,13 @@ def question_of(body: Mapping[str, Any]) -> Question:
         raise RequestError("`input` is empty; send at least one message")
     return Question(
         named_results(messages),
-        tuple(_tool(tool) for tool in objects(body, "tools")),
+        tuple(function_tool(tool) for tool in objects(body, "tools")),
         tool_choice=whole_tool_choice_of(body),
         max_tokens=limit_of(body, "max_output_tokens"),
     )
 
 
-def response(answer: Answer, model: str, body: Mapping[str, Any]) -> Event:
+def response(answer: Answer, model: str, body: Body) -> Event:
     is_cut = answer.finish == "length"
     return _head(answer, model, body) | {
         "status": "incomplete" if is_cut else "completed",
@@ -58,13 +60,15 @@ def response(answer: Answer, model: str, body: Mapping[str, Any]) -> Event:
     }
 
 
-def response_events(answer: Answer, model: str, body: Mapping[str, Any]) -> Iterator[Event]:
-    """The same as a stream."""
+def response_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
     for number, event in enumerate(_events(answer, model, body)):
         yield event | {"sequence_number": number}
 
 
-def _events(answer: Answer, model: str, body: Mapping[str, Any]) -> Iterator[Event]:
+RESPONSES = Api(question_of, response, response_events)
+
+
+def _events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
     start = _head(answer, model, body) | {"status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": start}
     yield {"type": "response.in_progress", "response": start}
@@ -96,7 +100,7 @@ def _text_events(item: Event, place: Event) -> Iterator[Event]:
     yield {"type": "response.content_part.done", **place, "part": part}
 
 
-def _head(answer: Answer, model: str, body: Mapping[str, Any]) -> Event:
+def _head(answer: Answer, model: str, body: Body) -> Event:
     return {
         "id": f"resp_{answer.id}",
         "object": "response",
@@ -128,7 +132,7 @@ def _items(answer: Answer) -> list[Event]:
     return items
 
 
-def _messages(body: Mapping[str, Any]) -> list[Message]:
+def _messages(body: Body) -> list[Message]:
     messages: list[Message] = []
     if instructions := body.get("instructions"):
         messages.append({"role": "system", "content": text_of(instructions, "instructions")})
@@ -159,9 +163,3 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
         messages.append({"role": "system" if role == "developer" else role, "content": content})
     else:
         raise RequestError(f"{where} of type {kind!r} (role {role!r}) cannot be read")
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise RequestError(f"a tool of type {tool.get('type')!r} cannot be used; give functions")
-    return tool_of(tool.get("name"), tool.get("description"), tool.get("parameters"))

@@ -22,18 +22,25 @@ from tidemill.common.process.http_server import ServerInService, server_config
 from tidemill.common.process.listening import listen
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.gateway import anthropic_messages, openai_chat, openai_responses
-from tidemill.services.rollout.gateway.dialogue import Answer, Question, RequestError, object_in
+from tidemill.services.rollout.gateway.dialogue import Api, Body, RequestError, has_usage
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.gateway.wishes import ignored_in, wishes_in
 from tidemill.services.rollout.sessions.calls import MAX_DEPTH, is_deeper
 
 log = structlog.get_logger(__name__)
 
-Body = dict[str, Any]
-Endpoint = Callable[[GatewaySession, Body, bool | None], Awaitable[Response]]
-"""With whether the client asks again, where it says so."""
+APIS = {
+    "chat/completions": openai_chat.CHAT,
+    "completions": openai_chat.TEXT,
+    "responses": openai_responses.RESPONSES,
+    "messages": anthropic_messages.MESSAGES,
+}
+"""By path: how requests are read, and answers written."""
 RETRY_COUNT = "x-stainless-retry-count"
-"""The header in which the clients of OpenAI and Anthropic do."""
+"""The header in which the clients of OpenAI and Anthropic say whether they ask again."""
+
+Endpoint = Callable[[GatewaySession, Body, str | None], Awaitable[Response]]
+"""With the session, the request and what `RETRY_COUNT` says."""
 
 KEEP_ALIVE_S = 600
 """Clients keep connections while their tools run; closing one earlier looks like a fault."""
@@ -44,7 +51,7 @@ MAX_BODY_BYTES = 64 << 20
 MAX_NOTED = 256
 """So many parameters are named in the log; what names they have is the clients' affair."""
 NO_RETRY = {"x-should-retry": "false"}
-"""For both clients: asking again cannot mend this."""
+"""For both clients: not retryable."""
 
 
 class Gateway:
@@ -59,21 +66,12 @@ class Gateway:
         self._sessions: dict[str, GatewaySession] = {}
         self._noted: set[str] = set()
         self._serving: asyncio.Task[None] | None = None
-        posts: dict[str, Endpoint] = {
-            "chat/completions": self._chat,
-            "completions": self._completion,
-            "responses": self._response,
-            "messages": self._message,
-            COUNT: self._count,
-        }
+        posts = {path: self._asking(api) for path, api in APIS.items()} | {COUNT: self._count}
+        gets: dict[str, Endpoint] = {"models": self._models, "models/{name:path}": self._one_model}
         routes = [
-            Route(f"/s/{{token}}/v1/{path}", self._endpoint(post), methods=["POST"])
-            for path, post in posts.items()
-        ]
-        gets = {"models": self._models, "models/{name:path}": self._one_model}
-        routes += [
-            Route(f"/s/{{token}}/v1/{path}", self._endpoint(get), methods=["GET"])
-            for path, get in gets.items()
+            Route(f"/s/{{token}}/v1/{path}", self._endpoint(endpoint), methods=[method])
+            for method, endpoints in (("POST", posts), ("GET", gets))
+            for path, endpoint in endpoints.items()
         ]
         app = Starlette(routes=routes)
         self._server = ServerInService(server_config(app, timeout_keep_alive=KEEP_ALIVE_S))
@@ -107,15 +105,14 @@ class Gateway:
         async def answer(request: Request) -> Response:
             try:
                 session = self._session(request)
-                count = request.headers.get(RETRY_COUNT)
                 body = await _body(request, session) if request.method == "POST" else {}
-                return await endpoint(session, body, None if count is None else count != "0")
+                return await endpoint(session, body, request.headers.get(RETRY_COUNT))
             except RequestError as error:
                 return _refusal(error)
             except asyncio.CancelledError:
                 return _refusal(RequestError("the session is over", "session_over", 404))
             except Exception as error:  # the session fails with it; its program must not try again
-                log.warning("a turn of an agent failed", error=str(error))
+                log.warning("a request of an agent failed", error=str(error))
                 return _refusal(RequestError("the engine failed", "engine_failed", 500))
 
         return answer
@@ -133,12 +130,24 @@ class Gateway:
             )
         return session
 
-    async def _answer(
-        self, session: GatewaySession, body: Body, is_retry: bool | None, ask: Callable[[Body], Question]
-    ) -> Answer:
-        """The model's answer to a request, once all of the request is read."""
-        wishes, question = wishes_in(body), ask(body)
-        _has_usage(body)  # what is malformed is refused before a turn is generated
+    def _asking(self, api: Api) -> Endpoint:
+        """The endpoint that has the model answer."""
+
+        async def ask(session: GatewaySession, body: Body, retry_count: str | None) -> Response:
+            # What is malformed is refused before anything is generated, so all of the request is read first.
+            question = api.question_of(body)
+            is_stream, _ = body.get("stream"), has_usage(body)
+            self._check_wishes(body)
+            answer = await session.answer(question, None if retry_count is None else retry_count != "0")
+            if not is_stream:
+                return JSONResponse(api.answer_of(answer, self.model, body))
+            return _stream(api.events_of(answer, self.model, body))
+
+        return ask
+
+    def _check_wishes(self, body: Body) -> None:
+        """Count what the request asks of sampling, or refuse it."""
+        wishes = wishes_in(body)
         if wishes and self._refuses_wishes:
             raise RequestError(
                 f"{' and '.join(wishes)} cannot be promised: answers are sampled freely, as they are trained "
@@ -148,7 +157,6 @@ class Gateway:
             metrics.AGENT_WISHES.labels(wish).inc()
         self._note("an agent asks for a form of the answer; it is sampled freely", wishes)
         self._note("an agent's parameters are ignored: rollout.sampling holds", ignored_in(body))
-        return await session.answer(question, is_retry)
 
     def _note(self, what: str, names: Sequence[str]) -> None:
         """Say once for every parameter that the run's own holds."""
@@ -157,11 +165,11 @@ class Gateway:
             self._noted.update(new)
             log.info(what, parameters=new)
 
-    async def _models(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
+    async def _models(self, session: GatewaySession, body: Body, _: str | None) -> Response:
         pages = {"has_more": False, "first_id": self.model, "last_id": self.model}
         return JSONResponse({"object": "list", "data": [self._shown], **pages})
 
-    async def _one_model(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
+    async def _one_model(self, session: GatewaySession, body: Body, _: str | None) -> Response:
         return JSONResponse(self._shown)  # it answers to any name
 
     @property
@@ -169,31 +177,7 @@ class Gateway:
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "tidemill"}
         return model | {"type": "model", "display_name": self.model, "created_at": "1970-01-01T00:00:00Z"}
 
-    async def _chat(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
-        answer = await self._answer(session, body, is_retry, openai_chat.chat_question)
-        if not body.get("stream"):
-            return JSONResponse(openai_chat.chat_answer(answer, self.model))
-        return _stream([*openai_chat.chat_events(answer, self.model, _has_usage(body)), "[DONE]"])
-
-    async def _completion(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
-        answer = await self._answer(session, body, is_retry, openai_chat.text_question)
-        if not body.get("stream"):
-            return JSONResponse(openai_chat.text_answer(answer, self.model))
-        return _stream([*openai_chat.text_events(answer, self.model, _has_usage(body)), "[DONE]"])
-
-    async def _response(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
-        answer = await self._answer(session, body, is_retry, openai_responses.question_of)
-        if not body.get("stream"):
-            return JSONResponse(openai_responses.response(answer, self.model, body))
-        return _stream(openai_responses.response_events(answer, self.model, body))
-
-    async def _message(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
-        answer = await self._answer(session, body, is_retry, anthropic_messages.question_of)
-        if not body.get("stream"):
-            return JSONResponse(anthropic_messages.message_answer(answer, self.model))
-        return _stream(anthropic_messages.message_events(answer, self.model))
-
-    async def _count(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
+    async def _count(self, session: GatewaySession, body: Body, _: str | None) -> Response:
         num_tokens = await session.count_tokens(anthropic_messages.question_of(body))
         return JSONResponse({"input_tokens": num_tokens})
 
@@ -220,10 +204,6 @@ async def _body(request: Request, session: GatewaySession) -> Body:
     return body
 
 
-def _has_usage(body: Body) -> bool:
-    return bool(object_in(body, "stream_options").get("include_usage"))
-
-
 def _stream(events: Iterable[Mapping[str, Any] | str]) -> Response:
     """Server-sent events; of those that have a type, its name goes before it."""
     lines = []
@@ -236,14 +216,12 @@ def _stream(events: Iterable[Mapping[str, Any] | str]) -> Response:
 
 def _refusal(error: RequestError) -> Response:
     """In a form that both clients read."""
-    kind = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
-    named: dict[str, Any] = {
-        "type": kind.get(error.status, "invalid_request_error"),
+    kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
+    described = {
+        "message": f"{error.message} ({error.code})",
+        "type": kinds.get(error.status, "invalid_request_error"),
         "code": error.code,
         "param": None,
+        "details": {"error_code": error.code},  # Anthropic's client then sends its history without a thread
     }
-    named["details"] = {
-        "error_code": error.code
-    }  # Anthropic's client then sends its history without a thread
-    message = f"{error.message} ({error.code})"
-    return JSONResponse({"type": "error", "error": {"message": message} | named}, error.status, NO_RETRY)
+    return JSONResponse({"type": "error", "error": described}, error.status, NO_RETRY)

@@ -18,7 +18,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Ticket, Trajectory
 from tidemill.services.console.exporter import exporter
-from tidemill.services.console.exporter.exporter import MetricsReader, Reading, set_gauges
+from tidemill.services.console.exporter.exporter import MetricsReader, RunReading, set_gauges
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def reader(broker: Broker, keys: Keys) -> MetricsReader:
 @pytest.fixture(autouse=True)
 def clean_gauges() -> Iterator[None]:
     yield
-    set_gauges(Reading())
+    set_gauges(RunReading())
 
 
 def value(name: str, **labels: str) -> float | None:

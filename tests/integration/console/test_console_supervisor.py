@@ -17,7 +17,7 @@ from tidemill.services.console.launch.local_redis import LocalRedis
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.service import ServiceProcess, ServiceSpec
 from tidemill.services.console.processes.supervisor import (
-    MAX_YOUNG_DEATHS,
+    MAX_EARLY_DEATHS,
     Ending,
     ServiceStatus,
     Supervisor,
@@ -119,14 +119,14 @@ async def test_a_process_that_keeps_dying_is_given_up(
     outcome = await stage.supervisor.run()
     assert (outcome.ending, outcome.exit_code) == (Ending.FAILED, 1)
     assert "no such judge" in outcome.reason
-    assert len(stage.events) == MAX_YOUNG_DEATHS
-    assert stage.log("reward").count("no such judge") == MAX_YOUNG_DEATHS + 1
+    assert len(stage.events) == MAX_EARLY_DEATHS
+    assert stage.log("reward").count("no such judge") == MAX_EARLY_DEATHS + 1
 
 
 async def test_a_run_goes_on_without_a_process_that_it_can_do_without(
     tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.services.console.processes.supervisor.MAX_YOUNG_DEATHS", 2)
+    monkeypatch.setattr("tidemill.services.console.processes.supervisor.MAX_EARLY_DEATHS", 2)
     stage = Stage(tmp_path, guard, {"trainer": POLITE})
     failing = (sys.executable, "-c", "import sys; sys.exit(2)")
     stage.supervisor.specs = [*stage.supervisor.specs, ServiceSpec("jobs", "jobs", failing, is_optional=True)]

@@ -7,12 +7,7 @@ import pytest
 from tidemill.common.config import RunConfig, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.processes.placement import find_overlaps, gpus_here, place
-from tidemill.services.console.processes.service import (
-    replica_gpus,
-    rollout_gpus,
-    service_specs,
-    trainer_gpus,
-)
+from tidemill.services.console.processes.service import service_specs
 
 
 def config(local: dict[str, Any] | None = None, trainer: Any = (), **rollout: Any) -> RunConfig:
@@ -25,15 +20,12 @@ def config(local: dict[str, Any] | None = None, trainer: Any = (), **rollout: An
 
 
 def seen(run: RunConfig, index: int) -> str:
-    local = run.servers["rm"].local
-    assert local is not None
-    return replica_gpus(run, local, index).get("CUDA_VISIBLE_DEVICES", "")
+    (spec,) = [spec for spec in service_specs(run) if spec.name == f"replica-rm-{index}"]
+    return spec.env.get("CUDA_VISIBLE_DEVICES", "")
 
 
 def test_rollout_workers_and_trainer_get_their_own() -> None:
     run = config(trainer=[0], workers=2, gpus=[1, 2, 3, 4], vllm={"tensor_parallel_size": 2})
-    assert trainer_gpus(run) == {"CUDA_VISIBLE_DEVICES": "0"}
-    assert [rollout_gpus(run, i)["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["1,2", "3,4"]
     specs = {spec.name: spec.env.get("CUDA_VISIBLE_DEVICES") for spec in service_specs(run)}
     assert (specs["trainer"], specs["rollout-0"], specs["rollout-1"]) == ("0", "1,2", "3,4")
 

@@ -13,7 +13,6 @@ from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.check.model_folder import check_teachers
-from tidemill.services.console.processes.service import replica_gpus
 from tidemill.services.console.records.trace import teacher_gaps
 
 OWN = {"a": 0, "b": 1}
@@ -57,11 +56,3 @@ def test_a_trace_has_the_distance_of_the_models_tokens_from_the_teacher() -> Non
     np.testing.assert_allclose(of_session, [0.0, -0.01, 0.0, -0.01, -0.02], atol=1e-6)
     assert teacher_gaps(make_trajectory(), make_score(0, 0)) is None
     assert teacher_gaps(session, make_score(0, 0, teacher_logprobs=teacher)) is None
-
-
-def test_replicas_of_a_teacher_get_their_gpus_in_turn(tmp_path: Path) -> None:
-    config = config_of("policy", "teacher", gpus=[2, 3, 4, 5])
-    local = config.servers["wise"].local
-    assert local is not None
-    found = [replica_gpus(config, local, index) for index in range(2)]
-    assert found == [{"CUDA_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "4,5"}]

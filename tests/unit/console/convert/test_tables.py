@@ -5,14 +5,21 @@ from pathlib import Path
 import pytest
 
 from tidemill.services.console.__main__ import main
-from tidemill.services.console.convert.table import FILES, Row, Table, is_field, names_elsewhere, table_of
+from tidemill.services.console.convert.table import (
+    FILES,
+    OptionRow,
+    OptionTable,
+    is_field,
+    names_elsewhere,
+    table_of,
+)
 
 TABLES = [table_of(project) for project in FILES]
 ROWS = [(table, row) for table in TABLES for row in table.rows]
 
 
 @pytest.mark.parametrize("table, row", ROWS, ids=[f"{table.project} {row.options[0]}" for table, row in ROWS])
-def test_a_row_leads_to_fields_that_exist_or_says_why_to_none(table: Table, row: Row) -> None:
+def test_a_row_leads_to_fields_that_exist_or_says_why_to_none(table: OptionTable, row: OptionRow) -> None:
     assert [target for target in row.targets if not is_field(target)] == []
     assert row.targets or row.note
     written = [field for ours in row.values.values() if isinstance(ours, dict) for field in ours]
@@ -21,7 +28,7 @@ def test_a_row_leads_to_fields_that_exist_or_says_why_to_none(table: Table, row:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.project)
-def test_an_option_has_one_row(table: Table) -> None:
+def test_an_option_has_one_row(table: OptionTable) -> None:
     names = [option for row in table.rows for option in row.options]
     assert sorted(names) == sorted(set(names))
 
