@@ -4,7 +4,7 @@ from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.data import CurriculumConfig, DataConfig, SourceConfig
 from tidemill.common.config.loading import load_config, override_config, parse_config
 from tidemill.common.config.recorded import Change, changed_fields, load_recorded, parse_recorded
-from tidemill.common.config.reward import NamedRewardConfig, RewardCacheConfig, RewardConfig, RewardLimits
+from tidemill.common.config.reward import NamedRewardConfig, RewardConfig, RewardLimits
 from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
 from tidemill.common.config.run import (
@@ -31,7 +31,6 @@ __all__ = [
     "ModelConfig",
     "NamedRewardConfig",
     "OptimizerConfig",
-    "RewardCacheConfig",
     "RewardConfig",
     "RewardLimits",
     "RewardModelConfig",

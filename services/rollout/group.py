@@ -175,14 +175,19 @@ class GroupGenerator:
     def _of_ticket(self, ticket: Ticket, index: int) -> dict[str, Any]:
         """The fields of a trajectory that are known before it is generated."""
         known = {name: getattr(ticket, name) for name in OF_THE_TICKET}
-        return known | {"index": index, "is_greedy": index < ticket.num_greedy, "worker": self.worker}
+        return known | {"index": index, "is_greedy": self._is_greedy(index), "worker": self.worker}
+
+    def _is_greedy(self, index: int) -> bool:
+        """Whether the sample is the one that its siblings are compared with."""
+        traits = self.config.trainer.algorithm.advantage_traits
+        return index == 0 and self.lane is Lane.TRAIN and traits.has_greedy_baseline
 
     async def _generate_sample(
         self, delivery: Delivery[Ticket], index: int, faults: dict[int, EnvironmentFaultError]
     ) -> None:
         ticket, started_at, history = delivery.message, time.time(), self.follower.history
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
-        numbers, is_greedy = count(1), index < ticket.num_greedy
+        numbers, is_greedy = count(1), self._is_greedy(index)
 
         async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
             number = next(numbers)

@@ -1,12 +1,9 @@
 """`tidemill diff RUN_A RUN_B`: opens two runs, compares them, and says where they part and why."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import run_main
@@ -15,7 +12,7 @@ from tidemill.services.console.compare.run_diff import DiffedRun, RunDiff, diff_
 from tidemill.services.console.options import DiffOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs
 from tidemill.services.console.run.history import RunAccess, open_history
-from tidemill.services.console.text.tree import jsonable
+from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
 
 MAX_WIDTH = 60
 """Characters of a value in the table; --json has all of it."""
@@ -47,7 +44,7 @@ def show_diff(options: DiffOptions) -> int:
         tree = {"run_a": names[0], "run_b": names[1], **result.as_dict()}
         print(json.dumps(jsonable(tree), indent=2, allow_nan=False))
     else:
-        print_diff(Console(highlight=False), names, result)
+        print_tree(terminal(), diff_tree(names, result))
     return 1 if result.differences else 0
 
 
@@ -70,72 +67,60 @@ def _opened(access: RunAccess) -> DiffedRun:
     return DiffedRun(access.history, access.config)
 
 
-def print_diff(console: Console, names: tuple[str, str], result: RunDiff) -> None:
+def diff_tree(names: tuple[str, str], result: RunDiff) -> Node:
     """The verdict, then what differs at the first step, then what differed before by rounding."""
-    _print_config(console, result)
-    cause = result.cause
-    if cause is None:
-        console.print(_agreement(result), soft_wrap=True)
-    else:
-        where = _where(cause)
-        head = Text(f"first difference: step {cause.step}, {cause.aspect}", style="bold red")
-        console.print(head.append(f" {where}" if where else "", style="bold"), soft_wrap=True)
-        console.print(f"  {MEANINGS[cause.aspect]}", soft_wrap=True)
-        console.print(_table(names, result.differences))
+    return part(
+        "", _config_notes(result), _verdict(names, result), _remarks(result), _next(names, result.cause)
+    )
+
+
+def _config_notes(result: RunDiff) -> Iterator[Node]:
+    for change in result.config[:MAX_CONFIG_LINES]:
+        yield note(f"config  {change['field']}: {_short(change['a'])} | {_short(change['b'])}")
+    if len(result.config) > MAX_CONFIG_LINES:
+        yield note(f"config  ... and {len(result.config) - MAX_CONFIG_LINES} more fields; --json", "dim")
+
+
+def _verdict(names: tuple[str, str], result: RunDiff) -> Iterator[Node]:
+    if (cause := result.cause) is None:
+        how = "bit for bit" if result.is_equal else "up to rounding"
+        more = f"; run {result.longer} has more" if result.longer else ""
+        yield note(f"the same {how} in all {result.num_steps} steps that both have{more}", "bold green")
+        return
+    where = f" {cause.sample}" if cause.ticket >= 0 else ""
+    yield note(f"first difference: step {cause.step}, {cause.aspect}{where}", "bold red")
+    yield note(f"  {MEANINGS[cause.aspect]}")
+    yield table(_difference_row(names, item) for item in result.differences)
+
+
+def _difference_row(names: tuple[str, str], item: Difference) -> dict[str, Any]:
+    more = f" (+{item.num_places - 1})" if item.num_places > 1 else ""
+    a, b = _values(item)
+    return {
+        "differs": f"{item.aspect}{more}{', rounding' if item.is_rounding else ''}",
+        "first at": item.sample if item.ticket >= 0 else "",
+        "what": item.what,
+        f"a: {names[0]}": a,
+        f"b: {names[1]}": b,
+    }
+
+
+def _remarks(result: RunDiff) -> Iterator[Node]:
     if result.earlier:
-        words = [f"{item.aspect} since step {item.step}" for item in result.earlier]
-        console.print(f"[dim]by rounding or in order alone: {', '.join(words)}[/]", soft_wrap=True)
+        words = ", ".join(f"{item.aspect} since step {item.step}" for item in result.earlier)
+        yield note(f"by rounding or in order alone: {words}", "dim")
     if result.unread_steps:
         first, last = result.unread_steps[0], result.unread_steps[-1]
-        console.print(
-            f"[yellow]steps {first} to {last}: not both runs have their records any more; their commits were "
-            "compared[/]",
-            soft_wrap=True,
-        )
+        words = "not both runs have their records any more; their commits were compared"
+        yield note(f"steps {first} to {last}: {words}", "yellow")
+
+
+def _next(names: tuple[str, str], cause: Difference | None) -> Iterator[Node]:
     if cause is not None:
-        _print_next(console, names, cause)
-
-
-def _print_config(console: Console, result: RunDiff) -> None:
-    for change in result.config[:MAX_CONFIG_LINES]:
-        line = Text("config  ", style="dim").append(change["field"], style="bold")
-        console.print(line.append(f": {_short(change['a'])} | {_short(change['b'])}"), soft_wrap=True)
-    if len(result.config) > MAX_CONFIG_LINES:
-        console.print(f"[dim]config  ... and {len(result.config) - MAX_CONFIG_LINES} more fields; --json[/]")
-
-
-def _agreement(result: RunDiff) -> Text:
-    how = "bit for bit" if result.is_equal else "up to rounding"
-    text = Text(f"the same {how} in all {result.num_steps} steps that both have", style="bold green")
-    return text.append(f"; run {result.longer} has more" if result.longer else "", style="")
-
-
-def _table(names: tuple[str, str], differences: list[Difference]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("differs", "first at", "", *names):
-        table.add_column(name, overflow="fold")
-    for item in differences:
-        style = "dim" if item.is_rounding else ""
-        more = f" (+{item.num_places - 1})" if item.num_places > 1 else ""
-        name = f"{item.aspect}{more}{', rounding' if item.is_rounding else ''}"
-        table.add_row(name, _where(item), item.what, *_values(item), style=style)
-    return table
-
-
-def _where(item: Difference) -> str:
-    if item.ticket < 0:
-        return ""
-    return f"{item.ticket}.{item.index}" if item.index >= 0 else str(item.ticket)
-
-
-def _print_next(console: Console, names: tuple[str, str], cause: Difference) -> None:
-    lines = [f"tidemill step {cause.step} {names[1]}"]
-    if where := _where(cause):
-        lines.append(f"tidemill trace {where} {names[1]}")
-    lines.append(f"tidemill replay {cause.step} {names[1]}")
-    console.print("look closer:", style="dim")
-    for line in lines:
-        console.print(f"  {line}", soft_wrap=True)
+        yield note("look closer:", "dim")
+        commands = [f"step {cause.step}", f"replay {cause.step}"]
+        commands += [f"trace {cause.sample}"] if cause.ticket >= 0 else []
+        yield from (note(f"  tidemill {command} {names[1]}") for command in commands)
 
 
 def _values(item: Difference) -> tuple[str, str]:

@@ -16,6 +16,7 @@ import numpy as np
 from tidemill.common.history import RecordedGroup
 from tidemill.common.wire.messages import Commit, Score, Ticket, Trajectory
 from tidemill.common.wire.segments import Segment, Turn
+from tidemill.services.console.text.formats import sample_name
 
 CLOCKS = ("_s", "idle_share", "wait_share")
 """Endings of metrics that tell of time: they are never the same twice."""
@@ -52,6 +53,11 @@ class Difference:
     index: int = -1
     is_rounding: bool = False
     num_places: int = 1
+
+    @property
+    def sample(self) -> str:
+        """`TICKET.INDEX`, `TICKET`, or a dash."""
+        return sample_name(self.ticket, self.index)
 
 
 COMPARED_OF_PROMPTS = (

@@ -8,21 +8,27 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import IO, Any, Self
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.services.console.options import ReplayOptions
 from tidemill.services.console.run.history import RunAccess, open_history
-from tidemill.services.console.text.tree import jsonable
+from tidemill.services.console.text.tree import (
+    Node,
+    jsonable,
+    note,
+    part,
+    print_tree,
+    shown,
+    table,
+    terminal,
+)
 
 HEADLINES = ("loss", "grad_norm", "reward", "entropy", "learning_rate")
 """Metrics that are shown in any case, in this order."""
@@ -31,123 +37,94 @@ FAR_STEPS = 10
 """Replayed on the way to a step: from here on a hint at closer checkpoints is worth its line."""
 
 
-class ReplayProgress:
-    """A bar on stderr over the steps that are trained again; nothing where nobody would see it."""
+def _start_progress(steps: list[int], is_quiet: bool) -> tuple[Progress, Callable[[dict[str, Any]], None]]:
+    """A bar on stderr over the steps that are trained again, and what moves it with each event of the
+    process; nothing where nobody would see it."""
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn())
+    is_hidden = is_quiet or not console.is_terminal
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=is_hidden)
+    task = bar.add_task("loading the model", total=None)
 
-    def __init__(self, steps: list[int], is_quiet: bool) -> None:
-        self.last = steps[-1]
-        self.console = Console(stderr=True, highlight=False)
-        self._bar = Progress(
-            TextColumn("[progress.description]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self.console,
-            transient=True,
-            disable=is_quiet or not self.console.is_terminal,
-        )
-        self._task = self._bar.add_task("loading the model", total=None)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def take(self, event: dict[str, Any]) -> None:
-        """Follow one event of the process."""
+    def take(event: dict[str, Any]) -> None:
         if event["kind"] == "start":
             version = event["version"]
-            what = f"replaying from version {version}" if version else "replaying from the starting model"
-            self._bar.reset(self._task, total=self.last + 1 - version, description=what)
+            what = f"replaying from {_start_name(version)}"
+            bar.reset(task, total=steps[-1] + 1 - version, description=what)
         elif event["kind"] == "step":
-            self._bar.advance(self._task)
+            bar.advance(task)
+
+    return bar, take
 
 
-def print_result(console: Console, result: dict[str, Any], shows_all: bool) -> None:
+def _start_name(version: int) -> str:
+    return f"version {version}" if version else "the starting model"
+
+
+def result_tree(result: dict[str, Any], shows_all: bool = False) -> Node:
     """The verdict on one step, and its numbers."""
-    console.print(_verdict(result), soft_wrap=True)
-    console.print(_numbers(result, shows_all))
-    for line in _remarks(result, shows_all):
-        console.print(line, soft_wrap=True)
-    console.print()
+    words, style = _verdict(result)
+    verdict = note(f"step {result['step']}, which made version {result['version']}: {words}", style)
+    remarks = (note(line, "dim") for line in _remarks(result, shows_all))
+    return part("", verdict, table(_number_rows(result, shows_all)), remarks)
 
 
-def _verdict(result: dict[str, Any]) -> Text:
-    step, version = result["step"], result["version"]
-    head = Text(f"step {step}, which made version {version}: ", style="bold")
+def _verdict(result: dict[str, Any]) -> tuple[str, str]:
     if result["equal"]:
-        return head.append("bit-identical", style="bold green")
-    different = [row["name"] for row in result["metrics"] if not row["equal"]]
-    if result["digest"]["equal"]:
-        text = f"the same weights, but {len(different)} metrics differ"
-        return head.append(
-            text if different else "the same weights, but the advantages differ", style="yellow"
-        )
-    return head.append("differs from what was recorded", style="bold red")
+        return "bit-identical", "bold green"
+    num_different = sum(not row["equal"] for row in result["metrics"])
+    if not result["digest"]["equal"]:
+        return "differs from what was recorded", "bold red"
+    what = f"{num_different} metrics differ" if num_different else "the advantages differ"
+    return f"the same weights, but {what}", "yellow"
 
 
-def _numbers(result: dict[str, Any], shows_all: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("")
-    for name in ("recorded", "replayed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+def _number_rows(result: dict[str, Any], shows_all: bool) -> Iterator[dict[str, Any]]:
+    """The headlines and what differs, with all digits where it does; the digest comes last."""
     rows = {row["name"]: row for row in result["metrics"]}
-    for name in [*(n for n in HEADLINES if n in rows), *(n for n in rows if n not in HEADLINES)]:
-        row = rows[name]
-        if shows_all or name in HEADLINES or not row["equal"]:
+    for name in dict.fromkeys((*HEADLINES, *rows)):
+        row = rows.get(name)
+        if row and (shows_all or name in HEADLINES or not row["equal"]):
             numbers = (row["recorded"], row["replayed"])
-            shown = [f"{n:.{FEW_DIGITS}g}" if row["equal"] else repr(n) for n in numbers]
-            table.add_row(name, *shown, _difference(row))
+            recorded, replayed = (f"{n:.{FEW_DIGITS}g}" if row["equal"] else repr(n) for n in numbers)
+            outcome = _outcome(row["equal"], f" by {row['difference']:.3g}")
+            yield {"metric": name, "recorded": recorded, "replayed": replayed, "outcome": outcome}
     digest = result["digest"]
-    table.add_row("digest", digest["recorded"][:12], digest["replayed"][:12], _mark(digest["equal"]))
-    return table
+    recorded, replayed = digest["recorded"][:12], digest["replayed"][:12]
+    yield {
+        "metric": "digest",
+        "recorded": recorded,
+        "replayed": replayed,
+        "outcome": _outcome(digest["equal"]),
+    }
 
 
-def _difference(row: dict[str, Any]) -> Text:
-    if row["equal"]:
-        return _mark(True)
-    return Text(f"differs by {row['difference']:.3g}", style="red")
+def _outcome(is_equal: bool, by: str = "") -> Node:
+    return Node("outcome", "same" if is_equal else f"differs{by}", style="green" if is_equal else "red")
 
 
-def _mark(is_equal: bool) -> Text:
-    return Text("same", style="green") if is_equal else Text("differs", style="red")
-
-
-def _remarks(result: dict[str, Any], shows_all: bool) -> list[str]:
-    lines = []
+def _remarks(result: dict[str, Any], shows_all: bool) -> Iterator[str]:
     if not shows_all:
         same = sum(row["equal"] for row in result["metrics"])
-        lines.append(f"[dim]{same} of {len(result['metrics'])} metrics are the same; --all shows them all[/]")
+        yield f"{same} of {len(result['metrics'])} metrics are the same; --all shows them all"
     if first := result["advantages"]["first"]:
-        lines.append(
+        yield (
             f"{result['advantages']['num_different']} advantages differ, the first is that of "
             f"{first['ticket']}.{first['index']}: {first['recorded']} recorded, {first['replayed']} replayed"
         )
     if not result["left_out"]["equal"]:
-        lines.append("other samples are left out of their groups than were then; --json lists both")
+        yield "other samples are left out of their groups than were then; --json lists both"
     if (first_step := result["first_difference"]) is not None and first_step < result["step"]:
-        lines.append(f"the weights differ since step {first_step}: look at that step first")
+        yield f"the weights differ since step {first_step}: look at that step first"
     if (num_steps := result["step"] - result["from_version"]) >= FAR_STEPS:
-        start = f"version {result['from_version']}" if result["from_version"] else "the starting model"
-        lines.append(
-            f"[dim]{num_steps} steps before it were trained again, from {start}: the nearest checkpoint; "
-            "trainer.keep_checkpoints keeps more of them (docs/debugging.md says what they cost)[/]"
+        start = _start_name(result["from_version"])
+        yield (
+            f"{num_steps} steps before it were trained again, from {start}: the nearest checkpoint; "
+            "trainer.keep_checkpoints keeps more of them (docs/debugging.md says what they cost)"
         )
     if weights := result.get("weights"):
-        lines.append("weights, against those on the disk: " + _words(weights))
-    return lines
-
-
-def _words(numbers: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else str(value)
-        for name, value in numbers.items()
-    )
+        numbers = (f"{name.replace('_', ' ')} {shown(value)}" for name, value in weights.items())
+        yield f"weights, against those on the disk: {', '.join(numbers)}"
 
 
 MAX_STEPS = 10_000
@@ -167,9 +144,8 @@ def replay_steps(options: ReplayOptions) -> int:
     if options.as_json:
         print(json.dumps(jsonable(results), indent=2, allow_nan=False))
     else:
-        console = Console(highlight=False)
         for result in results:
-            print_result(console, result, options.shows_all)
+            print_tree(terminal(), result_tree(result, options.shows_all))
     return 0 if all(result["equal"] for result in results) else 1
 
 
@@ -180,13 +156,13 @@ def parse_steps(text: str) -> list[int]:
         ConfigError: it is none of these.
     """
     found: set[int] = set()
-    for part in text.split(","):
-        first, dots, last = part.strip().partition("..")
+    for item in text.split(","):
+        first, dots, last = item.strip().partition("..")
         if not first.isdecimal() or (dots and not last.isdecimal()):
             raise ConfigError(f"{text!r} names no steps: write a number, 3,17 or 10..14.")
         numbers = range(int(first), int(last or first) + 1)
         if not numbers or len(numbers) > MAX_STEPS:
-            raise ConfigError(f"{part.strip()!r} must be an ascending range of at most {MAX_STEPS:,} steps.")
+            raise ConfigError(f"{item.strip()!r} must be an ascending range of at most {MAX_STEPS:,} steps.")
         found.update(numbers)
     return sorted(found)
 
@@ -194,14 +170,15 @@ def parse_steps(text: str) -> list[int]:
 async def _replay(options: ReplayOptions, steps: list[int]) -> list[dict[str, Any]]:
     async with open_history(options.run_id, options.runs_dir) as access:
         results = []
-        with ReplayProgress(steps, options.as_json) as progress, tempfile.TemporaryFile() as messages:
+        bar, take = _start_progress(steps, options.as_json)
+        with bar, tempfile.TemporaryFile() as messages:
             async for event in _events(_command(access, steps), access.address, messages):
                 if event["kind"] == "result":
                     results.append(event)
                 elif event["kind"] == "error":
                     kind = ConfigError if event["exit_code"] == ConfigError.exit_code else TidemillError
                     raise kind(event["message"])
-                progress.take(event)
+                take(event)
             if len(results) < len(steps):
                 raise TidemillError(f"the replay ended before its last step: {_last_line(messages)}")
         return results

@@ -89,7 +89,7 @@ class Draft:
         return self.fields.get(name, default)
 
     def put(self, name: str, value: Any, option: str = "", note: str = "") -> None:
-        """Set one of our fields; where it comes from stands beside it in the file."""
+        """Set one of our fields; a comment beside it in the file names its origin."""
         self.fields[name] = value
         self.origins[name] = option
         self.comments[name] = "; ".join(filter(None, (option, note)))
@@ -136,13 +136,13 @@ class Draft:
     def _copy(self, row: OptionRow) -> None:
         option = next((name for name in row.options if self.has(name)), row.options[0])
         value = self.given[option] if self.has(option) else row.default
-        if row.combine == "product" or (row.combine and self.has(option)):
+        if row.by == "product" or (row.by == "list" and self.has(option)):
             parts = [self.take(name) for name in row.options]
-            value = parts if row.combine == "list" else math.prod(parts)
-        elif row.in_updates and value and value > 0:
+            value = parts if row.by == "list" else math.prod(parts)
+        elif row.by == "updates" and value and value > 0:
             value = math.ceil(value / self.updates_per_step)
-        if row.as_:
-            value = loggers(self, option, value) if row.as_ == "loggers" else run_name(value)
+        elif row.by in ("loggers", "run_name"):
+            value = loggers(self, option, value) if row.by == "loggers" else run_name(value)
         try:
             ours = lookup(row.values, value)
         except KeyError:

@@ -26,7 +26,7 @@ class View(Protocol):
         """Say that something happened."""
 
     def close(self) -> None:
-        """Leave the terminal as it should be."""
+        """Restore the terminal."""
 
 
 class LiveView:
@@ -97,7 +97,7 @@ class PlainView:
             for item in snapshot.state.get("warnings") or []
         }
         if self._warned is None and "warnings" not in snapshot.state:
-            return  # the trainer has not spoken yet
+            return  # the trainer has not written its state yet
         for key, item in known.items():
             if self._warned is not None and key not in self._warned:
                 self.event(f"warning: {warning_line(item)}" if key[2] is None else warning_line(item))

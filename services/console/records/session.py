@@ -50,7 +50,7 @@ def _session_lines(made: Trajectory, facts: SessionFacts) -> Iterator[Node]:
     if session.reward is not None:
         yield Node("reward", f"{number(session.reward)} from the environment")
     if session.num_faults:
-        tries = plural(session.num_faults, "try")
+        tries = plural(session.num_faults, "attempt")
         yield Node("faults", f"{tries} before this one ended in an environment's fault")
     for label, values in (("histories", session.histories), ("metrics", session.metrics)):
         if values:

@@ -4,15 +4,15 @@ Advantages only see the order and the spread within a group, so that is where ag
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from tidemill.common.wire.messages import Score, TrajectoryKey
+from tidemill.services.console.text.formats import took
+from tidemill.services.console.text.tree import Node, part, table
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -135,76 +135,48 @@ def _kind(score: Score) -> str:
 MAX_TICKETS = 12
 
 
-def rescore_tables(report: dict[str, Any]) -> list[Table]:
+def rescore_tree(report: dict[str, Any]) -> Node:
     """Agreement, cost, failures, and the trajectories to look at."""
-    tables = [_agreement(report), _cost(report["cost"])]
-    agreement = report["agreement"]
-    if agreement["failures_now"]:
-        tables.append(_failures(agreement["failures_now"]))
-    if agreement["farthest"]:
-        tables.append(_farthest_rows(agreement["farthest"]))
-    return tables
-
-
-def _agreement(report: dict[str, Any]) -> Table:
     found = report["agreement"]
+    parts = [part("cost", _cost_lines(report["cost"]))]
+    if found["failures_now"]:
+        failures = [{"times": count, "error": error} for error, count in found["failures_now"].items()]
+        parts.append(part("failures now", table(failures)))
+    if found["farthest"]:
+        rows = [
+            {"trajectory": f"{ticket}.{index}", "score before": before, "score now": now}
+            for ticket, index, before, now in found["farthest"]
+        ]
+        parts.append(part("farthest in rank; see `tidemill trace`", table(rows)))
+    head = f"{report['run']} scored again by {', '.join(report['reward'])}"
+    return part(head, _agreement_lines(found), parts)
+
+
+def _agreement_lines(found: dict[str, Any]) -> Iterator[Node]:
     flipped = found["groups_with_another_best"]
     named = ", ".join(map(str, flipped[:MAX_TICKETS])) + (", ..." if len(flipped) > MAX_TICKETS else "")
-    rows = {
-        "compared": f"{found['compared']:,} trajectories in {found['groups']:,} groups",
-        "failed": f"{found['failed_before']:,} before, {found['failed_now']:,} now",
-        "mean": f"{found['mean_before']:.4f} before, {found['mean_now']:.4f} now",
-        "same score": f"{found['equal_share']:.1%}",
-        "correlation (Pearson)": _number(found["pearson"]),
-        "rank correlation (Spearman)": _number(found["spearman"]),
-        "rank correlation within groups": _number(found["spearman_within_groups"]),
-        "advantages that change sign": f"{found['sign_flips']:,}",
-        "groups with another best": f"{len(flipped):,}" + (f": tickets {named}" if flipped else ""),
-        "groups without variance": f"{found['groups_without_variance_before']:,} before, "
-        f"{found['groups_without_variance_now']:,} now",
-    }
-    return _two_columns(f"{report['run']} scored again by {', '.join(report['reward'])}", rows)
+
+    def both(name: str, form: str = ",") -> str:
+        return f"{found[f'{name}_before']:{form}} before, {found[f'{name}_now']:{form}} now"
+
+    yield Node("compared", f"{found['compared']:,} trajectories in {found['groups']:,} groups")
+    yield Node("failed", both("failed"))
+    yield Node("mean", both("mean", ".4f"))
+    yield Node("same score", found["equal_share"], "share")
+    yield Node("correlation (Pearson)", found["pearson"])
+    yield Node("rank correlation (Spearman)", found["spearman"])
+    yield Node("rank correlation within groups", found["spearman_within_groups"])
+    yield Node("advantages that change sign", found["sign_flips"])
+    yield Node("groups with another best", f"{len(flipped):,}" + (f": tickets {named}" if flipped else ""))
+    yield Node("groups without variance", both("groups_without_variance"))
 
 
-def _cost(cost: dict[str, Any]) -> Table:
-    rows = {
-        "scores": f"{cost['trajectories']:,} in {cost['scoring_s']:.1f} s",
-        "speed": f"{cost['scores_per_s']:,.0f}/s ({cost['wall_s']:.1f} s with starting and stopping)",
-        "attempts": f"{cost['attempts']:,}",
-        "time of one": f"median {cost['latency_p50_s']:.3g} s, 95% {cost['latency_p95_s']:.3g} s",
-        "with waiting": f"median {cost['wait_p50_s']:.3g} s, 95% {cost['wait_p95_s']:.3g} s",
-    }
-    return _two_columns(
-        "cost", rows | {f"tokens of {k}": f"{tokens:,}" for k, tokens in cost["tokens"].items()}
-    )
-
-
-def _failures(failures: dict[str, int]) -> Table:
-    table = Table(title="failures now", title_justify="left")
-    table.add_column("times", justify="right")
-    table.add_column("error")
-    for error, count in failures.items():
-        table.add_row(f"{count:,}", Text(error))
-    return table
-
-
-def _farthest_rows(rows: list[list[float]]) -> Table:
-    table = Table(title="farthest in rank; see `tidemill trace`", title_justify="left")
-    for name in ("trajectory", "score before", "score now"):
-        table.add_column(name, justify="right")
-    for ticket, index, before, now in rows:
-        table.add_row(f"{ticket}.{index}", f"{before:.4g}", f"{now:.4g}")
-    return table
-
-
-def _two_columns(title: str, rows: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(style="dim")
-    table.add_column()
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _cost_lines(cost: dict[str, Any]) -> Iterator[Node]:
+    yield Node("scores", f"{cost['trajectories']:,} in {took(cost['scoring_s'])}")
+    yield Node("speed", f"{cost['scores_per_s']:,.0f}/s ({took(cost['wall_s'])} with starting and stopping)")
+    yield Node("attempts", cost["attempts"])
+    for label, name in (("time of one", "latency"), ("with waiting", "wait")):
+        middle, high = took(cost[f"{name}_p50_s"]), took(cost[f"{name}_p95_s"])
+        yield Node(label, f"median {middle}, 95% {high}")
+    for name, tokens in cost["tokens"].items():
+        yield Node(f"tokens of {name}", tokens)

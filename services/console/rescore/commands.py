@@ -21,12 +21,13 @@ from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Lane, Score, TrajectoryKey
 from tidemill.services.console.options import RescoreOptions
-from tidemill.services.console.rescore.agreement import compare, rescore_tables
+from tidemill.services.console.rescore.agreement import compare, rescore_tree
 from tidemill.services.console.rescore.emission import Emission, Flow, shown
 from tidemill.services.console.rescore.options import require_history, sandbox_config, sandbox_folder
 from tidemill.services.console.rescore.sandbox_run import SandboxRun
 from tidemill.services.console.run.folder import log_to_file, nearest
 from tidemill.services.console.run.history import open_history
+from tidemill.services.console.text.tree import note, part, print_tree
 
 REPORT_FILE = "rescore.json"
 """Below the sandbox's folder."""
@@ -43,11 +44,8 @@ def rescore(options: RescoreOptions) -> None:
     if options.as_json:
         print(json.dumps(report))
         return
-    for table in rescore_tables(report):
-        console.print(table)
-    console.print(
-        f"the new scores are run {report['sandbox']}; the report is in {nearest(path)}", soft_wrap=True
-    )
+    where = note(f"the new scores are run {report['sandbox']}; the report is in {nearest(path)}")
+    print_tree(console, part("", rescore_tree(report), where))
 
 
 async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dict[str, Any], Path]:

@@ -1,11 +1,11 @@
-"""Draws a snapshot for people: what was learned, where things stand, who waits for what.
+"""A snapshot for people: what was learned, where things stand, who waits for what.
 
 Pure functions of what they are given; they gather nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -16,7 +16,8 @@ from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartb
 from tidemill.common.run.state import FINISHED
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.status.snapshot import RunSnapshot
-from tidemill.services.console.text.formats import NOTHING, duration, printable, size, took
+from tidemill.services.console.text.formats import NOTHING, duration, plural, printable, size
+from tidemill.services.console.text.tree import Node, lines_table, rows_table, table
 
 MAX_WARNINGS = 3
 """Warnings in the dashboard, the newest."""
@@ -29,8 +30,6 @@ QUEUE_WORDS = {
 }
 JOB_WORDS = {"sandbox": "code", "jobs": "archive"}
 """What RQ's queues are for."""
-
-
 FULL = (
     "It refuses writes, so that processes wait and cannot report; nothing is lost. Raise its maxmemory "
     "(CONFIG SET maxmemory); the trainer's log says what it may free."
@@ -51,51 +50,53 @@ def dashboard(
     silent_s: float = 0.0,
 ) -> RenderableType:
     """The whole live view. `silent_s` is how old the snapshot is: Redis may not answer."""
-    parts: list[RenderableType] = [_header(snapshot), _progress(snapshot), ""]
-    if silent_s > PATIENCE_S:
-        parts.insert(1, Text(f"Redis has not answered for {silent_s:.0f} s; showing what was", "yellow"))
+    status = snapshot.status
+    name, state = (snapshot.run_id, "bold cyan"), (status, STATUS_STYLES.get(status, ""))
+    parts: list[RenderableType] = [Text.assemble(("tidemill ", "bold"), name, "  ", state)]
     if snapshot.memory.is_full:
         used, allowed = size(snapshot.memory.used_bytes), size(snapshot.memory.max_bytes)
-        parts.insert(1, Text(f"Redis is full ({used} of {allowed}). {FULL}", "bold red"))
+        parts.append(Text(f"Redis is full ({used} of {allowed}). {FULL}", "bold red"))
+    if silent_s > PATIENCE_S:
+        parts.append(Text(f"Redis has not answered for {silent_s:.0f} s; showing what was", "yellow"))
     columns = Table.grid(padding=(0, 3))
-    columns.add_row(_learning(snapshot), _flow(snapshot))
-    parts += [columns, *_bottleneck(snapshot), "", _workers(snapshot, services or {})]
-    parts += _warnings(snapshot)
+    learning, flow = lines_table(learning_lines(snapshot), grid="left"), flow_lines(snapshot)
+    columns.add_row(learning, lines_table(flow, grid="right"))
+    parts += [_progress(snapshot), "", columns]
+    verdict = snapshot.bottleneck
+    if verdict is not None and snapshot.status != FINISHED and not snapshot.memory.is_full:
+        parts += ["", Text.assemble(("slowest  ", "bold magenta"), verdict.text)]
+        parts.append(Text(f"  {verdict.advice}", "dim"))
+    processes = process_table(snapshot, services)
+    nobody = Text("no process has reported yet", "dim")
+    parts += ["", rows_table(processes) if processes.children else nobody, *_warnings(snapshot)]
     parts += [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in events]
     if hint:
         parts.append(Text(hint, style="dim"))
     return Group(*parts)
 
 
-def _header(snapshot: RunSnapshot) -> Text:
-    status = snapshot.status
-    return Text.assemble(
-        ("tidemill ", "bold"), (snapshot.run_id, "bold cyan"), "  ", (status, STATUS_STYLES.get(status, ""))
-    )
-
-
 def _progress(snapshot: RunSnapshot) -> RenderableType:
     done, steps = snapshot.version, snapshot.steps
-    row = Table.grid(padding=(0, 2))
     tail = [f"{done / steps:.0%}"]
     if snapshot.step_s is not None:
         tail.append(f"{snapshot.step_s:.2g} s a step")
     if snapshot.eta_s and done < steps:
         tail.append(f"{duration(snapshot.eta_s)} left")
-    row.add_row(
-        Text(f"step {done}/{steps}", "bold"), ProgressBar(steps, done, width=40), Text("  ".join(tail))
-    )
+    row = Table.grid(padding=(0, 2))
+    bar = ProgressBar(steps, done, width=40)
+    row.add_row(Text(f"step {done}/{steps}", "bold"), bar, Text("  ".join(tail)))
     return row
 
 
-def _learning(snapshot: RunSnapshot) -> Table:
-    table = _grid()
-    table.add_row("reward", _with_curve(snapshot, "reward", ".3f"))
-    for name, line in _evaluations(snapshot):
-        table.add_row(name, line)
-    table.add_row("staleness", _staleness(snapshot))
+def learning_lines(snapshot: RunSnapshot) -> Iterator[Node]:
+    """What the newest numbers say about the policy."""
+    reward = snapshot.metric("reward")
+    curve = sparkline(snapshot.curve("reward"))
+    yield Node("reward", None if reward is None else f"{reward:.3f}  {curve}", style="bold cyan")
+    yield from _evaluation_lines(snapshot)
+    yield _staleness_line(snapshot)
     rate = snapshot.tokens_per_s
-    table.add_row("tokens/s", f"{rate:,.0f}" if rate is not None else NOTHING)
+    yield Node("tokens/s", None if rate is None else f"{rate:,.0f}")
     for label, name, form in (
         ("length", "completions/mean_length", ",.1f"),
         ("turns", "sessions/mean_turns", ",.1f"),
@@ -104,131 +105,85 @@ def _learning(snapshot: RunSnapshot) -> Table:
         ("entropy", "entropy", ".3f"),
         ("grad norm", "grad_norm", ".3g"),
     ):
-        value = snapshot.metric(name)
-        if value is not None:
-            table.add_row(label, f"{value:{form}}")
+        if (value := snapshot.metric(name)) is not None:
+            yield Node(label, f"{value:{form}}")
     if failed := snapshot.metric("scores/failed_ratio"):
-        table.add_row("failed scores", Text(f"{failed:.1%} of the last step", "red"))
+        yield Node("failed scores", f"{failed:.1%} of the last step", style="red")
     if replaced := sum(snapshot.curve("groups_dropped")):
         last = snapshot.metric("groups_dropped") or 0.0
-        table.add_row("replaced", Text(f"{replaced:,.0f} groups, {last:,.0f} in the last step", "yellow"))
-    return table
+        yield Node("replaced", f"{replaced:,.0f} groups, {last:,.0f} in the last step", style="yellow")
 
 
-def _bottleneck(snapshot: RunSnapshot) -> list[RenderableType]:
-    """Which stage makes the run slow, why that is said, and what to do."""
-    verdict = snapshot.bottleneck
-    if verdict is None or snapshot.status == FINISHED or snapshot.memory.is_full:
-        return []
-    return [
-        "",
-        Text.assemble(("slowest  ", "bold magenta"), verdict.text),
-        Text(f"  {verdict.advice}", "dim"),
-    ]
-
-
-def _warnings(snapshot: RunSnapshot) -> list[Text]:
-    """The newest warnings that hold; all of them are in the run's state and in the trainer's log."""
-    held = snapshot.warnings
-    lines = [Text.assemble(("warning  ", "bold yellow"), warning_line(item)) for item in held[-MAX_WARNINGS:]]
-    if len(held) > MAX_WARNINGS:
-        lines.append(Text(f"and {len(held) - MAX_WARNINGS} older warnings: tidemill status --json", "yellow"))
-    for name, note in snapshot.blocked.items():
-        lines.append(Text.assemble(("warning  ", "bold yellow"), printable(f"{name}: {note}")))
-    return lines
-
-
-def _with_curve(snapshot: RunSnapshot, name: str, form: str) -> Text:
-    value = snapshot.metric(name)
-    if value is None:
-        return Text(NOTHING)
-    return Text.assemble((f"{value:{form}}  ", "bold"), (sparkline(snapshot.curve(name)), "cyan"))
-
-
-def _evaluations(snapshot: RunSnapshot) -> list[tuple[str, Text]]:
-    """For each dataset: first, last and best score."""
-    by_set: dict[str, list[float]] = {}
-    newest: dict[str, Mapping[str, object]] = {}
+def _evaluation_lines(snapshot: RunSnapshot) -> Iterator[Node]:
+    """For each dataset: last, first and best score."""
+    by_set: dict[str, list[Mapping[str, Any]]] = {}
     for item in snapshot.evaluations:
-        name = str(item.get("dataset"))
-        newest[name] = item
-        scores = by_set.setdefault(name, [])
-        if isinstance(score := item.get("score"), int | float) and score == score:
-            scores.append(score)
-    lines = []
-    for name, scores in by_set.items():
-        shown = score_text(newest[name])
-        text = Text.assemble((shown, "bold red" if shown.startswith("all failed") else "bold"))
-        if len(scores) > 1:
-            text.append(f"  first {scores[0]:.3f}, best {max(scores):.3f}")
-        lines.append((f"eval {name}", text))
-    return lines or [("evaluation", Text(NOTHING))]
+        by_set.setdefault(str(item.get("dataset")), []).append(item)
+    if not by_set:
+        yield Node("evaluation")
+    for name, items in by_set.items():
+        found = [item.get("score") for item in items]
+        scores = [score for score in found if isinstance(score, int | float) and score == score]
+        more = f"  first {scores[0]:.3f}, best {max(scores):.3f}" if len(scores) > 1 else ""
+        newest = score_text(items[-1])
+        style = "bold red" if newest.startswith("all failed") else "bold"
+        yield Node(f"eval {name}", newest + more, style=style)
 
 
-def _staleness(snapshot: RunSnapshot) -> Text:
-    seen = snapshot.curve("staleness/max")
+def _staleness_line(snapshot: RunSnapshot) -> Node:
+    seen, mean = snapshot.curve("staleness/max"), snapshot.metric("staleness/mean")
+    bound = f"(bound {snapshot.max_staleness})"
     if not seen:
-        return Text(f"{NOTHING} (bound {snapshot.max_staleness})")
-    mean = snapshot.metric("staleness/mean")
-    style = "bold" if max(seen) <= snapshot.max_staleness else "bold red"
-    text = Text(f"max {max(seen):.0f}", style)
-    text.append(f"  mean {mean:.2f}" if mean is not None else "")
-    return text.append(f"  (bound {snapshot.max_staleness})")
+        return Node("staleness", f"{NOTHING} {bound}")
+    shown = "" if mean is None else f"  mean {mean:.2f}"
+    style = "" if max(seen) <= snapshot.max_staleness else "bold red"
+    return Node("staleness", f"max {max(seen):.0f}{shown}  {bound}", style=style)
 
 
-def _flow(snapshot: RunSnapshot) -> Table:
-    table = _grid(justify="right")
+def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
+    """What waits, is held and has failed between the services."""
+    alive = [beat.counts for beat in snapshot.workers if beat.is_alive]
     for queue in snapshot.queues:
         if queue.name == "scores":
             continue
         waiting, held = QUEUE_WORDS.get(queue.name, (f"{queue.name} waiting", "held"))
         if queue.waiting is not None:
-            table.add_row(waiting, f"{queue.waiting:,}")
-        table.add_row(f"  {held} now", f"{queue.held:,}")
+            yield Node(waiting, f"{queue.waiting:,}")
+        yield Node(f"  {held} now", f"{queue.held:,}")
     for label, name in (("groups outstanding", "outstanding"), ("groups ready to train", "complete")):
-        counts = [beat.counts[name] for beat in snapshot.workers if name in beat.counts and beat.is_alive]
-        if counts:
-            table.add_row(label, f"{sum(counts):,.0f}")
-    held_entries = sum(queue.length for queue in snapshot.queues)
-    table.add_row("entries in the streams", f"{held_entries:,}")
-    table.add_row("dead letters", Text(f"{snapshot.num_dead:,}", "bold red" if snapshot.num_dead else ""))
+        if counts := [own[name] for own in alive if name in own]:
+            yield Node(label, f"{sum(counts):,.0f}")
+    yield Node("entries in the streams", f"{sum(queue.length for queue in snapshot.queues):,}")
+    yield Node("dead letters", f"{snapshot.num_dead:,}", style="bold red" if snapshot.num_dead else "")
     for queue_name, states in snapshot.jobs.items():
-        table.add_row(f"jobs, {JOB_WORDS.get(queue_name, queue_name)}", _job_text(states))
+        words = {"queued": "waiting", "started": "busy", "failed": "failed"}
+        shown = ", ".join(f"{states[state]:,} {word}" for state, word in words.items() if state in states)
+        style = "bold red" if "failed" in states else ""
+        yield Node(f"jobs, {JOB_WORDS.get(queue_name, queue_name)}", shown, style=style)
     for name, count in sorted(_reward_failures(snapshot).items()):
-        table.add_row(Text(f"failed: {printable(name)}"), Text(f"{count:,.0f}", "red"))
-    for label, text in weights_texts(snapshot.workers):
-        table.add_row(label, text)
+        yield Node(f"failed: {name}", f"{count:,.0f}", style="red")
+    yield from _weights_lines(alive)
     if wrong := sum(beat.counts.get("weight_mismatches", 0) for beat in snapshot.workers):
-        table.add_row("engines with wrong weights", Text(f"{wrong:,.0f} times, repaired", "bold red"))
+        yield Node("engines with wrong weights", f"{wrong:,.0f} times, repaired", style="bold red")
     for role in ("trainer", "rollout"):
-        idle = snapshot.idle_share(role)
-        table.add_row(f"{role} idle", f"{idle:.0%}" if idle is not None else NOTHING)
-    return table
+        yield Node(f"{role} idle", snapshot.idle_share(role), "share")
 
 
-def weights_texts(workers: Sequence[Heartbeat]) -> Iterator[tuple[str, str]]:
+def _weights_lines(alive: Sequence[Mapping[str, float]]) -> Iterator[Node]:
     """What the newest version and checkpoint took to write, and the slowest engine to take in the version."""
-    counts = [beat.counts for beat in workers if beat.is_alive]
-    for own in counts:
+    for own in alive:
         if "weights_bytes" in own:
             changed = own.get("weights_changed", -1.0)
             share = f", {changed:.1%} changed" if changed >= 0.0 else ""
-            yield "weights written", f"{size(own['weights_bytes'])}{share}"
-            yield "  beside training", took(own.get("weights_encode_s", 0.0))
+            yield Node("weights written", f"{size(own['weights_bytes'])}{share}")
+            yield Node("  beside training", own.get("weights_encode_s", 0.0), "s")
         if "checkpoint_copy_s" in own:
-            yield "checkpoint copied in", took(own["checkpoint_copy_s"])
-            yield "  after a wait of", took(own.get("checkpoint_wait_s"))
-            yield "  written beside in", took(own.get("checkpoint_write_s"))
+            yield Node("checkpoint copied in", own["checkpoint_copy_s"], "s")
+            yield Node("  after a wait of", own.get("checkpoint_wait_s"), "s")
+            yield Node("  written beside in", own.get("checkpoint_write_s"), "s")
     for name, label in (("weights_load_s", "weights staged in"), ("weights_pause_s", "  engine's pause")):
-        if seconds := [own[name] for own in counts if name in own]:
-            yield label, took(max(seconds))
-
-
-def _job_text(states: Mapping[str, int]) -> Text:
-    """What waits, is being done, and has failed."""
-    words = {"queued": "waiting", "started": "busy", "failed": "failed"}
-    said = [f"{states[state]:,} {word}" for state, word in words.items() if state in states]
-    return Text(", ".join(said), "bold red" if "failed" in states else "")
+        if seconds := [own[name] for own in alive if name in own]:
+            yield Node(label, max(seconds), "s")
 
 
 def _reward_failures(snapshot: RunSnapshot) -> dict[str, float]:
@@ -243,56 +198,63 @@ def _reward_failures(snapshot: RunSnapshot) -> dict[str, float]:
     return totals
 
 
-def _workers(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=False)
-    for title in ("process", "state", "version", "idle"):
-        table.add_column(title, no_wrap=True, justify="right" if title in ("version", "idle") else "left")
-    table.add_column("what for", overflow="ellipsis", no_wrap=True)
+def process_table(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus] | None = None) -> Node:
+    """A row for each process that is supervised or has reported."""
+    services, is_full = services or {}, snapshot.memory.is_full
     beats = {beat.name: beat for beat in snapshot.workers}
-    names = list(services) + [name for name in beats if name not in services]
-    for name in names:
-        row = _worker_row(beats.get(name), services.get(name), snapshot.memory.is_full)
-        table.add_row(Text(printable(name)), *row)
-    if not names:
-        table.add_row(Text("no process has spoken yet", "dim"))
-    return table
+    rows = (
+        {"process": name} | _process_row(beats.get(name), services.get(name), is_full)
+        for name in dict.fromkeys([*services, *beats])
+    )
+    return table(rows, {"idle": "share"})
 
 
-def _worker_row(
+def _process_row(
     beat: Heartbeat | None, service: ServiceStatus | None, is_redis_full: bool
-) -> tuple[RenderableType, ...]:
-    restarts = _times(service.restarts) if service else ""
-    if service is not None and service.state != "running":
-        return Text(service.state, "yellow"), NOTHING, NOTHING, restarts
+) -> dict[str, Any]:
+    """What a process does, by its heartbeat and by who started it."""
+    restarts = {0: "", 1: "restarted once"}.get(
+        count := service.restarts if service else 0, f"restarted {count} times"
+    )
     is_own = service is None or (beat is not None and beat.pid == service.pid)
-    if beat is None or not is_own:
-        return Text("starting", "yellow"), NOTHING, NOTHING, restarts
-    if not beat.is_alive and is_redis_full:
-        return Text("cannot report: Redis is full", "yellow"), NOTHING, NOTHING, restarts
-    if not beat.is_alive:
-        return Text(f"silent for {duration(max(0.0, beat.age_s))}", "bold red"), NOTHING, NOTHING, restarts
-    version = str(beat.version) if beat.version >= 0 else NOTHING
+    state, style = "", "yellow"
+    if service is not None and service.state != "running":
+        state = service.state
+    elif beat is None or not is_own:
+        state = "starting"
+    elif not beat.is_alive and is_redis_full:
+        state = "cannot report: Redis is full"
+    elif not beat.is_alive:
+        state, style = f"silent for {duration(max(0.0, beat.age_s))}", "bold red"
+    if state or beat is None:
+        return {
+            "state": Node("state", state, style=style),
+            "version": None,
+            "idle": None,
+            "what for": restarts,
+        }
+    state, style = beat.state.replace("_", " "), "green"
+    if state.startswith(WAIT):
+        state, style = f"waits for {state.removeprefix(WAIT)}", "yellow"
     damaged = beat.counts.get(DAMAGED_VERSION)
     unusable = "" if damaged is None else f"weights of version {damaged:g} are damaged"
-    details = [part for part in (unusable, beat.detail, restarts) if part]
-    return _state_text(beat.state), version, f"{beat.idle_share:.0%}", Text(printable("; ".join(details)))
+    return {
+        "state": Node("state", state, style=style),
+        "version": beat.version if beat.version >= 0 else None,
+        "idle": beat.idle_share,
+        "what for": "; ".join(text for text in (unusable, beat.detail, restarts) if text),
+    }
 
 
-def _times(restarts: int) -> str:
-    return {0: "", 1: "restarted once"}.get(restarts, f"restarted {restarts} times")
-
-
-def _state_text(state: str) -> Text:
-    if state.startswith(WAIT):
-        return Text(printable(f"waits for {state.removeprefix(WAIT).replace('_', ' ')}"), "yellow")
-    return Text(printable(state.replace("_", " ")) or NOTHING, "green")
-
-
-def _grid(justify: str = "left") -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
-    return table
+def _warnings(snapshot: RunSnapshot) -> Iterator[Text]:
+    """The newest warnings that hold; all of them are in the run's state and in the trainer's log."""
+    held = snapshot.warnings
+    lines = [warning_line(item) for item in held[-MAX_WARNINGS:]]
+    if older := len(held) - len(lines):
+        lines.append(f"and {plural(older, 'older warning')}: tidemill status --json")
+    lines += [f"{name}: {detail}" for name, detail in snapshot.blocked.items()]
+    for line in lines:
+        yield Text.assemble(("warning  ", "bold yellow"), printable(line))
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:

@@ -1,19 +1,16 @@
 """The end of a run: summary.json, the picture, and a table for people."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
-from tidemill.common.config import RunConfig
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.files import StorageError, write_atomically
 from tidemill.common.process.programs import run_main
-from tidemill.common.redis.broker import Broker
 from tidemill.common.run.plots import plot_learning_curve
 from tidemill.common.run.state import METRICS_FILE, has_finished, read_config, read_records, read_state
 from tidemill.common.wire.keys import Keys
@@ -22,57 +19,49 @@ from tidemill.services.console.run.folder import (
     SUMMARY_FILE,
     RunFolder,
     find_run,
-    folder_of_runs,
     log_nothing,
     nearest,
 )
 from tidemill.services.console.run.history import MissingHistoryError, open_history
-from tidemill.services.console.status.summary import (
-    NOTHING_LEARNED,
-    RunSummary,
-    failures,
-    summarise,
-    summary_tree,
-)
-from tidemill.services.console.text.formats import NOTHING
-from tidemill.services.console.text.tree import jsonable
+from tidemill.services.console.status.summary import NOTHING_LEARNED, failures, summarise, summary_tree
+from tidemill.services.console.text.formats import printable_block
+from tidemill.services.console.text.tree import Node, jsonable, part, print_tree
 
 FEW_STEPS = 5
 """With fewer, most of the time is that of the start."""
-PERCENT, NUMBER, COUNT, SECONDS = "percent", "number", "count", "seconds"
-
 ROWS = (
-    ("steps", "steps", COUNT),
-    ("eval_before", "evaluation before", NUMBER),
-    ("eval_after", "evaluation after", NUMBER),
-    ("reward_first", "reward, first step", NUMBER),
-    ("reward_last", "reward, last step", NUMBER),
-    ("max_staleness_seen", "greatest staleness", COUNT),
-    ("tokens_per_s", "completion tokens per second", COUNT),
-    ("trainer_idle_share", "trainer idle", PERCENT),
-    ("rollout_idle_share", "rollout idle", PERCENT),
-    ("trajectories_generated", "trajectories generated", COUNT),
-    ("trajectories_trained", "trajectories trained", COUNT),
-    ("lost", "lost", COUNT),
-    ("duplicated_in_training", "trained twice", COUNT),
-    ("wall_s", "wall time", SECONDS),
+    ("steps", "steps", ""),
+    ("eval_before", "evaluation before", ""),
+    ("eval_after", "evaluation after", ""),
+    ("reward_first", "reward, first step", ""),
+    ("reward_last", "reward, last step", ""),
+    ("max_staleness_seen", "greatest staleness", ""),
+    ("tokens_per_s", "completion tokens per second", ""),
+    ("trainer_idle_share", "trainer idle", "share"),
+    ("rollout_idle_share", "rollout idle", "share"),
+    ("trajectories_generated", "trajectories generated", ""),
+    ("trajectories_trained", "trajectories trained", ""),
+    ("lost", "lost", ""),
+    ("duplicated_in_training", "trained twice", ""),
+    ("wall_s", "wall time", "s"),
 )
-
-
 SESSION_ROWS = (
-    ("mean_turns", "turns a session", NUMBER),
-    ("environment_tokens_share", "tokens of the environment", PERCENT),
-    ("environment_time_share", "time in the environment", PERCENT),
-    ("truncated_share", "sessions truncated", PERCENT),
-    ("faults", "faults of the environment", COUNT),
+    ("mean_turns", "turns a session", ""),
+    ("environment_tokens_share", "tokens of the environment", "share"),
+    ("environment_time_share", "time in the environment", "share"),
+    ("truncated_share", "sessions truncated", "share"),
+    ("faults", "faults of the environment", ""),
 )
+"""Fields of a summary with their labels and units."""
+
+Records = Sequence[Mapping[str, Any]]
 
 
-def write_report(folder: RunFolder, tree: Mapping[str, Any]) -> None:
-    """Write summary.json and reward.png into the run's folder."""
+def write_report(folder: RunFolder, tree: Mapping[str, Any], records: Records) -> None:
+    """Write summary.json, and reward.png from the records of metrics.jsonl, into the run's folder."""
     plain = json.dumps(jsonable(tree), indent=2, allow_nan=False) + "\n"
     write_atomically(folder.summary, plain)
-    plot_learning_curve(read_records(folder.path / METRICS_FILE), folder.path / PICTURE_FILE)
+    plot_learning_curve(records, folder.path / PICTURE_FILE)
 
 
 def read_report(folder: RunFolder) -> dict[str, Any] | None:
@@ -84,45 +73,46 @@ def read_report(folder: RunFolder) -> dict[str, Any] | None:
     return tree if isinstance(tree, dict) else None
 
 
-def summary_table(tree: Mapping[str, Any]) -> RenderableType:
-    """The summary as a table."""
-    table = Table(title=f"run {tree.get('run_id', '')}", title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    for name, label, form in ROWS:
-        table.add_row(label, _shown(tree.get(name), form))
-    if sessions := tree.get("sessions"):
-        for name, label, form in SESSION_ROWS:
-            table.add_row(label, _shown(sessions.get(name), form))
+def report_tree(tree: Mapping[str, Any]) -> Node:
+    """The numbers of a summary."""
+    sessions = tree.get("sessions") or {}
+    lines = [Node(label, tree.get(name), unit) for name, label, unit in ROWS]
+    lines += [Node(label, sessions.get(name), unit) for name, label, unit in SESSION_ROWS if sessions]
     if best := tree.get("best"):
-        table.add_row(f"best version, by {best['metric']}", f"{best['version']} ({best['value']:.3f})")
+        lines.append(Node(f"best version, by {best['metric']}", f"{best['version']} ({best['value']:.3f})"))
     for reason, count in (tree.get("dropped") or {}).items():
-        table.add_row(f"left out: {reason.replace('_', ' ')}", f"{count:,}")
-    return table
+        lines.append(Node(f"left out: {reason.replace('_', ' ')}", count))
+    return part(f"run {tree.get('run_id', '')}", lines)
 
 
-def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -> None:
-    """The table, where the files are, and the verdict."""
-    console.print(summary_table(tree))
-    for path in (folder.summary, folder.path / PICTURE_FILE):
-        if path.exists():
-            console.print(f"  {nearest(path)}", style="dim", soft_wrap=True)
-    said: list[tuple[tuple[str, str], str]] = []
+def verdict_lines(tree: Mapping[str, Any]) -> Iterator[Node]:
+    """What made the run slow, what it warned of, what failed, and whether it learned."""
     if verdict := tree.get("bottleneck"):
         is_known = tree.get("steps", 0) >= FEW_STEPS
         found = f"{verdict['text']}. {verdict.get('advice', '')}"
         text = found if is_known else f"too short to tell: fewer than {FEW_STEPS} steps"
-        said.append((("slowest", "magenta"), text))
-    said += [(("warning", "yellow"), line) for line in spell_lines(tree.get("warnings") or [])]
-    said += [(("failed", "bold red"), str(problem)) for problem in tree.get("failures") or []]
-    learning = tree.get("learning") or {}
+        yield Node("slowest", text, "text", style="magenta")
+    for line in spell_lines(tree.get("warnings") or []):
+        yield Node("warning", line, "text", style="yellow")
+    for problem in tree.get("failures") or []:
+        yield Node("failed", str(problem), "text", style="bold red")
     if tree.get("ok"):
-        said.append((("ok", "bold green"), "everything that was expected of the run holds"))
+        yield Node("ok", "everything that was expected of the run holds", style="bold green")
+    learning = tree.get("learning") or {}
     if learning.get("text"):
         style = "yellow" if learning["verdict"] == NOTHING_LEARNED else "dim"
-        said.append((("learning", style), learning["text"]))
-    for (name, style), text in said:  # a terminal breaks between words; files and programs get whole lines
-        console.print(Text.assemble((f"{name}  ", style), text), soft_wrap=not console.is_terminal)
+        yield Node("learning", learning["text"], style=style)
+
+
+def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -> None:
+    """The numbers, where the files are, and the verdict."""
+    print_tree(console, report_tree(tree))
+    for path in (folder.summary, folder.path / PICTURE_FILE):
+        if path.exists():
+            console.print(f"  {nearest(path)}", style="dim", soft_wrap=True)
+    for line in verdict_lines(tree):  # a terminal breaks between words; files and programs get whole lines
+        said = Text.assemble((f"{line.label}  ", line.style), printable_block(line.value))
+        console.print(said, soft_wrap=not console.is_terminal)
 
 
 def spell_lines(warnings: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -137,16 +127,6 @@ def spell_lines(warnings: Iterable[Mapping[str, Any]]) -> list[str]:
     return [f"{text} ({'; '.join(steps)}). {advice}" for (text, advice), steps in found.items()]
 
 
-def _shown(value: Any, form: str) -> str:
-    if value is None:
-        return NOTHING
-    if form == PERCENT:
-        return f"{value:.1%}"
-    if form == NUMBER:
-        return f"{value:.3f}"
-    return f"{value:,.1f} s" if form == SECONDS else f"{value:,.0f}"
-
-
 def show_report(
     run_id: str | None, as_json: bool, runs_dir: Path | None, fails_on_warning: bool = False
 ) -> int:
@@ -158,11 +138,12 @@ def show_report(
         TidemillError: nothing is left of the run, or it has not finished.
     """
     log_nothing()
-    folder = find_run(run_id, folder_of_runs(runs_dir))
+    folder = find_run(run_id, runs_dir)
     console, note = Console(highlight=False), ""
-    tree = run_main(_tree_of(folder))
+    records = read_records(folder.path / METRICS_FILE)
+    tree = run_main(_tree_of(folder, records))
     if tree is not None:
-        note = _keep(folder, tree)
+        note = _keep(folder, tree, records)
     elif (tree := read_report(folder)) is None:
         raise ConfigError(
             f"run {folder.run_id}: its archive alone is left, and no {SUMMARY_FILE}; `tidemill streams show "
@@ -176,13 +157,24 @@ def show_report(
     return 1 if tree.get("failures") or (fails_on_warning and tree.get("warnings")) else 0
 
 
-async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
+async def _tree_of(folder: RunFolder, records: Records) -> dict[str, Any] | None:
     """The report from the streams; None where the run's Redis and its data are gone."""
     try:
-        async with open_history(str(folder.path), None) as access:
-            if access.history.broker is None:
+        async with open_history(folder) as access:
+            if (broker := access.history.broker) is None:
                 return None
-            summary, config = await _summarise(access.history.broker, folder)
+            keys = Keys(folder.run_id)
+            config, state = await read_config(broker, keys), await read_state(broker, keys)
+            if not await has_finished(broker, keys, config.trainer.steps):
+                raise ConfigError(
+                    f"run {folder.run_id} has not finished ({state.get('version', 0)} of "
+                    f"{config.trainer.steps} steps, then the last evaluation). `tidemill status` says how it "
+                    "is doing."
+                )
+            ran_s = float(state.get("ran_s", 0.0))
+            summary = await summarise(
+                broker, keys, config, folder.path, records, wall_s=ran_s, rollout_idle=None
+            )
             return summary_tree(summary, failures(summary, config))
     except (BrokerError, MissingHistoryError):
         if not folder.summary.exists():
@@ -190,25 +182,12 @@ async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
         return None
 
 
-async def _summarise(broker: Broker, folder: RunFolder) -> tuple[RunSummary, RunConfig]:
-    keys = Keys(folder.run_id)
-    config = await read_config(broker, keys)
-    state = await read_state(broker, keys)
-    if not await has_finished(broker, keys, config.trainer.steps):
-        raise ConfigError(
-            f"run {folder.run_id} has not finished ({state.get('version', 0)} of {config.trainer.steps} "
-            "steps, then the last evaluation). `tidemill status` says how it is doing."
-        )
-    ran_s = float(state.get("ran_s", 0.0))
-    return await summarise(broker, keys, config, folder.path, wall_s=ran_s, rollout_idle=None), config
-
-
-def _keep(folder: RunFolder, tree: dict[str, Any]) -> str:
+def _keep(folder: RunFolder, tree: dict[str, Any], records: Records) -> str:
     """Write the report where the run's folder is seen from here; returns what to say if it is not."""
     if not folder.path.is_dir():
         return f"not kept: {folder.path} is not on this machine"
     try:
-        write_report(folder, tree)
+        write_report(folder, tree, records)
     except StorageError as error:
         return f"not kept: {error}"
     return ""

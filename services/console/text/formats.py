@@ -5,6 +5,7 @@ wrap what they get in `rich.text.Text`), and characters that a terminal would ac
 of reading, are shown as escapes.
 """
 
+import math
 import time
 
 
@@ -51,9 +52,9 @@ def number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.4g}"
 
 
-def share(value: float) -> str:
+def share(value: float | None) -> str:
     """A part of a whole with three digits: 60%, 1.4%, 0.125%."""
-    return f"{100 * value:.3g}%"
+    return NOTHING if value is None or not math.isfinite(value) else f"{100 * value:.3g}%"
 
 
 def plural(count: int, noun: str) -> str:
@@ -83,7 +84,7 @@ def duration(seconds: float) -> str:
 
 def took(seconds: float | None) -> str:
     """A duration in the unit that suits it, from a fraction of a millisecond on."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return NOTHING
     if abs(seconds) < 1:
         return f"{1000 * seconds:.{0 if abs(seconds) >= 0.01 else 2}f} ms"

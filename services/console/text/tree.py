@@ -11,7 +11,7 @@ characters that a terminal would act on, or that change the order of reading, ar
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
@@ -123,9 +123,9 @@ def print_tree(console: Console, tree: Node, is_full: bool = False) -> None:
         console.print(Text(tree.label, "bold"), soft_wrap=True)
     for item in gathered(tree.children):
         if isinstance(item, list):
-            console.print(_lines(item, is_full))
+            console.print(lines_table(item, is_full))
         elif item.unit == "table":
-            console.print(_table(item, is_full))
+            console.print(rows_table(item, is_full))
         elif item.children:
             console.print()
             print_tree(console, item, is_full)
@@ -163,14 +163,20 @@ def name_table(style: str = "dim", indent: int = 2) -> Table:
     return lines
 
 
-def _lines(nodes: Iterable[Node], is_full: bool) -> Table:
-    lines = name_table()
+def lines_table(
+    nodes: Iterable[Node], is_full: bool = False, grid: Literal["", "left", "right"] = ""
+) -> Table:
+    """Names and values, one a line; in a `grid` no line is broken, and values are aligned to that side."""
+    lines = name_table(indent=0 if grid else 2)
+    if grid:
+        lines.pad_edge = False
+        lines.columns[1].justify, lines.columns[1].no_wrap = grid, True
     for node in nodes:
         lines.add_row(Text(printable(node.label, 32)), _text(node, is_full))
     return lines
 
 
-def _table(node: Node, is_full: bool) -> Table:
+def rows_table(node: Node, is_full: bool = False) -> Table:
     """Cells are one line each, but for those of the last column; of a missing cell nothing is shown."""
     rows = [{cell.label: cell for cell in row.children} for row in node.children]
     titles = list(dict.fromkeys(title for row in rows for title in row))

@@ -19,7 +19,7 @@ from tidemill.common.wire.keys import RUN_ID
 from tidemill.services.console.web.catalog import RunLine
 from tidemill.services.console.web.curves import differing, flatten, line_of
 from tidemill.services.console.web.formats import sendable
-from tidemill.services.console.web.metric_files import EVALUATION_PREFIX, Series, series_of_points
+from tidemill.services.console.web.metric_files import EVALUATION_PREFIX, Series, columns_of
 from tidemill.services.console.web.site import Site
 
 MAX_RUNS = 8
@@ -139,7 +139,8 @@ async def series_of(site: Site, run: str, metrics: Sequence[str]) -> dict[str, S
     if await asyncio.to_thread(site.metric_files.names, site.catalog.runs / run):
         return await asyncio.to_thread(site.metric_files.series, site.catalog.runs / run, metrics)
     watched = await site.catalog.get(run)
-    return series_of_points(watched.index.steps.values() if watched else (), metrics)
+    columns = columns_of(watched.index.steps.values() if watched else ())
+    return {name: columns.series(name) for name in metrics}
 
 
 async def _config(site: Site, run: str) -> dict[str, Any]:

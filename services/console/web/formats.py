@@ -1,4 +1,4 @@
-"""How numbers and times read on a page. Every function takes None and numbers that are not finite."""
+"""How numbers, tokens and text read on a page. Numbers may be None, or not finite."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from tidemill.services.console.text.formats import NOTHING, minutes
+from tidemill.services.console.text.formats import NOTHING
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -26,25 +26,6 @@ def signed(value: float | None) -> str:
     """A number with its sign."""
     text = number(value, 3)
     return "+" + text if value is not None and math.isfinite(value) and value > 0 else text
-
-
-def percent(value: float | None) -> str:
-    return NOTHING if value is None or not math.isfinite(value) else f"{100 * value:.0f}\u202f%"
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None or not math.isfinite(seconds):
-        return NOTHING
-    size = abs(seconds)
-    if size < 0.9995:
-        return f"{1000 * seconds:.3g}\u202fms"
-    if size < 90:
-        return f"{seconds:.3g}\u202fs"
-    return minutes(size, "\u202f", most=90)
-
-
-def counted(value: int, noun: str) -> str:
-    return f"{number(value)} {noun}{'' if value == 1 else 's'}"
 
 
 def span(first: float | None, last: float | None) -> str:

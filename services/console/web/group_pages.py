@@ -12,6 +12,7 @@ from tidemill.common.history.records import GroupRecord, read_group, read_trajec
 from tidemill.common.history.sessions import num_completion_tokens
 from tidemill.common.wire.messages import Lane, Trajectory
 from tidemill.common.wire.segments import Segment
+from tidemill.services.console.records.trace import group_tree
 from tidemill.services.console.web.formats import TokenTexts, sendable
 from tidemill.services.console.web.group_index import STATES, GroupRow
 from tidemill.services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
@@ -22,7 +23,6 @@ MAX_SHOWN_SAMPLES = 32
 """Completions on one page of a group."""
 SAMPLE_SORTS = ("index", "reward", "length")
 MAX_PART_TOKENS = 2000
-MAX_COMPONENTS = 24
 MAX_TEXT_PART_CHARACTERS = 20_000
 
 
@@ -64,7 +64,7 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
         run,
         "groups",
         view=view,
-        components=component_names(view),
+        recorded=group_tree(view),
         row=row,
         lane=lane.value,
         problem=problem,
@@ -121,12 +121,6 @@ async def _trajectory(run: WatchedRun, request: Request) -> Trajectory:
     if trajectory is None:
         raise HTTPException(404, f"Ticket {row.ticket} has no completion {index}.")
     return trajectory
-
-
-def component_names(group: GroupRecord) -> list[str]:
-    """Names of the components that any score has."""
-    names = {name: None for sample in group.samples if sample.score for name in sample.score.components}
-    return list(names)[:MAX_COMPONENTS]
 
 
 def _length(made: Trajectory | None) -> int:

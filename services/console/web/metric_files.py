@@ -122,10 +122,9 @@ class MetricFiles:
         return columns
 
 
-def series_of_points(points: Iterable[StepPoint], names: Sequence[str]) -> dict[str, Series]:
-    """The same, of a run that has no file here."""
+def columns_of(points: Iterable[StepPoint]) -> Columns:
+    """The numbers of a run that has no file here."""
     columns = Columns()
     for point in points:
-        metrics = {name: point.metrics[name] for name in names if name in point.metrics}
-        columns.add({"kind": STEP, "step": point.step, "time": point.finished_at, **metrics})
-    return {name: columns.series(name) for name in names}
+        columns.add({**point.metrics, "kind": STEP, "step": point.step, "time": point.finished_at})
+    return columns

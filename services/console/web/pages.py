@@ -15,7 +15,7 @@ from tidemill.common.wire.messages import Commit, DeadLetter, Lane
 from tidemill.services.console.dead.commands import dead_table, dead_tree
 from tidemill.services.console.dead.entries import DeadEntry, read_dead
 from tidemill.services.console.options import DeadFilter
-from tidemill.services.console.status.render import weights_texts
+from tidemill.services.console.status.render import flow_lines, process_table
 from tidemill.services.console.text.tree import part
 from tidemill.services.console.web.charts import chart_trees
 from tidemill.services.console.web.group_index import STATES, GroupRow
@@ -121,7 +121,8 @@ def _state(run: WatchedRun) -> dict[str, Any]:
     steps = run.index.steps
     return {
         "snapshot": run.snapshot,
-        "weights": list(weights_texts(run.snapshot.workers)) if run.snapshot else [],
+        "flow": part("", flow_lines(run.snapshot)) if run.snapshot else None,
+        "processes": part("", process_table(run.snapshot)) if run.snapshot else None,
         "counts": counts,
         "num_eval": len(run.index.groups[Lane.EVAL]),
         "recent": [steps[step] for step in sorted(steps)[-RECENT_STEPS:][::-1]],

@@ -4,7 +4,7 @@ Guarantee: of the folder, only its config, its numbers and the plain files of `l
 """
 
 import asyncio
-import math
+import json
 import os
 import re
 import stat
@@ -16,12 +16,13 @@ from typing import Any
 import yaml
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 
 from tidemill.common.history.records import read_group
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.records.trace import group_json
 from tidemill.services.console.status.snapshot import StepPoint, read_points
+from tidemill.services.console.text.tree import jsonable
 from tidemill.services.console.web.compare_pages import attached, csv_response
 from tidemill.services.console.web.curves import flatten
 from tidemill.services.console.web.formats import sendable
@@ -129,7 +130,13 @@ async def metrics_json(site: Site, run: WatchedRun, request: Request) -> Respons
     evaluations = run.snapshot.evaluations if run.snapshot else []
     steps = [{**point.metrics, "step": point.step} for point in points]
     tree = {"run": run.run_id, "steps": steps, "evaluations": evaluations}
-    return JSONResponse(tree, headers=attached(f"{run.run_id}-metrics.json"))
+    return _json_file(tree, f"{run.run_id}-metrics")
+
+
+def _json_file(tree: Any, name: str) -> Response:
+    """ASCII, so that halves of characters, which UTF-8 does not have, are escapes."""
+    text = json.dumps(jsonable(tree))
+    return Response(text, media_type="application/json", headers=attached(f"{name}.json"))
 
 
 async def _points(run: WatchedRun) -> list[StepPoint]:
@@ -173,8 +180,7 @@ async def groups_table(site: Site, run: WatchedRun, request: Request) -> Respons
 
 
 async def groups_json(site: Site, run: WatchedRun, request: Request) -> Response:
-    trees = [{**_row_tree(row), "prompt": sendable(row.prompt)} for row in _rows(run, request)]
-    return JSONResponse(trees, headers=attached(f"{run.run_id}-groups.json"))
+    return _json_file([_row_tree(row) for row in _rows(run, request)], f"{run.run_id}-groups")
 
 
 async def whole_group(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -182,20 +188,7 @@ async def whole_group(site: Site, run: WatchedRun, request: Request) -> Response
     row, lane = find_row(run, request)
     found = await read_group(history_of(run), row.ticket, lane, row.known_places(True))
     kind = "eval-group" if lane is Lane.EVAL else "group"
-    return JSONResponse(
-        _sendable(group_json(found)), headers=attached(f"{run.run_id}-{kind}-{row.ticket}.json")
-    )
-
-
-def _sendable(tree: Any) -> Any:
-    """JSON in UTF-8 has no halves of characters, and no numbers that are not finite."""
-    if isinstance(tree, dict):
-        return {sendable(str(name)): _sendable(value) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_sendable(value) for value in tree]
-    if isinstance(tree, float) and not math.isfinite(tree):
-        return None
-    return sendable(tree) if isinstance(tree, str) else tree
+    return _json_file(group_json(found), f"{run.run_id}-{kind}-{row.ticket}")
 
 
 ROUTES: dict[str, Page] = {

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from tidemill.common.errors import BrokerError
 from tidemill.common.history import History, sessions
-from tidemill.services.console.text.formats import size, when
+from tidemill.services.console.text.formats import plural, share, size, took, when
 from tidemill.services.console.text.tree import MAX_CHARACTERS, gathered, shown
 from tidemill.services.console.web import chat, formats
 from tidemill.services.console.web.catalog import Catalog
@@ -39,11 +39,17 @@ class Templates:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        numbers = (formats.number, formats.signed, formats.percent, formats.duration)
-        filters = (*numbers, formats.counted, visible, words, gathered)
+        filters = (formats.number, formats.signed, visible, words, gathered)
         self._environment.filters.update(
             {filter.__name__: filter for filter in filters}
-            | {"moment": when, "bytes": size, "shown": shown_safely}
+            | {
+                "moment": when,
+                "bytes": size,
+                "duration": took,
+                "percent": share,
+                "counted": plural,
+                "shown": shown_safely,
+            }
         )
         readers = (formats.span, sessions.read_session, sessions.session_facts)
         chats = (chat.message_of, chat.prompt_messages, chat.training_of)

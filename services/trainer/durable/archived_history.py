@@ -2,7 +2,7 @@
 
 Redis keeps what is in flight; what was trained on since the checkpoint is in the archive. That is sound while
 the archive is a beginning of what Redis holds. A server that comes back without its last entries breaks it:
-samples are made anew under keys that the archive has already, perhaps with lower ids. So whenever another
+samples are made again under keys that the archive has already, perhaps with lower ids. So whenever another
 server answers, the two are laid side by side before anything more is trimmed, or anything is replayed.
 """
 

@@ -58,7 +58,7 @@ def test_a_session_is_traced_turn_by_turn(tidemill, keys):
     for expected in (
         "tools", "3, 1 fork, truncated by max_tokens", "10 of the model, 4 of the environment",
         "1.0 s in the engine, 250 ms in the environment", "0.75 from the environment",
-        "1 try before this one ended in an environment's fault", "2, 1 wrong", "0.125", "0 → 1",
+        "1 attempt before this one ended in an environment's fault", "2, 1 wrong", "0.125", "0 → 1",
         "fork 1: 6 tokens of prompt, 4 after it, 3 of them trained",
     ):  # fmt: skip
         assert expected in shown, expected

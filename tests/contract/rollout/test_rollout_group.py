@@ -45,8 +45,8 @@ class TestOneWorker:
         assert await broker.execute("EXISTS", keys.progress(0)) == 0
 
     async def test_a_baseline_is_generated_greedily_and_says_so(self, make, broker, keys):
-        await issue(broker, keys, algorithm={"advantage": "remax"})
-        async with make() as worker:
+        await issue(broker, keys)
+        async with make(algorithm={"advantage": "remax"}) as worker:
             await worker.generator.generate(await worker.fetch())
         assert worker.engine.temperatures == {0: 0.0, 1: 1.0, 2: 1.0, 3: 1.0}
         greedy = {sample.index: sample.is_greedy for sample in await samples_of(broker, keys)}

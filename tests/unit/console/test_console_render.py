@@ -117,7 +117,7 @@ def test_the_dashboard_fits_80_columns_and_says_where_things_stand() -> None:
 
 def test_a_run_that_has_not_begun_can_be_drawn() -> None:
     text = shown(dashboard(RunSnapshot("run-1", steps=10, max_staleness=1)))
-    assert "starting" in text and "no process has spoken yet" in text
+    assert "starting" in text and "no process has reported yet" in text
 
 
 def test_a_process_is_shown_as_its_supervisor_knows_it() -> None:

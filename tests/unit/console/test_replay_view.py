@@ -9,8 +9,9 @@ from rich.console import Console
 
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.compare import replay
-from tidemill.services.console.compare.replay import parse_steps, print_result
+from tidemill.services.console.compare.replay import parse_steps, result_tree
 from tidemill.services.console.options import ReplayOptions
+from tidemill.services.console.text.tree import print_tree
 
 
 def result(step: int = 12, **changes: Any) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def result(step: int = 12, **changes: Any) -> dict[str, Any]:
 
 def shown(found: dict[str, Any], shows_all: bool = False) -> str:
     out = io.StringIO()
-    print_result(Console(file=out, width=200, highlight=False), found, shows_all)
+    print_tree(Console(file=out, width=200, highlight=False), result_tree(found, shows_all))
     return out.getvalue()
 
 
