@@ -3,7 +3,6 @@
 import contextlib
 from collections import deque
 from collections.abc import Mapping
-from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -14,19 +13,6 @@ from tidemill.services.console.status.render import dashboard, evaluation_line, 
 from tidemill.services.console.status.snapshot import RunSnapshot
 
 MAX_EVENTS = 5
-
-
-class View(Protocol):
-    """Shows a run that is going on."""
-
-    def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
-        """Show how things stand."""
-
-    def event(self, text: str) -> None:
-        """Say that something happened."""
-
-    def close(self) -> None:
-        """Restore the terminal."""
 
 
 class LiveView:
@@ -109,3 +95,6 @@ class PlainView:
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+View = LiveView | PlainView

@@ -129,6 +129,7 @@ class TransformersEngine(ModelEngine):
         async with self._model_in_use:
             paused = time.perf_counter()
             await self._on_thread(write)
+            # Within the lock: the next batch stamps its tokens with it.
             self.version = version
         finished = time.perf_counter()
         if files:

@@ -21,7 +21,7 @@ class Call:
 
 def checked(call: Call) -> Call:
     """The call, with an error where its arguments are JSON to Python alone: integers above 64 bits, NaN and
-    infinities. Wherever a tool runs, the model is told so."""
+    infinities. The error is returned to the model, wherever the tool runs."""
     try:
         pack(call.arguments)
         json.dumps(call.arguments, allow_nan=False)

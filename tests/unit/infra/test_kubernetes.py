@@ -5,6 +5,7 @@ import tomllib
 from typing import Any
 
 import pytest
+import typer
 from jsonschema import Draft202012Validator
 
 from tests.support.chart import EVERYTHING, VALUES, objects, rendered, schema_of
@@ -130,7 +131,8 @@ def test_a_pod_has_the_time_to_drain(name: str) -> None:
 def test_services_understand_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     known = service._parser("rollout", Program.ROLLOUT, "")
     assert known.parse_args(filled("rollout")).run == known.parse_args(filled("reward")).run == "arith-1"
-    assert exporter._parser().parse_args(filled("exporter")).run_id == "arith-1"
+    command = typer.main.get_command(exporter.app)
+    assert command.make_context("exporter", filled("exporter")).params["run_id"] == "arith-1"
     assert filled("trainer") == ["--run", "arith-1", "--config", "/data/arith/config.yaml"]
 
 
