@@ -15,7 +15,7 @@ import yaml
 from tidemill.common.config import RunConfig, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.convert.script import Unknown
-from tidemill.services.console.convert.table import OptionRow, OptionTable, Verdict, lookup, section_of
+from tidemill.services.console.convert.table import OptionRow, OptionTable, Verdict, lookup
 
 WIDTH = 108
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -176,9 +176,10 @@ class Draft:
                 self.say("lost", option, row.note)
 
     def tree(self) -> dict[str, Any]:
-        """The fields as sections in sections."""
+        """The fields as sections in sections, in the order of our config as far as sections go."""
+        order = list(RunConfig.model_fields)
         tree: dict[str, Any] = {}
-        for name, value in self.fields.items():
+        for name, value in sorted(self.fields.items(), key=lambda item: order.index(item[0].split(".")[0])):
             *sections, last = name.split(".")
             node = tree
             for section in sections:
@@ -196,7 +197,7 @@ class Draft:
 
     def text(self, source: str) -> str:
         lines = [f"# From {source} ({self.table.project}), by tidemill convert. Paths are as they were."]
-        lines += self._lines(self.tree(), RunConfig)
+        lines += self._lines(self.tree())
         for verdict, heading in HEADINGS.items():
             texts: dict[str, list[str]] = {}
             for finding in self.findings:
@@ -210,15 +211,12 @@ class Draft:
             lines += [f"# {line}" for line in problem.splitlines()]
         return "\n".join(lines) + "\n"
 
-    def _lines(self, tree: Mapping[str, Any], section: Any, prefix: str = "") -> Iterator[str]:
-        """The fields below `prefix`, in the order of the config."""
-        fields = section.model_fields if section is not None else {}
-        order, indent = list(fields), "  " * prefix.count(".")
-        for name in sorted(tree, key=lambda name: order.index(name) if name in order else len(order)):
+    def _lines(self, tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        indent = "  " * prefix.count(".")
+        for name in tree:
             if (whole := prefix + name) not in self.fields:
                 yield f"{indent}{name}:"
-                inner = section_of(fields[name].annotation) if name in fields else None
-                yield from self._lines(tree[name], inner, f"{whole}.")
+                yield from self._lines(tree[name], f"{whole}.")
                 continue
             line, comment = f"{indent}{name}: {plain(tree[name])}", self.comments[whole]
             if comment and len(line) + len(comment) + 3 > WIDTH:
