@@ -7,6 +7,7 @@ services/trainer/algorithm/losses; docs/algorithms.md says which to choose.
 
 import difflib
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -19,7 +20,6 @@ from tidemill.common.config.algorithm_table import (
     Preset,
     with_preset,
 )
-from tidemill.common.config.control import EntropyControlConfig, KlControlConfig, check_controls
 from tidemill.common.config.corrections import Correction, with_correction
 from tidemill.common.config.losses import (
     CovarianceConfig,
@@ -27,11 +27,19 @@ from tidemill.common.config.losses import (
     ImportanceConfig,
     RejectionConfig,
     VespoConfig,
-    check_loss,
 )
-from tidemill.common.config.penalties import KlConfig, ReferenceConfig, RouterConfig, TeacherTermConfig
+from tidemill.common.config.penalties import (
+    EntropyControlConfig,
+    KlConfig,
+    KlControlConfig,
+    LengthPenaltyConfig,
+    OverlongConfig,
+    ReferenceConfig,
+    RouterConfig,
+    TeacherTermConfig,
+    ValueConfig,
+)
 from tidemill.common.config.section import Section
-from tidemill.common.config.shaping import LengthPenaltyConfig
 
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""
@@ -42,36 +50,6 @@ _USERS_OWN = re.compile(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$")
 def is_users_own(name: str) -> bool:
     """Whether a name of an advantage or loss is `path/to/file.py:name` or `package.module:name`."""
     return bool(_USERS_OWN.match(name))
-
-
-class ValueConfig(Section):
-    """A value head, trained with the policy."""
-
-    head: bool = False
-    """Train one; `advantage: gae` needs it."""
-    model: Literal["policy", "own"] = "policy"
-    """What it sits on: the policy's last hidden state, or that of a model of its own (a critic), which begins
-    as a copy of the policy's, and has its own moments and its own bound of the gradient norm."""
-    lr: float | None = Field(None, gt=0.0, le=1.0)
-    """Peak learning rate of the head; null takes the policy's."""
-    coefficient: float = Field(0.5, gt=0.0, le=100.0)
-    """Weight of the value loss."""
-    clip: float | None = Field(0.2, gt=0.0, le=1e6)
-    """The value may move this far from its estimate at the step's start; null does not clip."""
-    detach: bool = False
-    """Keep the value loss's gradient in the head and out of the policy."""
-    whiten: bool = True
-    """Bring the advantages of a mini-batch to mean 0 and deviation 1; it then waits for all its groups."""
-
-
-class OverlongConfig(Section):
-    """DAPO's soft punishment of completions that come near the length limit."""
-
-    penalty: float = Field(0.0, ge=0.0, le=1e6)
-    """Taken off the reward of a completion at the limit; 0 is off."""
-    buffer_share: float = Field(0.2, gt=0.0, le=1.0)
-    """The last share of `rollout.sampling.max_tokens` (of a session: of `rollout.environment.max_tokens`),
-    over which the punishment grows from 0."""
 
 
 class AlgorithmConfig(Section):
@@ -172,10 +150,10 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "AlgorithmConfig":
-        self._check_ratio()
-        self._check_parts()
-        check_loss(self)
-        self._check_shaping()
+        for rules in (self._ratio_rules, self._loss_rules, self._part_rules, self._shaping_rules):
+            for is_broken, reason in rules():
+                if is_broken:
+                    raise ValueError(reason)
         return self
 
     @property
@@ -192,9 +170,9 @@ class AlgorithmConfig(Section):
         return max(DUAL_CLIP, 1.0 + self.clip_high) if self.loss_traits.has_dual_clip else None
 
     @property
-    def advantage_traits(self) -> AdvantageTraits | None:
-        """What follows from the advantage's name; None of a user's own."""
-        return ADVANTAGES.get(self.advantage)
+    def advantage_traits(self) -> AdvantageTraits:
+        """What follows from the advantage's name; a user's own may use a group of one."""
+        return ADVANTAGES.get(self.advantage, AdvantageTraits(compares_siblings=False))
 
     @property
     def loss_traits(self) -> LossTraits:
@@ -220,7 +198,7 @@ class AlgorithmConfig(Section):
             or self.loss_traits.level == "sequence"
             or self.importance.level != "token"
             or self.off_policy_threshold is not None
-            or bool(rejection.of_sequences)
+            or bool(rejection.of_sequences or rejection.veto)
             or rejection.denominator == "kept"
             or self.router.is_on
         )
@@ -238,131 +216,156 @@ class AlgorithmConfig(Section):
     @property
     def has_token_advantages(self) -> bool:
         """Whether tokens of one sequence have different advantages, as far as the built-in ones go."""
-        is_spread = self.advantage == "gae" or self.kl.place == "reward" or self.gamma < 1.0
+        is_spread = self.needs_values or self.kl.place == "reward" or self.gamma < 1.0
         return self.has_discount and is_spread
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the advantage reads a value head."""
+        return self.advantage_traits.needs_values
 
     @property
     def has_discount(self) -> bool:
         """Whether the advantage knows rewards of single tokens."""
-        return self.advantage_traits is not None and self.advantage_traits.has_discount
+        return self.advantage_traits.has_discount
 
-    def _check_ratio(self) -> None:
+    def _ratio_rules(self) -> Iterator[tuple[bool, str]]:
         """The loss, the ratio and its corrections belong together."""
-        old, loss = self.old_logprobs, self.loss_traits
-        if loss.weighs_by_rollout and old != "rollout":
-            raise ValueError(
-                f"loss: {self.loss} weighs each token by its bounded ratio to the rollout: set "
-                "`old_logprobs: rollout` (with recompute `importance` does the weighing, and the loss is "
-                "reinforce)"
-            )
-        if not loss.has_ratio and old == "rollout":
-            raise ValueError(
-                f"loss: {self.loss} has no ratio, so `old_logprobs: rollout` would leave staleness "
-                "uncorrected; take recompute, whose `importance` weights correct for it"
-            )
-        if self.importance.mode in ("truncate", "mask") and old == "rollout":
-            raise ValueError(
-                f"importance.mode: {self.importance.mode} would weigh every token twice, for with "
-                "`old_logprobs: rollout` the ratio is the importance weight; take recompute, or mode off"
-            )
-        is_sequence = loss.level == "sequence"
-        if is_sequence and self.importance_mode != "off" and self.importance.level == "token":
-            raise ValueError(
-                f"loss: {self.loss} keeps or clips whole sequences, importance.level: token would weigh or "
-                "mask single tokens of them; take level sequence or geometric, or mode off"
-            )
-        if not isinstance(self.dual_clip, float):
-            return
-        if not loss.has_dual_clip:
-            raise ValueError(
-                f"dual_clip bounds the ratio of ppo and gspo; loss: {self.loss} has no use for it"
-            )
-        if self.dual_clip <= 1.0 + self.clip_high:
-            raise ValueError(
-                f"dual_clip ({self.dual_clip}) must exceed 1 + clip_high ({1.0 + self.clip_high}): it bounds "
-                "what the ordinary clip leaves open"
-            )
-
-    def _check_parts(self) -> None:
-        """KL, reference, value head and advantage belong together."""
-        if self.teacher.gamma and self.teacher.place == "loss":
-            raise ValueError(
-                f"teacher.gamma ({self.teacher.gamma}) discounts rewards, and teacher.place is loss: take "
-                "place: reward, or leave gamma out"
-            )
-        if self.kl.place != "off" and not self.needs_reference:
-            raise ValueError(
-                f"kl.place: {self.kl.place} needs a reference model to compare with: set reference.model to "
-                "frozen or updated"
-            )
-        check_controls(
-            self.kl_control, self.entropy_control, self.kl.place != "off", self.entropy_coefficient
+        old, loss, is_sequence = self.old_logprobs, self.loss_traits, self.loss_traits.level == "sequence"
+        yield (
+            loss.weighs_by_rollout and old != "rollout",
+            f"loss: {self.loss} weighs each token by its bounded ratio to the rollout: set `old_logprobs: "
+            "rollout` (with recompute `importance` does the weighing, and the loss is reinforce)",
         )
-        if self.advantage == "gae" and not self.value.head:
-            raise ValueError("advantage: gae estimates advantages from a value head: set value.head to true")
-        if self.value.model == "own" and self.value.detach:
-            raise ValueError(
-                "value.detach keeps the value loss out of the policy, and with value.model: own it never "
-                "gets there: leave detach out"
+        yield (
+            not loss.has_ratio and old == "rollout",
+            f"loss: {self.loss} has no ratio, so `old_logprobs: rollout` would leave staleness uncorrected; "
+            "take recompute, whose `importance` weights correct for it",
+        )
+        yield (
+            self.importance.mode in ("truncate", "mask") and old == "rollout",
+            f"importance.mode: {self.importance.mode} would weigh every token twice, for with "
+            "`old_logprobs: rollout` the ratio is the importance weight; take recompute, or mode off",
+        )
+        yield (
+            is_sequence and self.importance_mode != "off" and self.importance.level == "token",
+            f"loss: {self.loss} keeps or clips whole sequences, importance.level: token would weigh or mask "
+            "single tokens of them; take level sequence or geometric, or mode off",
+        )
+        yield (
+            self.importance.normalise and self.importance_mode != "truncate",
+            "importance.normalise brings truncated weights to a mean of 1, and importance.mode is "
+            f"{self.importance_mode}; take mode truncate, or leave it out",
+        )
+        if isinstance(self.dual_clip, float):
+            yield (
+                not loss.has_dual_clip,
+                f"dual_clip bounds the ratio of ppo and gspo; loss: {self.loss} has no use for it",
             )
-        if self.value.head and self.advantage != "gae":
-            raise ValueError(
-                f"value.head is trained, but advantage: {self.advantage} does not use its values; take gae, "
-                "or leave the head out"
-            )
-        if self.loss_traits.level == "sequence" and self.has_token_advantages:
-            raise ValueError(
-                f"loss: {self.loss} has one ratio for a sequence and needs one advantage for it, but "
-                f"advantage: {self.advantage} gives one for each token (with gae, a KL penalty in the "
-                "reward, or gamma below 1). Take loss ppo, or another advantage"
-            )
-        if self.gamma < 1.0 and not self.has_discount:
-            raise ValueError(
-                f"gamma ({self.gamma}) discounts the rewards of later tokens, and advantage: "
-                f"{self.advantage} knows one reward for a sequence; leave it at 1, or take gae or "
-                "reinforce_plus_plus"
+            yield (
+                self.dual_clip <= 1.0 + self.clip_high,
+                f"dual_clip ({self.dual_clip}) must exceed 1 + clip_high ({1.0 + self.clip_high}): it bounds "
+                "what the ordinary clip leaves open",
             )
 
-    def _check_shaping(self) -> None:
+    def _loss_rules(self) -> Iterator[tuple[bool, str]]:
+        """What leaves out tokens fits the loss; options are those of the loss that is named."""
+        rejection, is_sequence = self.rejection, self.loss_traits.level == "sequence"
+        yield (
+            self.top_entropy_quantile < 1.0 and is_sequence,
+            f"loss: {self.loss} has one ratio for a sequence, whose gradient reaches all its tokens: "
+            "top_entropy_quantile could not leave out any; take a loss of tokens",
+        )
+        yield (
+            rejection.denominator == "kept" and self.normalisation == "prompt",
+            "rejection.denominator: kept is defined for normalisation token and sequence, and normalisation: "
+            "prompt averages over the tokens of a group; leave it at all, or take another normalisation",
+        )
+        yield (
+            bool(rejection.of_tokens) and is_sequence,
+            f"loss: {self.loss} has one ratio for a sequence, and rejection.bounds."
+            f"{''.join(rejection.of_tokens[:1])} would leave out single tokens of it; take a criterion of "
+            "sequences (seq_...), or another loss",
+        )
+        yield (
+            is_sequence and self.has_token_advantages,
+            f"loss: {self.loss} has one ratio for a sequence and needs one advantage for it, but advantage: "
+            f"{self.advantage} gives one for each token (with gae, a KL penalty in the reward, or gamma "
+            "below 1). Take loss ppo, or another advantage",
+        )
+
+    def _part_rules(self) -> Iterator[tuple[bool, str]]:
+        """KL, reference, teacher, value head and advantage belong together."""
+        teacher, value, entropy = self.teacher, self.value, self.entropy_control
+        yield (
+            bool(teacher.gamma) and teacher.place == "loss",
+            f"teacher.gamma ({teacher.gamma}) discounts rewards, and teacher.place is loss: take place: "
+            "reward, or leave gamma out",
+        )
+        yield (
+            self.kl.place != "off" and not self.needs_reference,
+            f"kl.place: {self.kl.place} needs a reference model to compare with: set reference.model to "
+            "frozen or updated",
+        )
+        yield (
+            self.kl.place == "reward" and self.kl.estimator in ("k3+", "corrected_k3"),
+            f"kl.estimator: {self.kl.estimator} is k3 with another gradient, and a penalty in the reward has "
+            "none: take k3, or kl.place: loss",
+        )
+        yield (
+            entropy.target is not None and not entropy.low <= self.entropy_coefficient <= entropy.high,
+            f"entropy_coefficient ({self.entropy_coefficient:g}) is where entropy_control begins, and lies "
+            f"outside of its low and high ({entropy.low:g} to {entropy.high:g})",
+        )
+        yield (
+            self.needs_values and not value.head,
+            f"advantage: {self.advantage} estimates advantages from a value head: set value.head to true",
+        )
+        yield (
+            value.head and not self.needs_values,
+            f"value.head is trained, but advantage: {self.advantage} does not use its values; take gae, or "
+            "leave the head out",
+        )
+        yield (
+            self.gamma < 1.0 and not self.has_discount,
+            f"gamma ({self.gamma}) discounts the rewards of later tokens, and advantage: {self.advantage} "
+            "knows one reward for a sequence; leave it at 1, or take gae or reinforce_plus_plus",
+        )
+
+    def _shaping_rules(self) -> Iterator[tuple[bool, str]]:
         """What shapes rewards fits the advantage that compares them."""
-        traits = self.advantage_traits
-        if traits is not None and traits.compares_rewards:
-            for name, is_set in (
-                ("overlong.penalty shapes the sum", self.overlong.penalty > 0),
-                ("length_penalty shapes the sum", self.length_penalty.is_on),
-                ("kl.place: reward shapes the sum", self.kl.place == "reward"),
-                ("filter_zero_variance replaces groups whose sums are equal", self.filter_zero_variance),
-            ):
-                if is_set:
-                    raise ValueError(
-                        f"{name}, and advantage: {self.advantage} compares each reward by itself; take "
-                        "another advantage, or leave it out"
-                    )
-        if self.length_penalty.is_on and self.advantage == "pass_at_k":
-            raise ValueError(
-                "length_penalty makes good rewards differ, and advantage: pass_at_k only asks whether they "
-                "reach pass_threshold; take another advantage, or leave it out"
+        traits, has_length = self.advantage_traits, self.length_penalty.is_on
+        for name, is_set in (
+            ("overlong.penalty shapes the sum", self.overlong.penalty > 0),
+            ("length_penalty shapes the sum", has_length),
+            ("kl.place: reward shapes the sum", self.kl.place == "reward"),
+            ("filter_zero_variance replaces groups whose sums are equal", self.filter_zero_variance),
+        ):
+            yield (
+                traits.compares_rewards and is_set,
+                f"{name}, and advantage: {self.advantage} compares each reward by itself; take another "
+                "advantage, or leave it out",
             )
-        if self.length_penalty.is_on and traits is not None and traits.has_greedy_baseline:
-            raise ValueError(
-                f"length_penalty compares the lengths of a group, and advantage: {self.advantage} compares "
-                "each completion with a greedy one alone; take another advantage, or leave it out"
-            )
-        if self.length_penalty.is_on and self.mask_truncated:
-            raise ValueError(
-                "length_penalty measures completions against the longest of their group, and mask_truncated "
-                "leaves those at the length limit out of the loss; choose one"
-            )
-        if self.max_filter_rounds is not None and not self.filter_zero_variance:
-            raise ValueError(
-                "max_filter_rounds bounds filter_zero_variance, which is off; turn it on, or leave the bound "
-                "out"
-            )
-        if self.overlong.penalty > 0 and self.mask_truncated:
-            raise ValueError(
-                "overlong.penalty punishes completions at the length limit, mask_truncated leaves them out "
-                "of the loss; choose one"
-            )
+        yield (
+            has_length and traits.is_binary,
+            f"length_penalty makes good rewards differ, and advantage: {self.advantage} only asks whether "
+            "they reach pass_threshold; take another advantage, or leave it out",
+        )
+        yield (
+            has_length and traits.has_greedy_baseline,
+            f"length_penalty compares the lengths of a group, and advantage: {self.advantage} compares each "
+            "completion with a greedy one alone; take another advantage, or leave it out",
+        )
+        yield (
+            has_length and self.mask_truncated,
+            "length_penalty measures completions against the longest of their group, and mask_truncated "
+            "leaves those at the length limit out of the loss; choose one",
+        )
+        yield (
+            self.overlong.penalty > 0 and self.mask_truncated,
+            "overlong.penalty punishes completions at the length limit, mask_truncated leaves them out of "
+            "the loss; choose one",
+        )
 
 
 def _known(name: str, names: tuple[str, ...]) -> str:

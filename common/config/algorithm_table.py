@@ -25,6 +25,10 @@ class AdvantageTraits:
     """The first sample of a group is greedy: the others are compared with it, and it is not trained."""
     compares_rewards: bool = False
     """Compares each reward of `reward.rewards` by itself, before anything shapes their sum."""
+    is_binary: bool = False
+    """Only asks whether rewards reach `pass_threshold`, in sets of `pass_k`."""
+    needs_values: bool = False
+    """Reads a value head; with `value.whiten: false` it takes group by group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class LossTraits:
     has_covariance: bool = False
     """Looks at the covariance of logprobs and advantages over a mini-batch, which then waits for its last
     group."""
+    options: str = ""
+    """The section of `trainer.algorithm` that no other kind of loss reads."""
 
 
 ADVANTAGES: dict[str, AdvantageTraits] = {
@@ -50,10 +56,9 @@ ADVANTAGES: dict[str, AdvantageTraits] = {
     "dr_grpo": AdvantageTraits(),
     "rloo": AdvantageTraits(),
     "reinforce_plus_plus_baseline": AdvantageTraits("batch"),
-    "pass_at_k": AdvantageTraits(),
+    "pass_at_k": AdvantageTraits(is_binary=True),
     "reinforce_plus_plus": AdvantageTraits("batch", compares_siblings=False, has_discount=True),
-    # With `value.whiten: false` it does not wait.
-    "gae": AdvantageTraits("batch", compares_siblings=False, has_discount=True),
+    "gae": AdvantageTraits("batch", compares_siblings=False, has_discount=True, needs_values=True),
     "opo": AdvantageTraits(),
     "max_rl": AdvantageTraits(),
     "grpo_passk": AdvantageTraits(),
@@ -70,12 +75,12 @@ LOSSES: dict[str, LossTraits] = {
     "cispo": LossTraits(weighs_by_rollout=True),
     "reinforce": LossTraits(has_ratio=False),
     "sapo": LossTraits(is_idle_at_one=True),
-    "dppo_tv": LossTraits(is_idle_at_one=True),
-    "dppo_kl": LossTraits(is_idle_at_one=True),
-    "clip_cov": LossTraits(has_covariance=True),
-    "kl_cov": LossTraits(is_idle_at_one=True, has_covariance=True),
+    "dppo_tv": LossTraits(is_idle_at_one=True, options="dppo"),
+    "dppo_kl": LossTraits(is_idle_at_one=True, options="dppo"),
+    "clip_cov": LossTraits(has_covariance=True, options="covariance"),
+    "kl_cov": LossTraits(is_idle_at_one=True, has_covariance=True, options="covariance"),
     "gmpo": LossTraits("sequence", is_idle_at_one=True),
-    "vespo": LossTraits("sequence", weighs_by_rollout=True),
+    "vespo": LossTraits("sequence", weighs_by_rollout=True, options="vespo"),
 }
 
 Preset = Literal[

@@ -40,16 +40,16 @@ _K3 = {"seq_mean_k3": 0.01}
 
 
 def _decoupled(importance: dict[str, Any], **rejection: Any) -> dict[str, Any]:
-    kept = rejection | {"denominator": "kept"} if rejection else {}
+    kept = {"bounds": rejection, "denominator": "kept"} if rejection else {}
     return {"old_logprobs": "recompute", "importance": importance, "rejection": kept}
 
 
 def _bypass_ppo(**rejection: Any) -> dict[str, Any]:
-    return {"old_logprobs": "rollout", "importance": _NONE, "rejection": rejection}
+    return {"old_logprobs": "rollout", "importance": _NONE, "rejection": {"bounds": rejection}}
 
 
 def _bypass_pg(importance: dict[str, Any], **rejection: Any) -> dict[str, Any]:
-    fields = {"old_logprobs": "recompute", "importance": importance, "rejection": rejection}
+    fields = {"old_logprobs": "recompute", "importance": importance, "rejection": {"bounds": rejection}}
     return fields | {"loss": "reinforce"}
 
 

@@ -7,6 +7,7 @@ What is here is harmless: it would only surprise.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tidemill.common.config.algorithm_table import LOSSES
 from tidemill.common.config.environment import AGENT, TOOLS
 from tidemill.common.config.run import RunConfig
 
@@ -25,6 +26,22 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "trainer: offload_optimizer algorithm.router",
         lambda s: s.policy != "simulated",
         "policy is transformers",
+    ),
+    ("trainer.algorithm: max_filter_rounds", lambda s: s.filter_zero_variance, "filter_zero_variance is on"),
+    ("trainer.algorithm: kl_control.target", lambda s: s.kl.place != "off", "kl.place is loss or reward"),
+    ("trainer.algorithm.rejection: denominator", lambda s: s.is_on, "there are bounds or a veto"),
+    (
+        "trainer.algorithm.value: detach",
+        lambda s: s.model == "policy",
+        "model is policy: a model of its own never reaches it",
+    ),
+    *(
+        (
+            f"trainer.algorithm: {options}",
+            lambda s, options=options: s.loss_traits.options == options,
+            f"loss is {' or '.join(name for name, row in LOSSES.items() if row.options == options)}",
+        )
+        for options in sorted({row.options for row in LOSSES.values()} - {""})
     ),
     ("rollout.environment: tools", lambda s: s.use == TOOLS, "use is tools"),
     ("rollout.environment: agent", lambda s: s.use == AGENT, "use is agent"),

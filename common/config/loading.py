@@ -160,11 +160,14 @@ def _resolve_asking(section: dict[str, Any], resolve: Callable[[Any], Any], base
             continue
         if isinstance(verdict := asking.get("verdict"), dict) and "function" in verdict:
             verdict["function"] = resolve(verdict["function"])
-        if (file := asking.pop("template_file", "")) and not asking.get("template"):
-            try:
-                asking["template"] = (base / str(file)).read_text(encoding="utf-8")
+        template = asking.get("template")
+        if isinstance(template, str) and template and not any(sign in template for sign in "{\n"):
+            try:  # a text without a field would show nothing of the sample, so it names a file
+                asking["template"] = (base / template).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"cannot read template_file {base / str(file)}: {error}") from None
+                raise ConfigError(
+                    f"{kind}.template: cannot read the file {base / template}: {error}"
+                ) from None
 
 
 def _explain(item: Any) -> str:

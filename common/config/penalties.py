@@ -1,12 +1,10 @@
-"""What holds the policy near another model, a reference or a teacher, and experts in use: sections of
-`trainer.algorithm`."""
+"""Terms beside the policy's own, and what shapes rewards: sections of `trainer.algorithm`."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from tidemill.common.config.losses import OFF
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import OFF, Section
 
 
 class KlConfig(Section):
@@ -74,3 +72,81 @@ class RouterConfig(Section):
     def is_on(self) -> bool:
         """Whether the routers' outputs are wanted."""
         return self.measure or self.balance > 0.0 or self.z > 0.0
+
+
+class KlControlConfig(Section):
+    """A `kl.coefficient` that moves so that the KL divergence comes near a target (arXiv 1909.08593, eq. 2;
+    verl's `kl_ctrl.type=adaptive`)."""
+
+    target: float | None = Field(None, gt=0.0, le=1e6)
+    """The `kl` of a step to come near, in nats a token; null leaves the coefficient as it is."""
+    horizon: float = Field(10_000.0, gt=0.0, le=1e12)
+    """Samples over which the coefficient moves by its whole error, which counts as at most 20%."""
+
+
+class EntropyControlConfig(Section):
+    """An `entropy_coefficient` that moves by steps so that the entropy stays near a target (Skywork-OR1,
+    arXiv 2505.22312; TRL's `use_adaptive_entropy`)."""
+
+    target: float | None = Field(None, gt=0.0, le=100.0)
+    """The `entropy` of a step, in nats a token, at or below which the coefficient rises and is used; above it
+    falls and is not used. null leaves it as it is."""
+    delta: float = Field(0.005, gt=0.0, le=100.0)
+    """What the coefficient moves by after each step."""
+    low: float = Field(0.0, ge=0.0, le=100.0)
+    """Smallest coefficient."""
+    high: float = Field(1.0, gt=0.0, le=100.0)
+    """Largest coefficient."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "EntropyControlConfig":
+        if self.low > self.high:
+            raise ValueError(f"low ({self.low:g}) is above high ({self.high:g}): no coefficient lies between")
+        return self
+
+
+class ValueConfig(Section):
+    """A value head, trained with the policy."""
+
+    head: bool = False
+    """Train one; `advantage: gae` needs it."""
+    model: Literal["policy", "own"] = "policy"
+    """What it sits on: the policy's last hidden state, or that of a model of its own (a critic), which begins
+    as a copy of the policy's, and has its own moments and its own bound of the gradient norm."""
+    lr: float | None = Field(None, gt=0.0, le=1.0)
+    """Peak learning rate of the head; null takes the policy's."""
+    coefficient: float = Field(0.5, gt=0.0, le=100.0)
+    """Weight of the value loss."""
+    clip: float | None = Field(0.2, gt=0.0, le=1e6)
+    """The value may move this far from its estimate at the step's start; null does not clip."""
+    detach: bool = False
+    """Keep the value loss's gradient in the head and out of the policy."""
+    whiten: bool = True
+    """Bring the advantages of a mini-batch to mean 0 and deviation 1; it then waits for all its groups."""
+
+
+class OverlongConfig(Section):
+    """DAPO's soft punishment of completions that come near the length limit."""
+
+    penalty: float = Field(0.0, ge=0.0, le=1e6)
+    """Taken off the reward of a completion at the limit; 0 is off."""
+    buffer_share: float = Field(0.2, gt=0.0, le=1.0)
+    """The last share of `rollout.sampling.max_tokens` (of a session: of `rollout.environment.max_tokens`),
+    over which the punishment grows from 0."""
+
+
+class LengthPenaltyConfig(Section):
+    """What length costs, the more so the easier the prompt: weight * the group's pass rate * the completion's
+    share of the longest one in its group, taken off its reward (prime-rl's `length_penalty`)."""
+
+    tokens: float = Field(0.0, ge=0.0, le=1e6)
+    """Weight of the number of tokens that the model wrote; 0 is off."""
+    turns: float = Field(0.0, ge=0.0, le=1e6)
+    """Weight of the number of turns of a session; 0 is off."""
+    of: Literal["all", "successes"] = "all"
+    """Which completions of a group pay: `successes` leaves alone those below `pass_threshold`."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is taken off."""
+        return self.tokens > 0.0 or self.turns > 0.0

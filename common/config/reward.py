@@ -138,15 +138,6 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
             )
 
 
-class RewardCacheConfig(Section):
-    """How much of what rewards returned is kept in Redis; what was not used for longest goes first."""
-
-    max_entries: int = Field(200_000, ge=1, le=100_000_000)
-    """Most results kept."""
-    max_mb: int = Field(256, ge=1, le=1_048_576)
-    """Most memory for them in Redis, in MiB."""
-
-
 DEFAULT_FUNCTION = "gsm8k"
 
 
@@ -162,8 +153,8 @@ class RewardConfig(RewardLimits, FunctionConfig):
     `replace_failures_by_mean`, or `path.py:name`."""
     group_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the group function."""
-    cache: RewardCacheConfig = RewardCacheConfig()
-    """Bounds of the cache in Redis."""
+    cache_mb: int = Field(256, ge=1, le=1_048_576)
+    """Memory in Redis for results that are kept, in MiB; what was not used for longest goes first."""
     workers: int = Field(1, ge=0, le=1024)
     """Reward processes that `tidemill up` starts on this machine."""
     max_in_flight: int = Field(256, ge=1, le=65536)
@@ -177,8 +168,6 @@ class RewardConfig(RewardLimits, FunctionConfig):
     """With `drop_sample`: a group with fewer scored samples is replaced."""
     drain_s: float = Field(8.0, ge=0.0, le=3600.0)
     """Grace period of a stopping worker, in seconds; what is not scored by then is handed back."""
-    delay_s: tuple[float, float] | None = None
-    """Benchmarks only: sleep uniformly between these seconds before scoring."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics and /healthz; 0 takes a free one."""
 
@@ -190,7 +179,7 @@ class RewardConfig(RewardLimits, FunctionConfig):
         shared = {
             name: getattr(self, name)
             for name in NamedRewardConfig.model_fields
-            if name in RewardConfig.model_fields and name != "cache"
+            if name in RewardConfig.model_fields
         }
         assert self.function is not None  # `_fill` sees to it
         return {self.function.rpartition(":")[2]: NamedRewardConfig(**shared)}
@@ -267,13 +256,6 @@ class RewardConfig(RewardLimits, FunctionConfig):
                     f"{', '.join(sorted(shared)) or 'all data sources'}, and a sample has one teacher: give "
                     "each data sources of its own in applies_to"
                 )
-
-    @field_validator("delay_s")
-    @classmethod
-    def _delay_is_a_range(cls, delay_s: tuple[float, float] | None) -> tuple[float, float] | None:
-        if delay_s is not None and not 0.0 <= delay_s[0] <= delay_s[1] <= 3600.0:
-            raise ValueError("delay_s must be two numbers [shortest, longest] from 0 to 3600")
-        return delay_s
 
 
 def _with_limits(reward: Any, limits: dict[str, Any]) -> Any:

@@ -88,12 +88,10 @@ class JudgeConfig(AskingConfig):
     api: Literal["chat", "completions"] = "chat"
     """`chat` sends the template's text as the user's message, `completions` as it is."""
     template: str = ""
-    """Jinja template of what the judge reads: from prompt and messages (the row's own), prompt_text (what
-    the policy read), completion, conversation (messages and all that was said after them, calls of tools and
-    their results too), ground_truth, extra, data_source, and nonce, a word that is another one in every
-    request."""
-    template_file: str = ""
-    """Or a file with it, relative to the config; its text is taken when the config is read."""
+    """Jinja template of what the judge reads, or a file with it, relative to the config: from prompt and
+    messages (the row's own), prompt_text (what the policy read), completion, conversation (messages and all
+    that was said after them, calls of tools and their results too), ground_truth, extra, data_source, and
+    nonce, a word that is another one in every request."""
     system: str = ""
     """Jinja template of the system message of `chat`; empty sends none."""
     temperature: float = Field(0.0, ge=0.0, le=100.0)
@@ -108,7 +106,7 @@ class JudgeConfig(AskingConfig):
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
         if not self.template:
-            raise ValueError("a judge needs a template, or a template_file with one")
+            raise ValueError("a judge needs a template: its text, or a file with it")
         return self
 
 
@@ -169,9 +167,8 @@ class TeacherConfig(AskingConfig):
     messages: what only the teacher knows (self-distillation, arXiv 2601.19897). Empty: the policy's own
     prompt."""
     template: str = ""
-    """Or a Jinja template of it, from the same as a judge's: prompt, messages, ground_truth, extra, ..."""
-    template_file: str = ""
-    """Or a file with that, relative to the config; its text is taken when the config is read."""
+    """Or a Jinja template of it, or a file with one, from the same as a judge's: prompt, messages,
+    ground_truth, extra, ..."""
     chat: bool = False
     """Put the text of `prompt_column` or `template` into the teacher's chat template, as the user's message.
     Messages always go into it."""
@@ -203,23 +200,16 @@ class SandboxConfig(Section):
     max_cases: int = Field(64, ge=1, le=10_000)
     """Only the first so many tests count."""
     time_s: float = Field(6.0, gt=0.0, le=3600.0)
-    """Longest time for one test, in seconds."""
-    cpu_s: float = Field(4.0, gt=0.0, le=3600.0)
-    """Processor time of one test, in seconds; rounded up to whole ones."""
+    """Longest time for one test, in seconds; each of its processes has as much of the processor."""
     total_s: float = Field(30.0, gt=0.0, le=3600.0)
     """Longest time for all tests of a completion together, in seconds."""
     memory_mb: int = Field(512, ge=32, le=1 << 20)
     """Memory of one test, its child processes included, in MiB."""
     file_mb: int = Field(16, ge=1, le=1 << 16)
     """Largest file, and where the kernel allows it all files together, in MiB."""
-    max_processes: int = Field(16, ge=1, le=4096)
-    """Processes and threads of one test at once."""
-    output_kb: int = Field(256, ge=1, le=1 << 16)
-    """Longest output of one test, in KiB."""
     isolation: Literal["prefer", "require"] = "require"
     """`require` runs nothing where bubblewrap can make no namespaces; `prefer` has only limits there."""
     packages: bool = False
     """Let the code import the packages that are installed beside this project, such as numpy."""
-    result_ttl_s: ClassVar[int] = 3600
     queue_s: float = Field(300.0, gt=0.0, le=86_400.0)
     """How long a completion may wait for a free worker, in seconds."""

@@ -66,7 +66,7 @@ class StreamsConfig(Section):
     """How long a stopping service finishes what it holds before it hands the rest back."""
     max_attempts: int = Field(5, ge=1, le=100)
     """Deliveries of one message before it goes to the dead-letter stream; a trajectory must have been alone
-    in its worker in the last ones, so that it is not buried for what another one did."""
+    in its worker in the last ones, so that it is not dead-lettered for what another one did."""
     max_message_mb: int = Field(64, ge=1, le=512)
     """Larger messages are refused before they are decoded, in MiB."""
     claim_check_bytes: int = Field(0, ge=0, le=2**40)
@@ -204,8 +204,7 @@ class RunConfig(Section):
                 f"{algorithm.advantage} places the environment's rewards of single turns "
                 f"(reward.rewards.{named[0]}) on their tokens. Take loss ppo, or another advantage"
             )
-        traits = algorithm.advantage_traits
-        if traits is not None and traits.compares_rewards:
+        if algorithm.advantage_traits.compares_rewards:
             self._rewards_can_be_compared(algorithm.advantage)
         environment = self.rollout.environment
         if algorithm.overlong.penalty and not environment.is_single_turn and not environment.max_tokens:
@@ -281,13 +280,13 @@ class RunConfig(Section):
         if size < 2 and algorithm.filter_zero_variance:
             raise ValueError(f"filter_zero_variance needs {field} of at least 2")
         traits = algorithm.advantage_traits
-        if size < 2 and traits and traits.compares_siblings and not self.reward.distils_alone:
+        if size < 2 and traits.compares_siblings and not self.reward.distils_alone:
             raise ValueError(
                 f"trainer.algorithm.advantage: {algorithm.advantage} compares the completions of a group, "
                 f"and {field} is {size}: every advantage would be 0. Take at least 2, or "
                 "reinforce_plus_plus or gae"
             )
-        if algorithm.advantage == "pass_at_k" and algorithm.pass_k > size:
+        if traits.is_binary and algorithm.pass_k > size:
             raise ValueError(
                 f"trainer.algorithm.pass_k ({algorithm.pass_k}) exceeds {field} ({size}): a group "
                 "holds no set of that many completions"
@@ -349,7 +348,7 @@ class RunConfig(Section):
         algorithm = self.trainer.algorithm
         if not self._is_sampling_filtered():
             return
-        rejecting = [name for name in algorithm.rejection.of_sequences if name != "veto"]
+        rejecting = algorithm.rejection.of_sequences
         level, mode = algorithm.importance.level, algorithm.importance_mode
         is_of_sequences = level == "sequence" or (level == "geometric" and mode == "mask")
         for field, is_wrong, effect in (
@@ -358,7 +357,7 @@ class RunConfig(Section):
             ("rollout_penalty", algorithm.rollout_penalty, "would pull the policy towards it; leave it out"),
             ("kl.place: reward", algorithm.kl.place == "reward",
              "would take their distance from the reference for KL; put the penalty into the loss"),
-            (f"rejection.{rejecting[0]}" if rejecting else "", rejecting,
+            (f"rejection.bounds.{rejecting[0]}" if rejecting else "", rejecting,
              "would reject nearly every sequence for it; sample unfiltered, or leave the criterion out"),
             (f"importance.level: {level}", mode != "off" and is_of_sequences,
              "would multiply the gaps of all tokens of a sequence, until next to nothing is left of its "

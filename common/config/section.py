@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML reads `off` as false."""
 
 
 class Section(BaseModel):

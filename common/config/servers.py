@@ -3,7 +3,6 @@
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
 from tidemill.common.config.section import Section
@@ -18,8 +17,6 @@ class LimitsConfig(Section):
     """Requests started in a minute."""
     tokens_per_minute: float = Field(0.0, ge=0.0, le=1e12)
     """Tokens in a minute, of prompts and answers; estimated before a request and corrected after it."""
-    evaluation_share: float = Field(0.1, ge=0.0, le=0.9)
-    """Share of everything that training leaves to evaluation."""
 
     @property
     def is_limited(self) -> bool:
@@ -111,36 +108,20 @@ class ServersConfig(Section):
         return self
 
 
+FORMER = {"base_urls", "api_key_env", "limits", "routing", "hedge", "prices", "local_replicas", "served_name"}
+FORMER |= {"router_only", "gpus", "shares_rollout_gpus", "turn_s", "server"}
+"""Fields that judges, reward models and teachers had before they named servers."""
+
+
 def refuse_former_shape(kind: str, tree: Any) -> None:
     """Refuse a judge, reward model or teacher that has the fields of its servers, as releases before had it.
 
     Raises:
-        ValueError: it has; the message is the same in the form of today.
+        ValueError: it has.
     """
-    former = FORMER | {"model"} if kind == "judge" else FORMER
-    if not isinstance(tree, dict) or tree.get("servers") or not former.intersection(tree):
-        return
-    servers: dict[str, Any] = {key: tree[key] for key in ("base_urls", "api_key_env") if tree.get(key)}
-    local = dict(tree.get("local_replicas") or {})
-    if model := tree.get("served_name") or (kind == "judge" and tree.get("model")) or local.get("model"):
-        servers["model"] = model
-    for key in ("limits", "prices"):
-        given = {name: value for name, value in (tree.get(key) or {}).items() if name not in GONE and value}
-        servers |= {key: given} if given else {}
-    if local:
-        local.pop("model", None)
-        local |= {key: tree[key] for key in ("gpus", "shares_rollout_gpus") if tree.get(key)}
-        servers["local"] = local | ({"engine": tree["server"]} if tree.get("server") else {})
-    example = yaml.safe_dump(
-        {"servers": {"NAME": servers}}, default_flow_style=None, sort_keys=False, width=200
-    )
-    raise ValueError(
-        f"{', '.join(sorted(former.intersection(tree)))}: servers are a section of their own since 0.1. "
-        f"Write\n{example}and name it here: {kind}: {{servers: NAME, ...}}"
-    )
-
-
-GONE = ("burst_s", "lease_s")
-FORMER = {"base_urls", "api_key_env", "limits", "routing", "hedge", "prices", "local_replicas", "served_name"}
-FORMER |= {"router_only", "gpus", "shares_rollout_gpus", "turn_s", "server"}
-"""Fields that judges, reward models and teachers had before they named servers."""
+    if isinstance(tree, dict) and not tree.get("servers") and (given := sorted(FORMER.intersection(tree))):
+        raise ValueError(
+            f"{', '.join(given)}: servers are a section of their own since 0.1. Write servers: {{NAME: "
+            f"{{base_urls, model, api_key_env, limits, local}}}} "
+            f"and name them here: {kind}: {{servers: NAME, ...}}"
+        )

@@ -84,7 +84,6 @@ class Ticket(PromptFields):
     min_version: int = Field(ge=0, description="an engine older than this must not start the group")
     group_size: int = Field(ge=1, le=4096)
     sampling: SamplingParams
-    num_greedy: int = Field(0, ge=0, description="the first so many samples are greedy: a baseline")
     row: int = Field(-1, description="row of the dataset")
     replaces: int = Field(-1, description="the ticket in whose place this one was issued")
     outcome: Outcome | None = Field(None, description="of the replaced group, where a curriculum wants it")

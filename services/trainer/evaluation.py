@@ -45,7 +45,7 @@ from tidemill.common.wire.messages import (
 )
 from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.batch.reconciler import delete_results
-from tidemill.services.trainer.batch.strays import move_strays_aside
+from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
 from tidemill.services.trainer.durable.checkpointing import Trimmer
 from tidemill.services.trainer.groups.samples import num_sampled
 
@@ -187,13 +187,13 @@ class Evaluator:
         await delete_results(self.context.broker, self.context.keys, Lane.EVAL, ())
         if not self.context.config.streams.trim:
             return
-        broker, keys, history = self.context.broker, self.context.keys, self.trimmer.history
+        broker, keys, epoch = self.context.broker, self.context.keys, self.trimmer.epoch
         below = {
             stream: id_after(await last_id(broker, stream.key(keys)))
             for stream in (StreamName.TRAJECTORIES_EVAL, StreamName.SCORES_EVAL)
         }
         below[StreamName.PROMPTS_EVAL] = entry_id_of((version + 1) * len(self.prompts))
-        await self.trimmer.let_go(below, history)
+        await self.trimmer.release(below, epoch)
 
     async def _issue(self, tickets: Sequence[Ticket]) -> bool:
         """Append the tickets that the stream does not have; False where it had them and let them go."""
@@ -202,7 +202,7 @@ class Evaluator:
         if len(await append_missing(broker, key, list(by_number), by_number.__getitem__)) == len(tickets):
             return True
         floor = entry_id_of(tickets[0].ticket - 1) if tickets[0].ticket else START
-        if await move_strays_aside(broker, self.context.keys, key, Ticket, floor):
+        if await remove_unexpected(broker, self.context.keys, key, Ticket, floor):
             await append_missing(broker, key, list(by_number), by_number.__getitem__)
         first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
         return len(await read_range(broker, key, Ticket, first, last)) == len(tickets)

@@ -108,9 +108,9 @@ async def _train_policy(
     await until_stored(context, replayer.repair_archive)
     can_start_over = await replayer.archived.begins_at_start()
     restored, dropped, needed = await runner.thread.call(
-        restore_checkpoint, store, runner.policy, streams, journal, can_start_over
+        restore_checkpoint, store, runner.policy, streams, can_start_over
     )
-    commits = await replayer.adopt(restored, dropped, needed)
+    commits = await replayer.take_over(restored, dropped, needed)
     version = join.version = restored + len(commits)
     await until_stored(context, partial(_rebuild_records, context, restored, version, journal))
     recorder = await on_disk(context, Recorder, context.run_dir, context.config.trainer.tensorboard, version)
@@ -124,7 +124,7 @@ async def _train_policy(
             assembler = BatchAssembler(context, streams, runner.group_filter, runner.precompute)
             assembler.dropped += replayer.pending_drops
             assembler.limit.restore([reason for _, _, reason in assembler.dropped])
-            for ticket in replayer.passed_over:
+            for ticket in replayer.skipped:
                 await assembler.drop(ticket, "lost: its ticket", version)
             checkpointer = Checkpointer(context, store, runner, streams, recorder, trimmer, restored)
             memory = MemoryWatch(context, checkpointer)

@@ -30,7 +30,7 @@ from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
 from tidemill.services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
-from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import (
     MicroBatch,
     Sample,
@@ -172,7 +172,7 @@ class StepRunner:
         await self._finish(result)
         return result
 
-    async def replay(self, commit: Commit, groups: dict[int, CompleteGroup]) -> StepResult:
+    async def replay(self, commit: Commit, groups: dict[int, PendingGroup]) -> StepResult:
         """Train a committed step again from the streams' records, with the recorded composition.
 
         Raises:
@@ -214,7 +214,7 @@ class StepRunner:
             await self._accumulate(rebuild([batch.keys for batch in first.micro_batches], samples), mini)
             await self._update(mini)
 
-    def _filtered(self, group: CompleteGroup, step: int) -> TrainableGroup:
+    def _filtered(self, group: PendingGroup, step: int) -> TrainableGroup:
         outcome = self.group_filter.apply(group, step)
         if isinstance(outcome, TrainableGroup):
             return outcome

@@ -1,11 +1,21 @@
 """The trainer: admit tickets, train a step on their groups, commit, announce, repeat.
 
-The order makes a step exactly-once: it is committed in Redis, with the digest of its weights; then the
-weights are written, beside the next step's work, and announced when they are on the disk; the next step is
-committed only after that. A checkpoint that falls due is copied between two steps and written beside those
-that follow; one that something waits for (a commit that Redis could lose, memory, the end) is written first.
-A crash between any two of these is repaired on restart from checkpoint and commits: the version is made
-again, and written if it is not there whole.
+A step becomes durable in this order, which makes it exactly-once. Other files name the parts by number.
+
+1. Journal: the commit is written to the trainer's own disk, so that whatever Redis loses later can come back.
+2. Settle: its groups are outstanding no more. From here on a checkpoint is one of the new version.
+3. Mark: a note in Redis that a commit is about to come; a server that has lost it takes no commit.
+4. Checkpoint, only where Redis has restarted: what the step was trained on may be gone, so that no replay
+   could repeat it. The checkpoint stands for it then.
+5. Commit: appended under the step's id, right behind the commit before, if the mark stands. The step has
+   happened; before, a restart trains it again from the same records.
+6. Write: the weights go to the disk beside the next step's work, and to the object store if there is one.
+7. Announce: workers are told of files that are whole and on the disk. The next step's commit waits for this.
+
+A crash after 1 leaves a commit in the journal that Redis does not have: recovery cuts it off, unless a
+checkpoint covers it (4). After 5, recovery trains the step again from its records, which gives the same
+weights; what is missing of 6 and 7 is done then. A checkpoint that falls due without a restart of Redis is
+copied between two steps and written beside those that follow.
 """
 
 import asyncio
@@ -26,7 +36,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
 from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
 from tidemill.services.trainer.batch.reconciler import delete_results
-from tidemill.services.trainer.durable.beside import WorkBeside
+from tidemill.services.trainer.durable.background_work import BackgroundWork
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import (
     CommitJournal,
@@ -67,8 +77,8 @@ class Outputs:
     diagnostics: Diagnostics
 
 
-LAST_WORDS_S = 10.0
-"""A trainer that is asked to leave finishes what it announces, if that takes no longer."""
+SHUTDOWN_TIMEOUT_S = 10.0
+"""A trainer that has to stop finishes writing and announcing a version, if that takes no longer."""
 
 
 class Trainer:
@@ -92,7 +102,7 @@ class Trainer:
         self.trained_version = version
         """What the policy holds: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
-        self.publication = WorkBeside(context, WRITING)
+        self.weights_work = BackgroundWork(context, WRITING)
         """Writes and announces the version that was committed last."""
         self._evaluations: list[dict[str, object]] = []
         self._committed_at = time.monotonic()
@@ -108,10 +118,10 @@ class Trainer:
             while self.version < self.config.steps:
                 await self.scheduler.admit(self.version)
                 await self._step(self.version)
-            await self.publication.finish()
+            await self.weights_work.finish()
             await self._finish_evaluation()
-            await self.publication.finish()  # for the evaluation, a version may have been written again
-            await self.publication.give_up()
+            await self.weights_work.finish()  # for the evaluation, a version may have been written again
+            await self.weights_work.give_up()
             await self._save()
             await self._finish()
         except StoppedError:
@@ -149,7 +159,7 @@ class Trainer:
         Weights within a step belong to no version: they are not saved. Workers that are asked to leave too
         may hold tickets that wait for the version that is being written.
         """
-        await self.publication.give_up(LAST_WORDS_S)
+        await self.weights_work.give_up(SHUTDOWN_TIMEOUT_S)
         if self._evaluation is not None:
             self._evaluation.cancel()
             await asyncio.wait({self._evaluation})
@@ -164,18 +174,20 @@ class Trainer:
     async def _step(self, step: int) -> None:
         """Train, commit and announce one step."""
         started_at = time.time()
-        if self.runner.thread.takes_turns:  # an engine may have to evaluate first: not in the trainer's turn
-            await self.publication.finish()
+        if self.runner.thread.takes_turns:  # an engine may have to evaluate first, while it has the GPU
+            await self.weights_work.finish()
         result = await self.runner.run(step, self.assembler)
         self.trained_version = step + 1
-        await self.publication.finish()
+        # 7 of the step before comes before 5 of this one: at most one committed version is not announced, so
+        # a restart has one to write again, from the weights that it holds anyway.
+        await self.weights_work.finish()
         with self.context.activity.during(WRITING):
             state = await self._compare_weights()
         dropped = self.assembler.drain_dropped()
         numbers, prompts = self._metrics(step, result, len(dropped)), self.scheduler.prompts
         tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
-        told = prompts.outcomes(result.groups), prompts.sizes(tickets)
-        commit = make_commit(step, result, dropped, numbers, state.committed, started_at, *told)
+        of_prompts = prompts.outcomes(result.groups), prompts.sizes(tickets)
+        commit = make_commit(step, result, dropped, numbers, state.committed, started_at, *of_prompts)
         await self._commit(commit, result)
         outstanding = self.scheduler.outstanding
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
@@ -184,7 +196,7 @@ class Trainer:
         self.outputs.diagnostics.observe(step, commit.metrics)
         # Before anything else is written: others may wait for memory that only a checkpoint frees.
         is_saved = await self.durability.memory.after_step(self._save)
-        self.publication.start(self._publish(state), f"weights of version {self.version}")
+        self.weights_work.start(self._write_and_announce(state), f"weights of version {self.version}")
         self._observe(commit, result)
         every = self.config.checkpoint_every
         is_due = every > 0 and self.version % every == 0
@@ -195,28 +207,31 @@ class Trainer:
                 await self.durability.checkpointer.begin(self.version, self.assembler.dropped)
 
     async def _commit(self, commit: Commit, result: StepResult) -> None:
-        """Make the step durable: in Redis, and after a restart of Redis in a checkpoint before that.
-
-        What was trained on may be gone then, and neither this commit nor one that Redis has lost with it
-        could be replayed. So the mark comes first, then it is asked whether Redis is the same as before, and
-        the commit is taken only where the mark still stands.
-        """
+        """Parts 1 to 5 of the order at the top of this file."""
+        # 1 comes before anything is sent: of a commit that reached Redis and was lost with its last second,
+        # the journal is the only copy.
         await on_disk(self.context, self.durability.journal.append, commit)
+        # 2 comes before 4: a checkpoint of the new version must not hold its groups as outstanding, or they
+        # would be trained twice.
         self.version = self.join.version = commit.version
         self.assembler.settle(result.groups)
         self.scheduler.prompts.take_commit(commit)
+        # 3 comes before the question which server answers: if Redis restarts after the answer, the new server
+        # lacks the mark, or had it and with it all that the step was trained on.
         mark = await self.reconciler.mark()
-        if await self.reconciler.may_lack_records():
+        if await self.reconciler.check_server():
             await self._save()
         await self.reconciler.restore_lost()
         with metrics.COMMIT_SECONDS.time():
             await self._append(commit, mark)
-        if await self.reconciler.may_lack_records():
+        # Redis may have restarted right after the append, and lost both commit and records.
+        if await self.reconciler.check_server():
             await self._save()
 
     async def _append(self, commit: Commit, mark: Mark) -> None:
-        """Append a commit, and before it those that Redis has lost: the stream takes no step below its last.
-        Of what is lost, the newest records go first: where a commit is missing, they are too."""
+        """Append a commit, and before it those that Redis has lost."""
+        # Each time the checkpoint comes first. Redis loses the newest first, so where a commit or the mark is
+        # missing, the records of this step are missing too, and only a checkpoint can stand for it.
         while True:
             try:
                 return await append_commit(self.context.broker, self.context.keys, commit, mark)
@@ -265,11 +280,11 @@ class Trainer:
         with metrics.WEIGHTS_COMPARE_SECONDS.time():
             return await self.runner.thread.call(self.runner.policy.compare_weights)
 
-    async def _publish(self, state: WeightState) -> None:
-        """Write the version that was just committed, and announce it after the evaluation of the one
-        before."""
-        manifest = await self._write_weights(state, self.publication.during)
-        await self._finish_evaluation(self.publication.during)
+    async def _write_and_announce(self, state: WeightState) -> None:
+        """Parts 6 and 7, of the version that was just committed."""
+        manifest = await self._write_weights(state, self.weights_work.during)
+        # Workers that get newer weights would go on with the samples of that evaluation under these.
+        await self._finish_evaluation(self.weights_work.during)
         await self._announce(manifest)
 
     async def _write_weights(self, state: WeightState, during: During) -> WeightManifest:
@@ -308,7 +323,7 @@ class Trainer:
                 await asyncio.to_thread(verified_files, self.context.run_dir, part)
         except WeightsError:
             return None
-        self.outputs.weights.adopt(newest.message)
+        self.outputs.weights.continue_from(newest.message)
         return newest.message
 
     def _must_evaluate(self, version: int) -> bool:
@@ -330,7 +345,7 @@ class Trainer:
         # Only when results are safe: what is trimmed cannot be evaluated again. Where commits are lost and
         # no checkpoint stands for them yet, a trainer that starts takes their version, and its results, back.
         await on_disk(self.context, self.recorder.sync)
-        if not await self.reconciler.may_lack_records():
+        if not await self.reconciler.check_server():
             await self.evaluator.trim(version)
 
     async def _record_evaluation(self, result: EvaluationResult) -> None:

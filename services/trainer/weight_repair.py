@@ -47,7 +47,7 @@ class WeightRepair:
         trainer = self.trainer
         version = manifest.version
         is_current = trainer.trained_version == trainer.version == version
-        if not (is_current and trainer.reconciler.manifest is manifest and trainer.publication.is_done):
+        if not (is_current and trainer.reconciler.manifest is manifest and trainer.weights_work.is_done):
             return
         self._repaired = version
         trainer.outputs.weights.distrust()
@@ -55,9 +55,9 @@ class WeightRepair:
         log.error(DAMAGED, version=version, worker=worker, written_in_full=version + has_moved)
         if not has_moved:
             # The policy's thread takes calls in order: this comes before the update that moves the weights.
-            trainer.publication.follow(self._publish(manifest), f"version {version}, again")
+            trainer.weights_work.follow(self._write_again(manifest), f"version {version}, again")
 
-    async def _publish(self, manifest: WeightManifest) -> None:
+    async def _write_again(self, manifest: WeightManifest) -> None:
         weights, runner = self.trainer.outputs.weights, self.trainer.runner
 
         async def write() -> WeightManifest:
@@ -65,6 +65,6 @@ class WeightRepair:
             runner.thread.let_go()
             return await asyncio.to_thread(weights.finish, begun)
 
-        written = await until_stored(self.context, write, self.trainer.publication.during)
+        written = await until_stored(self.context, write, self.trainer.weights_work.during)
         self.trainer.reconciler.change_manifest(written)
         await self.trainer.reconciler.announce()

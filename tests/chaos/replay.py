@@ -15,7 +15,7 @@ from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
-from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter
+from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepRunner
 
@@ -94,11 +94,11 @@ async def replay(
     return result
 
 
-def _groups(archive: Archive) -> dict[int, CompleteGroup]:
+def _groups(archive: Archive) -> dict[int, PendingGroup]:
     """Complete groups from what stands; the first entry of a key wins."""
-    groups: dict[int, CompleteGroup] = {}
+    groups: dict[int, PendingGroup] = {}
     for sample in archive.trajectories.messages:
-        group = groups.setdefault(sample.ticket, CompleteGroup(sample.ticket, sample.step, {}, {}))
+        group = groups.setdefault(sample.ticket, PendingGroup(sample.ticket, sample.step, {}, {}))
         group.trajectories.setdefault(sample.index, sample)
     for score in archive.scores.messages:
         if score.ticket in groups:
@@ -112,7 +112,7 @@ def _doubtful_tickets(archive: Archive) -> set[int]:
     return {message.ticket for message in lost}
 
 
-def _stands(commit: Commit, groups: dict[int, CompleteGroup], doubtful: set[int], size: int) -> bool:
+def _stands(commit: Commit, groups: dict[int, PendingGroup], doubtful: set[int], size: int) -> bool:
     return all(
         ticket not in doubtful
         and ticket in groups

@@ -7,6 +7,8 @@ from tests.simulation.schedule import LEASE_S, Fault, Setup
 
 GROUP_SHARE = 0.12
 """Share of the schedules whose reward is given whole groups."""
+SESSIONS_SHARE = 0.12
+"""Share of those whose samples are sessions."""
 KEPT_SHARE = 0.12
 """Share of those whose stream of commits is trimmed."""
 BESIDE = {"": 76, "full": 6, "add": 6, "operate": 4, "second": 4, "resume": 4}
@@ -17,6 +19,8 @@ def with_draws(seed: int, setup: Setup) -> Setup:
     """The config, perhaps with what only some runs have."""
     if random.Random(f"group {seed}").random() < GROUP_SHARE:
         setup = replace(setup, per_group=True)
+    if random.Random(f"sessions {seed}").random() < SESSIONS_SHARE:
+        setup = replace(setup, sessions=True)
     rng = random.Random(f"kept {seed}")
     if rng.random() < KEPT_SHARE and setup.trim:
         setup = replace(setup, kept_commits=rng.choice((1, 2)))

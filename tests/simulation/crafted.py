@@ -136,6 +136,12 @@ def _unheard(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Cra
     return replace(setup, steps=4), [Fault(round(at_s / 2.0, 3), "unreliable", "", how)]
 
 
+def _older(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Two releases at once: a worker of the one before reads what it does not understand."""
+    setup = replace(setup, claims=True, steps=4, rewards=2, sample_s=1.0)
+    return setup, [Fault(round(at_s / 2.0, 3), "older", "reward-9", {"for_s": 0.5 + for_s})]
+
+
 CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
     "outage": _outage,
     "behind": _behind,
@@ -153,5 +159,6 @@ CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
     "again": _again,
     "last": _last,
     "unheard": _unheard,
+    "older": _older,
 }
 """Kind -> the schedule, of a generator, a config, and a time and a duration that it may use."""

@@ -187,6 +187,17 @@ class Injector:
         """A worker more: it starts now, and stays."""
         self.fleet.add(fault.target, fault.target.partition("-")[0])
 
+    def older(self, fault: Fault) -> None:
+        """A worker more, of a release that knows of no claims; it is brought up to date after a while."""
+        self.world.older.add(fault.target)
+        self.add(fault)
+
+        def update() -> None:
+            self.world.older.discard(fault.target)
+            self.fleet.terminate(fault.target)
+
+        self._after(fault.how["for_s"], update)
+
     def cut_off(self, fault: Fault) -> bool:
         """One process cannot reach Redis for a while."""
         process = self.fleet.find(fault.target)
@@ -292,6 +303,7 @@ KINDS: dict[str, Callable[[Injector, Fault], Any]] = {
     "unreliable": Injector.unreliable,
     "full": Injector.full,
     "add": Injector.add,
+    "older": Injector.older,
     "operate": Injector.operate,
     "second": Injector.second,
     "cut_off": Injector.cut_off,

@@ -44,10 +44,12 @@ from tests.simulation.redis.client import MemoryClient
 from tests.simulation.reward import SimulatedReward, make_reward
 from tests.simulation.watch import Watch
 from tests.simulation.world import World
-from tidemill.common.process.stand_in import StandIn
+from tidemill.common.errors import CodecError
+from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.redis.broker import WAIT_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import RUNS_DIR_VARIABLE
+from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.rollout.group import GroupGenerator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
@@ -86,7 +88,7 @@ class NoHttpClient:
         """Nothing to close."""
 
 
-class NoStandIn(StandIn):
+class NoLeaseKeeper(LeaseKeeper):
     """In place of the thread that renews leases while a loop is blocked: no loop is, in virtual time."""
 
     def start(self) -> None:
@@ -125,7 +127,7 @@ def installed(world: World, watch: Watch) -> Iterator[None]:
 def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
     clocks, rng = world.clocks, random.Random(f"names {world.seed}")
     return [
-        (tidemill.common.process.service, "StandIn", NoStandIn),
+        (tidemill.common.process.service, "LeaseKeeper", NoLeaseKeeper),
         (time, "time", clocks.wall_s),
         (time, "monotonic", clocks.monotonic_s),
         (time, "time_ns", lambda: int(1e9 * clocks.wall_s())),
@@ -148,11 +150,23 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (tidemill.services.reward.rewards.named, "FunctionReward", SimulatedReward),
         (tidemill.services.trainer.service, "load_tokenizer", known_tokenizer),
         (httpx, "AsyncClient", NoHttpClient),
+        (codec, "_check_needs", _needs_checked_by(world)),
         (yaml, "SafeLoader", yaml.CSafeLoader),  # the same, in a tenth of the time
         (yaml, "SafeDumper", yaml.CSafeDumper),
         (tidemill.services.trainer.durable.checkpointing, "KEPT_COMMITS", world.kept_commits),
         (tidemill.services.trainer.durable.commits, "KEPT_COMMITS", world.kept_commits),
     ]
+
+
+def _needs_checked_by(world: World) -> Callable[[Any, Any], None]:
+    check = codec._check_needs
+
+    def checked(needs: Any, message_type: Any) -> None:
+        if OWNER.get(world.loop.world).name in world.older:
+            raise CodecError(f"{message_type.kind}: it needs {needs}, which an older release did not know")
+        check(needs, message_type)
+
+    return checked
 
 
 def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:

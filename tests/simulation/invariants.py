@@ -260,7 +260,7 @@ class Judge:
 
     def _judge_waits(self, commits: list[Commit]) -> list[str]:
         """Nobody waits for `reissue_after_s` for what a loss of Redis has taken: that is known at once."""
-        if not self.kinds.isdisjoint({"foreign", "empty", "damage"}):
+        if not self.kinds.isdisjoint({"foreign", "empty", "damage", "older"}):
             return []
         late = [ticket for commit in commits for ticket, _, reason in commit.dropped if reason == "lost"]
         return (
@@ -322,7 +322,7 @@ class Judge:
         is_torn = any(f.kind == "tear" and f.how["what"] == "metrics" for f in self.schedule.faults)
         if steps != list(range(self.trainer.steps)) and not is_torn:
             problems.append(f"records: metrics.jsonl has the steps {steps}")
-        is_lossless = self.kinds.isdisjoint({*LOSSES, "foreign", "damage"})
+        is_lossless = self.kinds.isdisjoint({*LOSSES, "foreign", "damage", "older"})
         if is_lossless:
             for stream, kind in (("trajectories", Trajectory), ("scores", Score)):
                 counts = Counter(message.key for message in self._messages(stream, kind))
@@ -330,7 +330,7 @@ class Judge:
                     problems.append(f"published twice: {stream} has {twice[:5]} more than once")
         if (
             self.schedule.setup.evaluation
-            and self.kinds.isdisjoint({"foreign", "empty", "damage"})
+            and self.kinds.isdisjoint({"foreign", "empty", "damage", "older"})
             and not is_torn
         ):
             problems += self._judge_evaluations(lines)

@@ -54,7 +54,7 @@ PLANTED = (
     Mutant(
         "nobody looks at Redis between mark and commit",
         TRAINER,
-        "        mark = await self.reconciler.mark()\n        if await self.reconciler.may_lack_records():\n"
+        "        mark = await self.reconciler.mark()\n        if await self.reconciler.check_server():\n"
         "            await self._save()\n",
         "        mark = await self.reconciler.mark()\n",
     ),
@@ -66,9 +66,9 @@ PLANTED = (
     ),
     Mutant(
         "scores of before a loss are kept",
-        f"{BATCH}/stream_join.py",
-        "        self.trajectories.clear()\n        self.scores.clear()\n",
-        "        self.trajectories.clear()\n",
+        "services/trainer/groups/group_filter.py",
+        "in (self.trajectories, self.scores, self.trajectory_ids, self.score_ids)",
+        "in (self.trajectories, self.trajectory_ids)",
     ),
     Mutant(
         "a score is joined with whatever tokens have its key",
@@ -78,9 +78,9 @@ PLANTED = (
     ),
     Mutant(
         "trajectories of before a loss are kept",
-        f"{BATCH}/stream_join.py",
-        "        self.trajectories.clear()\n        self.scores.clear()\n",
-        "        self.scores.clear()\n",
+        "services/trainer/groups/group_filter.py",
+        "in (self.trajectories, self.scores, self.trajectory_ids, self.score_ids)",
+        "in (self.scores, self.score_ids)",
     ),
     Mutant(
         "the answers of a read-ahead are thrown away",
@@ -254,8 +254,8 @@ PLANTED = (
     Mutant(
         "the last entry of a key wins",
         f"{BATCH}/stream_join.py",
-        "        if index in parts or index >= group.group_size:",
-        "        if index >= group.group_size or (index in parts and group.is_complete):",
+        "        if index in ids or index >= group.group_size:",
+        "        if index >= group.group_size or (index in ids and group.is_complete):",
     ),
     Mutant(
         "a reader goes on where it was after a loss",
@@ -266,8 +266,8 @@ PLANTED = (
     Mutant(
         "what a step takes is not read again after a loss",
         f"{BATCH}/batch_assembler.py",
-        "        self.join.reread(self.reconciler.history)\n",
-        "        self.join.history = self.reconciler.history\n",
+        "        self.join.reread(self.reconciler.epoch)\n",
+        "        self.join.epoch = self.reconciler.epoch\n",
     ),
     Mutant(
         "a commit does not say which groups were replaced",
@@ -278,8 +278,14 @@ PLANTED = (
     Mutant(
         "what cannot be read is waited for as long as anything else",
         f"{BATCH}/stream_join.py",
-        "        self.unread_at = time.monotonic()\n",
-        "",
+        "            return\n        self.unread_at = time.monotonic()\n",
+        "            return\n",
+    ),
+    Mutant(
+        "what only a worker of another release could not read is waited for as long as anything else",
+        f"{BATCH}/stream_join.py",
+        "            self.unread_at = time.monotonic()\n        group =",
+        "            pass\n        group =",
     ),
     Mutant(
         "a trim does not ask for its mark",

@@ -62,14 +62,14 @@ REVERTED = (
     Mutant(
         "strangers stay among the weights",
         f"{BATCH}/reconciler.py",
-        "if await move_strays_aside(self.broker, self.keys, self.keys.weights, WeightManifest):",
+        "if await remove_unexpected(self.broker, self.keys, self.keys.weights, WeightManifest):",
         "if False:",
         "a stranger among the weights",
     ),
     Mutant(
         "strangers stay among the commits",
-        f"{BATCH}/strays.py",
-        "    if not strays and not own and not _is_beyond(newest):\n        return 0\n",
+        f"{BATCH}/unexpected_entries.py",
+        "    if not unexpected and not own and not _is_beyond(newest):\n        return 0\n",
         "    if message_type is Commit:\n        return 0\n",
         "a stranger among the commits",
     ),
@@ -90,15 +90,15 @@ REVERTED = (
     Mutant(
         "nobody notices that Redis was emptied",
         f"{BATCH}/reconciler.py",
-        '        if await self.broker.execute("HGET", self.keys.state, MARK) == self._mark:\n',
-        "        if self._mark:\n",
+        '        if await self.broker.execute("HGET", self.keys.state, REGISTRATION) == self._token:\n',
+        "        if self._token:\n",
         "Redis is emptied",
     ),
     Mutant(
         "nobody notices that Redis was emptied, and everybody dies",
         f"{BATCH}/reconciler.py",
-        '        if await self.broker.execute("HGET", self.keys.state, MARK) == self._mark:\n',
-        "        if self._mark:\n",
+        '        if await self.broker.execute("HGET", self.keys.state, REGISTRATION) == self._token:\n',
+        "        if self._token:\n",
         "Redis is emptied, and everybody dies",
     ),
     Mutant(
@@ -169,7 +169,7 @@ REVERTED = (
     Mutant(
         "during an evaluation nobody looks at Redis",
         f"{BATCH}/reconciler.py",
-        "            await asyncio.sleep(WATCH_S)\n            await self.may_lack_records()\n",
+        "            await asyncio.sleep(WATCH_S)\n            await self.check_server()\n",
         "            await asyncio.sleep(WATCH_S)\n",
         "Redis is emptied during an evaluation, and a worker starts",
     ),
@@ -183,8 +183,8 @@ REVERTED = (
     Mutant(
         "tickets that the stream has passed over are waited for",
         f"{DURABLE}/recovery.py",
-        "        self.passed_over = [t for t in await self.scheduler.passed_over() if t not in trained]\n",
-        "        self.passed_over = []\n",
+        "        self.skipped = [t for t in await self.scheduler.find_skipped() if t not in trained]\n",
+        "        self.skipped = []\n",
         "a ticket that the stream has passed over",
     ),
     Mutant(
@@ -197,7 +197,7 @@ REVERTED = (
     Mutant(
         "an evaluation is trimmed before a checkpoint stands for its version",
         TRAINER,
-        "        if not await self.reconciler.may_lack_records():\n"
+        "        if not await self.reconciler.check_server():\n"
         "            await self.evaluator.trim(version)\n",
         "        await self.evaluator.trim(version)\n",
         "an evaluation is trimmed whose version goes back",

@@ -21,12 +21,13 @@ class SimulatedReward:
 
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
         await asyncio.sleep(LONGEST_S)
-        return [RewardOutcome(value_of(sample.solution_str)) for sample in samples]
+        return [RewardOutcome(value_of(text_of_tokens(sample.completion_ids))) for sample in samples]
 
     async def score(self, sample: Any) -> RewardOutcome:
-        number = fate_of(sample.solution_str)
+        text = text_of_tokens(sample.completion_ids)
+        number = fate_of(text)
         await asyncio.sleep(LONGEST_S * (number % 97) / 97)
-        value = value_of(sample.solution_str)
+        value = value_of(text)
         if value is None:
             raise AttemptError("this completion has no reward", is_final=True)
         return RewardOutcome(value)

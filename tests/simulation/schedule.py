@@ -35,6 +35,8 @@ class Setup:
     sample_s: float = 1.0
     """What a sample takes on average, and its reward at most: longer than a lease, it lives by renewals."""
     per_group: bool = False
+    sessions: bool = False
+    """Whether samples are sessions of several turns, with an environment that fails now and then."""
     """The reward is given all samples of a group at once."""
     kept_commits: int = KEPT_COMMITS
     """So many stay when the stream of commits is trimmed."""
@@ -100,6 +102,10 @@ class Setup:
             tree["streams"]["drain_s"] = 1.0
         if self.per_group:
             tree["reward"]["per"] = "group"
+        if self.sessions:
+            use = f"{Path(__file__).with_name('guessing.py')}:Guessing"
+            tree["rollout"]["environment"] = {"use": use, "max_turns": 4}
+            tree["rollout"]["simulated"] |= {"tokens": 3, "group_s": self.sample_s / 2}
         if self.mixed:
             tree["data"] |= {
                 "train": [

@@ -106,11 +106,12 @@ class Watch:
     # Rollout workers.
 
     def generates(self, request_id: str) -> None:
-        """An engine begins with a sample."""
-        lane, ticket, index, *_ = request_id.split("-")
+        """An engine begins with a sample, or with a later turn of one."""
+        lane, ticket, index, *rest = request_id.split("-")
         key = lane, (int(ticket), int(index))
         self.num_generated += 1
-        self.num_again += key in self._begun
+        is_later_turn = any(part.startswith("t") for part in rest)
+        self.num_again += key in self._begun and not is_later_turn
         self._begun.add(key)
         record, owner = self.published.get(key), OWNER.get(self.world.loop.world)
         is_copied = (lane, int(ticket)) in self.copied

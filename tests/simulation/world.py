@@ -51,6 +51,8 @@ class World:
         self.watch_server()
         self.was_emptied = False
         """Whether Redis once held nothing: what it holds later may be taken back."""
+        self.older: set[str] = set()
+        """Processes of a release that does not understand claims."""
         self.on_append: Callable[[Any], None] | None = None
 
     @property

@@ -22,7 +22,7 @@ from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
 from tidemill.services.trainer.batch.scheduler import Outstanding, Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
-from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter
+from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepRunner
 
@@ -112,16 +112,19 @@ async def answering(
     lanes: Iterable[Lane] = tuple(Lane),
     plays: bool = False,
     value_of: Callable[[Trajectory], float] | None = None,
+    has_baseline: bool = False,
 ) -> AsyncIterator[None]:
     """Workers that answer every ticket at once, with the version of its `min_version`; those that play, by
-    sessions of several turns and segments.
+    sessions of several turns and segments; the first sample of a group is greedy where it is a baseline.
 
     `value(ticket, index)` is the reward of training samples, or several by name; index % 2 by default; or
     `value_of(sample)`.
     """
     by_key = value or (lambda _, index: float(index % 2))
     reward = value_of or (lambda sample: by_key(*sample.key))
-    tasks = [asyncio.ensure_future(_answer(broker, keys, lane, reward, plays)) for lane in lanes]
+    tasks = [
+        asyncio.ensure_future(_answer(broker, keys, lane, reward, plays, has_baseline)) for lane in lanes
+    ]
     try:
         yield
         for task in tasks:
@@ -133,14 +136,16 @@ async def answering(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer(broker: Broker, keys: Keys, lane: Lane, value: Any, plays: bool) -> None:
+async def _answer(
+    broker: Broker, keys: Keys, lane: Lane, value: Any, plays: bool, has_baseline: bool
+) -> None:
     tickets = _consumer(broker, keys, keys.prompts(lane), ROLLOUT_GROUP, Ticket)
     samples = _consumer(broker, keys, keys.trajectories(lane), REWARD_GROUP, Trajectory)
     async with tickets, samples:
         while True:
             for delivery in await tickets.fetch(64, 0.2):
                 if isinstance(delivery, Delivery):
-                    await _generate(keys, lane, tickets, delivery, plays)
+                    await _generate(keys, lane, tickets, delivery, plays, has_baseline)
             for held in await samples.fetch(256, 0.01):
                 if isinstance(held, Delivery):
                     key = held.message.key
@@ -152,7 +157,9 @@ async def _answer(broker: Broker, keys: Keys, lane: Lane, value: Any, plays: boo
                     await samples.complete([(held, score)], keys.scores(lane))
 
 
-async def _generate(keys: Keys, lane: Lane, tickets: Any, delivery: Any, plays: bool) -> None:
+async def _generate(
+    keys: Keys, lane: Lane, tickets: Any, delivery: Any, plays: bool, has_baseline: bool
+) -> None:
     ticket: Ticket = delivery.message
     for index in range(ticket.group_size):
         sample = make_trajectory(
@@ -165,7 +172,7 @@ async def _generate(keys: Keys, lane: Lane, tickets: Any, delivery: Any, plays: 
             logprobs=np.full(2, -1.0, np.float32),
             ground_truth=ticket.ground_truth,
             source=ticket.source,
-            is_greedy=index < ticket.num_greedy,
+            is_greedy=has_baseline and index == 0,
         )
         if plays:
             sample = played(sample)
@@ -213,9 +220,9 @@ def assert_trained_once(commits: list[Commit], groups: int) -> None:
 async def replayed_digests(broker: Broker, keys: Keys, config: RunConfig, policy: Policy) -> list[str]:
     """Train all commits once more, undisturbed, from a fresh policy on what the streams hold now."""
     runner = StepRunner(make_context(broker, keys, config), policy, PolicyThread(), GroupFilter(config))
-    groups: dict[int, CompleteGroup] = {}
+    groups: dict[int, PendingGroup] = {}
     for sample in await messages(broker, keys.trajectories(), Trajectory):
-        group = groups.setdefault(sample.ticket, CompleteGroup(sample.ticket, sample.step, {}, {}))
+        group = groups.setdefault(sample.ticket, PendingGroup(sample.ticket, sample.step, {}, {}))
         group.trajectories.setdefault(sample.index, sample)
     for score in await messages(broker, keys.scores(), Score):
         groups[score.ticket].scores.setdefault(score.index, score)

@@ -1,13 +1,14 @@
--- Keep one reward; make room by dropping those that were not used for longest.
+-- Keep one reward; make room by dropping those that were not used for longest. Atomic against other workers that put: the size is that of
+-- what is there.
 -- KEYS: rewards, when each was used, size and clock.
--- ARGV: digest, payload, most entries, most bytes.  Returns how many were dropped.
+-- ARGV: digest, payload, most bytes.  Returns how many were dropped.
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 local num_bytes = #ARGV[1] + #ARGV[2] - (old and #ARGV[1] + #old or 0)
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('ZADD', KEYS[2], redis.call('HINCRBY', KEYS[3], 'clock', 1), ARGV[1])
 local total = redis.call('HINCRBY', KEYS[3], 'bytes', num_bytes)
 local dropped = 0
-while redis.call('ZCARD', KEYS[2]) > tonumber(ARGV[3]) or total > tonumber(ARGV[4]) do
+while total > tonumber(ARGV[3]) do
   local oldest = redis.call('ZPOPMIN', KEYS[2])[1]
   if not oldest then
     break

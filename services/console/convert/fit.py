@@ -1,16 +1,15 @@
-"""What our config wants of fields together, whoever's options they are from: lengths, ratio, advantage."""
+"""What fields of our config require of each other, for options of all projects: lengths, ratio, advantage."""
 
 import math
 
 from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES
-from tidemill.common.config.losses import SECTIONS_OF_LOSSES
 from tidemill.services.console.convert.draft import Draft
 
 F, IMPORTANCE, EVALUATION = "trainer.algorithm.", "trainer.algorithm.importance.", "trainer.evaluation."
 ADVANTAGE, OLD, LOSS, DUAL = F + "advantage", F + "old_logprobs", F + "loss", F + "dual_clip"
 WARMUP = "trainer.optimizer.warmup_steps"
 HIGHEST_DUAL_CLIP = 1000.0
-"""A bound above this is as good as none."""
+"""A bound above this has no effect."""
 
 
 def put_warmup(draft: Draft, steps: str, ratio: str, per_step: int = 1) -> None:
@@ -63,9 +62,9 @@ def _fit_ratio(draft: Draft) -> None:
     if traits.is_idle_at_one and not _moves(draft):
         draft.say("automatic", option, "with one update a step the ratio is 1, and the loss is ppo")
         draft.put(LOSS, "ppo", option)
-    for section, losses in SECTIONS_OF_LOSSES.items():
-        if draft.get(LOSS) not in losses:
-            draft.drop(f"{F}{section}.")
+    read = LOSSES[draft.get(LOSS)].options
+    for options in sorted({row.options for row in LOSSES.values()} - {"", read}):
+        draft.drop(f"{F}{options}.")
 
 
 def _moves(draft: Draft) -> bool:

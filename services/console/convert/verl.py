@@ -2,11 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from tidemill.common.config.losses import Criterion
 from tidemill.services.console.convert.draft import Draft
 from tidemill.services.console.convert.fit import DUAL, IMPORTANCE, LOSS, OLD, F, put_warmup
-from tidemill.services.console.convert.table import is_field
 
 A, R, C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
 W, ASYNC, V1 = "reward.", "async_training.", "trainer.v1."
@@ -86,7 +86,7 @@ def _convert_reward(draft: Draft) -> None:
         draft.put("servers", {"reward_model": {"model": model, "local": {}}}, W + "reward_model.model_path")
         if path:
             rewards["function"] = {"function": f"{path}:{name}"}
-        draft.put("reward.rewards", rewards, W + "reward_model.model_path", "docs/judges.md has its options")
+        draft.put("reward.rewards", rewards, W + "reward_model.model_path", "docs/models.md has its options")
     elif path:
         draft.put("reward.function", f"{path}:{name}", option)
     else:
@@ -137,15 +137,16 @@ def _convert_correction(draft: Draft) -> None:
         draft.put(LOSS, "cispo", C + "loss_type")
         draft.put(F + "clip_low", 1.0, C + "loss_type")
         draft.put(F + "clip_high", float(high or low) - 1.0, C + "rollout_is_threshold")
+    criteria: dict[str, Any] = {}
     thresholds = str(draft.take(C + "rollout_rs_threshold")).split(",")
     for index, name in enumerate(str(draft.take(C + "rollout_rs") or "").split(",")):
         criterion = FORMER_CRITERIA.get(name.strip(), name.strip())
-        if name and not is_field(f"{F}rejection.{criterion}"):
+        if name and criterion not in get_args(Criterion):
             draft.say("lost", C + "rollout_rs", f"no rejection by {criterion} here")
         elif name:
             low, sign, high = thresholds[min(index, len(thresholds) - 1)].strip().partition("_")
-            bounds = [float(low), float(high)] if sign else float(low)
-            draft.put(f"{F}rejection.{criterion}", bounds, C + "rollout_rs_threshold")
+            criteria[criterion] = [float(low), float(high)] if sign else float(low)
+            draft.put(F + "rejection.bounds", criteria, C + "rollout_rs_threshold")
             draft.put(F + "rejection.denominator", "kept", note="as verl counts")
 
 

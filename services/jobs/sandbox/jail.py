@@ -39,6 +39,9 @@ LAUNCHER = Path(__file__).with_name("launcher.py").read_text(encoding="utf-8")
 FETCHED = Path(sys.prefix, "bubblewrap")
 """Where `make` unpacks bubblewrap on machines without it."""
 MAX_FILES = 4096
+MAX_PROCESSES = 16
+"""Processes and threads of one program at once."""
+MAX_OUTPUT_BYTES = 256 << 10
 LOOK_S = 0.04
 LOOK_SHARE = 0.1
 """Of the time, at most, for looking at processes: on large machines there are many."""
@@ -88,7 +91,7 @@ def run_program(
         finally:
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group's number is its own
             code = process.wait()
-        stdout, stderr = (_written(file, config.output_kb << 10) for file in (out, err))
+        stdout, stderr = (_written(file, MAX_OUTPUT_BYTES) for file in (out, err))
         if os.fstat(order.fileno()).st_size:
             raise SandboxError(stderr.strip()[-500:] or f"it ended with {code}")
         if group.num_killed() > killed:
@@ -105,12 +108,12 @@ def run_program(
 
 def _order(source: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
     """What the launcher is to do. Limits are those of each process."""
-    cpu_s = math.ceil(config.cpu_s)
+    cpu_s = math.ceil(config.time_s)
     limits = {
         "RLIMIT_CPU": (cpu_s, cpu_s + 1),
         "RLIMIT_AS": (config.memory_mb << 20,) * 2,
-        "RLIMIT_FSIZE": (max(config.file_mb << 20, config.output_kb << 10),) * 2,
-        "RLIMIT_NPROC": (config.max_processes,) * 2,
+        "RLIMIT_FSIZE": (max(config.file_mb << 20, MAX_OUTPUT_BYTES),) * 2,
+        "RLIMIT_NPROC": (MAX_PROCESSES,) * 2,
         "RLIMIT_NOFILE": (64, 64),  # the buffers of pipes and sockets belong to no process
         "RLIMIT_SIGPENDING": (256, 256),
         "RLIMIT_CORE": (0, 0),
@@ -192,7 +195,7 @@ def _follow(
     pause_s, ended = LOOK_S, _end_of(process)
     while True:
         has_ended = ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
-        if sum(os.fstat(file.fileno()).st_size for file in written) > config.output_kb << 10:
+        if sum(os.fstat(file.fileno()).st_size for file in written) > MAX_OUTPUT_BYTES:
             return "output"
         if has_ended:
             return ""
@@ -221,7 +224,7 @@ def _excess(group: int, config: SandboxConfig, has_files: bool) -> str:
     """Limits that no setrlimit has: of all processes together."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and _group_of(name) == group]
     own = 2 if has_files else 0  # bubblewrap's
-    if len(pids) > config.max_processes + own:
+    if len(pids) > MAX_PROCESSES + own:
         return "processes"
     if sum(map(_used_bytes, pids)) > config.memory_mb << 20:
         return "memory"

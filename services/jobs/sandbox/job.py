@@ -20,8 +20,9 @@ from tidemill.services.jobs.sandbox.jail import SandboxError
 from tidemill.services.jobs.sandbox.programs import TestsError, make_cases
 from tidemill.services.jobs.sandbox.runner import run_cases
 
+RESULT_TTL_S = 3600
 MAX_SHOWN_CHARS = 500
-BOUNDED = ("max_cases", "time_s", "cpu_s", "total_s", "memory_mb", "file_mb", "max_processes", "output_kb")
+BOUNDED = ("max_cases", "time_s", "total_s", "memory_mb", "file_mb")
 
 
 def functions_of(run_id: str, configs: Sequence[SandboxConfig]) -> Functions:
@@ -35,7 +36,7 @@ def functions_of(run_id: str, configs: Sequence[SandboxConfig]) -> Functions:
         if job is None or job.id != job_id:
             raise ValueError(f"the job is not {job_id}, whose result it would write")
         result = run_tests(code, tests, within(config, configs))
-        job.connection.set(Keys(run_id).sandbox_result(job_id), json.dumps(result), ex=config.result_ttl_s)
+        job.connection.set(Keys(run_id).sandbox_result(job_id), json.dumps(result), ex=RESULT_TTL_S)
 
     return {JobFunction.RUN_CODE: run_code}
 

@@ -33,6 +33,8 @@ LONGEST_PAUSE_S = 0.25
 """Between two calls while something waits: another worker may have freed what it needs."""
 SHORTEST_PAUSE_S = 0.02
 RENEWALS_PER_LEASE = 3
+EVALUATION_SHARE = 0.1
+"""Of everything, which training leaves to evaluation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +60,11 @@ class Limiter:
         config: LimitsConfig,
         lease_s: float = LEASE_S,
         burst_s: float = BURST_S,
+        evaluation_share: float = EVALUATION_SHARE,
     ) -> None:
         self.servers, self.config = servers, config
         self._broker, self._lease_s, self._burst_s = broker, lease_s, burst_s
+        self._evaluation_share = evaluation_share
         self._keys = [keys.limits(servers), keys.requests(servers)]
         self._prefix, self._number = secrets.token_hex(6), 0
         self._waiting: dict[Lane, deque[Permit]] = {Lane.EVAL: deque(), Lane.TRAIN: deque()}
@@ -167,7 +171,7 @@ class Limiter:
         ended = [self._ended.popleft() for _ in range(min(len(self._ended), MAX_BATCH))]
         limits, lease_ms = self.config, int(self._lease_s * 1000)
         arguments: list[object] = [lane.value, lease_ms, limits.concurrency, limits.requests_per_minute]
-        arguments += [limits.tokens_per_minute, int(self._burst_s * 1000), limits.evaluation_share]
+        arguments += [limits.tokens_per_minute, int(self._burst_s * 1000), self._evaluation_share]
         arguments += [len(ended), len(held)]
         for permit in ended:
             arguments += [permit.id, 0 if permit.used_tokens is None else permit.tokens - permit.used_tokens]

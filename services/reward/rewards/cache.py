@@ -1,8 +1,8 @@
 """Rewards that were paid for once: kept in Redis, so that no replay, retry or takeover pays a judge twice.
 
 An entry is found by what decided it: the reward's name, config and source, prompt, completion, ground truth
-and the row's other columns. Only results are kept, never failures. The number of entries and their bytes are
-bounded; what was not used for longest goes first. In one worker, equal requests share one call.
+and the row's other columns. Only results are kept, never failures. Their bytes are bounded; what was not used
+for longest goes first. In one worker, equal requests share one call.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from tidemill.common.config import NamedRewardConfig, RewardCacheConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.codec import pack
@@ -74,9 +74,9 @@ def _file_of(text: str) -> Path | None:
 class RewardCache:
     """The cache of a run, as one worker uses it."""
 
-    def __init__(self, broker: Broker, keys: Keys, config: RewardCacheConfig) -> None:
+    def __init__(self, broker: Broker, keys: Keys, max_bytes: int) -> None:
         self._broker, self._keys = broker, keys.reward_cache
-        self._limits = (config.max_entries, config.max_mb << 20)
+        self._max_bytes = max_bytes
         self._under_way: dict[str, asyncio.Task[RewardOutcome]] = {}
         self._waiting: dict[str, int] = {}
 
@@ -118,7 +118,7 @@ class RewardCache:
         outcome = await make()
         if outcome.is_ok:
             payload = pack(asdict(replace(outcome, tries=[])))
-            await self._broker.script("cache_put", self._keys, [digest, payload, *self._limits])
+            await self._broker.script("cache_put", self._keys, [digest, payload, self._max_bytes])
         return outcome
 
 

@@ -41,6 +41,7 @@ LOST_S = 10.0
 """A job that runs on a worker that says nothing for this long is lost; a busy worker speaks every 2 s."""
 JOB_MARGIN_S = 30
 """What a job may take beside the code's own limit before RQ kills it."""
+FAILURE_TTL_S = 3600
 RQ_RETRIES = 2
 GONE = "gone"
 FIRST = asyncio.FIRST_COMPLETED
@@ -193,7 +194,7 @@ class SandboxJobs:
             job_id=job_id,
             timeout=int(config.total_s) + JOB_MARGIN_S,
             result_ttl=0,
-            failure_ttl=config.result_ttl_s,
+            failure_ttl=FAILURE_TTL_S,
             retry=Retry(max=RQ_RETRIES),
         )
 

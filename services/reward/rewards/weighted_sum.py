@@ -151,7 +151,7 @@ def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) ->
     Raises:
         ConfigError: one of them cannot be loaded or called as configured.
     """
-    cache = RewardCache(dependencies.broker, dependencies.keys, config.cache)
+    cache = RewardCache(dependencies.broker, dependencies.keys, config.cache_mb << 20)
     rewards = [
         NamedReward(
             name,

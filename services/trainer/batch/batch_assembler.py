@@ -18,17 +18,17 @@ from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.streams import bury, dead_letter, has_entry
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.batch.reconciler import RunStreams
 from tidemill.services.trainer.batch.replacement_limit import ReplacementLimit
-from tidemill.services.trainer.batch.stream_join import PendingGroup
 from tidemill.services.trainer.groups.group_filter import (
     STALE,
-    CompleteGroup,
     GroupFilter,
+    PendingGroup,
     Refusal,
     TrainableGroup,
 )
-from tidemill.services.trainer.groups.samples import Precomputed, make_sample
+from tidemill.services.trainer.groups.samples import PrecomputedTokens, make_sample
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 
 
@@ -50,40 +50,38 @@ class Precompute:
         )
         """Whether it takes the weights at the start of the step, also later in it."""
 
-    def is_ready(self, group: CompleteGroup, step: int) -> bool:
+    def is_ready(self, group: PendingGroup, step: int) -> bool:
         """Whether nothing is left to compute for training the group at `step`."""
-        return not self.is_needed or (group.precomputed is not None and group.precomputed.step == step)
+        return not self.is_needed or group.precomputed_for == step
 
-    async def compute(self, group: CompleteGroup, step: int) -> None:
+    async def compute(self, group: PendingGroup, step: int) -> None:
         """Compute what `step` needs of one group, in the policy's thread."""
-        if not self.is_ready(group, step):
-            group.precomputed = await self.thread.call(self._compute, group, step)
+        if self.is_ready(group, step):
+            return
+        trajectories = dict(group.trajectories)
+        found = await self.thread.call(self._compute, trajectories)
+        # Unless what was read has been forgotten meanwhile, to be read again.
+        if all(group.trajectories.get(index) is one for index, one in trajectories.items()):
+            group.precomputed, group.precomputed_for = found, step
 
     async def compute_waiting(self, groups: Iterable[PendingGroup], step: int, places: int) -> bool:
         """Compute one group whose trajectories are all there, of those that fill the `places` of `step`.
         False where there is none."""
         is_in_order = self.trainer.batch_order == "in_order"
         due = [group for group in groups if not group.is_taken and (group.step == step or not is_in_order)]
-        for pending in sorted(due, key=lambda group: (group.step, group.ticket))[:places]:
-            group = pending.complete()
-            if len(group.trajectories) == pending.group_size and not self.is_ready(group, step):
+        for group in sorted(due, key=lambda group: (group.step, group.ticket))[:places]:
+            if group.is_generated and not self.is_ready(group, step):
                 await self.compute(group, step)
-                # Unless what was read has been forgotten meanwhile, to be read again.
-                if all(
-                    (entry := pending.trajectories.get(index)) is not None and entry.message is trajectory
-                    for index, trajectory in group.trajectories.items()
-                ):
-                    pending.precomputed = group.precomputed
                 return True
         return False
 
-    def _compute(self, group: CompleteGroup, step: int) -> Precomputed:
-        indices = sorted(group.trajectories)
+    def _compute(self, trajectories: Mapping[int, Trajectory]) -> dict[int, PrecomputedTokens]:
+        indices = sorted(trajectories)
         try:
-            samples = [make_sample(group.trajectories[index]) for index in indices]
+            samples = [make_sample(trajectories[index]) for index in indices]
         except ValueError:
-            return Precomputed(step, {})  # numbers that are not finite: the filter will refuse the group
-        return Precomputed(step, dict(zip(indices, self.policy.precompute(samples), strict=True)))
+            return {}  # numbers that are not finite: the filter will refuse the group
+        return dict(zip(indices, self.policy.precompute(samples), strict=True))
 
 
 log = structlog.get_logger(__name__)
@@ -166,7 +164,8 @@ class BatchAssembler:
                 raise StoppedError
             await self._replace_dead(step)
             selected = await self._select(step, places - len(taken))
-            if selected and await self._is_news_of_redis():
+            # Between selecting and taking: a group may have been joined of entries that Redis has lost since.
+            if selected and await self._recover_if_redis_restarted():
                 continue
             for ticket in selected:
                 await self._take(ticket, step, taken)
@@ -240,11 +239,11 @@ class BatchAssembler:
     async def _take(self, ticket: int, step: int, taken: list[TrainableGroup]) -> None:
         """Filter one complete group: into the step, or replaced."""
         pending = self.join.groups[ticket]
-        group = self.group_filter.apply(pending.complete(), step)
+        group = self.group_filter.apply(pending, step)
         if isinstance(group, Refusal):
             log.info("group replaced", ticket=ticket, reason=group.reason, detail=group.detail)
             if group.reason == STALE:
-                await self._report_stale(pending.complete(), step, group.detail)
+                await self._report_stale(pending, step, group.detail)
             await self.drop(ticket, group.reason, step, group.detail, group.rewards)
             return
         self.join.complete.remove(ticket)
@@ -253,7 +252,7 @@ class BatchAssembler:
         self.limit.note_trained()
         taken.append(group)
 
-    async def _report_stale(self, group: CompleteGroup, step: int, detail: str) -> None:
+    async def _report_stale(self, group: PendingGroup, step: int, detail: str) -> None:
         """A violation of the staleness bound is counted and kept for the operator; never trained on."""
         metrics.STALENESS_VIOLATIONS.inc()
         samples = group.trajectories.values()
@@ -272,22 +271,22 @@ class BatchAssembler:
             log.warning("group is dead, replacing it", ticket=ticket, error=error)
             await self.drop(ticket, f"dead: {error}"[:200], step)
 
-    async def _has_restarted(self) -> bool:
-        """Whether another Redis answers than before. If not, what was read until now was read from one."""
+    async def _recover_if_redis_restarted(self) -> bool:
+        """Returns whether another server answers than when this was last called, or an emptied one. It may
+        lack the last second of what the old one held: what is missing is appended again, and what no step has
+        taken is read again."""
+        # Before the question: all that was read until now came from the server that the answer is about.
         seen = self.join.seen()
-        if await self.reconciler.has_restarted():
-            return True
-        self.join.trust(seen)
-        return False
-
-    async def _recover_from_restart(self) -> None:
-        """Another Redis answers than before, and may lack the last second of what the old one held."""
+        if not await self.reconciler.take_restart():
+            self.join.trust(seen)
+            return False
         log.warning("Redis has restarted; comparing what it holds, and reading what is not trained again")
-        self.join.reread(self.reconciler.history)
+        self.join.reread(self.reconciler.epoch)
         await self.reconciler.restore_lost()
+        return True
 
     async def _look_for_losses(self, step: int, quiet_s: float) -> None:
-        if not await self._is_news_of_redis():
+        if not await self._recover_if_redis_restarted():
             await self.reconciler.restore_lost()
         # Where something arrived that nobody could read, a group waits for it in vain: no need to be patient.
         is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s
@@ -306,21 +305,14 @@ class BatchAssembler:
         for _ in range(2):
             found = set(await self.reconciler.find_abandoned(groups))
             groups = [group for group in groups if group.ticket in found]
-            if not groups or not await self.join.has_read_all() or await self._is_news_of_redis():
+            if not groups or not await self.join.has_read_all() or await self._recover_if_redis_restarted():
                 return []
         left = self.join.groups
         return [g.ticket for g in groups if left.get(g.ticket) is g and not g.is_complete and not g.is_taken]
 
-    async def _is_news_of_redis(self) -> bool:
-        """Whether another Redis has answered since that was last asked; then all is looked at anew."""
-        if await self._has_restarted():
-            await self._recover_from_restart()
-            return True
-        return False
-
     def _waiting_for(self, step: int) -> tuple[str, str]:
         """What the trainer waits for: trajectories that are missing, or only their scores."""
         due = [group for group in self.join.groups.values() if group.step <= step and not group.is_complete]
-        if any(len(group.trajectories) < group.group_size for group in due):
+        if not all(group.is_generated for group in due):
             return "wait:trajectories", f"{len(due)} groups of step {step} are not complete"
         return "wait:scores", f"{len(due)} groups of step {step} have unscored trajectories"

@@ -141,14 +141,14 @@ class Curriculum:
         self._by_name = {source.name: deck for source, deck in zip(sources, self.decks, strict=True)}
         self.places: dict[int, int] = {}
         """Ticket -> place of its prompt in its source, for as long as the ticket is outstanding."""
-        self.untold: dict[int, Outcome] = {}
+        self.unreported: dict[int, Outcome] = {}
         """Outcomes of replaced groups that no commit tells of yet, by ticket."""
         self._num_drawn = 0
         self._horizon = 0
         self._queue: deque[tuple[int, int]] = deque()
         """Source and `min_version` of the tickets from `_num_drawn` on that the decks have not drawn yet."""
         self._waiting: dict[int, list[Outcome]] = {}
-        """Outcomes by the step that told them."""
+        """Outcomes by the step that reported them."""
 
     def place_of(self, number: int, source: int, min_version: int) -> int:
         """The place of a ticket's prompt: drawn where it is the next one, else what was drawn."""
@@ -168,7 +168,7 @@ class Curriculum:
     def take_commit(self, commit: Commit) -> None:
         """Keep what a committed step came to until tickets may be drawn from it."""
         self._waiting[commit.step] = list(commit.outcomes)
-        self.forget_told({ticket for ticket, index, _ in commit.dropped if index < 0})
+        self.forget_reported({ticket for ticket, index, _ in commit.dropped if index < 0})
         self._draw_queued(self._num_committed)
 
     @property
@@ -207,9 +207,11 @@ class Curriculum:
         assert place is not None
         return place
 
-    def forget_told(self, tickets: Set[int]) -> None:
-        """A commit has told of these replaced groups."""
-        self.untold = {ticket: told for ticket, told in self.untold.items() if ticket not in tickets}
+    def forget_reported(self, tickets: Set[int]) -> None:
+        """A commit has reported these replaced groups."""
+        self.unreported = {
+            ticket: reported for ticket, reported in self.unreported.items() if ticket not in tickets
+        }
 
     def state(self) -> dict[str, Any]:
         return {
@@ -217,8 +219,10 @@ class Curriculum:
             "horizon": self._horizon,
             "queue": [list(item) for item in self._queue],
             "places": [list(item) for item in self.places.items()],
-            "untold": [[ticket, *outcome] for ticket, outcome in self.untold.items()],
-            "waiting": [[step, [list(item) for item in told]] for step, told in self._waiting.items()],
+            "unreported": [[ticket, *outcome] for ticket, outcome in self.unreported.items()],
+            "waiting": [
+                [step, [list(item) for item in reported]] for step, reported in self._waiting.items()
+            ],
             "decks": [deck.state() for deck in self.decks],
         }
 
@@ -228,12 +232,14 @@ class Curriculum:
         # Older releases drew for every ticket at once.
         self._queue = deque((int(source), int(version)) for source, version in state.get("queue", ()))
         self.places = {int(ticket): int(place) for ticket, place in state["places"]}
-        self.untold = {int(ticket): _outcome(values) for ticket, *values in state["untold"]}
-        self._waiting = {int(step): [_outcome(item) for item in told] for step, told in state["waiting"]}
+        self.unreported = {int(ticket): outcome_of(values) for ticket, *values in state["unreported"]}
+        self._waiting = {
+            int(step): [outcome_of(item) for item in reported] for step, reported in state["waiting"]
+        }
         for deck, saved in zip(self.decks, state["decks"], strict=True):
             deck.restore(saved)
 
 
-def _outcome(values: Sequence[Any]) -> Outcome:
+def outcome_of(values: Sequence[Any]) -> Outcome:
     name, row, num_solved, num_scored = values
     return str(name), int(row), int(num_solved), int(num_scored)

@@ -28,7 +28,7 @@ class Turn(NamedTuple):
 class Mixture:
     """`turn_at(number)`, a pure function of weights, limits and seed. Nine bytes for each number asked for.
 
-    A source with a limit of n has n turns; afterwards the others are mixed anew, by their weights.
+    A source with a limit of n has n turns; afterwards the others are mixed again, by their weights.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, limits: Sequence[int | None] = ()) -> None:

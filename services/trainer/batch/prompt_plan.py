@@ -64,7 +64,7 @@ class PromptPlan:
         issued = self.sources[source].place_of(ticket.row)
         self._curriculum.adopt(ticket.ticket, source, ticket.min_version, issued)
         if ticket.outcome is not None:
-            self._curriculum.untold[ticket.replaces] = ticket.outcome
+            self._curriculum.unreported[ticket.replaces] = ticket.outcome
 
     def forget(self, ticket: int) -> None:
         """The ticket was trained or replaced."""
@@ -76,14 +76,14 @@ class PromptPlan:
         next commit tells it too. None without a curriculum."""
         outcome = self._outcome(ticket, rewards)
         if self._curriculum is not None and outcome is not None:
-            self._curriculum.untold[ticket] = outcome
+            self._curriculum.unreported[ticket] = outcome
         return outcome
 
     def outcomes(self, groups: Sequence[TrainableGroup]) -> tuple[Outcome, ...]:
         """What a step's commit tells: of the groups that it trained, and of those replaced since the last."""
         if self._curriculum is None:
             return ()
-        found = dict(self._curriculum.untold)
+        found = dict(self._curriculum.unreported)
         for group in groups:
             if (outcome := self._outcome(group.ticket, group.rewards)) is not None:
                 found[group.ticket] = outcome
@@ -94,10 +94,10 @@ class PromptPlan:
         if self._curriculum is not None:
             self._curriculum.take_commit(commit)
 
-    def forget_told(self, tickets: Set[int]) -> None:
-        """Commits have told of these replaced groups."""
+    def forget_reported(self, tickets: Set[int]) -> None:
+        """Commits have reported these replaced groups."""
         if self._curriculum is not None:
-            self._curriculum.forget_told(tickets)
+            self._curriculum.forget_reported(tickets)
 
     def metrics(self) -> dict[str, float]:
         """Of the curriculum: shares of each source's prompts."""

@@ -3,8 +3,8 @@
 After Redis has lost its last second, its streams are a consistent prefix: tickets or manifests that the
 trainer has appended may be missing at the end. They are appended again under their own ids, which does no
 harm where nothing was lost. FLUSHALL, a lost AOF or an operator's mistake can empty a Redis that answers as
-if nothing had happened: the run's mark goes with everything else, and the config that workers start from is
-published again.
+if nothing had happened: the run's registration goes with everything else, and is made again, with the config
+that workers start from.
 """
 
 import asyncio
@@ -41,52 +41,53 @@ from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RUNS, Keys
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
 from tidemill.services.trainer.batch.scheduler import Scheduler
-from tidemill.services.trainer.batch.strays import move_strays_aside
-from tidemill.services.trainer.batch.stream_join import PendingGroup, StreamJoin
+from tidemill.services.trainer.batch.stream_join import StreamJoin
+from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
+from tidemill.services.trainer.groups.group_filter import PendingGroup
 
 log = structlog.get_logger(__name__)
 
-MARK = "trainer"
-"""Field of the run's state: who has marked it."""
+REGISTRATION = "trainer"
+"""Field of the run's state: which trainer process has registered it."""
 COMMITTING, TRIMMING = "committing", "trimming"
 """Fields of the run's state: marks of what is about to come."""
 WATCH_S = 5.0
-"""How often it is looked for the mark, whatever the trainer does."""
+"""How often the server is checked, whatever the trainer does."""
 TERM_FILE = "trainer.term"
 """Below the run's folder: the number of the newest trainer process."""
 
 
 class Registration:
-    """Marks the run in Redis when the trainer starts, and again when everything was lost."""
+    """Registers the run in Redis when the trainer starts, and again when everything was lost."""
 
     def __init__(self, context: ServiceContext) -> None:
         self.broker, self.keys, self.run_dir = context.broker, context.keys, context.run_dir
         self.config = context.registered or context.config
-        self._mark = f'"{secrets.token_hex(8)}"'.encode()
+        self._token = f'"{secrets.token_hex(8)}"'.encode()
 
     async def begin(self) -> None:
-        """Mark the run, and keep its config in its folder, for a trainer that starts when Redis knows
+        """Register the run, and keep its config in its folder, for a trainer that starts when Redis knows
         nothing."""
         self._keep_config()
         await self._register()
 
-    async def is_lost(self) -> bool:
-        """Whether Redis holds the mark no more; it is made again, and the config is published."""
-        if await self.broker.execute("HGET", self.keys.state, MARK) == self._mark:
+    async def restore_if_lost(self) -> bool:
+        """Register the run again where Redis has lost that; returns whether it had."""
+        if await self.broker.execute("HGET", self.keys.state, REGISTRATION) == self._token:
             return False
-        log.error("Redis has lost what it held of this run; it is given back all that is needed")
+        log.error("Redis has lost what it held of this run; all that is needed is appended again")
         await self._register()
         await update_state(self.broker, self.keys, status=RUNNING)
         return True
 
     async def _register(self) -> None:
-        """Config and mark in one unit: a Redis that is emptied between them would have the mark alone, and
-        nobody would look for the config again."""
+        # One unit: a Redis that is emptied between the two would keep the registration alone, and the config
+        # would never be looked for again.
         config = self.config.model_copy(update={"run_id": self.keys.run_id})
         await self.broker.execute("SADD", RUNS, self.keys.run_id)
         unit = [
             ("SET", self.keys.config, config.model_dump_json(), "NX"),
-            ("HSET", self.keys.state, MARK, self._mark),
+            ("HSET", self.keys.state, REGISTRATION, self._token),
         ]
         await self.broker.pipeline(unit, atomic=True)
 
@@ -125,53 +126,59 @@ class Reconciler:
         self._announced_as = ""
         self.needs_checkpoint = False
         """Whether entries that were trained on may be gone, so that commits could not be replayed."""
-        self.history = 0
-        """How often another server has answered, or an emptied one: ids of before may say nothing there."""
+        self.epoch = 0
+        """How often another server has answered, or an emptied one: ids of an earlier epoch may belong to
+        other entries there."""
         self._server = ""
-        self._is_news = False
+        self._has_restarted = False
 
     async def restore_lost(self) -> None:
         """Append again what is missing at the end of prompts and weights."""
-        await self.move_strays_aside()
+        # First what others have appended: behind it the stream takes no number of ours.
+        await self.remove_unexpected()
         await self.scheduler.reissue_lost()
         if await self.announce():
             log.warning("announced weights again that Redis had lost")
 
-    async def move_strays_aside(self) -> None:
+    async def remove_unexpected(self) -> None:
         """Remove what others have written into the numbered streams, which would take nothing more."""
-        await self.scheduler.move_strays_aside()
+        await self.scheduler.remove_unexpected()
         for key, kind in ((self.keys.weights, WeightManifest), (self.keys.commits, Commit)):
-            await move_strays_aside(self.broker, self.keys, key, kind)
+            await remove_unexpected(self.broker, self.keys, key, kind)
 
     async def mark(self, field: str = COMMITTING) -> Mark:
-        """Note that a commit (or a trim) is about to come, which is done only where this note stands.
+        """Note in Redis that a commit (or a trim) is about to come, which is done only where this note
+        stands.
 
-        A server that has lost the note may lack what was trained on. And a commit that a trainer before this
-        one has sent finds its own note no more.
+        A mark is new each time. So a server that went back behind it takes no commit, because it may lack
+        what was trained on; and a commit that an earlier trainer has sent, and that arrives late, is refused.
         """
         mark = Mark(self.keys.state, field, f'"{secrets.token_hex(8)}"'.encode())
         await self.broker.execute("HSET", mark.key, mark.field, mark.value)
         return mark
 
-    async def has_restarted(self) -> bool:
-        """Whether another server process answers than when this was last asked, or an emptied one."""
-        await self.may_lack_records()
-        is_news, self._is_news = self._is_news, False
-        return is_news
+    async def take_restart(self) -> bool:
+        """Check the server; returns whether it has restarted since this was last called."""
+        await self.check_server()
+        has_restarted, self._has_restarted = self._has_restarted, False
+        return has_restarted
 
-    async def may_lack_records(self) -> bool:
-        """Whether Redis has restarted since the last checkpoint, and may lack what was trained on since."""
+    async def check_server(self) -> bool:
+        """Look which server answers. Where it is another process than before, or an emptied one, a new epoch
+        begins, and the run is registered again. Returns whether Redis may lack what was trained on since the
+        last checkpoint (`needs_checkpoint`)."""
         before, self._server = self._server, await self._identity()
         is_other = before not in ("", self._server)
         if is_other:
             await self._rewrite_file()
-        if (self.registration is not None and await self.registration.is_lost()) or is_other:
-            self._is_news = self.needs_checkpoint = True
-            self.history += 1
+        # Also on the same server: FLUSHALL leaves its identity as it was.
+        if (self.registration is not None and await self.registration.restore_if_lost()) or is_other:
+            self._has_restarted = self.needs_checkpoint = True
+            self.epoch += 1
         return self.needs_checkpoint
 
     async def _rewrite_file(self) -> None:
-        """Have the server write its append-only file anew, from what it holds.
+        """Have the server write its append-only file again, from what it holds.
 
         A server that was cut off in the middle of a script's effects keeps the first half in its file, where
         they do nothing until the file is read the next time.
@@ -182,14 +189,14 @@ class Reconciler:
         except OutageError:
             raise
         except (ResponseError, BrokerError) as error:  # under way already, or not allowed
-            log.info("Redis does not write its append-only file anew now", error=str(error))
+            log.info("Redis does not rewrite its append-only file now", error=str(error))
 
     async def watch(self) -> None:
-        """Ask that again and again, for ever: while a step or an evaluation takes its time, workers may start
-        on an emptied Redis, and wait for their run only so long."""
+        """Check the server for ever: while a step or an evaluation takes its time, workers may start on an
+        emptied Redis, and wait for their run only so long."""
         while True:
             await asyncio.sleep(WATCH_S)
-            await self.may_lack_records()
+            await self.check_server()
 
     async def _identity(self) -> str:
         """Changes with each process that serves, and with each failover: one back to the first server too."""
@@ -214,9 +221,11 @@ class Reconciler:
             if self._announced_as and id_order(last) >= id_order(self._announced_as):
                 return False
             first = entry_id_of(self.manifest.version)
+            # Behind an announcement of the same version (its id has the next sequence number): workers that
+            # hold a newer version of a lost history take the higher term, and go back.
             entry_id = first if id_order(last) < id_order(first) else id_after(last)
             if id_order(entry_id)[0] != id_order(first)[0]:
-                if await move_strays_aside(self.broker, self.keys, self.keys.weights, WeightManifest):
+                if await remove_unexpected(self.broker, self.keys, self.keys.weights, WeightManifest):
                     continue
                 await self._check_newer(self.manifest.version)
                 return False
@@ -286,21 +295,20 @@ class Reconciler:
                 continue
             if await pending_ids(self.broker, self.keys.prompts(), ROLLOUT_GROUP, entry_id, entry_id, 1):
                 continue
-            is_generated = len(group.trajectories) == group.group_size
             last_scored = reward.last_delivered if reward else START
-            if not is_generated or not await self._is_being_scored(group, last_scored):
+            if not group.is_generated or not await self._is_being_scored(group, last_scored):
                 abandoned.append(group.ticket)
         return abandoned
 
     async def _is_being_scored(self, group: PendingGroup, last_delivered: str) -> bool:
         """Whether a reward worker holds, or will be given, a trajectory without a score."""
-        for index, entry in group.trajectories.items():
+        key = self.keys.trajectories()
+        for index, entry_id in group.trajectory_ids.items():
             if index in group.scores:
                 continue
-            if id_order(entry.entry_id) > id_order(last_delivered):
+            if id_order(entry_id) > id_order(last_delivered):
                 return True
-            key, first = self.keys.trajectories(), entry.entry_id
-            if await pending_ids(self.broker, key, REWARD_GROUP, first, first, 1):
+            if await pending_ids(self.broker, key, REWARD_GROUP, entry_id, entry_id, 1):
                 return True
         return False
 

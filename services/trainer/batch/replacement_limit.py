@@ -51,7 +51,7 @@ class ReplacementLimit:
         if self._in_a_row >= self._warns_at:
             self._warns_at = 2 * self._in_a_row
             log.warning(
-                "no group could be trained of late; each is replaced",
+                "no group could be trained recently; each is replaced",
                 groups_in_a_row=self._in_a_row,
                 last_reason=reason,
                 detail=detail,
@@ -84,7 +84,7 @@ class ReplacementLimit:
             )
         found = ", ".join(f"{value:g} in {n} groups" for value, n in self._rewards.most_common(5))
         return (
-            f"Rewards were {found or 'not kept'} of late: prompts are too easy or too hard. Choose them by "
+            f"Rewards were {found or 'not kept'} recently: prompts are too easy or too hard. Choose them by "
             "difficulty (data.curriculum), raise trainer.group_size, or turn filter_zero_variance off; then "
             "resume the run."
         )

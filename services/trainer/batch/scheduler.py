@@ -23,8 +23,9 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Outcome, Ticket
+from tidemill.services.trainer.batch.curriculum import outcome_of
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
-from tidemill.services.trainer.batch.strays import move_strays_aside
+from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
 
 log = structlog.get_logger(__name__)
 
@@ -57,8 +58,6 @@ class Scheduler:
     ) -> None:
         self.broker, self.keys, self.prompts, self.expect = broker, keys, prompts, expect
         self.trainer = config.trainer
-        traits = config.trainer.algorithm.advantage_traits
-        self.num_greedy = int(traits is not None and traits.has_greedy_baseline)
         self.next_ticket = 0
         self.num_replacements = 0
         self.outstanding: dict[int, Outstanding] = {}
@@ -107,7 +106,7 @@ class Scheduler:
             await self._withdraw(orphans)
         return adopted
 
-    async def passed_over(self) -> list[int]:
+    async def find_skipped(self) -> list[int]:
         """Outstanding tickets that the stream has not got although it goes beyond them.
 
         Redis had lost them, and the trainer before this one, which had trained them, gave back only those
@@ -137,11 +136,11 @@ class Scheduler:
         """Issue again, unchanged, the outstanding tickets above the stream's last id: Redis has lost them."""
         return len(await self._append_missing())
 
-    async def move_strays_aside(self) -> int:
+    async def remove_unexpected(self) -> int:
         """Remove what others have written into the stream; returns how many entries."""
         key, first = self.keys.prompts(), min(self.outstanding, default=self.next_ticket)
         floor = entry_id_of(first - 1) if first else START
-        return await move_strays_aside(self.broker, self.keys, key, Ticket, floor)
+        return await remove_unexpected(self.broker, self.keys, key, Ticket, floor)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -157,10 +156,10 @@ class Scheduler:
         """Continue from a checkpoint's state."""
         self.next_ticket = int(state["next_ticket"])
         self.num_replacements = int(state["num_replacements"])
-        outcomes = {int(ticket): outcome for ticket, outcome in state.get("outcomes", ())}
+        outcomes = {int(ticket): outcome for ticket, outcome in state["outcomes"]}
         for ticket, step, replaces in state["outstanding"]:
-            size, told = self.prompts.group_size(ticket), outcomes.get(ticket)
-            outcome = None if told is None else (str(told[0]), int(told[1]), int(told[2]), int(told[3]))
+            size, saved = self.prompts.group_size(ticket), outcomes.get(ticket)
+            outcome = None if saved is None else outcome_of(saved)
             min_version = self._min_version(step)
             self.outstanding[ticket] = Outstanding(ticket, step, min_version, replaces, size, outcome)
 
@@ -206,7 +205,7 @@ class Scheduler:
         key, first, last = self.keys.prompts(), tickets[0].ticket, tickets[-1].ticket
         found = await read_range(self.broker, key, Ticket, entry_id_of(first), entry_id_of(last))
         there = {entry.message.ticket for entry in found if isinstance(entry, Entry)}
-        if first not in there and await self.move_strays_aside():
+        if first not in there and await self.remove_unexpected():
             there |= await self._append_missing(tickets)
         if missing := [ticket.ticket for ticket in tickets if ticket.ticket not in there]:
             raise TidemillError(
@@ -224,7 +223,6 @@ class Scheduler:
             ticket=number,
             step=step,
             min_version=min_version,
-            num_greedy=self.num_greedy,
             replaces=replaces,
             outcome=outcome,
             **self.prompts.fields(number, min_version),

@@ -9,9 +9,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -32,80 +31,17 @@ from tidemill.common.streams import (
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import DeadLetter, Message, Score, Trajectory
+from tidemill.common.wire.messages import DeadLetter, Score, Trajectory
 from tidemill.services.trainer.batch.scheduler import Outstanding
-from tidemill.services.trainer.groups.group_filter import CompleteGroup
-from tidemill.services.trainer.groups.samples import Precomputed
+from tidemill.services.trainer.groups.group_filter import UNKNOWN_VERSION, PendingGroup
 
 log = structlog.get_logger(__name__)
 
 BLOCK_S = 1.0
 READ_COUNT = 256
-UNKNOWN_VERSION = 2**63
 OBSERVE_S = 1.0
 
-M = TypeVar("M", bound=Message)
-
 STREAMS = TRAJECTORIES, SCORES, DEAD = "trajectories", "scores", "dead"
-
-
-@dataclass(slots=True)
-class PendingGroup:
-    """What has arrived of one outstanding ticket; entry ids are kept for the checkpoint's positions."""
-
-    ticket: int
-    step: int
-    min_version: int
-    group_size: int
-    trajectories: dict[int, Entry[Trajectory]] = field(default_factory=dict)
-    scores: dict[int, Entry[Score]] = field(default_factory=dict)
-    other_scores: list[Entry[Score]] = field(default_factory=list)
-    """Of keys that have a score already, which is of other tokens: the trajectory will tell which counts."""
-    started_version: int = -1
-    oldest_sampled: int = UNKNOWN_VERSION
-    """Of the tokens that have arrived."""
-    is_ahead: bool = False
-    """Whether a trajectory came that names a version which was not committed then."""
-    is_taken: bool = False
-    """Whether the step in progress trains on it."""
-    precomputed: Precomputed | None = None
-    """What was computed of the trajectories while they waited for their scores."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every trajectory and every score is there."""
-        return len(self.trajectories) == len(self.scores) == self.group_size
-
-    @property
-    def oldest_version(self) -> int:
-        """No token of the group is or will be older than this, as far as is known now."""
-        if len(self.trajectories) == self.group_size:
-            return self.oldest_sampled
-        return max(self.min_version, self.started_version)
-
-    def complete(self) -> CompleteGroup:
-        """The group without its entry ids."""
-        return CompleteGroup(
-            self.ticket,
-            self.step,
-            {index: entry.message for index, entry in self.trajectories.items()},
-            {index: entry.message for index, entry in self.scores.items()},
-            self.precomputed,
-            {
-                i: _queued_s(entry, self.scores[i])
-                for i, entry in self.trajectories.items()
-                if i in self.scores
-            },
-            self.is_ahead,
-        )
-
-    def forget(self) -> None:
-        """Everything that has arrived, to read it again."""
-        self.trajectories.clear()
-        self.scores.clear()
-        self.other_scores.clear()
-        self.started_version, self.oldest_sampled = -1, UNKNOWN_VERSION
-        self.precomputed, self.is_ahead = None, False
 
 
 class StreamJoin:
@@ -125,8 +61,8 @@ class StreamJoin:
         """Committed steps: no token of a newer version is of this run's history."""
         self.num_trajectories = 0
         self._observed_at = -math.inf
-        self.history = 0
-        """In which of the reconciler's histories its positions are valid."""
+        self.epoch = 0
+        """The reconciler's epoch in which its positions are valid."""
         self._seen_up_to: dict[str, str] = {}
         self._letters = LettersAbout(broker, keys, keys.scores())
         self._readers: dict[str, OffsetReader[Any]] = {
@@ -139,7 +75,7 @@ class StreamJoin:
         """Open groups for tickets that have been issued."""
         for item in tickets:
             size = item.group_size or self.group_size
-            group = PendingGroup(item.ticket, item.step, item.min_version, size)
+            group = PendingGroup(item.ticket, item.step, group_size=size, ticket_min_version=item.min_version)
             self.groups.setdefault(item.ticket, group)
 
     def observe(self) -> None:
@@ -147,7 +83,7 @@ class StreamJoin:
         if time.monotonic() < self._observed_at + OBSERVE_S:
             return
         self._observed_at = time.monotonic()
-        num_generated = sum(len(g.trajectories) == g.group_size for g in self.groups.values())
+        num_generated = sum(group.is_generated for group in self.groups.values())
         num_ready = len(self.complete)
         metrics.TRAINER_GROUPS.labels("ready").set(num_ready)
         metrics.TRAINER_GROUPS.labels("scoring").set(num_generated - num_ready)
@@ -188,7 +124,7 @@ class StreamJoin:
                 else:
                     takers[stream](entry)
 
-    def reread(self, history: int = 0) -> None:
+    def reread(self, epoch: int = 0) -> None:
         """Forget what has arrived of groups that no step has taken, and read it again.
 
         After Redis has lost its tail, a trajectory that was read may be gone, and another one of the same key
@@ -205,7 +141,7 @@ class StreamJoin:
             group.forget()
         self.complete.clear()
         self._letters = LettersAbout(self._broker, self._keys, self._keys.scores())
-        self.history = history
+        self.epoch = epoch
 
     def positions(self) -> dict[str, str]:
         """Per stream, a position below every entry that an outstanding group has taken in."""
@@ -245,7 +181,7 @@ class StreamJoin:
         """Continue reading at a checkpoint's positions, or below them where Redis has lost its tail since."""
         for stream, old in self._readers.items():
             first = positions.get(stream, START)
-            trail = Trail(trails[stream]) if stream in trails else None  # an older release kept none
+            trail = Trail(trails[stream]) if stream in trails else None
             self._readers[stream] = OffsetReader(old.broker, old.key, old.message_type, first, trail)
         self._seen_up_to = dict(high_water)
 
@@ -261,8 +197,9 @@ class StreamJoin:
 
     def _low_water(self, groups: Iterable[PendingGroup]) -> dict[str, str]:
         groups = list(groups)
-        trajectories = [entry.entry_id for group in groups for entry in group.trajectories.values()]
-        scores = [e.entry_id for group in groups for e in (*group.scores.values(), *group.other_scores)]
+        trajectories = [entry_id for group in groups for entry_id in group.trajectory_ids.values()]
+        scores = [entry_id for group in groups for entry_id in group.score_ids.values()]
+        scores += [entry.entry_id for group in groups for entry in group.other_scores]
         return {TRAJECTORIES: self._below(TRAJECTORIES, trajectories), SCORES: self._below(SCORES, scores)}
 
     def _below(self, stream: str, entry_ids: list[str]) -> str:
@@ -286,7 +223,7 @@ class StreamJoin:
         group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
         if group is not None and sample.index not in group.trajectories:
             self._choose_score(group, sample)
-        if group is not None and self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES):
+        if group is not None and self._join(group, TRAJECTORIES, entry):
             group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
             group.is_ahead |= sample.max_version > self.version
 
@@ -296,51 +233,58 @@ class StreamJoin:
         if group is None:
             return
         trajectory, first = group.trajectories.get(score.index), group.scores.get(score.index)
-        if trajectory is not None and not score.is_of(trajectory.message.tokens_digest):
-            self._refuse(entry)
+        if trajectory is not None and not score.is_of(trajectory.tokens_digest):
+            self._refuse(entry.entry_id, score)
         elif (
             trajectory is None
             and first is not None
-            and not score.is_of(first.message.tokens_digest)
+            and not score.is_of(first.tokens_digest)
             and len(group.other_scores) < group.group_size  # whatever is in the stream, memory is bounded
         ):
             group.other_scores.append(entry)
         else:
-            self._join(group, group.scores, score.index, entry, SCORES)
+            self._join(group, SCORES, entry)
 
     def _choose_score(self, group: PendingGroup, sample: Trajectory) -> None:
         """Of the scores that came before their trajectory, keep the first one of its tokens."""
         came = [entry for entry in group.other_scores if entry.message.index == sample.index]
         first = group.scores.get(sample.index)
-        if first is not None and not first.message.is_of(sample.tokens_digest):
-            self._refuse(group.scores.pop(sample.index))
+        if first is not None and not first.is_of(sample.tokens_digest):
+            self._refuse(group.score_ids.pop(sample.index), group.scores.pop(sample.index))
             if fitting := [entry for entry in came if entry.message.is_of(sample.tokens_digest)]:
-                group.scores[sample.index] = fitting[0]
+                group.scores[sample.index] = fitting[0].message
+                group.score_ids[sample.index] = fitting[0].entry_id
         group.other_scores = [entry for entry in group.other_scores if entry not in came]
 
-    def _refuse(self, entry: Entry[Score]) -> None:
+    def _refuse(self, entry_id: str, score: Score) -> None:
         """Drop the reward of other tokens than those that the key has here."""
-        self._count_duplicate(SCORES, entry.entry_id)
-        score = entry.message
+        self._count_duplicate(SCORES, entry_id)
         log.warning("score of other tokens refused", ticket=score.ticket, index=score.index)
 
     def _take_dead(self, entry: Entry[DeadLetter]) -> None:
         if entry.message.origin not in ("prompts", "trajectories"):
             return
+        if entry.message.ticket < 0:
+            # Who could not read it, a worker of an older release say, could not tell whose it was.
+            self.unread_at = time.monotonic()
         group = self.groups.get(entry.message.ticket)
         # What a step has taken is whole: it must not be trained and replaced as well.
         if group is not None and not group.is_taken:
             self.dead.setdefault(group.ticket, (entry.entry_id, entry.message.error))
             self.changed.set()
 
-    def _join(
-        self, group: PendingGroup, parts: dict[int, Entry[M]], index: int, entry: Entry[M], stream: str
-    ) -> bool:
-        """Whether it is the first entry of its key."""
-        if index in parts or index >= group.group_size:
+    def _join(self, group: PendingGroup, stream: str, entry: Entry[Trajectory] | Entry[Score]) -> bool:
+        """Take an entry in; returns whether it is the first of its key."""
+        message, index = entry.message, entry.message.index
+        ids = group.trajectory_ids if stream == TRAJECTORIES else group.score_ids
+        if index in ids or index >= group.group_size:
             self._count_duplicate(stream, entry.entry_id)
             return False
-        parts[index] = entry
+        ids[index] = entry.entry_id
+        if isinstance(message, Trajectory):
+            group.trajectories[index] = message
+        else:
+            group.scores[index] = message
         if group.is_complete:
             self.complete.append(group.ticket)
         self.changed.set()
@@ -359,9 +303,3 @@ class StreamJoin:
 
     def _is_new(self, stream: str, entry_id: str) -> bool:
         return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))
-
-
-def _queued_s(trajectory: Entry[Trajectory], score: Entry[Score]) -> float:
-    """Seconds from trajectory to reward: ids are times of one server, workers' clocks need not agree."""
-    between_ms = id_order(score.entry_id)[0] - id_order(trajectory.entry_id)[0]
-    return max(0.0, between_ms / 1000 - score.message.latency_s)

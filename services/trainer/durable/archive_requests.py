@@ -35,7 +35,7 @@ PATIENCE_S = 120.0
 URGENT_PATIENCE_S = 3.0
 """The same, while memory runs low."""
 LOST_S = 30.0
-"""A worker that works speaks every few seconds; one that is silent for this long is dead."""
+"""A live worker reports every few seconds; one that has not for this long is dead."""
 JOB_TIMEOUT_S = 3600
 NO_WORKER = (
     "no worker archives this run, so the trainer has it done in a process of its own; start one with "

@@ -40,9 +40,9 @@ CHECKPOINTS_FOLDER = "checkpoints"
 """Below the run's folder."""
 STATE_FILE = "checkpoint.json"
 
-SCHEMA_MAJOR = 1
-SCHEMA = "1.0"
-"""Fields of a newer minor are ignored; a newer major is refused."""
+SCHEMA_MAJOR = 2
+SCHEMA = "2.0"
+"""Fields of a newer minor are ignored; another major is refused."""
 
 _ENTRY_ID = re.compile(r"^[0-9]+-[0-9]+$")
 
@@ -71,10 +71,6 @@ class TrainerState(BaseModel):
     intake: dict[str, Any] = Field(default_factory=dict, description="groups begun and not yet trained")
     data: dict[str, Any] = Field(default_factory=dict, description="position and fingerprint of the prompts")
     counters: dict[str, int | float] = Field(default_factory=dict, description="totals over the run")
-    commits: list[str] = Field(
-        default_factory=list,
-        description="payloads of the newest commits, in base64: of releases before there was a journal",
-    )
     digest: str = Field("", description="of the parameters, as in the version's commit")
     extra: dict[str, Any] = Field(default_factory=dict, description="whatever a later release adds")
     saved_at: float = Field(default_factory=time.time)
@@ -144,10 +140,10 @@ class CheckpointStore:
     def load_latest(self) -> Checkpoint | None:
         """The newest whole checkpoint; None where there is none at all.
 
-        Each torn one that is passed over is logged with what was wrong with it.
+        Each torn one that is skipped is logged with what was wrong with it.
 
         Raises:
-            CheckpointError: checkpoints exist, but none is whole, or the newest was written by a newer
+            CheckpointError: checkpoints exist, but none is whole, or the newest was written by another
                 release. Starting over silently would train on streams that were trimmed already.
         """
         return _newest_whole(self.folder, self.versions())
@@ -178,7 +174,7 @@ class CheckpointStore:
         """Keep the newest `keep` whole ones up to the one just saved; torn ones go when there are so many."""
         versions = self.versions()
         for version in [v for v in versions if v > saved.version]:
-            log.warning("removing a checkpoint that was passed over", version=version, saved=saved.version)
+            log.warning("removing a checkpoint that was skipped", version=version, saved=saved.version)
             retire_folder(self.folder / version_name(version))
         whole = [saved]
         for version in sorted((v for v in versions if v < saved.version), reverse=True):
@@ -217,7 +213,7 @@ def _newest_whole(folder: Path, versions: list[int]) -> Checkpoint | None:
             problems.append(f"{path.name}: {error}")
             continue
         if problems:
-            log.warning("continuing from an older checkpoint", version=version, passed_over=problems)
+            log.warning("continuing from an older checkpoint", version=version, skipped=problems)
         return checkpoint
     if problems:
         raise NoneWholeError(
@@ -289,11 +285,11 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise _TornError(f"{path.name} is cut off or not JSON") from None
     if checksum != _checksum(document):
         raise _TornError(f"{path.name} does not match its own checksum")
-    # After the checksum, so that damage is not mistaken for a newer release.
-    if int(str(document["schema"]).split(".")[0]) > SCHEMA_MAJOR:
+    # After the checksum, so that damage is not mistaken for another release.
+    if int(str(document["schema"]).split(".")[0]) != SCHEMA_MAJOR:
         raise CheckpointError(
-            f"{path} has schema {document['schema']}, this release reads {SCHEMA_MAJOR}.x. "
-            "Continue with the release that wrote it, or a newer one."
+            f"{path} has schema {document['schema']}, this release reads {SCHEMA_MAJOR}.x. Continue with the "
+            "release that wrote it, or start a new run from its weights (`tidemill export`)."
         )
     return document
 

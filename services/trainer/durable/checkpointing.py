@@ -45,7 +45,7 @@ from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler, Run
 from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES
 from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
 from tidemill.services.trainer.durable.archived_history import ALIGNED, ArchivedHistory
-from tidemill.services.trainer.durable.beside import WorkBeside
+from tidemill.services.trainer.durable.background_work import BackgroundWork
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
 from tidemill.services.trainer.durable.claim_files import ClaimFiles
 from tidemill.services.trainer.durable.departed import Departed
@@ -62,7 +62,8 @@ CHECKPOINT = "checkpoint"
 class Trimmer:
     """Trims unneeded entries; archived ones only, if archiving is on.
 
-    What may go was decided by the ids of one history (`Reconciler.history`), and goes in that one only.
+    What may go is decided by the ids of one epoch (`Reconciler.epoch`), and goes in that one only: another
+    server may have given these ids to other entries.
     """
 
     def __init__(self, context: ServiceContext, reconciler: Reconciler | None = None) -> None:
@@ -76,16 +77,16 @@ class Trimmer:
         self._changing = asyncio.Lock()
 
     @property
-    def history(self) -> int:
-        """The one that ids which are looked up now belong to."""
-        return self.reconciler.history if self.reconciler else 0
+    def epoch(self) -> int:
+        """That of the ids which are looked up now."""
+        return self.reconciler.epoch if self.reconciler else 0
 
-    async def let_go(self, below: Mapping[StreamName, str], history: int, is_urgent: bool = False) -> None:
-        """Trim what lies below these ids of a history, now or when it is archived. `is_urgent`: memory runs
+    async def release(self, below: Mapping[StreamName, str], epoch: int, is_urgent: bool = False) -> None:
+        """Trim what lies below these ids of an epoch, now or when it is archived. `is_urgent`: memory runs
         low."""
-        if history != self._decided_in:
+        if epoch != self._decided_in:
             self._below.clear()
-            self._decided_in = history
+            self._decided_in = epoch
         for stream, entry_id in below.items():
             known = self._below.get(stream, START)
             self._below[stream] = max(entry_id, known, key=id_order)
@@ -125,12 +126,13 @@ class Trimmer:
             await self.claims.collect()
 
     async def _mark(self) -> Mark | None:
-        """First the mark, then the question which history this is: so the mark stands for the answer."""
+        # First the mark, then the question which epoch this is. The other way round, Redis could restart in
+        # between, and the mark would stand on a server that the ids are not of.
         if self.reconciler is None:
             return None
         mark = await self.reconciler.mark(TRIMMING)
-        await self.reconciler.may_lack_records()
-        if self.history != self._decided_in:
+        await self.reconciler.check_server()
+        if self.epoch != self._decided_in:
             self._below.clear()  # the next checkpoint will tell what may go
         return mark
 
@@ -185,12 +187,12 @@ class Checkpointer:
         # Those above the restored one are not whole; the store removes them when it saves.
         known = [state for state in store.states() if state.version <= version]
         self._kept: deque[TrainerState] = deque(known, maxlen=context.config.trainer.keep_checkpoints)
-        self._histories: dict[int, int] = {}
-        """Per version of a checkpoint of this process, the history that its positions are valid in."""
+        self._epochs: dict[int, int] = {}
+        """Per version of a checkpoint of this process, the epoch that its positions are valid in."""
         self._departed = Departed(context)
         self._changing = asyncio.Lock()
         """Held while the folder of checkpoints changes."""
-        self._writing = WorkBeside(context, CHECKPOINT)
+        self._writing = BackgroundWork(context, CHECKPOINT)
         self.seconds: dict[str, float] = {}
         """What the newest checkpoint took: `wait` for the one before, `copy`, and beside training `write`."""
 
@@ -205,6 +207,7 @@ class Checkpointer:
         with self._timed("wait", metrics.CHECKPOINT_WAIT_SECONDS):
             await self.finish()
         with self.context.activity.during(CHECKPOINT), self._timed("copy", metrics.CHECKPOINT_COPY_SECONDS):
+            # Positions and weights of one moment: the next step moves both.
             state = self._state(version, dropped)
             # Also where another process has the GPU now: the policy waits in host memory then.
             await self.runner.thread.call_anywhere(self.runner.policy.stage_state)
@@ -232,7 +235,7 @@ class Checkpointer:
         """Of all parts at one moment: nothing in it moves on with them."""
         scheduler, join = self.streams.scheduler, self.streams.join
         trails = {stream: [list(rung) for rung in rungs] for stream, rungs in join.trails().items()}
-        self._histories[version] = join.history
+        self._epochs[version] = join.epoch
         return TrainerState(
             version=version,
             positions=join.positions(),
@@ -250,7 +253,7 @@ class Checkpointer:
         """Have what may go archived at once; without an archive, give up all checkpoints but the newest whole
         one, and trim what only they needed."""
         if not self._kept:
-            return await self.trimmer.let_go({}, self.trimmer.history, is_urgent=True)
+            return await self.trimmer.release({}, self.trimmer.epoch, is_urgent=True)
         if self.trimmer.archives:
             return await self._trim(self._kept[0], is_urgent=True)
         async with self._changing:
@@ -265,11 +268,11 @@ class Checkpointer:
     async def trim_settled(self, version: int) -> None:
         """Between two steps: trim what no outstanding group needs, as far as it is archived.
 
-        Not while a checkpoint is due for what Redis has lost, and by positions of this history only. As Redis
+        Not while a checkpoint is due for what Redis has lost, and by positions of this epoch only. As Redis
         loses the newest first, a server that has this trim has the commits before it.
         """
-        join, history = self.streams.join, self.trimmer.history
-        is_sure = join.history == history and not self.streams.reconciler.needs_checkpoint
+        join, epoch = self.streams.join, self.trimmer.epoch
+        is_sure = join.epoch == epoch and not self.streams.reconciler.needs_checkpoint
         if self.context.config.streams.trim and self.trimmer.archives and is_sure:
             positions, scheduler = join.positions(), self.streams.scheduler
             below = {
@@ -278,22 +281,24 @@ class Checkpointer:
                 StreamName.PROMPTS: entry_id_of(min(scheduler.outstanding, default=scheduler.next_ticket)),
                 StreamName.COMMITS: entry_id_of(max(0, version - KEPT_COMMITS)),
             }
-            await self.trimmer.let_go(below, history)
+            await self.trimmer.release(below, epoch)
 
     async def _write(self, state: TrainerState) -> None:
         async with self._changing:
             with self._timed("write", metrics.CHECKPOINT_SECONDS):
                 write = partial(asyncio.to_thread, self._store, state)
                 await until_stored(self.context, write, self._writing.during)
-            await self._settle()
+            # Only now, when the rename is on the disk: what is trimmed cannot be read by an older checkpoint.
+            await self._trim_to_kept()
 
     def _store(self, state: TrainerState) -> None:
         """In a thread of its own: the policy's is asked to begin, and goes on."""
         thread, policy = self.runner.thread, self.runner.policy
+        # Before the checkpoint: a trainer that restores it does not train these steps again, nor record them.
         self.recorder.sync()
         self.store.save(state, lambda folder: thread.submit(policy.begin_saving, folder).result().result())
 
-    async def _settle(self) -> None:
+    async def _trim_to_kept(self) -> None:
         """Trim what the checkpoints that are there now do not need."""
         self._kept.clear()
         self._kept.extend(self.store.kept)
@@ -308,8 +313,8 @@ class Checkpointer:
 
     async def _trim(self, oldest: TrainerState, is_urgent: bool = False) -> None:
         """Remove entries below the positions of the oldest checkpoint that could be restored."""
-        history = self.trimmer.history
-        positions = await self._positions(oldest, history)
+        epoch = self.trimmer.epoch
+        positions = await self._positions(oldest, epoch)
         keep_from = max(0, oldest.version - self.context.config.trainer.keep_weights)
         below = {
             StreamName.TRAJECTORIES: positions[TRAJECTORIES],
@@ -322,21 +327,21 @@ class Checkpointer:
             below[StreamName.COMMITS] = await self._journalled(oldest.version - KEPT_COMMITS)
             dead = min(dead, await newest_begin(self.context.broker, self.context.keys.dead), key=id_order)
         below[StreamName.DEAD] = dead
-        await self.trimmer.let_go(below, history, is_urgent)
+        await self.trimmer.release(below, epoch, is_urgent)
 
     async def _journalled(self, wanted: int) -> str:
-        """The id of step `wanted`, where the journal holds all that Redis has below it; `START` where not: of
-        an older release, or damaged, it may begin later."""
+        """The id of step `wanted`, where the journal holds all that Redis has below it; `START` where not:
+        after damage it may begin later."""
         held = await asyncio.to_thread(journal_steps, self.context.run_dir)
         first = await read_raw(self.context.broker, self.context.keys.commits, count=1)
         is_held = bool(first) and id_order(entry_id_of(held.start)) <= id_order(first[0][0])
         return entry_id_of(wanted) if is_held and 0 < wanted <= held.stop else START
 
-    async def _positions(self, state: TrainerState, history: int) -> dict[str, str]:
+    async def _positions(self, state: TrainerState, epoch: int) -> dict[str, str]:
         """From where this checkpoint would read: below its positions, where Redis has lost its tail since."""
-        if self._histories.get(state.version) == history:
+        if self._epochs.get(state.version) == epoch:
             return state.positions
-        positions, trails = dict(state.positions), state.intake.get("trails", {})
+        positions, trails = dict(state.positions), state.intake["trails"]
         for stream in (StreamName.TRAJECTORIES, StreamName.SCORES, StreamName.DEAD):
             key, trail = stream.key(self.context.keys), Trail(trails.get(stream))
             standing = await trail.last_standing(self.context.broker, key)

@@ -32,7 +32,7 @@ async def claims_in(broker: Broker, key: str, last: str = "+") -> AsyncIterator[
 
 
 class ClaimFiles:
-    """Removes payloads that nobody needs any more."""
+    """Removes payloads that are no longer needed."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._broker, self._key = context.broker, context.keys.trajectories()
@@ -49,4 +49,4 @@ class ClaimFiles:
                 claimed = {claim.pointer async for claim in claims_in(self._broker, self._key)}
                 await asyncio.to_thread(self._store.remove, settled - claimed)
         except (OSError, StoreError) as error:
-            log.warning("payloads that nobody needs stay for now", error=str(error))
+            log.warning("payloads that are no longer needed stay for now", error=str(error))

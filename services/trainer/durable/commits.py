@@ -1,10 +1,10 @@
 """Commits: the write-ahead record of a step, in Redis and in a journal on the trainer's own disk.
 
-A commit's entry id is its step's, so it is appended once only: a second trainer on the same run finds the
-place taken and ends. Redis may come back without its last second, a backup without a day; the stream takes no
-step below its last, so the journal gives back what is missing before the next commit. The journal holds
-consecutive steps, each whole (a checksum proves it). It is no second truth: above the newest checkpoint,
-history is what Redis holds.
+These are parts 1 and 5 of a step's order (`trainer.py`). A commit's entry id is its step's, so it is appended
+once only: a second trainer on the same run finds the place taken and ends. Redis may come back without its
+last second, a backup without a day; the stream takes no step below its last, so the journal gives back what
+is missing before the next commit. The journal holds consecutive steps, each whole (a checksum proves it). It
+is no second truth: above the newest checkpoint, history is what Redis holds.
 """
 
 import json
@@ -36,7 +36,7 @@ from tidemill.common.streams.trimming import KEPT_COMMITS
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
-from tidemill.services.trainer.batch.strays import is_stray, move_strays_aside
+from tidemill.services.trainer.batch.unexpected_entries import is_unexpected, remove_unexpected
 
 log = structlog.get_logger(__name__)
 
@@ -160,6 +160,7 @@ async def restore_commits(
     Raises:
         TidemillError: some are missing that the journal does not hold: history would have a hole.
     """
+    # A hole has to be refused before anything is appended: behind a later step, the stream takes none of it.
     steps = journal.steps
     steps = steps if below is None else range(steps.start, min(steps.stop, max(below, steps.start)))
     is_enough = bool(steps) and (below is None or steps.stop == below)
@@ -194,12 +195,16 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit, mark: Mark |
         SecondTrainerError: the step has a commit that is not this one.
     """
     entry_id = entry_id_of(commit.step)
+    # Asked again after each refusal: between the question for the last id and the append, Redis may have
+    # restarted without its tail, or another trainer may have committed.
     while id_order(last := await last_id(broker, keys.commits)) < id_order(entry_id):
         if commit.step and id_order(last) < id_order(entry_id_of(commit.step - 1)):
             raise LostTailError(f"the commits of run {keys.run_id} end before step {commit.step - 1}")
         if await append_after(broker, keys.commits, last, entry_id, commit, mark):
             return
-    if await move_strays_aside(broker, keys, keys.commits, Commit):
+    # The place is taken: by an entry that no trainer wrote, by this very commit (the connection broke after
+    # the append), or by another trainer.
+    if await remove_unexpected(broker, keys, keys.commits, Commit):
         return await append_commit(broker, keys, commit, mark)
     found = await read_range(broker, keys.commits, Commit, entry_id, entry_id)
     for entry in found:
@@ -228,8 +233,8 @@ async def read_commits(
     history = history or History(keys.run_id, None, broker)
     async for entry in history.scan(StreamName.COMMITS, Selection(entry_id_of(first_step))):
         expected = first_step + len(commits)
-        if is_stray(entry):  # with commits of ours behind it, so that it can stay
-            log.error("a foreign entry among the commits is passed over", entry=entry.entry_id)
+        if is_unexpected(entry):  # with commits of ours behind it, so that it can stay
+            log.error("an unexpected entry among the commits is skipped", entry=entry.entry_id)
             continue
         if isinstance(entry, Garbled):
             raise TidemillError(f"commit {entry.entry_id} of run {keys.run_id} is unreadable: {entry.error}")

@@ -79,7 +79,7 @@ class MemoryWatch:
         """Say that keys go, or may go: nothing that holds for this run holds then."""
         total = int((await self.context.broker.info("stats")).get("evicted_keys", 0))
         before, self._num_evicted = self._num_evicted, total
-        # The counter begins anew with a server. Keys that went before this process came are not told of.
+        # A new server counts from 0. Keys that went before this process started are not reported.
         evicted = total if before is None or total < before else total - before
         metrics.REDIS_MAY_EVICT.set(policy != NO_EVICTION)
         if before is not None and evicted:

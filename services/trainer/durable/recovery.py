@@ -2,10 +2,26 @@
 
 Replaying takes the recorded groups in the recorded micro-batches, so on the same hardware in deterministic
 mode the weights come out bit by bit. The digest in each commit shows it; a difference is logged.
+
+The order of a restart (`service.py` calls the parts):
+
+1. Repair the archive's manifest: everything below reads what it lists.
+2. Restore the newest whole checkpoint: model, tickets, positions.
+3. Note which server answers, and mark: a commit that the process before sent, and that is still on its way,
+   finds its mark no more.
+4. Remove unexpected entries, and have the archive forget what Redis has lost: its ids may be given out again.
+5. Give Redis back the commits that the checkpoint covers, from the journal: the stream takes none behind
+   later ones.
+6. Read the commits above the checkpoint, and see that all they were trained on is there, before anything is
+   trained.
+7. The journal takes these commits in and forgets all others: their records may be gone, so they did not
+   happen.
+8. Take over the tickets that the process before has issued; only then start the readers, which keep nothing
+   that belongs to no outstanding ticket.
+9. Replay the commits; write and announce the version if the process before did not (parts 6 and 7 of a step).
 """
 
 import asyncio
-from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +39,6 @@ from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.weight_files import read_chain, read_manifest, verified_files
 from tidemill.common.telemetry import metrics
 from tidemill.common.weights.whole import write_whole
-from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Commit, TrajectoryKey, fault_of
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import RunStreams
@@ -32,7 +47,7 @@ from tidemill.services.trainer.durable.checkpoint import CheckpointStore, NoneWh
 from tidemill.services.trainer.durable.checkpointing import settled_positions
 from tidemill.services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
 from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
-from tidemill.services.trainer.groups.group_filter import GREEDY, CompleteGroup
+from tidemill.services.trainer.groups.group_filter import GREEDY, PendingGroup
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.model_loading import pick_device
@@ -49,12 +64,11 @@ def restore_checkpoint(
     store: CheckpointStore,
     policy: Policy,
     streams: RunStreams,
-    journal: CommitJournal,
     can_start_over: bool = False,
 ) -> tuple[int, list[Dropped], dict[StreamName, str]]:
     """Put every part into the state of the newest whole checkpoint.
 
-    Returns its version (0 where there is none), the dropped groups that the next commit must tell of, and the
+    Returns its version (0 where there is none), the dropped groups that the next commit must report, and the
     ids after which a replay begins.
     Where all are damaged and `can_start_over`, that is the starting model: every commit is replayed.
 
@@ -73,13 +87,9 @@ def restore_checkpoint(
     state, scheduler, join = checkpoint.state, streams.scheduler, streams.join
     scheduler.prompts.restore(state.data)
     scheduler.restore(state.scheduler)
-    join.restore(state.positions, state.intake["high_water"], state.intake.get("trails", {}))
+    join.restore(state.positions, state.intake["high_water"], state.intake["trails"])
     join.num_trajectories = int(state.counters["trajectories"])
     join.expect(list(scheduler.outstanding.values()))
-    for text in state.commits:  # of an older release, which kept no journal
-        commit = codec.decode_payload(b64decode(text), Commit)
-        if commit.step not in journal.steps:
-            journal.append(commit)
     policy.load_state(checkpoint.folder)
     log.info("checkpoint restored", version=state.version)
     dropped = [(ticket, index, reason) for ticket, index, reason in state.intake["dropped"]]
@@ -87,7 +97,7 @@ def restore_checkpoint(
 
 
 class Replayer:
-    """Trains committed steps again, after a crash: `adopt`, start the readers, `replay`."""
+    """Trains committed steps again, after a crash: `take_over`, start the readers, `replay`."""
 
     def __init__(
         self, context: ServiceContext, runner: StepRunner, streams: RunStreams, journal: CommitJournal
@@ -98,24 +108,23 @@ class Replayer:
         """Where a replay begins to read: looked up before the readers move on."""
         self.scheduler, self.join, self.reconciler = streams.scheduler, streams.join, streams.reconciler
         self.pending_drops: list[Dropped] = []
-        """Replacements that no commit tells of yet: the next one must."""
-        self.passed_over: list[int] = []
+        """Replacements that no commit has reported yet: the next one must."""
+        self.skipped: list[int] = []
         """Outstanding tickets that no worker will ever be given: they have to be replaced."""
 
-    async def adopt(
+    async def take_over(
         self, version: int, dropped: list[Dropped], needed: Mapping[StreamName, str]
     ) -> list[Commit]:
-        """Take in what an earlier process did after `version`: the tickets it issued, and its commits. Before
-        the readers start, which do not keep what belongs to no outstanding ticket. `needed` are the ids after
-        which a replay begins.
+        """Take in what an earlier process did after `version`: its commits, and the tickets it issued (parts
+        3 to 8). `needed` are the ids after which a replay begins.
 
         Raises:
             TidemillError: there are commits that cannot be replayed. Nothing was trained yet.
         """
-        await self.reconciler.has_restarted()
-        self.join.history = self.reconciler.history
+        await self.reconciler.take_restart()
+        self.join.epoch = self.reconciler.epoch
         await self.reconciler.mark()
-        await self.reconciler.move_strays_aside()
+        await self.reconciler.remove_unexpected()
         await until_stored(self.context, partial(self._align, needed))
         await self._restore_commits(version)
         history = self.archived.read()
@@ -127,27 +136,26 @@ class Replayer:
             # What it holds already may be there alone, with more behind it: to append would cut that off.
             if not self.journal.has(commit):
                 await on_disk(self.context, self.journal.append, commit)
-            # A curriculum has drawn the tickets that are adopted now from what these steps came to.
+            # Before the tickets are adopted: a curriculum has drawn them from what these steps came to.
             self.scheduler.prompts.take_commit(commit)
-        # Those that only the journal has are forgotten: the records they were trained on may be gone.
         await on_disk(self.context, self.journal.cut, version + len(commits))
         adopted = await self.scheduler.adopt_issued(history)
         self.join.expect(list(self.scheduler.outstanding.values()))
-        told = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
-        self.scheduler.prompts.forget_told(told)
+        reported = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
+        self.scheduler.prompts.forget_reported(reported)
         replaced = [ticket.replaces for ticket in adopted if ticket.replaces >= 0]
         for ticket in replaced:
             self.join.close(ticket)
-        untold = [*dropped, *((ticket, -1, "replaced before a restart") for ticket in replaced)]
-        self.pending_drops = [item for item in untold if item[0] not in told]
+        unreported = [*dropped, *((ticket, -1, "replaced before a restart") for ticket in replaced)]
+        self.pending_drops = [item for item in unreported if item[0] not in reported]
         trained = {ticket for commit in commits for ticket in commit.groups}
-        self.passed_over = [t for t in await self.scheduler.passed_over() if t not in trained]
+        self.skipped = [t for t in await self.scheduler.find_skipped() if t not in trained]
         return commits
 
     async def _restore_commits(self, version: int) -> None:
         """Give Redis back the commits that the checkpoint of `version` covers."""
         broker, keys = self.context.broker, self.context.keys
-        if self.journal.next_step < version:  # of an older release, or damaged: Redis may have them all
+        if self.journal.next_step < version:  # damaged: Redis may have them all
             try:
                 known = await read_commits(broker, keys, self.journal.next_step, self.archived.read())
             except TidemillError as error:
@@ -171,7 +179,7 @@ class Replayer:
             log.error("the archive cannot be held against Redis", problem=str(error))
 
     async def _when_free(self, work: Callable[[], Awaitable[bool]]) -> None:
-        """Do something with the archive when its writer, which takes seconds, has let go of it."""
+        """Do something with the archive when its writer, which takes seconds, has released it."""
         while not await work():
             if await self.context.unless_stopping(asyncio.sleep(PAUSE_S, result=True)) is None:
                 raise StoppedError
@@ -219,7 +227,7 @@ class Replayer:
             self.scheduler.settle(ticket)
             self.join.close(ticket)
 
-    async def _groups_of(self, commit: Commit, cursor: GroupCursor) -> dict[int, CompleteGroup]:
+    async def _groups_of(self, commit: Commit, cursor: GroupCursor) -> dict[int, PendingGroup]:
         """What the step was trained on, from the archive and from Redis behind it."""
         try:
             # Their payloads may lie in a store that is away: it is waited for, unless the service must stop.
@@ -238,7 +246,7 @@ class Replayer:
                     raise LostPayloadError(commit.step, trajectory.key, fault)
         cursor.close(commit.groups)
         return {
-            ticket: CompleteGroup(ticket, commit.step, group.trajectories, group.scores)
+            ticket: PendingGroup(ticket, commit.step, group.trajectories, group.scores)
             for ticket, group in found.items()
         }
 

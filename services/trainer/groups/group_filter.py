@@ -1,5 +1,5 @@
-"""The filter for staleness and validity: a complete group becomes training samples, or a reason to replace
-it.
+"""Groups: what has arrived of a ticket, and the filter for staleness and validity. A complete group becomes
+training samples, or a reason to replace it.
 
 Every group has exactly one outcome: trained, with the samples that were left out named one by one, or
 replaced. Records, samples and what was precomputed stay together in one object on the way to the optimizer.
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
+from tidemill.common.streams import Entry, id_order
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
-    Precomputed,
     PrecomputedTokens,
     Sample,
     make_sample,
@@ -24,7 +24,7 @@ from tidemill.services.trainer.groups.samples import (
 )
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
-BAD_NUMBERS, UNTAUGHT = "bad_numbers", "no_teacher_logprobs"
+BAD_NUMBERS, MISSING_TEACHER = "bad_numbers", "no_teacher_logprobs"
 NO_PAYLOAD, ENVIRONMENT_FAULT = "no_payload", "environment_fault"
 NO_BASELINE = "no_greedy_baseline"
 GREEDY = "greedy_baseline"
@@ -34,36 +34,88 @@ MAX_REWARD = 1e30
 """Beyond this, sums and squares of rewards could overflow; no reward means such a number."""
 
 
+UNKNOWN_VERSION = 2**63
+
+
 @dataclass(slots=True)
-class CompleteGroup:
-    """All trajectories of a ticket with all their scores, by index."""
+class PendingGroup:
+    """What has arrived of a ticket: trajectories and scores by index, and the ids of their entries."""
 
     ticket: int
     step: int
-    trajectories: dict[int, Trajectory]
-    scores: dict[int, Score]
-    precomputed: Precomputed | None = None
-    queued_s: Mapping[int, float] = field(default_factory=dict)
-    """How long each trajectory waited for its reward, by the clock of Redis; empty where not known."""
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)
+    scores: dict[int, Score] = field(default_factory=dict)
+    group_size: int = 0
+    ticket_min_version: int = 0
+    trajectory_ids: dict[int, str] = field(default_factory=dict)
+    score_ids: dict[int, str] = field(default_factory=dict)
+    """Empty where a committed step is trained again."""
+    other_scores: list[Entry[Score]] = field(default_factory=list)
+    """Of keys that have a score already, which is of other tokens: the trajectory will tell which counts."""
+    started_version: int = -1
+    oldest_sampled: int = UNKNOWN_VERSION
+    """Of the tokens that have arrived."""
     is_ahead: bool = False
     """Whether a token came before the version that it names was committed: it is of a lost history."""
+    is_taken: bool = False
+    """Whether the step in progress trains on it."""
+    precomputed: dict[int, PrecomputedTokens] = field(default_factory=dict)
+    """What was computed of the trajectories while they waited for their scores, by index."""
+    precomputed_for: int = -1
+    """The step for which that was done."""
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether every trajectory is there."""
+        return len(self.trajectories) == self.group_size
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trajectory and every score is there."""
+        return self.is_generated and len(self.scores) == self.group_size
+
+    @property
+    def oldest_version(self) -> int:
+        """No token of the group is or will be older than this, as far as is known now."""
+        if self.is_generated:
+            return self.oldest_sampled
+        return max(self.ticket_min_version, self.started_version)
 
     @property
     def min_version(self) -> int:
-        """The oldest version that produced a token of the group."""
+        """The oldest version that produced a token which has arrived."""
         return min(trajectory.min_version for trajectory in self.trajectories.values())
 
     @property
     def max_version(self) -> int:
-        """The newest version that produced a token of the group."""
+        """The newest version that produced a token which has arrived."""
         return max(trajectory.max_version for trajectory in self.trajectories.values())
+
+    @property
+    def queued_s(self) -> dict[int, float]:
+        """How long each trajectory waited for its reward: ids are times of one server, workers' clocks need
+        not agree. Empty where not known."""
+        queued_ms = {
+            index: id_order(entry_id)[0] - id_order(self.trajectory_ids[index])[0]
+            for index, entry_id in self.score_ids.items()
+            if index in self.trajectory_ids
+        }
+        return {i: max(0.0, between / 1000 - self.scores[i].latency_s) for i, between in queued_ms.items()}
+
+    def forget(self) -> None:
+        """Everything that has arrived, to read it again."""
+        for arrived in (self.trajectories, self.scores, self.trajectory_ids, self.score_ids):
+            arrived.clear()
+        self.other_scores.clear()
+        self.precomputed, self.precomputed_for = {}, -1
+        self.started_version, self.oldest_sampled, self.is_ahead = -1, UNKNOWN_VERSION, False
 
 
 @dataclass(frozen=True, slots=True)
 class TrainableGroup:
     """A group that passed the filter: its records, its samples, and what was left out: (index, reason)."""
 
-    source: CompleteGroup
+    source: PendingGroup
     samples: list[Sample]
     rewards: list[float]
     left_out: list[tuple[int, str]] = field(default_factory=list)
@@ -88,9 +140,9 @@ class TrainableGroup:
 
     def with_precomputed(self) -> "TrainableGroup":
         """The group whose samples have what was precomputed of its records."""
-        if self.source.precomputed is None:
+        if self.source.precomputed_for < 0:
             return self
-        tokens, nothing = self.source.precomputed.tokens, PrecomputedTokens()
+        tokens, nothing = self.source.precomputed, PrecomputedTokens()
         names = [item.name for item in fields(PrecomputedTokens)]
         found = [tokens.get(sample.key[1], nothing) for sample in self.samples]
         samples = [
@@ -117,10 +169,9 @@ class GroupFilter:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.reward, self.trainer = config, config.reward, config.trainer
         self.algorithm = config.trainer.algorithm
-        traits = self.algorithm.advantage_traits
-        self.has_baseline = traits is not None and traits.has_greedy_baseline
+        self.has_baseline = self.algorithm.advantage_traits.has_greedy_baseline
 
-    def apply(self, group: CompleteGroup, step: int) -> TrainableGroup | Refusal:
+    def apply(self, group: PendingGroup, step: int) -> TrainableGroup | Refusal:
         """Check the staleness bound for `step`, apply the failure policy, make samples. Their advantages come
         later (`Advantages.assign`)."""
         if step - group.min_version > self.trainer.max_staleness:
@@ -168,7 +219,7 @@ class GroupFilter:
         trainable = TrainableGroup(group, samples, list(sampled.values()), left_out, baseline)
         return trainable.with_precomputed()
 
-    def _teacher(self, group: CompleteGroup) -> tuple[str, NamedRewardConfig] | None:
+    def _teacher(self, group: PendingGroup) -> tuple[str, NamedRewardConfig] | None:
         """The teacher of the group's data source, which is that of all its trajectories."""
         trajectory = next(iter(group.trajectories.values()))
         return self.reward.teacher_of(trajectory.data_source, trajectory.source)
@@ -183,7 +234,7 @@ class GroupFilter:
         for index in sorted(scores):
             score = scores[index]
             if is_taught and score.status is ScoreStatus.OK and score.teacher_logprobs is None:
-                left_out.append((index, UNTAUGHT))
+                left_out.append((index, MISSING_TEACHER))
             elif score.status is ScoreStatus.OK and score.value is not None:
                 rewards[index] = score.value
             elif not is_taught and not score.on_failure and self.reward.failure_value is not None:
@@ -193,7 +244,7 @@ class GroupFilter:
         return rewards, left_out
 
     def _sample(
-        self, group: CompleteGroup, index: int, reward: float, teacher: tuple[str, NamedRewardConfig] | None
+        self, group: PendingGroup, index: int, reward: float, teacher: tuple[str, NamedRewardConfig] | None
     ) -> Sample:
         """Raises ValueError where a logprob is not finite, a reward is out of range, or a prompt is empty."""
         trajectory, weight = group.trajectories[index], 0.0

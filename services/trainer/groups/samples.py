@@ -256,14 +256,6 @@ class PrecomputedTokens:
     entropies: Float32 | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Precomputed:
-    """What was computed of a group's trajectories for one step, by index."""
-
-    step: int
-    tokens: dict[int, PrecomputedTokens]
-
-
 Composition = tuple[tuple[TrajectoryKey, ...], ...]
 """Per micro-batch, its trajectories in order; what a Commit stores for one optimizer update."""
 

@@ -27,7 +27,7 @@ from tidemill.common.streams import Entry, entry_id_of
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.batch.stream_join import SCORES, TRAJECTORIES
 from tidemill.services.trainer.durable.checkpoint import Checkpoint, read_checkpoint
-from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter
+from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepResult, StepRunner
@@ -155,7 +155,7 @@ class Session:
         self.say({"kind": "step", "step": commit.step, "seconds": seconds, "equal": digest == commit.digest})
         return ReplayedStep(commit, result, _metrics_of(commit, result, self.config), digest)
 
-    async def _groups_of(self, commit: Commit) -> dict[int, CompleteGroup]:
+    async def _groups_of(self, commit: Commit) -> dict[int, PendingGroup]:
         """Groups to be judged and prepared again."""
         assert self._cursor is not None, "`_restore` comes first"
         self._cursor.close(ticket for ticket, index, _ in commit.dropped if index < 0)
@@ -169,7 +169,7 @@ class Session:
             ) from None
         self._cursor.close(commit.groups)
         return {
-            ticket: CompleteGroup(ticket, commit.step, group.trajectories, group.scores)
+            ticket: PendingGroup(ticket, commit.step, group.trajectories, group.scores)
             for ticket, group in recorded.items()
         }
 

@@ -1,7 +1,7 @@
 """The best evaluated version: its weights are never pruned, and `best.json` says which it is.
 
 Only what is alike is compared: evaluations over as many samples of the same sets (where a resumed run takes
-others, the best starts anew), of which hardly any has failed (`max_failed_share`).
+others, the best starts again), of which hardly any has failed (`max_failed_share`).
 
 What is best follows from the evaluations on record and the weights on the disk, so nothing is lost with a
 process: a trainer that resumes finds the same version, and `best.json` is written for people and tools.

@@ -34,14 +34,14 @@ class UnclearError(Exception):
 
 
 @dataclass(slots=True)
-class StandIn:
+class TensorInFile:
     """A tensor of a file, without its data, for transformers to load."""
 
     path: Path
     shape: tuple[int, ...]
     is_read: bool = False
 
-    def __getitem__(self, _: Any) -> "StandIn":
+    def __getitem__(self, _: Any) -> "TensorInFile":
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -53,7 +53,7 @@ class StandIn:
 class PretrainedWeights:
     """Where each element of a model's tensors stands in its files."""
 
-    def __init__(self, files: Mapping[str, StandIn], slices: Mapping[str, list[Slice]]) -> None:
+    def __init__(self, files: Mapping[str, TensorInFile], slices: Mapping[str, list[Slice]]) -> None:
         self._files, self._slices = files, slices
         self._opened: dict[Path, Any] = {}
 
@@ -124,7 +124,7 @@ def open_pretrained(
     return model, info, PretrainedWeights(files, _locate(model, files))
 
 
-def _find_tensors(path: str, config: PreTrainedConfig) -> dict[str, StandIn]:
+def _find_tensors(path: str, config: PreTrainedConfig) -> dict[str, TensorInFile]:
     """Of the safetensors files that transformers would read, by name."""
 
     def find(name: str) -> str | None:
@@ -149,11 +149,11 @@ def _find_tensors(path: str, config: PreTrainedConfig) -> dict[str, StandIn]:
     for one in paths:
         with safe_open(one, "pt", backend="pread") as file:
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                found[name] = StandIn(Path(one), tuple(file.get_slice(name).get_shape()))
+                found[name] = TensorInFile(Path(one), tuple(file.get_slice(name).get_shape()))
     return found
 
 
-def _locate(model: PreTrainedModel, files: Mapping[str, StandIn]) -> dict[str, list[Slice]]:
+def _locate(model: PreTrainedModel, files: Mapping[str, TensorInFile]) -> dict[str, list[Slice]]:
     """Where the files have the elements of each tensor."""
     for tied, weight in model.all_tied_weights_keys.items():
         if model.get_parameter_or_buffer(tied) is not model.get_parameter_or_buffer(weight):

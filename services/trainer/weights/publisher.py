@@ -1,7 +1,8 @@
 """Brings versions to where workers read them that do not see the run's folder.
 
-A version is published after its files are on the disk, and before it is announced. Publishing again does no
-harm: after a crash, what is there already stays.
+A version is published as the end of part 6 of a step (`trainer.py`): after its files are on the disk, because
+a crash in between publishes them again from there, and before part 7, because workers start to download when
+they hear of it. Publishing again does no harm: what is there already stays.
 """
 
 import errno
@@ -46,6 +47,7 @@ class ObjectPublisher:
             self._store.remove(target)
             for file in manifest.files:
                 self._store.write(f"{target}/{file.name}", folder / file.name)
+            # The manifest last: a worker that finds it may read every file that it names.
             self._store.write(f"{target}/{MANIFEST_FILE}", folder / MANIFEST_FILE)
         except WeightsError as error:
             what = f"the weights of version {manifest.version}"

@@ -75,9 +75,9 @@ class Change:
 
 @dataclass(slots=True)
 class Shadow:
-    """One rank's. Weights of two bytes are held; wider ones are measured anew each time, and written in full.
-    `max_share`: where more has changed since the last comparison the version will be full, so no more is kept
-    of what changed."""
+    """One rank's. Weights of two bytes are held; wider ones are measured again each time, and written in
+    full. `max_share`: where more has changed since the last comparison the version will be full, so no more
+    is kept of what changed."""
 
     plan: ExportPlan
     dtype: torch.dtype

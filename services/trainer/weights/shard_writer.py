@@ -2,7 +2,7 @@
 
 A delta is one file of each rank. A full version is one safetensors file, into which each rank writes its rows
 where they belong: no rank gathers or holds a whole model. All ranks must see the same folder. What they wrote
-is on the disk before rank 0 is told.
+is on the disk before rank 0 gets the receipts.
 """
 
 import os

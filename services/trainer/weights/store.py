@@ -126,7 +126,7 @@ class WeightStore:
         """
         target = self.folder / version_name(version)
         if is_there and (standing := self.standing(version, state.digest)) is not None:
-            self.adopt(standing)
+            self.continue_from(standing)
             return standing
         parent = self._parent(version, state)
         what = f"the weights of version {version}"
@@ -165,19 +165,20 @@ class WeightStore:
         try:
             with storage_errors(f"the weights of version {begun.version}", target):
                 manifest = self._manifest(begun, target.name, begun.files.result())
+                # The manifest last, then the rename: under the version's name there is never half of it.
                 write_atomically(begun.folder / MANIFEST_FILE, manifest.model_dump_json(indent=1))
                 publish_folder(begun.folder, target)
         finally:
             remove_folder(begun.folder)
         self._publish(manifest)
-        self.adopt(manifest)
+        self.continue_from(manifest)
         return manifest
 
     def _publish(self, manifest: WeightManifest) -> None:
         if self._publisher is not None:
             self._publisher.publish(manifest, self.folder / manifest.folder)
 
-    def adopt(self, manifest: WeightManifest) -> None:
+    def continue_from(self, manifest: WeightManifest) -> None:
         """Go on from a version that is on the disk."""
         self._last = manifest
 

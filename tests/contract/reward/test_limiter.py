@@ -23,8 +23,12 @@ async def make(broker: Broker, keys: Keys) -> AsyncIterator[MakeLimiter]:
     """Limiters of several workers of one run."""
     made: list[Limiter] = []
 
-    def make(lease_s: float = 30.0, burst_s: float = 2.0, **limits: Any) -> Limiter:
-        made.append(Limiter(broker, keys, "judge", LimitsConfig(**limits), lease_s, burst_s))
+    def make(
+        lease_s: float = 30.0, burst_s: float = 2.0, evaluation_share: float = 0.1, **limits: Any
+    ) -> Limiter:
+        made.append(
+            Limiter(broker, keys, "judge", LimitsConfig(**limits), lease_s, burst_s, evaluation_share)
+        )
         return made[-1]
 
     yield make

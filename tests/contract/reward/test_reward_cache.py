@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import wait_until
-from tidemill.common.config import NamedRewardConfig, RewardCacheConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
@@ -42,9 +42,11 @@ def sample(text: str, ticket: int = 0, truth: Any = "1", **fields: Any) -> Rewar
     )
 
 
-def named(broker: Broker, keys: Keys, reward: Paid, name: str = "judge", **limits: Any) -> NamedReward:
+def named(
+    broker: Broker, keys: Keys, reward: Paid, name: str = "judge", max_bytes: int = 1 << 20
+) -> NamedReward:
     config = NamedRewardConfig(function="gsm8k", cache=True, max_attempts=1)
-    return NamedReward(name, config, reward, RewardCache(broker, keys, RewardCacheConfig(**limits)))
+    return NamedReward(name, config, reward, RewardCache(broker, keys, max_bytes))
 
 
 async def test_the_same_sample_is_paid_for_once_also_by_another_worker(broker: Broker, keys: Keys) -> None:
@@ -124,12 +126,15 @@ async def test_a_call_that_nobody_waits_for_is_given_up_and_can_be_made_again(
 async def test_the_bound_holds_and_what_was_not_used_for_longest_goes_first(
     broker: Broker, keys: Keys
 ) -> None:
+    values, used, size = keys.reward_cache
+    await named(broker, keys, Paid()).score(sample("a"))
+    entry_bytes = int(await broker.execute("HGET", size, "bytes"))
+    await broker.execute("DEL", values, used, size)
     reward = Paid()
-    cached = named(broker, keys, reward, max_entries=3)
+    cached = named(broker, keys, reward, max_bytes=3 * entry_bytes)
     for text in ("a", "b", "c", "a", "d"):  # `a` is used again, so `b` is the oldest
         await cached.score(sample(text))
     assert reward.asked == ["a", "b", "c", "d"]
-    values, used, _ = keys.reward_cache
     assert await broker.execute("HLEN", values) == await broker.execute("ZCARD", used) == 3
     for text in ("a", "c", "d", "b"):
         await cached.score(sample(text))
@@ -141,7 +146,7 @@ async def test_bytes_are_bounded_too_and_counted_right(broker: Broker, keys: Key
         async def score(self, sample: RewardSample) -> RewardOutcome:
             return RewardOutcome(1.0, detail={"verdict": "x" * 200_000})
 
-    cached = named(broker, keys, Long(), max_mb=1)
+    cached = named(broker, keys, Long())
     for number in range(12):
         await cached.score(sample(str(number)))
     values, _, size = keys.reward_cache

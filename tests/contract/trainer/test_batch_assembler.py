@@ -190,7 +190,7 @@ async def test_after_a_restart_of_redis_nothing_is_taken_before_it_is_read_again
 ):
     assembler = make()
     await assembler.scheduler.admit(0)
-    await assembler.reconciler.has_restarted()
+    await assembler.reconciler.take_restart()
     async with reading(assembler.join):
         await publish_group(broker, keys, 0, text="lost")
         await wait_until(lambda: assembler.join.complete == [0])

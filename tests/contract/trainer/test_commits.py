@@ -17,7 +17,7 @@ from tidemill.services.trainer.durable.commits import (
     append_commit,
     read_commits,
 )
-from tidemill.services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
+from tidemill.services.trainer.groups.group_filter import PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import form_micro_batches
 from tidemill.services.trainer.step import MiniBatch, StepResult, make_commit
 
@@ -113,8 +113,8 @@ async def test_a_commit_that_cannot_be_read_is_an_error(broker: Broker, keys: Ke
 def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
     samples = make_samples(6)  # tickets 0 (four samples) and 1 (two)
     groups = [
-        TrainableGroup(CompleteGroup(1, 4, {}, {}), samples[4:], [1.0, 0.0], left_out=[(2, "failed_score")]),
-        TrainableGroup(CompleteGroup(0, 4, {}, {}), samples[:4], [1.0, 0.0, 0.0, 1.0]),
+        TrainableGroup(PendingGroup(1, 4, {}, {}), samples[4:], [1.0, 0.0], left_out=[(2, "failed_score")]),
+        TrainableGroup(PendingGroup(0, 4, {}, {}), samples[:4], [1.0, 0.0, 0.0, 1.0]),
     ]
     batches = form_micro_batches(samples, 40)
     result = StepResult(groups, [MiniBatch(batches[:1]), MiniBatch(batches[1:])])

@@ -106,37 +106,37 @@ class TestLostTails:
 
     async def test_a_restarted_server_is_noticed_once(self, parts, broker, monkeypatch):
         _, _, reconciler = parts
-        assert not await reconciler.has_restarted()
-        assert not await reconciler.has_restarted()
+        assert not await reconciler.take_restart()
+        assert not await reconciler.take_restart()
         assert not reconciler.needs_checkpoint
 
         async def info(section: str) -> dict[str, str]:
             return {"run_id": "another"}
 
         monkeypatch.setattr(broker, "info", info)
-        assert await reconciler.has_restarted()
+        assert await reconciler.take_restart()
         assert reconciler.needs_checkpoint
-        assert not await reconciler.has_restarted()
+        assert not await reconciler.take_restart()
 
     async def test_nothing_is_trimmed_by_ids_of_another_history(self, parts, broker, keys, monkeypatch):
         """A server whose clock is behind has given lower ids to what is needed."""
         _, _, reconciler = parts
         trimmer = Trimmer(make_context(broker, keys, trainer_config()), reconciler)
-        await reconciler.may_lack_records()
-        history = trimmer.history
+        await reconciler.check_server()
+        epoch = trimmer.epoch
         for index in range(2):
             await append(broker, keys.trajectories(), make_trajectory(0, index, group_size=2))
         below = {StreamName.TRAJECTORIES: id_after(await last_id(broker, keys.trajectories()))}
         with monkeypatch.context() as patch:
             patch.setattr(reconciler, "_identity", AsyncMock(return_value="another"))
-            await trimmer.let_go(below, history)
+            await trimmer.release(below, epoch)
             assert await broker.execute("XLEN", keys.trajectories()) == 2
             assert not trimmer.is_waiting
-            patch.setattr(reconciler, "may_lack_records", lambda: broker.execute("DEL", keys.state))
-            await trimmer.let_go(below, trimmer.history)
+            patch.setattr(reconciler, "check_server", lambda: broker.execute("DEL", keys.state))
+            await trimmer.release(below, trimmer.epoch)
             assert await broker.execute("XLEN", keys.trajectories()) == 2
         monkeypatch.setattr(reconciler, "_identity", AsyncMock(return_value="another"))
-        await trimmer.let_go(below, trimmer.history)
+        await trimmer.release(below, trimmer.epoch)
         assert await broker.execute("XLEN", keys.trajectories()) == 0
 
 

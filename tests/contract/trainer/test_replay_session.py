@@ -127,7 +127,7 @@ async def replayed(context: Any, *steps: int) -> list[dict[str, Any]]:
 async def test_every_algorithm_replays_bit_by_bit(make, broker, keys, name):
     context = make(policy="transformers", steps=4, group_size=4, checkpoint_every=2, **ALGORITHMS[name])
     value = rewards if name == "gdpo" else reward
-    async with answering(broker, keys, value, plays="sessions" in name):
+    async with answering(broker, keys, value, plays="sessions" in name, has_baseline=name == "remax"):
         await run(context)
     results = await replayed(context, 0, 1, 3)  # from the starting model, on, and from a checkpoint
     assert [result["step"] for result in results] == [0, 1, 3]

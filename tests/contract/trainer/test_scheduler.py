@@ -233,7 +233,7 @@ class TestAfterRedisLostItsTail:
         await lose_tail(broker, keys.prompts(), entry_id_of(1))
         await first.reissue_lost()
         second = make(state)
-        assert await second.passed_over() == [2]
+        assert await second.find_skipped() == [2]
 
 
 class TestWritersBesideTheTrainer:

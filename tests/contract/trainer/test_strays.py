@@ -18,7 +18,7 @@ from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Ticket, WeightManifest
 from tidemill.services.rollout.engines.simulated import SimulatedEngine
 from tidemill.services.rollout.weight_follower import WeightFollower
-from tidemill.services.trainer.batch.strays import move_strays_aside
+from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
 from tidemill.services.trainer.durable.commits import append_commit
 
 NUMBERED: list[Callable[[Keys], str]] = [
@@ -82,11 +82,11 @@ async def test_the_group_is_taken_back_with_its_stream(broker, keys):
     await add(broker, key, entry_id_of(0), make_ticket(0))
     stray = (await broker.execute("XADD", key, "*", "by", "hand")).decode()
     await broker.execute("XREADGROUP", "GROUP", ROLLOUT_GROUP, "w", "STREAMS", key, ">")
-    assert await move_strays_aside(broker, keys, key, Ticket) == 1
+    assert await remove_unexpected(broker, keys, key, Ticket) == 1
     assert await last_id(broker, key) == "1-0"
     status = await group_status(broker, key, ROLLOUT_GROUP)
     assert status is not None and (status.last_delivered, status.pending) == ("1-0", 1)
-    assert await move_strays_aside(broker, keys, key, Ticket) == 0
+    assert await remove_unexpected(broker, keys, key, Ticket) == 0
     await assert_moved(broker, keys, key, stray)
 
 
@@ -95,7 +95,7 @@ async def test_an_entry_that_someone_has_removed_by_hand_leaves_no_gap(broker, k
     await add(broker, key, entry_id_of(4), manifest(4))
     stray = (await broker.execute("XADD", key, "*", "by", "hand")).decode()
     await broker.execute("XDEL", key, stray)
-    await move_strays_aside(broker, keys, key, WeightManifest)
+    await remove_unexpected(broker, keys, key, WeightManifest)
     assert await last_id(broker, key) == "5-0"
     assert await broker.execute("XLEN", keys.dead) == 0
 
@@ -120,7 +120,7 @@ async def test_a_worker_is_stuck_at_no_stray_entry_among_the_weights(make, broke
         with capture_logs() as logs:
             stray = (await broker.execute("XADD", keys.weights, "*", "by", "hand")).decode()
             await wait_until(lambda: any(line.get("entry") == stray for line in logs))
-        await move_strays_aside(broker, keys, keys.weights, WeightManifest)
+        await remove_unexpected(broker, keys, keys.weights, WeightManifest)
         await add(broker, keys.weights, "2-0", manifest(1))
         await asyncio.wait_for(follower.reach(1), 120)
     finally:

@@ -66,7 +66,7 @@ class TestJoining:
             await wait_until(lambda: join.complete)
             await publish_group(broker, keys, 0)
             await wait_until(lambda: join.complete == [1, 0])
-        group = join.groups[0].complete()
+        group = join.groups[0]
         assert {i: s.value for i, s in group.scores.items()} == {0: 0.0, 1: 1.0}
         assert {i: t.key for i, t in group.trajectories.items()} == {0: (0, 0), 1: (0, 1)}
 
@@ -77,8 +77,8 @@ class TestJoining:
                 await append(broker, keys.trajectories(), make_trajectory(0, 0, text, group_size=2))
                 await append(broker, keys.scores(), make_score(0, 0, value))
             await read_all(broker, keys, join)
-        assert join.groups[0].trajectories[0].message.text == "first"
-        assert join.groups[0].scores[0].message.value == 0.25
+        assert join.groups[0].trajectories[0].text == "first"
+        assert join.groups[0].scores[0].value == 0.25
         assert not join.complete
         assert (duplicates(TRAJECTORIES), duplicates(SCORES)) == (before[0] + 1, before[1] + 1)
 
@@ -137,6 +137,13 @@ class TestDeadLetters:
         assert (0 in join.dead) is is_dead
         assert set(join.dead) <= {0, 1}
 
+    async def test_a_letter_without_a_ticket_makes_it_look_for_what_will_never_come(self, make, broker, keys):
+        join = make(0)
+        async with reading(join):
+            await append(broker, keys.dead, letter(-1, "trajectories"))
+            await wait_until(lambda: join.unread_at > 0)
+        assert not join.dead
+
     async def test_a_group_that_a_step_has_taken_cannot_die_any_more(self, make, broker, keys):
         join = make(0, 1)
         join.groups[0].is_taken = True
@@ -171,8 +178,8 @@ class TestPositions:
             await read_all(broker, keys, join)
         for settled in range(4):
             positions = join.positions()
-            needed = [e for g in join.groups.values() for e in g.trajectories.values()]
-            assert all(id_order(entry.entry_id) > id_order(positions[TRAJECTORIES]) for entry in needed)
+            needed = [e for g in join.groups.values() for e in g.trajectory_ids.values()]
+            assert all(id_order(entry_id) > id_order(positions[TRAJECTORIES]) for entry_id in needed)
             restarted = make(*join.groups)
             restarted.restore(positions, join.high_water())
             async with reading(restarted):
@@ -220,7 +227,7 @@ async def test_the_wait_for_a_reward_is_measured_by_one_clock(make, broker, keys
                 flat = [part for pair in codec.encode(message).items() for part in pair]
                 await broker.execute("XADD", key, f"{clock}-{index}", *flat)
         await wait_until(lambda: join.complete == [0])
-    assert join.groups[0].complete().queued_s == {0: 2.0, 1: 2.0}
+    assert join.groups[0].queued_s == {0: 2.0, 1: 2.0}
 
 
 class TestAfterRedisLostItsTail:
@@ -238,11 +245,11 @@ class TestAfterRedisLostItsTail:
                 await append(broker, keys.trajectories(), make_trajectory(0, index, "again", group_size=2))
                 await append(broker, keys.scores(), make_score(0, index, 0.5))
             await wait_until(lambda: join.complete == [1, 0])
-            assert join.groups[0].trajectories[0].message.text == "lost"
+            assert join.groups[0].trajectories[0].text == "lost"
             join.reread()
             assert not join.complete
             await wait_until(lambda: sorted(join.complete) == [0, 1])
-        texts = {entry.message.text for entry in join.groups[0].trajectories.values()}
+        texts = {sample.text for sample in join.groups[0].trajectories.values()}
         assert texts == {"again"}
 
     async def test_what_a_step_has_taken_is_not_read_again(self, make, broker, keys):
@@ -269,7 +276,7 @@ class TestAfterRedisLostItsTail:
             await broker.execute("XADD", keys.trajectories(), "1700000010000-0", *fields)
             join.reread()
             await wait_until(lambda: join.groups[0].trajectories)
-        assert join.groups[0].trajectories[0].entry_id == "1700000010000-0"
+        assert join.groups[0].trajectory_ids[0] == "1700000010000-0"
 
     async def test_a_clock_that_is_set_back_by_more_than_any_margin_hides_nothing(self, make, broker, keys):
         """Trajectory, score and letter are lost, and come again with ids ten minutes smaller."""
@@ -284,7 +291,7 @@ class TestAfterRedisLostItsTail:
                     flat = [part for pair in fields.items() for part in pair]
                     await broker.execute("XADD", key, clock, *flat)
                 await wait_until(lambda: group.trajectories and group.scores and join.dead)
-                assert group.trajectories[0].entry_id == join.dead[1][0] == clock
+                assert group.trajectory_ids[0] == join.dead[1][0] == clock
                 for key in messages if clock == "1700000600000-0" else ():
                     await lose_tail(broker, key, START)
                 join.dead.clear()
@@ -440,7 +447,7 @@ class TestScoresOfOtherTokens:
             await broker.execute("DEL", keys.scores(), keys.trajectories())
             join = await self.join_of(make, broker, keys, *in_order)
             group = join.groups[0]
-            assert {i: entry.message.value for i, entry in group.scores.items()} == {0: 0.75}
+            assert {i: score.value for i, score in group.scores.items()} == {0: 0.75}
             assert not group.other_scores
 
     async def test_do_not_complete_a_group(self, make, broker, keys):
@@ -454,13 +461,13 @@ class TestScoresOfOtherTokens:
     async def test_of_an_older_release_say_nothing_and_are_taken(self, make, broker, keys):
         sample, _ = self.made("again")
         join = await self.join_of(make, broker, keys, sample, make_score(0, 0, 0.5))
-        assert join.groups[0].scores[0].message.value == 0.5
+        assert join.groups[0].scores[0].value == 0.5
 
     async def test_a_checkpoint_reads_again_what_waits_for_its_trajectory(self, make, broker, keys):
         join = await self.join_of(make, broker, keys, self.made("lost")[1], self.made("again")[1])
         assert len(join.groups[0].other_scores) == 1
-        held = [*join.groups[0].scores.values(), *join.groups[0].other_scores]
-        assert all(id_order(entry.entry_id) > id_order(join.positions()[SCORES]) for entry in held)
+        held = [*join.groups[0].score_ids.values(), join.groups[0].other_scores[0].entry_id]
+        assert all(id_order(entry_id) > id_order(join.positions()[SCORES]) for entry_id in held)
 
     async def test_a_replay_takes_the_same_as_training_did(self, broker, keys):
         (_, old), (sample, own) = self.made("lost"), self.made("again")

@@ -78,7 +78,7 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
     trimmer = Trimmer(context)
     trimmer.claims.first_ticket = 20
     with jobs_worker(keys):
-        await trimmer.let_go({STREAM: entries[30][0]}, 0)
+        await trimmer.release({STREAM: entries[30][0]}, 0)
         await wait_until(lambda: len(list(store.folder.iterdir())) == 20)
     await trimmer.close()
     assert {int(path.name.partition("-")[0]) for path in store.folder.iterdir()} == set(range(20, 40))
@@ -94,7 +94,7 @@ async def test_a_worker_archives_and_then_the_entries_go(
     entries = await raw(broker, keys.trajectories())
     trimmer = Trimmer(context)
     with jobs_worker(keys):
-        await trimmer.let_go({STREAM: entries[100][0]}, 0, is_urgent=True)
+        await trimmer.release({STREAM: entries[100][0]}, 0, is_urgent=True)
         assert await length(broker, keys.trajectories()) == 180, "nothing goes before it is archived"
         await wait_until(lambda: not trimmer.is_waiting)
     assert archived(context).last_id == entries[99][0]
@@ -119,7 +119,7 @@ async def test_where_nobody_archives_the_trainer_has_it_done_and_says_so(
     await fill(broker, keys.trajectories(), range(20))
     entries = await raw(broker, keys.trajectories())
     trimmer = Trimmer(context)
-    await trimmer.let_go({STREAM: entries[40][0]}, 0, is_urgent=True)
+    await trimmer.release({STREAM: entries[40][0]}, 0, is_urgent=True)
     await wait_until(lambda: not trimmer.is_waiting)
     assert (await raw(broker, keys.trajectories()))[0][0] == entries[40][0]
     assert f"python -m tidemill.services.jobs {keys.run_id}" in capfd.readouterr().out
@@ -136,7 +136,7 @@ async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(
     trimmer = Trimmer(context)
     assert await memory_bytes(broker, keys.trajectories()) < 0.02 * 2**20
     monkeypatch.setattr(archive_requests, "claims_in", None)  # no entry of this run claims a payload
-    await trimmer.let_go({STREAM: f"{first}5"}, 0)
+    await trimmer.release({STREAM: f"{first}5"}, 0)
     assert trimmer.is_waiting
     assert await broker.execute("LLEN", f"rq:queue:{keys.jobs_queue}") == 0
     assert await length(broker, keys.trajectories()) == 3
@@ -208,7 +208,7 @@ async def test_trainer_and_archiver_need_no_more_than_their_users_may(
             context = make_context(broker, keys, config, tmp_path / keys.run_id)
             trimmer = Trimmer(context)
             monkeypatch.setattr(archive_requests, "PATIENCE_S", 600.0)
-            await trimmer.let_go({STREAM: f"{entries[-1][0]}9"}, 0)
+            await trimmer.release({STREAM: f"{entries[-1][0]}9"}, 0)
             await wait_until(lambda: archived(context).entries > 0)
             await trimmer.close()
         assert await trimmer.trim() > 0

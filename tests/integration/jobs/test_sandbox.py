@@ -17,9 +17,7 @@ from tidemill.services.jobs.sandbox.job import run_tests
 from tidemill.services.jobs.sandbox.programs import make_cases
 from tidemill.services.jobs.sandbox.runner import probe, run_cases
 
-LIMITS = SandboxConfig(
-    time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, output_kb=64, isolation="prefer"
-)
+LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="prefer")
 HASTY = LIMITS.model_copy(update={"time_s": 1.5})
 ANY_OUTPUT: dict[str, Any] = {"inputs": [""], "outputs": ["ok"]}
 

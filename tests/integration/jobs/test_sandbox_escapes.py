@@ -18,7 +18,7 @@ from tidemill.services.jobs.sandbox.memory_group import memory_group
 from tidemill.services.jobs.sandbox.programs import make_cases
 from tidemill.services.jobs.sandbox.runner import probe, run_cases
 
-LIMITS = SandboxConfig(time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="require")
+LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="require")
 ALONE = LIMITS.model_copy(update={"isolation": "prefer"})
 CALL = """
 import ctypes, errno, json, os

@@ -19,7 +19,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.001},
     "weights and rejection": {
         "correction": "decoupled_geo_rs_token_tis",
-        "rejection": {"seq_mean_k1": [0.9, 1.1]},
+        "rejection": {"bounds": {"seq_mean_k1": [0.9, 1.1]}},
     },
     "top entropy and normalised weights": {"top_entropy_quantile": 0.5, "importance": {"normalise": True}},
     "gmpo": {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence"},

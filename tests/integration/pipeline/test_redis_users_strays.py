@@ -16,7 +16,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import START, last_id
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Message, Ticket, WeightManifest
-from tidemill.services.trainer.batch.strays import move_strays_aside
+from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
 
 __all__ = ["pytestmark"]
 
@@ -38,7 +38,7 @@ async def test_the_trainer_may_move_strays_aside(
                 admin.xgroup_create(key, ROLLOUT_GROUP, mkstream=True)
                 admin.xadd(key, {"by": "hand"})
                 admin.xreadgroup(ROLLOUT_GROUP, "w", {key: ">"})
-                assert await move_strays_aside(broker, keys, key, kind) == 1
+                assert await remove_unexpected(broker, keys, key, kind) == 1
                 assert await last_id(broker, key) == START
         finally:
             await broker.close()

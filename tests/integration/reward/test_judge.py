@@ -299,7 +299,7 @@ async def test_evaluation_is_judged_while_training_uses_up_its_limits(worker: Wo
         is_training = "train" in request["messages"][0]["content"]
         return (hangs if is_training else answers("5"))(server, writer, request)
 
-    asked = {"limits": {"concurrency": 4, "evaluation_share": 0.25}}
+    asked = {"limits": {"concurrency": 4}}
     judge = {"template": "{{ completion }}"}
     async with MisbehavingServer(behave) as server, worker.running(server, judge=judge, asked=asked):
         stuck = [make_trajectory(t, text=f"train {t}") for t in range(20)]

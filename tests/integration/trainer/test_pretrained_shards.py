@@ -17,7 +17,7 @@ from tidemill.services.trainer.policy.fsdp.rank_policy import ShardedModel
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.model_loading import load_model, open_model
 from tidemill.services.trainer.weights import pretrained
-from tidemill.services.trainer.weights.pretrained import StandIn, give_storage
+from tidemill.services.trainer.weights.pretrained import TensorInFile, give_storage
 from tidemill.services.trainer.weights.store import model_tensors, whole_tensor
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_what_is_not_clear_is_read_whole(tmp_path, monkeypatch):
     rewritten(tied, tie_twice)
     model, weights = open_model(tied, CPU)
     assert weights is None and not any(weight.is_meta for weight in model.parameters())
-    monkeypatch.setattr(StandIn, "to", lambda *_, **__: torch.empty(()))
+    monkeypatch.setattr(TensorInFile, "to", lambda *_, **__: torch.empty(()))
     mixed = written("Mixtral", tmp_path)
     model, weights = open_model(mixed, CPU)
     assert weights is None

@@ -33,7 +33,7 @@ SUMS: dict[str, Any] = {
     "kl": {"place": "loss", "coefficient": 0.1},
     "kl_control": {"target": 0.01, "horizon": 20.0},
     "importance": {"normalise": True},
-    "rejection": {"seq_mean_k3": 20.0, "denominator": "kept"},
+    "rejection": {"bounds": {"seq_mean_k3": 20.0}, "denominator": "kept"},
 }
 HEAD: dict[str, Any] = {"advantage": "gae", "value": {"head": True}}
 OPTIONS: dict[str, dict[str, Any]] = {

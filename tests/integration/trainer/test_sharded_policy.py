@@ -40,7 +40,7 @@ def config_of(folder: Path, num_ranks: int) -> RunConfig:
                 "entropy_control": {"target": 9.0, "delta": 0.05},
                 "top_entropy_quantile": 0.8,
                 "importance": {"normalise": True},
-                "rejection": {"seq_mean_k3": 20.0, "denominator": "kept"},
+                "rejection": {"bounds": {"seq_mean_k3": 20.0}, "denominator": "kept"},
             },
         },
     )

@@ -18,14 +18,13 @@ from tests.support.training import make_context, make_score, outstanding
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Entry
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
 from tidemill.services.trainer.batch.batch_assembler import Precompute
 from tidemill.services.trainer.batch.stream_join import StreamJoin
-from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import PrecomputedTokens
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
@@ -37,7 +36,7 @@ OPTIMIZER = {"lr": 0.5, "eps": 1.0, "max_grad_norm": 1e6}
 """An epsilon of 1 makes AdamW's update nearly linear in the gradient: what differs there shows here."""
 
 
-def group_of(ticket: int) -> CompleteGroup:
+def group_of(ticket: int) -> PendingGroup:
     """A group of completions of very unequal lengths, each with its score; every other ticket's is of a
     session of two segments and a session of one, with rewards of turns."""
     rng = np.random.default_rng(ticket)
@@ -56,7 +55,7 @@ def group_of(ticket: int) -> CompleteGroup:
             completion_ids=rng.integers(3, len(PIECES), count).astype(np.int32),
             logprobs=rng.normal(-3.0, 0.5, count).astype(np.float32),
         )
-    return CompleteGroup(ticket, 0, trajectories, scores)
+    return PendingGroup(ticket, 0, trajectories, scores)
 
 
 class Arrivals:
@@ -210,7 +209,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.1},
     "gmpo": {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence_sum"},
-    "rejected sequences": {"rejection": {"seq_max_k3": 20.0, "denominator": "kept"}},
+    "rejected sequences": {"rejection": {"bounds": {"seq_max_k3": 20.0}, "denominator": "kept"}},
     "top entropy": {"top_entropy_quantile": 0.4, "importance": {"normalise": True, "high": 9.0}},
     "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.3, "low": -0.5}},
     "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.3}, "old_logprobs": "rollout"},
@@ -380,13 +379,12 @@ async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():
     runner = runner_of(config, policy_of(config))
     join = StreamJoin(Broker.__new__(Broker), Keys("unit"), SIZE)
     join.expect(outstanding(0))
-    for index, trajectory in group_of(0).trajectories.items():
-        join.groups[0].trajectories[index] = Entry(f"{index + 1}-0", trajectory)
+    join.groups[0].trajectories |= group_of(0).trajectories
     assert await runner.precompute.compute_waiting(join.groups.values(), 0, 1)
     assert not await runner.precompute.compute_waiting(join.groups.values(), 0, 1), "precomputed once"
-    assert join.groups[0].precomputed is not None
+    assert join.groups[0].precomputed
     join.reread()
-    assert join.groups[0].precomputed is None
+    assert not join.groups[0].precomputed
 
 
 async def test_what_was_precomputed_for_a_step_is_not_used_for_another():

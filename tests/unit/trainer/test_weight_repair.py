@@ -10,7 +10,7 @@ import pytest
 from tests.support.waiting import wait_until
 from tidemill.common.process.heartbeats import DAMAGED_VERSION
 from tidemill.services.trainer import weight_repair
-from tidemill.services.trainer.durable.beside import WorkBeside
+from tidemill.services.trainer.durable.background_work import BackgroundWork
 
 VERSION = 3
 
@@ -28,7 +28,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     trainer = MagicMock(version=VERSION, trained_version=VERSION, num_looks=0)
     trainer.reconciler.manifest.version = VERSION
     trainer.runner.has_begun = False
-    trainer.publication = WorkBeside(MagicMock(start=lambda work, _: asyncio.create_task(work)), "write")
+    trainer.weights_work = BackgroundWork(MagicMock(start=lambda work, _: asyncio.create_task(work)), "write")
     return trainer
 
 
@@ -39,12 +39,12 @@ async def test_nothing_is_written_again_once_the_trainer_ends(
     async def publish(*_: Any) -> None:
         pass
 
-    monkeypatch.setattr(weight_repair.WeightRepair, "_publish", publish)
+    monkeypatch.setattr(weight_repair.WeightRepair, "_write_again", publish)
     if has_ended:
-        await trainer.publication.give_up()
+        await trainer.weights_work.give_up()
     watching = asyncio.create_task(weight_repair.WeightRepair(MagicMock(), trainer).watch())
     await wait_until(lambda: watching.done() or trainer.num_looks > 2 * has_ended)
     watching.cancel()
     assert trainer.outputs.weights.distrust.called is not has_ended
-    assert trainer.publication.is_pending is not has_ended
-    await trainer.publication.give_up()
+    assert trainer.weights_work.is_pending is not has_ended
+    await trainer.weights_work.give_up()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tidemill.common.config import RunConfig
-from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.services.trainer.algorithm.advantages.batch_scaled import gdpo, gpg, grpo_batch, scale_rl
 from tidemill.services.trainer.algorithm.advantages.episode import (
@@ -135,11 +135,11 @@ def find_advantage(algorithm: AlgorithmConfig) -> Advantage:
     Raises:
         ConfigError: a user's own cannot be loaded or does not take what it will be given.
     """
-    traits = algorithm.advantage_traits
-    if traits is None:
+    if is_users_own(algorithm.advantage):
         scope, function = users_advantage(algorithm.advantage)
         return Advantage(scope, lambda groups: [Estimate(value) for value in function(groups)])
-    scope = "group" if algorithm.advantage == "gae" and not algorithm.value.whiten else traits.scope
+    traits = algorithm.advantage_traits
+    scope = "group" if traits.needs_values and not algorithm.value.whiten else traits.scope
     estimate = _ESTIMATORS[algorithm.advantage]
     return Advantage(scope, lambda groups: estimate(groups, algorithm))
 
@@ -255,8 +255,7 @@ class Advantages:
         self._algorithm = config.trainer.algorithm
         self._max_tokens = config.max_completion_tokens
         self._advantage = find_advantage(self._algorithm)
-        traits = self._algorithm.advantage_traits
-        named = config.reward.named if traits is not None and traits.compares_rewards else {}
+        named = config.reward.named if self._algorithm.advantage_traits.compares_rewards else {}
         self._weights = {name: one.weight for name, one in named.items() if "train" in one.lanes}
 
     @property

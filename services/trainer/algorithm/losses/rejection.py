@@ -18,7 +18,7 @@ Shape legend: N trained tokens, S sequences they belong to.
 import torch
 from torch import Tensor
 
-from tidemill.common.config.losses import SEQUENCE_CRITERIA, TOKEN_CRITERIA, RejectionConfig
+from tidemill.common.config.losses import RejectionConfig
 from tidemill.services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
     Normalisation,
@@ -39,14 +39,13 @@ def rejected_tokens(
     log_N = log_ratio_N.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     measures = {"k1": log_N, "k2": 0.5 * log_N.square(), "k3": torch.expm1(log_N) - log_N}
     is_out_N = torch.zeros_like(log_N, dtype=torch.bool)
-    for name in TOKEN_CRITERIA:
-        if (bound := getattr(rejection, name)) is not None:
-            is_out_N = is_out_N | _is_outside(measures[name[-2:]], bound)
     is_out_S = torch.zeros(num_sequences, dtype=torch.bool, device=log_N.device)
-    for name in SEQUENCE_CRITERIA:
-        if (bound := getattr(rejection, name)) is not None:
-            _, how, measure = name.split("_")
-            values_S = _OF_SEQUENCES[how](measures[measure], sequence_N, num_sequences)
+    for name, bound in rejection.bounds.items():
+        of, _, measure = name.rpartition("_")
+        if of == "token":
+            is_out_N = is_out_N | _is_outside(measures[measure], bound)
+        else:
+            values_S = _OF_SEQUENCES[of](measures[measure], sequence_N, num_sequences)
             is_out_S = is_out_S | _is_outside(values_S, bound)
     if rejection.veto is not None:
         is_far_N = log_N < _log(rejection.veto, log_N)
@@ -104,4 +103,4 @@ def _sequence_maxima(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -
     return values_N.new_zeros(num_sequences).scatter_reduce(0, sequence_N, values_N, "amax")
 
 
-_OF_SEQUENCES = {"sum": sequence_sums, "mean": sequence_means, "max": _sequence_maxima}
+_OF_SEQUENCES = {"seq_sum": sequence_sums, "seq_mean": sequence_means, "seq_max": _sequence_maxima}

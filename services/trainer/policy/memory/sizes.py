@@ -113,7 +113,8 @@ def build_on_meta(config: PreTrainedConfig, attention: Any = None) -> PreTrained
         raise ConfigError(
             f"model.path: transformers makes no language model of config.json: {reason}"
         ) from None
-    return model.eval()
+    model.eval()
+    return model
 
 
 def attention_on_gpus(config: PreTrainedConfig) -> Any:

@@ -200,6 +200,11 @@ def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too() -> Non
         ),
         ({"rollout": {"environment": {"agent": "a.py:run"}}}, ["rollout.environment.agent"]),
         (
+            {"trainer": {"algorithm": {"max_filter_rounds": 2, "dppo": {"max_ratio": 9}}}},
+            ["trainer.algorithm.max_filter_rounds", "trainer.algorithm.dppo"],
+        ),
+        ({"trainer": {"algorithm": {"loss": "clip_cov", "covariance": {"share": 0.1}}}}, []),
+        (
             {
                 "servers": {"s": {"base_urls": ["http://h:1"], "model": "m"}},
                 "reward": {"rewards": {"x": {"model": {"servers": "s", "std": 2.0}}}},

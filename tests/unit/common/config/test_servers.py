@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.support.trajectories import make_config
 from tidemill.common.errors import ConfigError
@@ -64,42 +63,9 @@ def test_rewards_and_functions_share_servers(rewards: dict[str, Any], servers: d
     assert {one.servers or one.router for one in config.reward.named.values()} == {"s"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "former", "servers"),
-    [
-        (
-            "judge",
-            {
-                "base_urls": ["http://h:1/v1"],
-                "model": "m",
-                "template": "x",
-                "api_key_env": "KEY",
-                "limits": {"concurrency": 8, "requests_per_minute": 0.0, "burst_s": 2.0},
-                "routing": {"patience_s": 9.0},
-                "hedge": None,
-            },
-            {
-                "base_urls": ["http://h:1/v1"],
-                "api_key_env": "KEY",
-                "model": "m",
-                "limits": {"concurrency": 8},
-            },
-        ),
-        (
-            "model",
-            {"local_replicas": {"count": 2, "model": "rm"}, "gpus": [3], "server": "vllm"},
-            {"model": "rm", "local": {"count": 2, "gpus": [3], "engine": "vllm"}},
-        ),
-        ("teacher", {"local_replicas": {"model": "t"}}, {"model": "t", "local": {}}),
-        ("judge", {"model": "m", "template": "x"}, {"model": "m"}),
-    ],
-)
-def test_the_shape_of_releases_before_is_refused_with_todays(
-    kind: str, former: dict[str, Any], servers: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("kind", ["judge", "model", "teacher"])
+def test_the_shape_of_releases_before_is_refused_with_todays(kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_config(reward={"rewards": {"r": {kind: former}}})
+        make_config(reward={"rewards": {"r": {kind: {"base_urls": ["http://h:1/v1"], "hedge": None}}}})
     said = str(caught.value)
     assert f"reward.rewards.r.{kind}" in said and f"{kind}: {{servers: NAME" in said
-    example = said[said.index("servers:\n") : said.index("and name it here")]
-    assert yaml.safe_load(example) == {"servers": {"NAME": servers}}

@@ -21,8 +21,8 @@ from tidemill.common.wire.segments import check_tokens
 from tidemill.services.trainer.groups.group_filter import (
     ENVIRONMENT_FAULT,
     NO_PAYLOAD,
-    CompleteGroup,
     GroupFilter,
+    PendingGroup,
     Refusal,
     TrainableGroup,
 )
@@ -223,7 +223,7 @@ def test_what_a_killed_writer_left_goes_with_its_ticket(tmp_path):
     assert {path.name for path in store.folder.iterdir()} == {pointers[1], f".{pointers[1]}.0123abcd.aside"}
 
 
-def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> CompleteGroup:
+def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> PendingGroup:
     """Four samples; the second one's payload is gone."""
     store = ClaimStore(tmp_path, 1000)
     samples = {index: make_trajectory(0, index, group_size=4) for index in range(4)}
@@ -231,7 +231,7 @@ def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> CompleteGroup:
     next((tmp_path / "claims").iterdir()).unlink()
     samples[1] = store.resolve(claim)
     scores = {i: make_score(0, i, float(i) if s is ScoreStatus.OK else None) for i, s in statuses.items()}
-    return CompleteGroup(0, 0, samples, scores)
+    return PendingGroup(0, 0, samples, scores)
 
 
 @pytest.mark.parametrize("status", [ScoreStatus.OK, ScoreStatus.FAILED])

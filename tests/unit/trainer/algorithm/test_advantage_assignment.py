@@ -13,7 +13,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.advantages.batch_scaled import gdpo
-from tidemill.services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
+from tidemill.services.trainer.groups.group_filter import PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample, TurnEnd
 
 REFERENCE = {"reference": {"model": "frozen"}}
@@ -37,7 +37,7 @@ def sample(ticket: int, index: int, reward: float, num_tokens: int = 3, **fields
 
 
 def group(ticket: int, *samples: Sample) -> TrainableGroup:
-    return TrainableGroup(CompleteGroup(ticket, 0, {}, {}), list(samples), [s.reward for s in samples])
+    return TrainableGroup(PendingGroup(ticket, 0, {}, {}), list(samples), [s.reward for s in samples])
 
 
 def assigned(advantages: Advantages, *groups: TrainableGroup) -> list[Sample]:
@@ -96,7 +96,7 @@ def test_gdpo_reads_the_rewards_of_the_scores_with_the_weights_of_the_config():
         for i, parts in values.items()
     }
     samples = [sample(0, i, 0.0) for i in values]
-    given = TrainableGroup(CompleteGroup(0, 0, {}, scores), samples, [0.0] * 3)
+    given = TrainableGroup(PendingGroup(0, 0, {}, scores), samples, [0.0] * 3)
     done = assigned(Advantages(config), given)
     parts = [[(1.0, 0.0), (0.0, 1.0), (0.0, None)]]
     assert [s.advantage for s in done] == gdpo(parts, [2.0, 0.5]).tolist()

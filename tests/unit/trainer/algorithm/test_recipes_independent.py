@@ -52,7 +52,7 @@ def ours(**algorithm: Any) -> tuple[float, np.ndarray]:
         }
         scores = {index: make_score(ticket, index, REWARDS[ticket][index]) for index in trajectories}
         source = SimpleNamespace(
-            ticket=ticket, min_version=0, max_version=0, is_ahead=False, precomputed=None,
+            ticket=ticket, min_version=0, max_version=0, is_ahead=False, precomputed_for=-1,
             trajectories=trajectories, scores=scores,
         )  # fmt: skip
         groups.append(group_filter.apply(source, 0))  # type: ignore[arg-type]

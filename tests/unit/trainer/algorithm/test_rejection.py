@@ -10,7 +10,7 @@ import torch
 from tests.support.losses import MAX_COMPLETION, loss_of, make_tokens, our_loss, probable_rectangle, tensor
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.corrections import CORRECTIONS, Correction
-from tidemill.common.config.losses import SEQUENCE_CRITERIA, TOKEN_CRITERIA, RejectionConfig
+from tidemill.common.config.losses import RejectionConfig
 from tidemill.services.trainer.algorithm.losses.rejection import rejected_tokens
 
 RATIOS = [0.5, 3.0, 1.1]
@@ -47,7 +47,9 @@ K3 = [r - 1 - math.log(r) for r in RATIOS]  # 0.1931, 0.9014, 0.0047
     ids=str,
 )
 def test_each_criterion_by_hand(criterion, rejected):
-    found_N = rejected_tokens(tensor(*RATIOS).log(), IDS, 2, RejectionConfig(**criterion))
+    veto = criterion.get("veto")
+    rejection = RejectionConfig(bounds={} if veto else criterion, veto=veto)
+    found_N = rejected_tokens(tensor(*RATIOS).log(), IDS, 2, rejection)
     assert found_N.int().tolist() == rejected
 
 
@@ -61,7 +63,7 @@ def test_a_rejected_token_is_in_no_term_and_leaves_the_mean_where_that_is_asked_
     }
     for denominator, weight in (("all", 0.5), ("kept", 1.0)):
         tokens = make_tokens([0.2, 0.6], [0.4, 0.2], [1.0, 1.0], **fields)
-        rejection = {"token_k1": [0.4, 2.0], "denominator": denominator}
+        rejection = {"bounds": {"token_k1": [0.4, 2.0]}, "denominator": denominator}
         terms = loss_of(tokens, rejection=rejection, **algorithm)
         terms.loss.backward()
         # The first one: importance weight 0.5, the ratio is 1, |log 2| to the reference.
@@ -84,9 +86,7 @@ def loops(logs: list[float], rejection: RejectionConfig) -> list[bool]:
         return bool(value > bound)
 
     out = [rejection.veto is not None and min(logs) < math.log(rejection.veto)] * len(logs)
-    for name in (*TOKEN_CRITERIA, *SEQUENCE_CRITERIA):
-        if (bound := getattr(rejection, name)) is None:
-            continue
+    for name, bound in rejection.bounds.items():
         *level, measure = name.split("_")
         values = estimates[measure]
         if level[0] == "seq":
@@ -97,11 +97,14 @@ def loops(logs: list[float], rejection: RejectionConfig) -> list[bool]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "token weights, geometric": {"rejection": {"seq_mean_k1": [0.8, 1.3]}},
-    "token weights, k3 and a veto": {"rejection": {"seq_max_k3": 0.6, "veto": 0.2}},
-    "sequence weights, k2": {"importance": {"level": "sequence"}, "rejection": {"seq_mean_k2": 0.3}},
-    "tokens": {"rejection": {"token_k1": 1.5, "token_k3": 0.2}},
-    "bypass": {"old_logprobs": "rollout", "rejection": {"seq_sum_k1": [0.3, 4.0]}},
+    "token weights, geometric": {"rejection": {"bounds": {"seq_mean_k1": [0.8, 1.3]}}},
+    "token weights, k3 and a veto": {"rejection": {"bounds": {"seq_max_k3": 0.6}, "veto": 0.2}},
+    "sequence weights, k2": {
+        "importance": {"level": "sequence"},
+        "rejection": {"bounds": {"seq_mean_k2": 0.3}},
+    },
+    "tokens": {"rejection": {"bounds": {"token_k1": 1.5, "token_k3": 0.2}}},
+    "bypass": {"old_logprobs": "rollout", "rejection": {"bounds": {"seq_sum_k1": [0.3, 4.0]}}},
 }
 
 
@@ -169,12 +172,12 @@ class TestCorrections:
             assert AlgorithmConfig.model_validate(algorithm.model_dump(mode="json")) == algorithm
         given = AlgorithmConfig(correction="decoupled_geo_rs_token_tis", importance={"high": 5.0})
         assert (given.importance.level, given.importance.high) == ("token", 5.0)
-        assert given.rejection.seq_mean_k1 == pytest.approx((0.999, 1.001), abs=2e-6)
+        assert given.rejection.bounds["seq_mean_k1"] == pytest.approx((0.999, 1.001), abs=2e-6)
 
     def test_three_of_them_by_hand(self):
         geo = AlgorithmConfig(correction="bypass_pg_geo_rs_token_tis")
         assert (geo.loss, geo.importance_mode, geo.importance.level) == ("reinforce", "truncate", "token")
         k3 = AlgorithmConfig(correction="decoupled_k3_rs")
-        assert (k3.importance_mode, k3.rejection.seq_mean_k3) == ("off", 0.01)
+        assert (k3.importance_mode, k3.rejection.bounds) == ("off", {"seq_mean_k3": 0.01})
         ppo = AlgorithmConfig(correction="bypass_ppo_clip", loss="ppo")
         assert (ppo.old_logprobs, ppo.rejection.is_on) == ("rollout", False)

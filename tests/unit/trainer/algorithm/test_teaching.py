@@ -21,9 +21,9 @@ from tidemill.services.trainer.algorithm.losses.corrections import teacher_kl
 from tidemill.services.trainer.groups.group_filter import (
     BAD_NUMBERS,
     FEW_SCORES,
-    UNTAUGHT,
-    CompleteGroup,
+    MISSING_TEACHER,
     GroupFilter,
+    PendingGroup,
     Refusal,
     TrainableGroup,
 )
@@ -56,10 +56,10 @@ def sample_of(rollout: list[float], teacher: list[float], weight: float = 1.0, *
     return Sample(**(values | fields))
 
 
-def group_of(*values: float | None, teacher: Any = (-0.25, -0.5, -1.0), **fields: Any) -> CompleteGroup:
+def group_of(*values: float | None, teacher: Any = (-0.25, -0.5, -1.0), **fields: Any) -> PendingGroup:
     """Two completions of three tokens, each with logprob -0.5."""
     given = None if teacher is None else np.array(teacher, np.float32)
-    return CompleteGroup(
+    return PendingGroup(
         ticket=7,
         step=5,
         trajectories={
@@ -183,7 +183,7 @@ class TestFilter:
         )
         sampled = sum(int(segment.mask.sum()) for segment in session.segments)
         logprobs = -np.arange(1, sampled + 1, dtype=np.float32)
-        group = CompleteGroup(7, 5, {0: session}, {0: make_score(7, 0, 0.0, teacher_logprobs=logprobs)})
+        group = PendingGroup(7, 5, {0: session}, {0: make_score(7, 0, 0.0, teacher_logprobs=logprobs)})
         config = trainer_config(
             reward__min_group_size=1, reward__rewards={"wise": TEACHER}, servers__there={}
         )
@@ -204,7 +204,7 @@ class TestFilter:
         mixed = {0: scores[0], 1: group_of(0.0, 0.0).scores[1]}
         found = GroupFilter(one).apply(replace_scores(group, mixed), 5)
         assert isinstance(found, TrainableGroup)
-        assert [sample.key[1] for sample in found.samples] == [1] and found.left_out == [(0, UNTAUGHT)]
+        assert [sample.key[1] for sample in found.samples] == [1] and found.left_out == [(0, MISSING_TEACHER)]
 
     def test_logprobs_of_other_tokens_are_refused(self) -> None:
         found = GroupFilter(config_of()).apply(group_of(1.0, 0.0, teacher=(-0.5, -0.5)), 5)
@@ -236,7 +236,7 @@ class TestFilter:
         assert all(sample.num_trained == 0 and sample.mean_advantage == 0.0 for sample in group.samples)
 
 
-def replace_scores(group: CompleteGroup, scores: Any) -> CompleteGroup:
+def replace_scores(group: PendingGroup, scores: Any) -> PendingGroup:
     return replace(group, scores=scores)
 
 
@@ -285,7 +285,6 @@ def test_logprobs_take_the_place_of_sampled_tokens_only() -> None:
             {"reward": {"rewards": {n: TEACHER | {"applies_to": ["a", n]} for n in ("x", "y")}}},
             "both teachers of a,",
         ),
-        ({"reward": {"rewards": {"wise": {"teacher": {"servers": "there", "chat": True}}}}}, "there is none"),
         (
             {
                 "reward": {

@@ -12,7 +12,7 @@ from tests.support.trajectories import make_config
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.advantages.episode import make_episode
-from tidemill.services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
+from tidemill.services.trainer.groups.group_filter import PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample, make_sample
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -32,7 +32,7 @@ def session(index: int, reward: float, rewards: tuple[float | None, ...] = (1.0,
 
 def assigned(*samples: Sample, **algorithm: Any) -> list[Sample]:
     advantages = Advantages(trainer_config(algorithm=algorithm))
-    (group,) = advantages.assign([TrainableGroup(CompleteGroup(0, 0, {}, {}), list(samples), [])])
+    (group,) = advantages.assign([TrainableGroup(PendingGroup(0, 0, {}, {}), list(samples), [])])
     return group.samples
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from tidemill.services.trainer.batch.batch_assembler import select_groups
-from tidemill.services.trainer.batch.stream_join import PendingGroup
+from tidemill.services.trainer.groups.group_filter import PendingGroup
 
 
 def groups_of(*versions: tuple[int, int, int]) -> dict[int, PendingGroup]:
     """From (ticket, step, oldest version)."""
     return {
-        ticket: PendingGroup(ticket, step, 0, group_size=2, started_version=version)
+        ticket: PendingGroup(ticket, step, group_size=2, started_version=version)
         for ticket, step, version in versions
     }
 
@@ -70,7 +70,7 @@ class TestAsReady:
     def test_a_group_that_has_not_started_counts_as_old_as_it_may_become(self):
         # Nothing is known of 10 but its min_version: s - k = 4.
         groups = groups_of((11, 5, 5), (12, 6, 5))
-        groups[10] = PendingGroup(10, step=5, min_version=4, group_size=2)
+        groups[10] = PendingGroup(10, step=5, ticket_min_version=4, group_size=2)
         assert select(groups, [11, 12]) == [11]
         groups[10].started_version = 5
         assert select(groups, [11, 12]) == [11, 12]
@@ -106,7 +106,9 @@ def _simulate(
         limit = min(step + 1 + max_staleness, num_steps) * groups_per_step
         for ticket in range(issued, limit):
             own_step = ticket // groups_per_step
-            groups[ticket] = PendingGroup(ticket, own_step, max(0, own_step - max_staleness), 1)
+            groups[ticket] = PendingGroup(
+                ticket, own_step, ticket_min_version=max(0, own_step - max_staleness), group_size=1
+            )
         issued, places = limit, groups_per_step
         while places:
             chosen = select(
@@ -133,6 +135,6 @@ def _let_a_random_group_advance(
     assert unfinished, "nothing may be taken and nothing is missing: the run would hang"
     group = rng.choice(unfinished)
     if group.started_version < 0:
-        group.started_version = rng.randint(group.min_version, version)
+        group.started_version = rng.randint(group.ticket_min_version, version)
     else:
         complete.append(group.ticket)

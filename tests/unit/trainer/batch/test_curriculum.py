@@ -160,9 +160,9 @@ class TestCurriculum:
 
     def test_what_a_replaced_group_said_is_kept_until_a_commit_tells_it(self):
         found = self.make()
-        found.untold = {3: ("0", 0, 4, 4), 5: ("1", 2, 0, 4)}
+        found.unreported = {3: ("0", 0, 4, 4), 5: ("1", 2, 0, 4)}
         found.take_commit(commit(0, ("0", 0, 4, 4), dropped=(3,)))
-        assert found.untold == {5: ("1", 2, 0, 4)}
+        assert found.unreported == {5: ("1", 2, 0, 4)}
 
     def test_tickets_whose_commits_are_lost_stand_and_the_decks_draw_for_them_when_these_come_again(self):
         """Tickets 0 and 1 follow from nothing, 2 from a step that was lost; 3 takes the place of one while

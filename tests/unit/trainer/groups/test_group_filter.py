@@ -18,21 +18,21 @@ from tidemill.services.trainer.groups.group_filter import (
     NO_BASELINE,
     STALE,
     ZERO_VARIANCE,
-    CompleteGroup,
     GroupFilter,
+    PendingGroup,
     Refusal,
     TrainableGroup,
 )
 
 
-def filtered(config: RunConfig, group: CompleteGroup, step: int = 5) -> TrainableGroup | Refusal:
+def filtered(config: RunConfig, group: PendingGroup, step: int = 5) -> TrainableGroup | Refusal:
     return GroupFilter(config).apply(group, step)
 
 
-def group_of(*values: float | None, version: int = 5, **fields: Any) -> CompleteGroup:
+def group_of(*values: float | None, version: int = 5, **fields: Any) -> PendingGroup:
     """A group of ticket 7 with these scores; None is a failed one."""
     size = len(values)
-    return CompleteGroup(
+    return PendingGroup(
         ticket=7,
         step=5,
         trajectories={
@@ -144,7 +144,7 @@ class TestMasks:
             update={"turns": (sub.turns[0].model_copy(update={"finish": "length"}), sub.turns[1])}
         )
         made = make_session(7, 0, cut, make_segment((3, 4), (5, 6)), group_size=2)
-        group = CompleteGroup(
+        group = PendingGroup(
             7, 5, {0: made, 1: make_session(7, 1, group_size=2)}, {i: make_score(7, i, i) for i in (0, 1)}
         )
         outcome = filtered(config_of(algorithm={"mask_truncated": True}, max_staleness=5), group)
@@ -180,7 +180,7 @@ def test_a_group_of_one_is_trained_with_an_advantage_of_zero():
 
 def test_the_same_group_always_has_the_same_outcome_whatever_order_its_parts_came_in():
     group = group_of(1.0, None, 0.25, 0.5)
-    turned = CompleteGroup(
+    turned = PendingGroup(
         7, 5, dict(reversed(group.trajectories.items())), dict(reversed(group.scores.items()))
     )
     first, second = trained(filtered(config_of(), group)), trained(filtered(config_of(), turned))
@@ -231,7 +231,7 @@ class TestPoliciesOfSingleRewards:
 
 class TestGreedyBaseline:
     @staticmethod
-    def with_greedy(*values: float | None, **fields: Any) -> CompleteGroup:
+    def with_greedy(*values: float | None, **fields: Any) -> PendingGroup:
         group = group_of(*values, **fields)
         group.trajectories[0] = group.trajectories[0].model_copy(update={"is_greedy": True})
         return group

@@ -56,7 +56,8 @@ def test_each_trajectory_is_timed_from_stage_to_stage() -> None:
     failed = other.model_copy(update={"index": 2, "fault": "an environment failed"})
     scores.append(make_score(0, 2, None, scored_at=20.0))
     group = group_of([sample, other, failed], scores)
-    group.source.queued_s = {0: 5.0, 1: 0.0, 2: 1.0}
+    group.source.trajectory_ids = dict.fromkeys(range(3), "1000-0")
+    group.source.score_ids = {0: "10000-0", 1: "3000-0", 2: "2000-0"}
     observe_step(commit_of(30.0), StepResult(groups=[group]))
     spent = {stage: value("stage_seconds_sum", stage=stage) - before[stage] for stage in stages}
     assert spent == pytest.approx({"generate": 5.0, "reward_queue": 5.0, "reward": 8.0, "trainer": 23.0})

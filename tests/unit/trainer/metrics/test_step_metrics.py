@@ -12,7 +12,7 @@ from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import make_sample
 from tidemill.services.trainer.metrics.source_metrics import source_metrics
 from tidemill.services.trainer.metrics.step_metrics import stage_metrics, staleness_shares, step_metrics
@@ -35,7 +35,7 @@ def sample_of(ticket: int, index: int, num_tokens: int, spans: Any, finish: str 
 
 def group_of(samples: list[Trajectory], scores: list[Any]) -> TrainableGroup:
     ticket = samples[0].ticket
-    group = CompleteGroup(ticket, 4, dict(enumerate(samples)), dict(enumerate(scores)))
+    group = PendingGroup(ticket, 4, dict(enumerate(samples)), dict(enumerate(scores)))
     verdict = GroupFilter(trainer_config(reward__min_group_size=1, max_staleness=3)).apply(group, step=4)
     assert isinstance(verdict, TrainableGroup)
     return verdict
@@ -259,7 +259,7 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none() -> Non
             )
             for i, n in enumerate(sizes)
         }  # fmt: skip
-        source = CompleteGroup(ticket, 4, trajectories, {})
+        source = PendingGroup(ticket, 4, trajectories, {})
         groups.append(TrainableGroup(source, [make_sample(t) for t in trajectories.values()], rewards))
     numbers = source_metrics(4, groups, success_threshold=0.5)
     assert numbers == {

@@ -35,7 +35,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "truncated sequences": {"importance": {"level": "sequence", "high": 3.0}},
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.5}},
     "icepop": {"importance": {"mode": "mask", "low": 0.5, "high": 5.0}},
-    "rejected sequences": {"rejection": {"seq_mean_k1": 4.0, "veto": 0.005, "denominator": "kept"}},
+    "rejected sequences": {
+        "rejection": {"bounds": {"seq_mean_k1": 4.0}, "veto": 0.005, "denominator": "kept"}
+    },
     "top entropy": {"top_entropy_quantile": 0.4},
     "normalised weights": {"importance": {"level": "sequence", "normalise": True}},
     "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.2, "low": 0.1}, **ROLLOUT},
@@ -43,7 +45,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gmpo": {"loss": "gmpo", **ROLLOUT},
     "vespo": {"loss": "vespo", "vespo": {"positive": [0.1, 0.01], "negative": [0.1, 0.01]}, **ROLLOUT},
     "off-policy mask": {"off_policy_threshold": 0.1},
-    "rejected tokens": {"rejection": {"token_k3": 0.2, "denominator": "kept"}, **ROLLOUT},
+    "rejected tokens": {"rejection": {"bounds": {"token_k3": 0.2}, "denominator": "kept"}, **ROLLOUT},
     "kl": {"kl": {"place": "loss", "estimator": "k3", "coefficient": 0.5}, **FROZEN},
     "corrected k3": {"kl": {"place": "loss", "estimator": "corrected_k3"}, **ROLLOUT, **FROZEN},
     "entropy": {"entropy_coefficient": 0.3},

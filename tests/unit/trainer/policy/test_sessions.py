@@ -20,7 +20,7 @@ from tests.support.models import (
 from tests.support.sessions import make_segment, make_session, rows_by_hand, session_samples
 from tests.support.training import make_score, trainer_config
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import (
     Sample,
     form_micro_batches,
@@ -103,7 +103,7 @@ def test_a_ratio_of_a_sequence_is_over_all_segments_of_a_session() -> None:
         {"importance": {"mode": "truncate", "level": "geometric", "high": 2.0}},
         {"off_policy_threshold": 0.1},
         {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence_sum"},
-        {"rejection": {"seq_mean_k1": 1.5, "denominator": "kept"}, "normalisation": "sequence"},
+        {"rejection": {"bounds": {"seq_mean_k1": 1.5}, "denominator": "kept"}, "normalisation": "sequence"},
     ],
 )
 def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def filtered(*trajectories: Trajectory, **algorithm: Any) -> list[Sample]:
         reward__rewards={"game": {"environment": True, "weight": 2.0}, "other": {"function": "gsm8k"}},
     )
     scores = {t.index: make_score(0, t.index, float(t.index)) for t in trajectories}
-    group = CompleteGroup(0, 0, {t.index: t for t in trajectories}, scores)
+    group = PendingGroup(0, 0, {t.index: t for t in trajectories}, scores)
     outcome = GroupFilter(config).apply(group, 1)
     assert isinstance(outcome, TrainableGroup), outcome
     return outcome.samples

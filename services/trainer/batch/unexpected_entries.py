@@ -1,9 +1,9 @@
-"""Finds strays in the streams that the trainer numbers, and moves them to the dead letters.
+"""Finds entries that others wrote into the streams that the trainer numbers, and dead-letters them.
 
 The trainer gives tickets, versions and commits the ids of their numbers. One `XADD ... *` by hand leaves such
 a stream at an id far beyond, where it refuses every number that follows. So the trainer takes the stream back
-to its own last entry; bytes and id of the stray are in its letter. What has the envelope of our messages and
-an id of ours is never touched: it may come from a newer release.
+to its own last entry; bytes and id of the unexpected entry are in its dead letter. What has the envelope of
+our messages and an id of ours is never touched: it may come from a newer release.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 SCAN_COUNT = 64
 GREATEST_NUMBER = 10**9
 """No run has so many tickets or steps: an id beyond is a time in milliseconds."""
-STRAY = "no service of this run wrote it; the stream takes numbered entries of the trainer only"
+UNEXPECTED = "no service of this run wrote it; the stream takes numbered entries of the trainer only"
 
 _NUMBER_OF: dict[type[Message], Callable[[Any], int]] = {
     Ticket: lambda ticket: int(ticket.ticket),
@@ -46,58 +46,58 @@ _NUMBER_OF: dict[type[Message], Callable[[Any], int]] = {
 Record = Entry[Any] | Garbled
 
 
-async def move_strays_aside(
+async def remove_unexpected(
     broker: Broker, keys: Keys, key: str, message_type: type[Message], floor: str = START
 ) -> int:
-    """Move strays at the end of a numbered stream to the dead letters; returns how many entries, and not 0
+    """Dead-letter unexpected entries at the end of a numbered stream; returns how many, and not 0
     either where the stream has vanished meanwhile. Where it has no entry of its own left, its last id becomes
     `floor`: what lies below was trimmed."""
     newest = await last_id(broker, key)
     own = await read_back(broker, key, message_type, count=1)
     if not own and newest in (START, floor):
         return 0
-    if own and own[0].entry_id == newest and not is_stray(own[0]):
+    if own and own[0].entry_id == newest and not is_unexpected(own[0]):
         return 0
-    strays = await _strays_at_end(broker, key, message_type)
-    if not strays and not own and not _is_beyond(newest):
+    unexpected = await _unexpected_at_end(broker, key, message_type)
+    if not unexpected and not own and not _is_beyond(newest):
         return 0
     name = keys.name_of(key)
     letters, pairs = LettersAbout(broker, keys, key), list[str | bytes]()
-    for stray in strays:
+    for entry in unexpected:
         # A worker may have added its letter already.
-        is_known = await letters.has(stray.entry_id)
-        fields = stray.fields if isinstance(stray, Garbled) else codec.encode(stray.message)
-        letter = dead_letter(name, stray.entry_id, fields, STRAY, "trainer")
+        is_known = await letters.has(entry.entry_id)
+        fields = entry.fields if isinstance(entry, Garbled) else codec.encode(entry.message)
+        letter = dead_letter(name, entry.entry_id, fields, UNEXPECTED, "trainer")
         payload = b"" if is_known else codec.encode_payload(letter)
-        pairs += [stray.entry_id, payload]
-    # Without a stray: someone has removed it by hand, and only the last id is left to be taken back.
+        pairs += [entry.entry_id, payload]
+    # Without any: someone has removed it by hand, and only the last id is left to be taken back.
     moved = int(await broker.script("move_aside", [key, keys.dead], [SCHEMA, floor, *pairs]))
     if moved < 0:
         return 1
     log.error(
-        "foreign entries moved to the dead letters, and the stream taken back to its own last entry",
+        "unexpected entries were dead-lettered, and the stream taken back to its own last entry",
         stream=name,
-        entries=[stray.entry_id for stray in strays],
+        entries=[entry.entry_id for entry in unexpected],
         last_id=newest,
     )
     metrics.STRAY_ENTRIES.labels(name).inc(max(1, moved))
     return max(1, moved)
 
 
-async def _strays_at_end(broker: Broker, key: str, message_type: type[Message]) -> list[Record]:
-    """The strays behind the stream's own last entry, oldest first."""
+async def _unexpected_at_end(broker: Broker, key: str, message_type: type[Message]) -> list[Record]:
+    """The unexpected entries behind the stream's own last entry, oldest first."""
     found: list[Record] = []
     last = "+"
     while records := await read_back(broker, key, message_type, last=last, count=SCAN_COUNT):
         for record in records:
-            if not is_stray(record):
+            if not is_unexpected(record):
                 return found[::-1]
             found.append(record)
         last = id_before(records[-1].entry_id)
     return found[::-1]
 
 
-def is_stray(record: Record) -> bool:
+def is_unexpected(record: Record) -> bool:
     """Whether an entry of a numbered stream is none of the trainer's."""
     if isinstance(record, Entry):
         own_id = entry_id_of(_NUMBER_OF[type(record.message)](record.message))

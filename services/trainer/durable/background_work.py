@@ -8,10 +8,10 @@ from typing import Any
 from tidemill.common.process.service import ServiceContext, StoppedError
 
 LOOK_EVERY_S = 2.0
-"""How often who waits says anew what for."""
+"""How often who waits says again what for."""
 
 
-class WorkBeside:
+class BackgroundWork:
     """Who waits for it is at `state`, or at what it says itself that it is at."""
 
     def __init__(self, context: ServiceContext, state: str) -> None:
@@ -33,7 +33,7 @@ class WorkBeside:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is at work, nothing has failed, and something may `follow`."""
+        """Whether nothing is in progress, nothing has failed, and something may `follow`."""
         return not self._is_over and (
             self._task is None or (self._task.done() and not self._task.exception())
         )
