@@ -73,12 +73,6 @@ class VllmEngine(ModelEngine):
         return self._digest is not None
 
     async def start(self) -> None:
-        """Start vLLM with the starting model.
-
-        Raises:
-            ConfigError: vLLM is not installed, or model and options do not fit it.
-            EngineError: vLLM's processes did not come up; their own output says why.
-        """
         self._folder = await asyncio.to_thread(open_model, self._config.model)
         await asyncio.to_thread(self._launch)
         try:
@@ -90,12 +84,6 @@ class VllmEngine(ModelEngine):
         self.version = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Generate one completion. Cancelling the task aborts the request.
-
-        Raises:
-            ValueError: the request cannot be served at all.
-            EngineError: vLLM died, or gave the request up.
-        """
         self.folder.check(request)
         self.num_running += 1
         try:
@@ -114,9 +102,9 @@ class VllmEngine(ModelEngine):
         """Stage while generation goes on, then pause it, write the weights, and read them back.
 
         Raises:
-            WeightsMismatchError: see `Engine.load`. Generation stands still until a full version is loaded,
-                where the engine's own weights are wrong.
-            WeightsError: a file cannot be read; nothing has changed.
+            WeightsMismatchError: generation stands still until a full version is loaded, where the engine's
+                own weights are wrong.
+            WeightsError: nothing has changed.
             EngineError: the weights may be half replaced; the engine is closed.
         """
         started = time.perf_counter()
