@@ -168,6 +168,8 @@ class RewardConfig(RewardLimits, FunctionConfig):
     """With `drop_sample`: a group with fewer scored samples is replaced."""
     drain_s: float = Field(8.0, ge=0.0, le=3600.0)
     """Grace period of a stopping worker, in seconds; what is not scored by then is handed back."""
+    delay_s: tuple[float, float] | None = None
+    """Benchmarks only: sleep uniformly between these seconds before scoring."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics and /healthz; 0 takes a free one."""
 
@@ -256,6 +258,13 @@ class RewardConfig(RewardLimits, FunctionConfig):
                     f"{', '.join(sorted(shared)) or 'all data sources'}, and a sample has one teacher: give "
                     "each data sources of its own in applies_to"
                 )
+
+    @field_validator("delay_s")
+    @classmethod
+    def _delay_is_a_range(cls, delay_s: tuple[float, float] | None) -> tuple[float, float] | None:
+        if delay_s is not None and not 0.0 <= delay_s[0] <= delay_s[1] <= 3600.0:
+            raise ValueError("delay_s must be two numbers [shortest, longest] from 0 to 3600")
+        return delay_s
 
 
 def _with_limits(reward: Any, limits: dict[str, Any]) -> Any:
