@@ -71,7 +71,10 @@ class Size:
                 "capacity": SLOTS,
             },
             rollout__max_groups_in_flight=GROUPS_HELD,
-            reward__delay_s=tuple(share * mean_s for share in REWARD_SHARES),
+            reward__kwargs={
+                "shortest_s": REWARD_SHARES[0] * mean_s,
+                "longest_s": REWARD_SHARES[1] * mean_s,
+            },
             reward__max_in_flight=REWARD_SLOTS,
             trainer__steps=steps,
             trainer__groups_per_step=groups,

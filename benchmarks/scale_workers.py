@@ -16,7 +16,6 @@ import os
 import random
 import sys
 import time
-import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ import tidemill.services.reward.rewards.weighted_sum as weighted_sum
 import tidemill.services.reward.worker as reward
 import tidemill.services.rollout.service as rollout
 import tidemill.services.rollout.weight_follower as weight_follower
+from benchmarks.slow_reward import compute_score
 from tidemill.common.config import RunConfig
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.programs import run_main
@@ -88,9 +88,12 @@ class LoopReward:
 
     slots: int | None = None
 
+    def __init__(self, config: RunConfig) -> None:
+        self._bounds_s = config.reward.kwargs
+
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        """At once: the config's `delay_s` is what it takes."""
-        return RewardOutcome((zlib.crc32(sample.solution_str.encode()) & 0xFFFF) / 0xFFFF)
+        """After the time that the config's `kwargs` bound."""
+        return RewardOutcome(await compute_score(sample.solution_str, **self._bounds_s))
 
     async def close(self) -> None:
         """Nothing to free."""
@@ -227,9 +230,10 @@ async def serve(role: str, count: int, stretch: float, folder: Path, run_id: str
     frame.LAG_PROBE_S, rollout.SAMPLE_S = LOCAL_S * stretch, LOCAL_S * stretch
     keys = Keys(run_id)
     redis = await Broker.connect()
-    pool = Pool(role, keys, await read_config(redis, keys), folder, stretch)
+    config = await read_config(redis, keys)
+    pool = Pool(role, keys, config, folder, stretch)
     rollout.build_engine = pool.engine  # type: ignore[attr-defined, assignment]
-    weighted_sum.make_reward = lambda *_: LoopReward()  # type: ignore[attr-defined]
+    weighted_sum.make_reward = lambda *_: LoopReward(config)  # type: ignore[attr-defined]
     await redis.close()
     pool.start(count)
     lines: asyncio.StreamReader = asyncio.StreamReader()

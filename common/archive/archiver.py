@@ -1,4 +1,4 @@
-"""Archives a run's streams, and removes what the run's retention lets go.
+"""Archives a run's streams, and removes what is beyond the run's retention.
 
 Safe to call at any time, from anywhere, as often as one likes: what is archived already is passed over.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from tidemill.common.archive import archive_folder, stream_folder
-from tidemill.common.archive.manifest import Manifest, Segment, gaps, is_needed
+from tidemill.common.archive.manifest import ArchiveSegment, Manifest, gaps, is_needed
 from tidemill.common.archive.writer import archive_stream, kept_aside, num_claims, unlisted, writing
 from tidemill.common.config import ArchiveConfig
 from tidemill.common.errors import ArchiveError
@@ -101,7 +101,7 @@ def retain(run_dir: Path, config: ArchiveConfig) -> int:
     return num_gone
 
 
-def _too_much(manifests: Sequence[Manifest], config: ArchiveConfig) -> Iterator[Segment]:
+def _too_much(manifests: Sequence[Manifest], config: ArchiveConfig) -> Iterator[ArchiveSegment]:
     """What is beyond the limits, the oldest first. Commits and weights are small, and explain the rest."""
     kept = {str(StreamName.COMMITS), str(StreamName.WEIGHTS)}
     candidates = [segment for m in manifests if m.folder.name not in kept for segment in m.segments]
@@ -115,7 +115,7 @@ def _too_much(manifests: Sequence[Manifest], config: ArchiveConfig) -> Iterator[
         yield segment
 
 
-def _newest(segment: Segment) -> float:
+def _newest(segment: ArchiveSegment) -> float:
     """When the newest entry was made; where entries do not tell, when they were archived."""
     return segment.bounds.get("time", (0.0, segment.archived_at))[1]
 

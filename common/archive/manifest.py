@@ -2,7 +2,7 @@
 
 Guarantees: a segment is listed only after its file is complete, flushed and renamed into place, and no entry
 is in two of them. The manifest is JSON lines, appended to; a line that was torn is ignored by readers, and
-the next writer lists its file anew. Removed segments leave behind how far they went: they are never written
+the next writer lists its file again. Removed segments leave behind how far they went: they are never written
 again.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import append_durably, write_atomically
 from tidemill.common.streams.entries import START, id_before, id_order
+from tidemill.common.wire.keys import StreamName
 
 MANIFEST_FILE = "_manifest.jsonl"
 """The underscore keeps it out of what other programs take for the files of a table."""
@@ -31,7 +32,7 @@ Bounds = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ArchiveSegment:
     """One file: the entries of its stream from `first_id` to `last_id`, all that there were."""
 
     file: str
@@ -71,7 +72,7 @@ class Manifest:
     """The segments of one stream that there are, in order."""
 
     folder: Path
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[ArchiveSegment, ...] = ()
     removed: Removed = Removed()
     is_torn: bool = False
     """A line is none, or half of one: a writer died in it."""
@@ -120,11 +121,11 @@ class Manifest:
     def entries(self) -> int:
         return sum(segment.entries for segment in self.segments)
 
-    def path(self, segment: Segment) -> Path:
+    def path(self, segment: ArchiveSegment) -> Path:
         """The file of a segment."""
         return self.folder / segment.file
 
-    def appended(self, segment: Segment) -> "Manifest":
+    def appended(self, segment: ArchiveSegment) -> "Manifest":
         """List one more segment, durably.
 
         Raises:
@@ -138,12 +139,12 @@ class Manifest:
         append_durably(path, _line(asdict(segment)), "the archive's manifest")
         return replace(self, segments=(*self.segments, segment))
 
-    def including(self, found: Iterable[Segment]) -> "Manifest":
+    def including(self, found: Iterable[ArchiveSegment]) -> "Manifest":
         """List these segments too, in their places, durably."""
         segments = sorted((*self.segments, *found), key=lambda segment: id_order(segment.first_id))
         return self._rewritten(segments, self.removed)
 
-    def without(self, gone: Iterable[Segment]) -> "Manifest":
+    def without(self, gone: Iterable[ArchiveSegment]) -> "Manifest":
         """Take the first segments off the list, durably; their files may go then."""
         files = {segment.file for segment in gone}
         leaving = [segment for segment in self.segments if segment.file in files]
@@ -156,11 +157,11 @@ class Manifest:
         )
         return self._rewritten(self.segments[len(leaving) :], removed)
 
-    def cut(self, kept: Sequence[Segment]) -> "Manifest":
+    def cut(self, kept: Sequence[ArchiveSegment]) -> "Manifest":
         """List these segments and no others, durably."""
         return self._rewritten(kept, self.removed)
 
-    def _rewritten(self, segments: Sequence[Segment], removed: Removed) -> "Manifest":
+    def _rewritten(self, segments: Sequence[ArchiveSegment], removed: Removed) -> "Manifest":
         lines = [_line({"removed": asdict(removed)})] if removed != Removed() else []
         lines += [_line(asdict(segment)) for segment in segments]
         write_atomically(self.folder / MANIFEST_FILE, b"".join(lines))
@@ -173,16 +174,16 @@ def segment_name(first_id: str, last_id: str) -> str:
     return f"{first_ms:020d}-{first_seq}_{last_ms:020d}-{last_seq}{SUFFIX}"
 
 
-def _segment(tree: dict[str, Any], path: Path) -> Segment:
+def _segment(tree: dict[str, Any], path: Path) -> ArchiveSegment:
     # Not a ValueError: `salvage` must not take a line of another release for a torn one and drop it.
     if tree["file"] and tree.get("format") != FORMAT:
         raise ArchiveError(
             f"{path} was written by another release of Tidemill (format {tree.get('format', 1)} instead of "
             f"{FORMAT}). Read or continue this run with that release, or move {path.parent.parent} away"
         )
-    known = {name: tree[name] for name in Segment.__dataclass_fields__ if name in tree}
+    known = {name: tree[name] for name in ArchiveSegment.__dataclass_fields__ if name in tree}
     bounds = {name: (low, high) for name, (low, high) in known.pop("bounds", {}).items()}
-    return Segment(**known, bounds=bounds)
+    return ArchiveSegment(**known, bounds=bounds)
 
 
 def _line(tree: dict[str, Any]) -> bytes:
@@ -193,7 +194,7 @@ TRIMMED_FILE = "_trimmed"
 """Beside a manifest: the id below which the stream has no entries any more."""
 NEEDED_FILE = "_needed"
 """Beside a manifest: the id from which on a restarted trainer replays. Retention leaves it alone."""
-CONSECUTIVE = ("prompts", "commits")
+CONSECUTIVE = (StreamName.PROMPTS, StreamName.COMMITS)
 """Streams whose entries have the ids 1-0, 2-0, 3-0, ... without a gap."""
 
 
@@ -216,7 +217,7 @@ def note_needed(folder: Path, first_id: str) -> None:
         write_atomically(folder / NEEDED_FILE, first_id + "\n")
 
 
-def is_needed(folder: Path, segment: Segment) -> bool:
+def is_needed(folder: Path, segment: ArchiveSegment) -> bool:
     """Whether a restart may replay what is in the segment."""
     has_note = (folder / NEEDED_FILE).exists()
     return has_note and id_order(segment.last_id) >= id_order(_noted(folder, NEEDED_FILE))

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tidemill.common.archive.manifest import Manifest, Segment
+from tidemill.common.archive.manifest import ArchiveSegment, Manifest
 from tidemill.common.archive.rows import BOUNDED, ID, ArchivedRecord, records_of
 from tidemill.common.errors import ArchiveError
 from tidemill.common.streams.entries import Garbled, id_order
@@ -72,7 +72,7 @@ def _ranges(selection: Selection) -> Mapping[str, Range]:
     return {name: wanted for name, wanted in asked.items() if wanted is not None}
 
 
-def _may_hold(segment: Segment, selection: Selection) -> bool:
+def _may_hold(segment: ArchiveSegment, selection: Selection) -> bool:
     """Whether the manifest leaves the possibility that a segment holds a selected entry."""
     if selection.first_id != "-" and id_order(segment.last_id) < id_order(selection.first_id):
         return False

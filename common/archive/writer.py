@@ -22,8 +22,8 @@ from tidemill.common.archive import LOCK_FILE, archive_folder, stream_folder
 from tidemill.common.archive.manifest import (
     PREVIOUS_ID,
     SUFFIX,
+    ArchiveSegment,
     Manifest,
-    Segment,
     segment_name,
     take_back_trim,
     trimmed_up_to,
@@ -170,7 +170,7 @@ def payload_bytes(entry: RawEntry) -> int:
 
 async def _write_segment(
     folder: Path, building: "SegmentFile", entries: AsyncIterator[RawEntry], segment_bytes: int, is_last: bool
-) -> Segment | None:
+) -> ArchiveSegment | None:
     """The next segment, in its place but not listed yet; None where there is not enough for one."""
     with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
         async for entry in entries:
@@ -208,7 +208,7 @@ class SegmentFile:
         if self._held_bytes >= ROW_GROUP_BYTES or len(self._held) >= ROW_GROUP_ROWS:
             self._flush(path)
 
-    def publish(self, path: Path, folder: Path) -> Segment:
+    def publish(self, path: Path, folder: Path) -> ArchiveSegment:
         """Complete the file and give it its name in the folder."""
         self._flush(path)
         assert self._file is not None, "a segment has entries"
@@ -217,13 +217,13 @@ class SegmentFile:
         name = segment_name(self.first_id, self.last_id)
         checksum, num_bytes = file_checksum(path), path.stat().st_size
         publish_file(path, folder / name)
-        return Segment(
+        return ArchiveSegment(
             name, self.first_id, self.last_id, self.entries, num_bytes, self.payload_bytes, checksum,
             time.time(), self.previous_id, self._bounds,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file, where one is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -253,7 +253,8 @@ def _open(path: Path) -> pq.ParquetWriter:
 
 
 def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
-    """Forget entries above `last_id`: Redis has lost them, and their samples are made anew. Returns how many.
+    """Forget entries above `last_id`: Redis has lost them, and their samples are generated again. Returns how
+    many.
 
     Call within `writing`. May be repeated: where this is killed, files that it had to remove are there still.
     """
@@ -299,7 +300,7 @@ def kept_aside(folder: Path) -> list[Path]:
 
 def with_unlisted(manifest: Manifest) -> Manifest:
     """List what is whole and fits, put the rest aside. Call within `writing`."""
-    found: list[Segment] = []
+    found: list[ArchiveSegment] = []
     for path in unlisted(manifest):
         try:
             segment = _segment_of(path)
@@ -322,14 +323,14 @@ def with_unlisted(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def _check_place(segment: Segment, others: tuple[Segment, ...]) -> None:
+def _check_place(segment: ArchiveSegment, others: tuple[ArchiveSegment, ...]) -> None:
     first, last = id_order(segment.first_id), id_order(segment.last_id)
     for other in others:
         if first <= id_order(other.last_id) and id_order(other.first_id) <= last:
             raise _UnfitError(f"it has entries that {other.file} has too")
 
 
-def _segment_of(path: Path) -> Segment:
+def _segment_of(path: Path) -> ArchiveSegment:
     """What the manifest would say of a file, after reading all of it."""
     ids: list[str] = []
     bounds: dict[str, tuple[float, float]] = {}
@@ -348,7 +349,7 @@ def _segment_of(path: Path) -> Segment:
     if not ids or path.name != segment_name(ids[0], ids[-1]) or orders != sorted(set(orders)):
         raise _UnfitError("it does not hold the entries that its name says")
     stat = path.stat()
-    return Segment(
+    return ArchiveSegment(
         path.name, ids[0], ids[-1], len(ids), stat.st_size, num_bytes, file_checksum(path), stat.st_mtime,
         previous_id, bounds,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.data import CurriculumConfig, DataConfig, SourceConfig
 from tidemill.common.config.loading import load_config, override_config, parse_config
-from tidemill.common.config.recorded import Change, changed_fields, load_recorded, parse_recorded
+from tidemill.common.config.recorded import FieldChange, changed_fields, load_recorded, parse_recorded
 from tidemill.common.config.reward import NamedRewardConfig, RewardConfig, RewardLimits
 from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
@@ -21,11 +21,11 @@ from tidemill.common.config.trainer import EvaluationConfig, OptimizerConfig, Tr
 __all__ = [
     "AlgorithmConfig",
     "ArchiveConfig",
-    "Change",
     "CurriculumConfig",
     "DataConfig",
     "EvaluationConfig",
     "ExpectConfig",
+    "FieldChange",
     "JudgeConfig",
     "LocalServersConfig",
     "ModelConfig",

@@ -35,13 +35,13 @@ class EnvironmentConfig(Section):
     on_program_error: Literal["fault", "truncated", "value"] = "fault"
     """What an exception of the agent's program means, once the model has answered it: a fault, and the
     session is played again; a truncated session, scored by what was said; or one with `program_error_value`.
-    Of classes by which frameworks say that the model was wrong (agents.md), `fault` truncates too. Exceptions
-    of the machine, such as OSError, are faults always."""
+    Of classes by which frameworks say that the model was wrong (docs/sessions.md), `fault` truncates too.
+    Exceptions of the machine, such as OSError, are faults always."""
     program_error_value: float | None = None
     """The own reward of a session whose program failed, or was ended at a limit, where `on_program_error` is
     `value`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class or factory that `use` names; of an OpenEnv server, see agents.md."""
+    """Keyword arguments of what `use` names; of an OpenEnv server, see docs/sessions.md."""
     call_format: CallFormat = "auto"
     """How the model writes calls of tools. `auto` looks at the chat template."""
     max_turns: int = Field(16, ge=1, le=10_000)

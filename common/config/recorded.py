@@ -65,7 +65,7 @@ FIXED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FieldChange:
     field: str
     before: Any
     after: Any
@@ -80,18 +80,18 @@ class Change:
         return f"{self.field}: {self.before!r} -> {self.after!r}"
 
 
-def changed_fields(before: RunConfig, after: RunConfig) -> list[Change]:
+def changed_fields(before: RunConfig, after: RunConfig) -> list[FieldChange]:
     """Every field that differs, by its dotted name; the run id is no part of the comparison."""
     return [change for change in _compare(before, after) if change.field != "run_id"]
 
 
-def _compare(before: BaseModel, after: BaseModel, prefix: str = "") -> Iterator[Change]:
+def _compare(before: BaseModel, after: BaseModel, prefix: str = "") -> Iterator[FieldChange]:
     for name in type(before).model_fields:
         old, new = getattr(before, name), getattr(after, name)
         if isinstance(old, BaseModel) and type(old) is type(new):
             yield from _compare(old, new, f"{prefix}{name}.")
         elif old != new:
-            yield Change(prefix + name, _plain(old), _plain(new))
+            yield FieldChange(prefix + name, _plain(old), _plain(new))
 
 
 def _plain(value: Any) -> Any:

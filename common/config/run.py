@@ -66,7 +66,7 @@ class StreamsConfig(Section):
     """How long a stopping service finishes what it holds before it hands the rest back."""
     max_attempts: int = Field(5, ge=1, le=100)
     """Deliveries of one message before it goes to the dead-letter stream; a trajectory must have been alone
-    in its worker in the last ones, so that it is not buried for what another one did."""
+    in its worker in the last ones, so that it is not dead-lettered for what another one did."""
     max_message_mb: int = Field(64, ge=1, le=512)
     """Larger messages are refused before they are decoded, in MiB."""
     claim_check_bytes: int = Field(0, ge=0, le=2**40)

@@ -37,8 +37,8 @@ from tidemill.common.process.heartbeats import (
     remove_heartbeat,
 )
 from tidemill.common.process.http_endpoint import HttpEndpoint
+from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.process.programs import Program, run_main
-from tidemill.common.process.stand_in import StandIn
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
 from tidemill.common.run.prompt_lengths import with_steps
@@ -98,7 +98,7 @@ class ServiceContext:
     """The run's config without what `--set` has changed for this process."""
     started_at: float = field(default_factory=time.monotonic)
     """On the machine's monotonic clock."""
-    stand_in: StandIn | None = None
+    lease_keeper: LeaseKeeper | None = None
     """Renews leases while the event loop is blocked."""
 
     def __post_init__(self) -> None:
@@ -227,8 +227,8 @@ async def _serve(
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         context.collectors, context.registered = endpoint.collectors, registered
-        context.stand_in = StandIn(lambda: Broker(make_client(redis_url())))
-        context.reporters.append(context.stand_in.report)
+        context.lease_keeper = LeaseKeeper(lambda: Broker(make_client(redis_url())))
+        context.reporters.append(context.lease_keeper.report)
         _handle_signals(context)
         if role == TRAINER:
             await context.unless_stopping(check_sole_trainer(broker, keys, run_dir))
@@ -311,8 +311,8 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
         loop = asyncio.get_running_loop()
         while True:
             endpoint.beat()
-            if context.stand_in:
-                context.stand_in.turned()
+            if context.lease_keeper:
+                context.lease_keeper.turned()
             due_at = loop.time() + LAG_PROBE_S
             await asyncio.sleep(LAG_PROBE_S)
             lag_s = max(0.0, loop.time() - due_at)
@@ -320,13 +320,13 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             longest_lag_s = max(longest_lag_s, lag_s)
 
     tasks = [asyncio.create_task(forever()), asyncio.create_task(watch_loop())]
-    if context.stand_in:
-        context.stand_in.start()
+    if context.lease_keeper:
+        context.lease_keeper.start()
     try:
         yield
     finally:
-        if context.stand_in:
-            context.stand_in.stop()
+        if context.lease_keeper:
+            context.lease_keeper.stop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -70,7 +70,7 @@ class EmbeddedRedis:
         """Start the server and wait until it has loaded its data.
 
         Raises:
-            BrokerError: it stopped or did not answer; the message ends with its own last words.
+            BrokerError: it stopped or did not answer; the message ends with the last of its log.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self.socket.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Rotary positions that depend on a length, decided once and in every service alike.
+"""Rotary positions that depend on a length, decided once, and identically in every service.
 
 Transformers decides by the longest position of a forward pass: what a sequence's tokens get would depend on
 what is computed beside it. vLLM decides when it starts, by the longest sequence that it may get.

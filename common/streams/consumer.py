@@ -17,7 +17,7 @@ import structlog
 from redis import exceptions as redis_errors
 
 from tidemill.common.errors import LeaseLostError
-from tidemill.common.process.stand_in import StandIn
+from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded, in_parts
 from tidemill.common.streams.log import block_ms, ensure_group, fields_of, is_without_group
@@ -55,7 +55,7 @@ class Consumer(Generic[M]):
         lease_s: float,
         dead_key: str,
         label: str = "",
-        stand_in: StandIn | None = None,
+        lease_keeper: LeaseKeeper | None = None,
     ) -> None:
         self.broker, self.key, self.group, self.name = broker, key, group, name
         self.message_type, self.lease_s, self.dead_key = message_type, lease_s, dead_key
@@ -68,7 +68,7 @@ class Consumer(Generic[M]):
         self._size = ReadSize(self.max_bytes)
         self._num_deliveries = metrics.DELIVERIES.labels(self.label)
         self.takeover = Takeover(broker, key, group, name, lease_s, self.label)
-        self._stand_in = stand_in
+        self._lease_keeper = lease_keeper
         self._renewal: asyncio.Task[None] | None = None
         self.renewed_at = time.monotonic()
 
@@ -78,13 +78,13 @@ class Consumer(Generic[M]):
         self.takeover.be_patient()
         self._renewal = asyncio.create_task(self._renew_forever(), name=f"renew {self.label}")
         self.renewed_at = time.monotonic()
-        if self._stand_in:
-            self._stand_in.add(self)
+        if self._lease_keeper:
+            self._lease_keeper.add(self)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._stand_in:
-            self._stand_in.remove(self)
+        if self._lease_keeper:
+            self._lease_keeper.remove(self)
         if self._renewal:
             self._renewal.cancel()
             with contextlib.suppress(asyncio.CancelledError):

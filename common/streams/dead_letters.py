@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 SCAN_BATCH = 16
 DONE, LETTER_GONE, MESSAGE_GONE = 1, 0, -1
-"""What `requeue` answers: put back; the letter is gone; the stream has let go of the message."""
+"""What `requeue` answers: put back; the letter is gone; the stream no longer has the message."""
 
 
 def dead_letter(

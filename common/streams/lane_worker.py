@@ -50,7 +50,7 @@ class LaneWorker(ABC, Generic[M]):
             lease_s=streams.lease_s,
             dead_key=context.keys.dead,
             label=context.keys.name_of(key),
-            stand_in=context.stand_in,
+            lease_keeper=context.lease_keeper,
         )
         self.running: set[asyncio.Task[Any]] = set()
         self._reading: dict[asyncio.Task[M], Delivery[M]] = {}

@@ -1,79 +1,21 @@
-"""Which streams there are, and which of their entries somebody wants to see."""
+"""Which entries of a run's streams somebody wants to see."""
 
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 from tidemill.common.streams.entries import entry_id_of, id_order
-from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import (
-    Commit,
-    DeadLetter,
-    Lane,
-    Message,
-    Score,
-    ScoreStatus,
-    Ticket,
-    Trajectory,
-    WeightManifest,
-)
+from tidemill.common.wire.keys import StreamName as StreamName
+from tidemill.common.wire.messages import Commit, Message, ScoreStatus, Trajectory
 
 TEXTS = ("prompt_text", "text", "error", "detail")
 """Fields that a pattern is looked for in: what prompts, completions, errors and judges say."""
 
 Range = tuple[float | None, float | None]
 """Both ends belong to it; None is open."""
-
-
-class StreamName(StrEnum):
-    """The streams of a run, spelled as after the run's prefix."""
-
-    PROMPTS = "prompts"
-    TRAJECTORIES = "trajectories"
-    SCORES = "scores"
-    WEIGHTS = "weights"
-    COMMITS = "commits"
-    DEAD = "dead"
-    PROMPTS_EVAL = "prompts:eval"
-    TRAJECTORIES_EVAL = "trajectories:eval"
-    SCORES_EVAL = "scores:eval"
-
-    @property
-    def lane(self) -> Lane:
-        """Training or evaluation; streams without lanes belong to training."""
-        return Lane.EVAL if self.endswith(":eval") else Lane.TRAIN
-
-    def of(self, lane: Lane) -> "StreamName":
-        """The stream of the same messages in a lane."""
-        return StreamName(f"{self.removesuffix(':eval')}{':eval' if lane is Lane.EVAL else ''}")
-
-    @property
-    def message_type(self) -> type[Message]:
-        return _TYPES[self.removesuffix(":eval")]
-
-    def key(self, keys: Keys) -> str:
-        return {
-            "prompts": keys.prompts(self.lane),
-            "trajectories": keys.trajectories(self.lane),
-            "scores": keys.scores(self.lane),
-            "weights": keys.weights,
-            "commits": keys.commits,
-            "dead": keys.dead,
-        }[self.removesuffix(":eval")]
-
-
-_TYPES: dict[str, type[Message]] = {
-    "prompts": Ticket,
-    "trajectories": Trajectory,
-    "scores": Score,
-    "weights": WeightManifest,
-    "commits": Commit,
-    "dead": DeadLetter,
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,19 @@ run may use transactions and scripts over several keys.
 import hashlib
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.messages import Lane
+from tidemill.common.wire.messages import (
+    Commit,
+    DeadLetter,
+    Lane,
+    Message,
+    Score,
+    Ticket,
+    Trajectory,
+    WeightManifest,
+)
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -28,6 +38,52 @@ RUNS = f"{PREFIX}:runs"
 """Set of the run ids this Redis knows."""
 
 
+class StreamName(StrEnum):
+    """The streams of a run, spelled as after the run's prefix."""
+
+    PROMPTS = "prompts"
+    TRAJECTORIES = "trajectories"
+    SCORES = "scores"
+    WEIGHTS = "weights"
+    COMMITS = "commits"
+    DEAD = "dead"
+    PROMPTS_EVAL = "prompts:eval"
+    TRAJECTORIES_EVAL = "trajectories:eval"
+    SCORES_EVAL = "scores:eval"
+
+    @property
+    def lane(self) -> Lane:
+        """Training or evaluation; streams without lanes belong to training."""
+        return Lane.EVAL if self.endswith(EVAL) else Lane.TRAIN
+
+    def of(self, lane: Lane) -> "StreamName":
+        """The stream of the same messages in a lane."""
+        return StreamName(_in_lane(self.removesuffix(EVAL), lane))
+
+    @property
+    def message_type(self) -> type[Message]:
+        return _MESSAGES[self.of(Lane.TRAIN)]
+
+    def key(self, keys: "Keys") -> str:
+        return keys.named(self)
+
+
+_MESSAGES: dict[StreamName, type[Message]] = {
+    StreamName.PROMPTS: Ticket,
+    StreamName.TRAJECTORIES: Trajectory,
+    StreamName.SCORES: Score,
+    StreamName.WEIGHTS: WeightManifest,
+    StreamName.COMMITS: Commit,
+    StreamName.DEAD: DeadLetter,
+}
+EVAL = ":eval"
+"""What names of the evaluation lane end with."""
+
+
+def _in_lane(name: str, lane: Lane) -> str:
+    return f"{name}{EVAL}" if lane is Lane.EVAL else name
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Keys of one run. Streams of the evaluation lane carry the suffix `:eval`."""
@@ -42,20 +98,23 @@ class Keys:
             )
 
     def _key(self, name: str, lane: Lane = Lane.TRAIN) -> str:
-        suffix = ":eval" if lane is Lane.EVAL else ""
-        return f"{PREFIX}:{{{self.run_id}}}:{name}{suffix}"
+        return self.named(_in_lane(name, lane))
+
+    def named(self, name: str) -> str:
+        """The key of a name that has its lane's suffix already."""
+        return f"{PREFIX}:{{{self.run_id}}}:{name}"
 
     def prompts(self, lane: Lane = Lane.TRAIN) -> str:
         """Stream of tickets."""
-        return self._key("prompts", lane)
+        return self._key(StreamName.PROMPTS, lane)
 
     def trajectories(self, lane: Lane = Lane.TRAIN) -> str:
         """Stream of trajectories: an immutable log."""
-        return self._key("trajectories", lane)
+        return self._key(StreamName.TRAJECTORIES, lane)
 
     def scores(self, lane: Lane = Lane.TRAIN) -> str:
         """Stream of scores, referring to trajectories by key."""
-        return self._key("scores", lane)
+        return self._key(StreamName.SCORES, lane)
 
     def progress(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
         """Hash of a group in flight: published indices, and the version at which it started."""
@@ -114,17 +173,17 @@ class Keys:
     @property
     def weights(self) -> str:
         """Stream of weight manifests."""
-        return self._key("weights")
+        return self._key(StreamName.WEIGHTS)
 
     @property
     def commits(self) -> str:
         """Stream of commits, one a step."""
-        return self._key("commits")
+        return self._key(StreamName.COMMITS)
 
     @property
     def dead(self) -> str:
         """Stream of dead letters."""
-        return self._key("dead")
+        return self._key(StreamName.DEAD)
 
     @property
     def config(self) -> str:

@@ -14,7 +14,7 @@ from tidemill.services.console.check.memory import GIB, as_overrides
 HEADING = "## Which models fit"
 MODELS = Path(__file__).parents[2] / "docs/operations/models"
 MAX_MODEL_LEN = 8192
-NUMBERS, GIBS = (1, 8, 32), (80, 141)
+NUMBERS, GIB_EACH = (1, 8, 32), 80
 SHORT = {
     "trainer.num_ranks": "num_ranks",
     "trainer.lora": "lora",
@@ -26,23 +26,20 @@ SHORT = {
 
 PREAMBLE = f"""{HEADING}
 
-Written by `python -m infra.docs.reference` from the files in `docs/operations/models/`.
-bfloat16, sequences of up to {MAX_MODEL_LEN:,} tokens, no reference model,
-hosts of 8 GPUs; half of the GPUs are the trainer's, and more where that is not enough; one is used in turns.
+GPUs with {GIB_EACH} GiB, by `python -m infra.docs.reference` from `docs/operations/models/`;
+`tidemill check --memory` computes yours. bfloat16, sequences of up to {MAX_MODEL_LEN:,} tokens, no
+reference model, hosts of 8 GPUs; half of the GPUs are the trainer's, and more where that is not enough.
 "needs" is GiB of a GPU at the peak, "sequences" of full length are what the KV cache of one engine holds,
-"host" is GiB of the fullest host. `tokens` are `trainer.micro_batch_tokens`. Where it does not fit, the
-largest part of the closest try is named.
+"host" is GiB of the fullest host. Where it does not fit, the largest part is named.
 
-| model | GPUs | GiB each | fits | settings | trainer needs | tokens | sequences | host |
-|---|---|---|---|---|---|---|---|---|
+| model | GPUs | fits | settings | trainer needs | tokens | sequences | host |
+|---|---|---|---|---|---|---|---|
 """
 
 
 def as_markdown() -> str:
     """Heading and table."""
-    machines = [
-        {"gpus": gpus, "gpu_bytes": gib * GIB, "host_bytes": None} for gpus in NUMBERS for gib in GIBS
-    ]
+    machines = [{"gpus": gpus, "gpu_bytes": GIB_EACH * GIB, "host_bytes": None} for gpus in NUMBERS]
     lines = []
     for path in sorted(MODELS.glob("*/config.json"), key=lambda path: path.parent.name):
         tree = {"path": str(path.parent), "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
@@ -53,7 +50,7 @@ def as_markdown() -> str:
 
 
 def _cells(name: str, machine: Mapping[str, Any], fit: Mapping[str, Any]) -> Iterator[str]:
-    yield from (name, str(machine["gpus"]), f"{machine['gpu_bytes'] / GIB:g}")
+    yield from (name, str(machine["gpus"]))
     if fit["problems"]:
         part, value = max(fit["trainer"]["parts"].items(), key=lambda item: item[1])
         yield from ("no", f"{part}: {value / GIB:.0f}", f"{fit['trainer']['peak'] / GIB:.0f}", "", "", "")

@@ -16,10 +16,10 @@ def as_markdown() -> str:
     lines = [PREAMBLE]
     for table in map(table_of, FILES):
         rows = [row for row in table.rows if not row.is_automatic]
-        lines += [f"### {table.project}", "", "Copied, their name and ours:", ""]
+        lines += [f"### {table.project}", "", "Copied:", ""]
         lines += [f"* {_theirs(row)}: {_ours(row)}" for row in rows if row.to and not row.note]
-        lines += ["", f"| {table.project} | Tidemill | difference |", "|---|---|---|"]
-        lines += [f"| {_theirs(row)} | {_ours(row)} | {row.note} |" for row in rows if row.to and row.note]
+        lines += ["", "With a difference:", ""]
+        lines += [f"* {_theirs(row)}: {_ours(row)}; {row.note}" for row in rows if row.to and row.note]
         lines += ["", "Without a counterpart:", ""]
         lines += [*(f"* {_theirs(row)}: {row.note}" for row in rows if not row.to), ""]
     return "\n".join(lines)

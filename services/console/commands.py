@@ -114,8 +114,10 @@ def status(options: StatusOptions) -> None:
     has seen: it computes the summary from the commits and writes summary.json and reward.png into the run's
     folder; it exits with 1 if anything was lost, trained twice, or not as the config expects it.
     """
-    if options.watch + options.report + options.as_json > 1 and (options.watch or not options.report):
+    if options.watch and (options.report or options.as_json):
         raise ConfigError("--watch goes with neither --report nor --json.")
+    if options.fails_on_warning and not options.report:
+        raise ConfigError("--fail-on-warning goes with --report.")
     if options.watch:
         from tidemill.services.console.status.attach import watch
 

@@ -23,7 +23,7 @@ PARAMETER = "parameter"
 
 
 def option(name: str, text: str, default: Any = MISSING, metavar: str | None = None, **more: Any) -> Any:
-    """A field that is an option; a default that is empty goes without saying."""
+    """A field that is an option; a default that is empty is not shown."""
     short = more.pop("short", ())
     info = typer.Option(
         name,

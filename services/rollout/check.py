@@ -23,7 +23,7 @@ from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments.agent_programs import AgentProgram, program_of
 from tidemill.services.rollout.environments.player import EnvironmentPlayer, build_stage
-from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed
+from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed, Tools
 from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import open_chat
 
@@ -131,9 +131,7 @@ class ScriptedChat:
         self.render, self.extend = inner.render, inner.extend
         self.shorten, self.encode = inner.shorten, inner.encode
 
-    def parse(
-        self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), is_cut: bool = False
-    ) -> Parsed:
+    def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
         """The next line of the script."""
         message: dict[str, Any] = {"role": "assistant", "content": SAYS}
         place, self._num_said = self._num_said, self._num_said + 1

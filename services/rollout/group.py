@@ -98,6 +98,7 @@ class GroupGenerator:
         # Redis may lose samples that are published, and only Redis knows whether the group is complete: until
         # it says so, or the lease is lost, what is missing is generated again.
         while self.consumer.holds(delivery):
+            # Read each time round: samples may have been published by a worker that held the ticket before.
             done = await self._begin(delivery)
             if waited_s is None:
                 waited_s = max(0.0, time.time() - ticket.issued_at)
@@ -139,6 +140,7 @@ class GroupGenerator:
         ticket = delivery.message
         done, started_version = await self._read_progress(ticket.ticket)
         progress = self.keys.progress(ticket.ticket, self.lane)
+        # Before any token is sampled: the staleness bound rests on this wait.
         version = await self.follower.reach(ticket.min_version)
         if started_version < 0:
             # Not over the version of a worker that took the group over meanwhile and started it earlier.
@@ -185,13 +187,13 @@ class GroupGenerator:
     ) -> None:
         ticket, started_at, history = delivery.message, time.time(), self.follower.history
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
-        num_turns, is_greedy = count(1), self._is_greedy(index)
+        numbers, is_greedy = count(1), self._is_greedy(index)
 
         async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
-            turn = next(num_turns)
+            number = next(numbers)
             if is_greedy:
                 sampling = sampling.model_copy(update={"temperature": 0.0})
-            return await self._ask(name if turn == 1 else f"{name}-t{turn}", ids, sampling)
+            return await self._ask(name if number == 1 else f"{name}-t{number}", ids, sampling)
 
         self.num_playing += 1
         try:
@@ -201,8 +203,10 @@ class GroupGenerator:
             return
         finally:
             self.num_playing -= 1
+        # The trainer restarted from an older version while this was played: its weights are none of the run's
+        # any more. It is dropped, and the loop in `generate` asks for it again.
         if history != self.follower.history:
-            return  # of weights that the run never had: generated again
+            return
         sample = Trajectory(
             **self._of_ticket(ticket, index),
             **played.fields(),
@@ -226,7 +230,7 @@ class GroupGenerator:
         return published
 
     async def _ask(self, name: str, ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """One turn of the engine. Of a delivery that was lost, requests may still run: ids differ."""
+        """One generation. Of a delivery that was lost, requests may still run: so ids differ."""
         request_id = next(i for i in chain([name], (f"{name}-{n}" for n in count(2))) if i not in self._asked)
         request = GenerationRequest(request_id, ids, sampling, is_urgent=self.lane is Lane.EVAL)
         self._asked.add(request_id)

@@ -31,7 +31,7 @@ async def serve(context: ServiceContext) -> None:
             await player.start()
         await _work(context, engine, player)
     finally:
-        # The player first: what it plays asks the engine.
+        # The player before the engine: what it plays asks the engine, and would fail as if that had.
         await player.close()
         await engine.close()
     context.raise_failure()
@@ -92,7 +92,7 @@ def _state_of(engine: Engine, follower: WeightFollower, workers: list[RolloutWor
     if follower.num_waiting:
         return "wait:weights", "groups are held until their version arrives"
     if any(worker.generator.num_wanted for worker in workers):
-        return "wait:device", "another process has its turn on the device"
+        return "wait:device", "another process has the GPU"
     if any(worker.generator.num_playing for worker in workers):
         return WAIT_ENVIRONMENT, "environments have not answered yet"
     if any(worker.running for worker in workers):

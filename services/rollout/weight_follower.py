@@ -23,7 +23,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.weights.remote import open_remote
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.rollout.engines.engine import Engine, WeightUpdate
-from tidemill.services.rollout.weights.download import RunFolder, WeightDownload, cache_folder
+from tidemill.services.rollout.weights.download import LocalVersions, WeightDownload, cache_folder
 from tidemill.services.rollout.weights.routes import Versions, find_route
 
 log = structlog.get_logger(__name__)
@@ -72,7 +72,7 @@ class WeightFollower:
             read = await reader.read(block_s=POLL_S)
             entries = [entry for entry in read if isinstance(entry, Entry)]
             if read and isinstance(read[-1], Garbled):
-                log.warning("a foreign entry among the weights is passed over", entry=read[-1].entry_id)
+                log.warning("an unexpected entry among the weights is skipped", entry=read[-1].entry_id)
             # Where nothing came, what is there may still be news: the stream may be shorter than it was.
             newest = entries[-1] if entries else await self._newest()
             if newest and self._is_news(newest.message):
@@ -131,6 +131,7 @@ class WeightFollower:
                 "left weights of a history that is lost", version=manifest.version, term=manifest.term
             )
             self.history += 1  # and what was begun while the new ones were loaded
+        # Only now: `_held` is what later deltas build on, so it never names what the engine may not hold.
         self._failing_since, self._held, self.last_update = None, manifest, update
         self._num_damaged, self.damaged_version = 0, -1
         metrics.WEIGHT_LOAD_SECONDS.observe(update.load_s)
@@ -138,6 +139,7 @@ class WeightFollower:
         metrics.WEIGHT_DELAY_SECONDS.observe(max(0.0, time.time() - manifest.announced_at))
         metrics.ENGINE_VERSION.set(update.version)
         log.debug("weights loaded", version=update.version, load_s=update.load_s, paused_s=update.paused_s)
+        # Last: who waits in `reach` starts to generate at once, with what was loaded.
         async with self._arrived:
             self._arrived.notify_all()
 
@@ -175,4 +177,4 @@ def versions_of(context: ServiceContext) -> Versions:
     """
     run_id = context.keys.run_id
     remote = open_remote(context.config.weights.url, run_id)
-    return WeightDownload(remote, run_id, cache_folder()) if remote else RunFolder(context.run_dir)
+    return WeightDownload(remote, run_id, cache_folder()) if remote else LocalVersions(context.run_dir)

@@ -68,6 +68,8 @@ class RolloutWorker(LaneWorker[Ticket]):
 
     async def bury(self, entry: Delivery[Ticket] | Garbled, error: str, attempts: int = 1) -> bool:
         """Also forget the progress of a group that will never be complete."""
+        # Only once the dead letter is written, under a lease that held: a worker that took the group over
+        # needs its progress.
         is_buried = await super().bury(entry, error, attempts)
         if is_buried and isinstance(entry, Delivery):
             await self.generator.forget(entry.message.ticket)
@@ -90,7 +92,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             log.info("group taken over by another worker", ticket=ticket)
         except* (EngineError, BrokerError) as failures:  # the ticket is as good as ever
             cause = first_cause(failures)
-            log.error("this process cannot go on; stopping so that it is started anew", error=str(cause))
+            log.error("this process cannot go on; stopping so that it is restarted", error=str(cause))
             self.context.fail(cause)
         except* EnvironmentFaultError as faults:  # no fault of the ticket's: others may have more luck
             await self._hand_on(delivery, first_cause(faults))

@@ -45,7 +45,7 @@ from tests.simulation.reward import SimulatedReward, make_reward
 from tests.simulation.watch import Watch
 from tests.simulation.world import World
 from tidemill.common.errors import CodecError
-from tidemill.common.process.stand_in import StandIn
+from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.redis.broker import WAIT_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import RUNS_DIR_VARIABLE
@@ -88,7 +88,7 @@ class NoHttpClient:
         """Nothing to close."""
 
 
-class NoStandIn(StandIn):
+class NoLeaseKeeper(LeaseKeeper):
     """In place of the thread that renews leases while a loop is blocked: no loop is, in virtual time."""
 
     def start(self) -> None:
@@ -127,7 +127,7 @@ def installed(world: World, watch: Watch) -> Iterator[None]:
 def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
     clocks, rng = world.clocks, random.Random(f"names {world.seed}")
     return [
-        (tidemill.common.process.service, "StandIn", NoStandIn),
+        (tidemill.common.process.service, "LeaseKeeper", NoLeaseKeeper),
         (time, "time", clocks.wall_s),
         (time, "monotonic", clocks.monotonic_s),
         (time, "time_ns", lambda: int(1e9 * clocks.wall_s())),

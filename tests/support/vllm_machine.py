@@ -1,9 +1,12 @@
 """What tests with a real vLLM need of the machine; without it they are skipped, and say what to install."""
 
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.vllm_machine import check_machine
 
@@ -16,3 +19,26 @@ def need_vllm() -> None:
         check_machine("these tests")
     except ConfigError as error:
         pytest.skip(str(error), allow_module_level=True)
+
+
+def vllm_config(
+    folder: Path,
+    max_model_len: int,
+    environment: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **vllm: Any,
+) -> RunConfig:
+    """A run whose engine is vLLM, on one thread."""
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "max_model_len": max_model_len} | (model or {}),
+            "data": {"train": "none", "max_prompt_tokens": 32},
+            "rollout": {
+                "engine": "vllm",
+                "num_threads": 1,
+                "sampling": {"max_tokens": 24},
+                "vllm": {"enforce_eager": True} | vllm,
+                "environment": environment or {},
+            },
+        }
+    )

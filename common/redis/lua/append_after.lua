@@ -1,5 +1,6 @@
 -- Append numbered entries, if the stream still ends where the caller saw it end: Redis may have lost its tail
 -- since, and behind a later number there is no place for an earlier one any more.
+-- Atomic against a failover between the look and the append, and against another trainer that appends meanwhile.
 -- KEYS: stream, and a hash where the append depends on a mark in it.
 -- ARGV: id of the last entry as last seen, schema, with a hash its field and the mark, then (id, payload) pairs in
 -- ascending order.  Returns 1 appended, 0 where the stream ends elsewhere, or -1 where the mark is gone; then

@@ -1,4 +1,5 @@
--- Keep one reward; make room by dropping those that were not used for longest.
+-- Keep one reward; make room by dropping those that were not used for longest. Atomic against other workers that put: the size is that of
+-- what is there.
 -- KEYS: rewards, when each was used, size and clock.
 -- ARGV: digest, payload, most bytes.  Returns how many were dropped.
 local old = redis.call('HGET', KEYS[1], ARGV[1])

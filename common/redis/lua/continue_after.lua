@@ -1,4 +1,5 @@
 -- Have new entries of a stream come after an id: its archive goes up to there, though Redis has lost the end of that.
+-- Atomic against a worker that appends below the new last id between the look and the move.
 -- KEYS: stream.  ARGV: id of the last entry that Redis still knows, the id to go on after, 1 to move the stream's last
 -- id there.  Returns 1, or 0 where the stream has got entries between the two meanwhile; nothing is changed then.
 if #redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], ARGV[2], 'COUNT', 1) > 0 then

@@ -1,5 +1,5 @@
 -- Set fields of the run's state, if the commits go as far as they should: a server that takes over from another
--- may lack the last of them.
+-- may lack the last of them. Atomic against a failover between the two.
 -- KEYS: commits, state.  ARGV: id of the last commit, then names and values.  Returns 1 set, or 0.
 local function number(id)
   return tonumber(string.match(id, '^%d+'))

@@ -1,6 +1,7 @@
 -- Give held entries back at once: the next reclaim takes them. This delivery counts, unless it is taken off.
 -- They get a holder of their own name: a renewal by the one that gives them back, which may be on its way, would make
 -- them look held again for a whole lease.
+-- Atomic against a worker that has taken an entry over meanwhile: what it holds stays its own.
 -- KEYS: input stream.  ARGV: group, consumer, idle milliseconds, deliveries to take off, new holder, entry ids.
 for i = 6, #ARGV do
   local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2])

@@ -1,5 +1,6 @@
 -- Move entries that no service of the run wrote out of a numbered stream, and take its last id back, as one unit.
--- Without that the stream would refuse every further number of its own.
+-- Without that the stream would refuse every further number of its own. Atomic against its trainer, which appends,
+-- and against workers, which read and acknowledge: nobody sees the stream without its entries or its last id.
 -- KEYS: stream, dead letters.
 -- ARGV: schema, least last id that the stream may be left with, then (entry's id, letter) pairs; an empty letter
 -- is one that is there already.  Returns how many entries were still there, or -1 where the stream is not.
@@ -38,7 +39,7 @@ for i = 1, #info, 2 do
   end
 end
 -- Redis 7 remembers the greatest id that was ever removed, and 6.2 knows no such option. Valkey never goes below
--- that id: there the stream is written anew, with its groups and what they hold.
+-- that id: there the stream is written again, with its groups and what they hold.
 local reply = redis.pcall('XSETID', KEYS[1], last, 'ENTRIESADDED', added, 'MAXDELETEDID', last)
 if type(reply) == 'table' and reply.err then
   reply = redis.pcall('XSETID', KEYS[1], last)

@@ -1,5 +1,6 @@
 -- Set how often held entries count as delivered, and renew their leases.  An entry that waits for its turn does
 -- not count as delivered: whoever takes it over from a holder that died meanwhile knows that it was not begun.
+-- Atomic against a worker that takes an entry over: this one must not take it back.
 -- KEYS: input stream.  ARGV: group, consumer, then (entry id, deliveries) pairs.  Returns the ids held no more.
 local lost = {}
 for i = 3, #ARGV, 2 do

@@ -1,6 +1,6 @@
 -- Publish one sample of a group if the lease on its ticket is still held; acknowledge the ticket with
 -- the last sample.  Counting happens here, so that samples finishing at once cannot disagree on which
--- of them is the last.
+-- of them is the last. Atomic against a worker that takes the ticket over, and publishes the same index.
 -- KEYS: prompts, trajectories, the group's progress hash.
 -- ARGV: group, consumer, ticket's entry id, index, group size, schema, payload; without a payload it only looks
 -- whether the group is complete.

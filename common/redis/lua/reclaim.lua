@@ -1,4 +1,5 @@
 -- Take over what silent consumers hold, with the number of times each entry was delivered.
+-- Atomic against other workers that reclaim: each entry gets one holder, and its count is that of its delivery.
 -- KEYS: input stream.  ARGV: group, consumer, idle milliseconds, count, where to look for deliveries from the future
 -- (empty for nowhere), latest time that it can be, the only holder to take from (empty for any).
 -- Returns the server's time, where to look next, then (id, fields, deliveries) for each entry taken; and nothing

@@ -1,4 +1,5 @@
 -- Renew the leases that this consumer still holds.  JUSTID leaves the delivery count alone.
+-- Atomic against a worker that takes an entry over between check and claim: XCLAIM alone would take it back.
 -- KEYS: input stream.  ARGV: group, consumer, entry ids.  Returns the ids that are held no more.
 local lost = {}
 for i = 3, #ARGV do

@@ -1,6 +1,7 @@
 -- Make the message of a dead letter pending again, and remove the letter, as one unit.
 -- The message is still in its stream, under its own id and with its own bytes: it only needs a holder, and
 -- gets one that is silent for longer than a lease, so that the next worker that reclaims takes it.
+-- Atomic against a second `requeue` of it, and against a worker that begins before its progress is restored.
 -- KEYS: dead letters, input stream, progress hash of its group.
 -- ARGV: letter's id, group, input's id, idle milliseconds, version at which the group was started or '', holder,
 -- then the indices that are published already.

@@ -1,5 +1,5 @@
 -- Note the version at which a group was started, if the lease on its ticket is still held: a note by a worker that
--- was frozen until the group was complete would stay for ever.
+-- was frozen until the group was complete would stay for ever. Atomic against the worker that takes the ticket over.
 -- KEYS: prompts, the group's progress hash.
 -- ARGV: group, consumer, ticket's entry id, version, 1 to replace the version that is noted.
 -- Returns 0 lease lost, 1 noted, or there already.

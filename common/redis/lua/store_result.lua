@@ -1,5 +1,6 @@
 -- Keep what rewards said of one sample of a group; acknowledge its trajectory unless it is the last one.
 -- The last one stays pending until the whole group is published, so that another worker can take it over.
+-- Atomic against other samples of the group that are scored at once: exactly one of them is the last.
 -- KEYS: trajectories, the group's results, tickets with results.
 -- ARGV: group, consumer, entry id, ticket, index, group size, payload (empty: the result is there already).
 -- Returns 0 lease lost, 1 kept and acknowledged, or the payloads of the whole group: it is this one's to finish.

@@ -3,6 +3,7 @@
 -- has lost that with it.
 -- A ticket that goes while a worker holds it is nobody's any more, and its progress goes with it: Redis had lost that
 -- it was settled. Nobody can settle it again, as nobody holds it.
+-- Atomic against a failover between the look at the mark and the trim, and between the trim and the note of it.
 -- KEYS: stream, hash.  ARGV: id, field of the hash, mark, field for how far the stream is trimmed; of tickets also the
 -- workers' group, and what keys of progress begin with before the ticket's number, which is one less than its id.
 -- Returns how many were removed, or -1 without the mark.

@@ -15,7 +15,7 @@ from tidemill.common.streams.selection import Range, Selection, StreamName
 from tidemill.common.wire.messages import Commit, Lane
 from tidemill.services.console.api.blocking import wait_for
 from tidemill.services.console.api.tables import Records, Row
-from tidemill.services.console.run.folder import find_run, folder_of_runs
+from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.run.history import open_history
 
 T = TypeVar("T")
@@ -35,9 +35,8 @@ class History:
     """
 
     def __init__(self, run: str | Path | None = None, runs_dir: str | Path | None = None) -> None:
-        self._runs_dir = None if runs_dir is None else Path(runs_dir)
-        self.run_id = find_run(None if run is None else str(run), folder_of_runs(self._runs_dir)).run_id
-        self._run = str(run) if run is not None else self.run_id
+        self._folder = find_run(run, runs_dir)
+        self.run_id = self._folder.run_id
 
     def __repr__(self) -> str:
         return f"History({self.run_id!r})"
@@ -47,7 +46,7 @@ class History:
         """The config of the run. Raises ConfigError: it is not known any more."""
 
         async def read() -> RunConfig | None:
-            async with open_history(self._run, self._runs_dir) as access:
+            async with open_history(self._folder) as access:
                 return access.config
 
         if (found := wait_for(read)) is None:
@@ -79,7 +78,7 @@ class History:
 
     def _read(self, read: Callable[[Streams], Awaitable[T]]) -> T:
         async def opened() -> T:
-            async with open_history(self._run, self._runs_dir) as access:
+            async with open_history(self._folder) as access:
                 return await read(access.history)
 
         return wait_for(opened)
@@ -95,9 +94,7 @@ def metrics(
     Raises:
         ConfigError: there is no such run in the folder of runs.
     """
-    folder = find_run(
-        None if run is None else str(run), folder_of_runs(None if runs_dir is None else Path(runs_dir))
-    )
+    folder = find_run(run, runs_dir)
     if not folder.path.is_dir():
         raise ConfigError(f"there is no run {folder.run_id} in {folder.runs}; give its folder with runs_dir.")
     found = read_records(folder.path / METRICS_FILE)

@@ -53,7 +53,7 @@ def print_findings(findings: Findings) -> None:
 
 
 def describe(findings: Findings) -> list[tuple[str, str]]:
-    """Lines of the summary: what, and in which words."""
+    """Lines of the summary: label and text."""
     config = findings.config
     trainer, rollout, reward = config.trainer, config.rollout, config.reward
     sizes = {config.group_size(source.name) for source in config.data.sources} or {trainer.group_size}

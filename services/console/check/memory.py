@@ -72,7 +72,7 @@ def describe(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Ite
 
 
 def advice(settings: Mapping[str, Any]) -> str:
-    """What to set, in words."""
+    """A sentence that says what to set."""
     if not settings:
         return (
             "Nothing that could be set was found to fit: take more GPUs or larger ones, or a smaller model."

@@ -45,12 +45,12 @@ class Difference:
     """The first place of a step at which one aspect differs, and how many others of it there are."""
 
     aspect: Aspect
-    step: int
     what: str
     a: Any
     b: Any
     ticket: int = -1
     index: int = -1
+    step: int = -1
     is_rounding: bool = False
     num_places: int = 1
 
@@ -74,53 +74,53 @@ COMPARED_OF_PROMPTS = (
 """What tickets of the same number ask for, in this order."""
 
 
-def compare_prompts(step: int, a: dict[int, Ticket], b: dict[int, Ticket]) -> Iterator[Difference]:
+def compare_prompts(a: dict[int, Ticket], b: dict[int, Ticket]) -> Iterator[Difference]:
     """Tickets of the same number that ask for something else."""
     for ticket in sorted(a.keys() & b.keys()):
         for name in COMPARED_OF_PROMPTS:
             one, other = _plain(getattr(a[ticket], name)), _plain(getattr(b[ticket], name))
             if one != other:
-                yield Difference(Aspect.PROMPTS, step, name, one, other, ticket)
+                yield Difference(Aspect.PROMPTS, name, one, other, ticket)
                 break
 
 
-def compare_groups(step: int, a: RecordedGroup, b: RecordedGroup, tolerance: float) -> Iterator[Difference]:
+def compare_groups(a: RecordedGroup, b: RecordedGroup, tolerance: float) -> Iterator[Difference]:
     """Every difference between the samples that both groups have."""
     for index in sorted(a.trajectories.keys() & b.trajectories.keys()):
-        yield from _trajectories(step, a.trajectories[index], b.trajectories[index], tolerance)
+        yield from _trajectories(a.trajectories[index], b.trajectories[index], tolerance)
     for index in sorted(a.scores.keys() & b.scores.keys()):
-        yield from _scores(step, a.scores[index], b.scores[index], tolerance)
+        yield from _scores(a.scores[index], b.scores[index], tolerance)
 
 
-def _trajectories(step: int, a: Trajectory, b: Trajectory, tolerance: float) -> Iterator[Difference]:
+def _trajectories(a: Trajectory, b: Trajectory, tolerance: float) -> Iterator[Difference]:
     ticket, index = a.key
     if not np.array_equal(a.prompt_ids, b.prompt_ids):
         ids = a.prompt_ids.tolist(), b.prompt_ids.tolist()
-        yield Difference(Aspect.PROMPTS, step, "prompt_ids", *ids, ticket, index)
+        yield Difference(Aspect.PROMPTS, "prompt_ids", *ids, ticket, index)
     for number, (one, other) in enumerate(zip(a.segments, b.segments, strict=False)):
         if number and not np.array_equal(one.prompt_ids, other.prompt_ids):
             ids = one.prompt_ids.tolist(), other.prompt_ids.tolist()
-            yield Difference(Aspect.TOKENS, step, f"fork {number}, its prompt", *ids, ticket, index)
-        found = _segments(step, (one, other), tolerance, (_described(a), _described(b)))
+            yield Difference(Aspect.TOKENS, f"fork {number}, its prompt", *ids, ticket, index)
+        found = _segments((one, other), tolerance, (_described(a), _described(b)))
         for item in found:
             what = f"fork {number}, {item.what}" if number else item.what
             yield replace(item, ticket=ticket, index=index, what=what)
     if len(a.forks) != len(b.forks):
-        yield Difference(Aspect.TOKENS, step, "number of forks", len(a.forks), len(b.forks), ticket, index)
+        yield Difference(Aspect.TOKENS, "number of forks", len(a.forks), len(b.forks), ticket, index)
     if _end(a) != _end(b):
-        yield Difference(Aspect.TOKENS, step, "end", _end(a), _end(b), ticket, index)
+        yield Difference(Aspect.TOKENS, "end", _end(a), _end(b), ticket, index)
     if _given(a) != _given(b):
-        yield Difference(Aspect.REWARDS, step, "the environment's", _given(a), _given(b), ticket, index)
+        yield Difference(Aspect.REWARDS, "the environment's", _given(a), _given(b), ticket, index)
 
 
 def _segments(
-    step: int, pair: tuple[Segment, Segment], tolerance: float, facts: tuple[dict[str, Any], dict[str, Any]]
+    pair: tuple[Segment, Segment], tolerance: float, facts: tuple[dict[str, Any], dict[str, Any]]
 ) -> Iterator[Difference]:
     """In what the completions of two rows of the same sample differ."""
     a, b = pair
     if a.spans != b.spans:
         spans = [list(span) for span in a.spans], [list(span) for span in b.spans]
-        yield Difference(Aspect.VERSIONS, step, "version from token", *spans)
+        yield Difference(Aspect.VERSIONS, "version from token", *spans)
     length = min(len(a.completion_ids), len(b.completion_ids))
     unlike = np.flatnonzero(a.completion_ids[:length] != b.completion_ids[:length])
     if len(unlike) or len(a.completion_ids) != len(b.completion_ids):
@@ -129,14 +129,14 @@ def _segments(
             {"ids": row.completion_ids[place : place + 8].tolist(), **fact}
             for row, fact in zip(pair, facts, strict=True)
         )
-        yield Difference(Aspect.TOKENS, step, f"{_place(a, place)}from token {place} on", known_a, known_b)
+        yield Difference(Aspect.TOKENS, f"{_place(a, place)}from token {place} on", known_a, known_b)
         length = place
     apart = np.abs(a.logprobs[:length].astype(np.float64) - b.logprobs[:length].astype(np.float64))
     if apart.any():
         place = int(np.flatnonzero((apart > tolerance) if (apart > tolerance).any() else apart)[0])
         numbers = float(a.logprobs[place]), float(b.logprobs[place])
         what = f"{_place(a, place)}of token {place}"
-        yield Difference(Aspect.LOGPROBS, step, what, *numbers, is_rounding=bool(apart.max() <= tolerance))
+        yield Difference(Aspect.LOGPROBS, what, *numbers, is_rounding=bool(apart.max() <= tolerance))
 
 
 def _place(row: Segment, token: int) -> str:
@@ -167,42 +167,39 @@ def _described(sample: Trajectory) -> dict[str, Any]:
     return {"num_tokens": tokens, **turns, "finish": sample.finish, "text": sample.text[:200]}
 
 
-def _scores(step: int, a: Score, b: Score, tolerance: float) -> Iterator[Difference]:
+def _scores(a: Score, b: Score, tolerance: float) -> Iterator[Difference]:
     ticket, index = a.key
     if a.status != b.status:
         statuses = str(a.status), str(b.status)
-        yield Difference(Aspect.REWARDS, step, "status", *statuses, ticket, index)
+        yield Difference(Aspect.REWARDS, "status", *statuses, ticket, index)
     elif a.value != b.value:
         is_rounding = _is_close(a.value, b.value, tolerance)
-        yield Difference(
-            Aspect.REWARDS, step, "value", a.value, b.value, ticket, index, is_rounding=is_rounding
-        )
+        yield Difference(Aspect.REWARDS, "value", a.value, b.value, ticket, index, is_rounding=is_rounding)
     elif a.components != b.components:
-        yield Difference(Aspect.REWARDS, step, "components", a.components, b.components, ticket, index)
+        yield Difference(Aspect.REWARDS, "components", a.components, b.components, ticket, index)
 
 
 def compare_commits(a: Commit, b: Commit, tolerance: float) -> Iterator[Difference]:
     """What was trained, in which order, with which advantages, and what came out."""
-    step = a.step
     trained = sorted(a.groups), sorted(b.groups)
     if trained[0] != trained[1]:
         only = sorted(set(a.groups) - set(b.groups)), sorted(set(b.groups) - set(a.groups))
         ticket = min(only[0] + only[1], default=-1)
-        yield Difference(Aspect.GROUPS, step, "trained here only", *only, ticket)
+        yield Difference(Aspect.GROUPS, "trained here only", *only, ticket)
     for drop_a, drop_b in _unlike_drops(a, b):
         ticket, index = (drop_a or drop_b or [-1, -1])[:2]
-        yield Difference(Aspect.GROUPS, step, "dropped", drop_a, drop_b, ticket, index)
+        yield Difference(Aspect.GROUPS, "dropped", drop_a, drop_b, ticket, index)
     yield from _compositions(a, b, has_same_groups=trained[0] == trained[1])
     for name in sorted(a.advantages.keys() & b.advantages.keys(), key=int):
-        yield from _advantages(step, int(name), a.advantages[name], b.advantages[name], tolerance)
+        yield from _advantages(int(name), a.advantages[name], b.advantages[name], tolerance)
     for name in sorted(a.metrics.keys() & b.metrics.keys()):
         one, other = a.metrics[name], b.metrics[name]
         if not name.endswith(CLOCKS) and one != other and not (math.isnan(one) and math.isnan(other)):
             yield Difference(
-                Aspect.METRICS, step, name, one, other, is_rounding=_is_near(name, one, other, tolerance)
+                Aspect.METRICS, name, one, other, is_rounding=_is_near(name, one, other, tolerance)
             )
     if a.digest != b.digest:
-        yield Difference(Aspect.WEIGHTS, step, "digest", a.digest, b.digest, is_rounding=True)
+        yield Difference(Aspect.WEIGHTS, "digest", a.digest, b.digest, is_rounding=True)
 
 
 def _unlike_drops(a: Commit, b: Commit) -> Iterator[tuple[list[Any] | None, list[Any] | None]]:
@@ -224,7 +221,6 @@ def _compositions(a: Commit, b: Commit, has_same_groups: bool) -> Iterator[Diffe
     has_same_updates = [_members(mini) for mini in a.mini_batches] == [_members(m) for m in b.mini_batches]
     yield Difference(
         Aspect.COMPOSITION,
-        a.step,
         f"micro-batch {place}",
         one,
         other,
@@ -236,17 +232,15 @@ def _members(mini: Iterable[Iterable[tuple[int, int]]]) -> list[tuple[int, int]]
     return sorted((ticket, index) for micro in mini for ticket, index in micro)
 
 
-def _advantages(
-    step: int, ticket: int, a: list[float], b: list[float], tolerance: float
-) -> Iterator[Difference]:
+def _advantages(ticket: int, a: list[float], b: list[float], tolerance: float) -> Iterator[Difference]:
     if len(a) != len(b):
-        yield Difference(Aspect.ADVANTAGES, step, "number of samples", len(a), len(b), ticket)
+        yield Difference(Aspect.ADVANTAGES, "number of samples", len(a), len(b), ticket)
         return
     for place, (one, other) in enumerate(zip(a, b, strict=True)):
         if one != other:
             is_rounding = _is_close(one, other, tolerance)
             yield Difference(
-                Aspect.ADVANTAGES, step, f"sample {place}", one, other, ticket, is_rounding=is_rounding
+                Aspect.ADVANTAGES, f"sample {place}", one, other, ticket, is_rounding=is_rounding
             )
 
 

@@ -149,12 +149,12 @@ async def _step(
             if first is None or (first.is_rounding and not item.is_rounding):
                 found[item.aspect] = item
 
-    note(compare_prompts(a.step, prompts_a, prompts_b))
+    note(compare_prompts(prompts_a, prompts_b))
     if records_a is None or records_b is None:
         result.unread_steps.append(a.step)
     else:
         for ticket in sorted(records_a.keys() & records_b.keys()):
-            note(compare_groups(a.step, records_a[ticket], records_b[ticket], tolerance))
+            note(compare_groups(records_a[ticket], records_b[ticket], tolerance))
     note(compare_commits(a, b, tolerance))
     if Aspect.WEIGHTS in found:
         # Whatever moved the weights is told of above; where nothing is, it was the update itself.
@@ -165,4 +165,4 @@ async def _step(
         found[Aspect.WEIGHTS] = replace(found[Aspect.WEIGHTS], is_rounding=is_rounding)
     for aspect in Aspect:
         if aspect in found:
-            yield replace(found[aspect], num_places=places[aspect])
+            yield replace(found[aspect], step=a.step, num_places=places[aspect])

@@ -15,7 +15,7 @@ import yaml
 from tidemill.common.config import RunConfig, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.convert.script import Unknown
-from tidemill.services.console.convert.table import OptionRow, OptionTable, Verdict, lookup, section_of
+from tidemill.services.console.convert.table import OptionRow, OptionTable, Verdict, lookup
 
 WIDTH = 108
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -89,7 +89,7 @@ class Draft:
         return self.fields.get(name, default)
 
     def put(self, name: str, value: Any, option: str = "", note: str = "") -> None:
-        """Set one of our fields; where it comes from stands beside it in the file."""
+        """Set one of our fields; a comment beside it in the file names its origin."""
         self.fields[name] = value
         self.origins[name] = option
         self.comments[name] = "; ".join(filter(None, (option, note)))
@@ -136,13 +136,13 @@ class Draft:
     def _copy(self, row: OptionRow) -> None:
         option = next((name for name in row.options if self.has(name)), row.options[0])
         value = self.given[option] if self.has(option) else row.default
-        if row.combine == "product" or (row.combine and self.has(option)):
+        if row.by == "product" or (row.by == "list" and self.has(option)):
             parts = [self.take(name) for name in row.options]
-            value = parts if row.combine == "list" else math.prod(parts)
-        elif row.in_updates and value and value > 0:
+            value = parts if row.by == "list" else math.prod(parts)
+        elif row.by == "updates" and value and value > 0:
             value = math.ceil(value / self.updates_per_step)
-        if row.as_:
-            value = loggers(self, option, value) if row.as_ == "loggers" else run_name(value)
+        elif row.by in ("loggers", "run_name"):
+            value = loggers(self, option, value) if row.by == "loggers" else run_name(value)
         try:
             ours = lookup(row.values, value)
         except KeyError:
@@ -176,9 +176,10 @@ class Draft:
                 self.say("lost", option, row.note)
 
     def tree(self) -> dict[str, Any]:
-        """The fields as sections in sections."""
+        """The fields as sections in sections, in the order of our config as far as sections go."""
+        order = list(RunConfig.model_fields)
         tree: dict[str, Any] = {}
-        for name, value in self.fields.items():
+        for name, value in sorted(self.fields.items(), key=lambda item: order.index(item[0].split(".")[0])):
             *sections, last = name.split(".")
             node = tree
             for section in sections:
@@ -196,7 +197,7 @@ class Draft:
 
     def text(self, source: str) -> str:
         lines = [f"# From {source} ({self.table.project}), by tidemill convert. Paths are as they were."]
-        lines += self._lines(self.tree(), RunConfig)
+        lines += self._lines(self.tree())
         for verdict, heading in HEADINGS.items():
             texts: dict[str, list[str]] = {}
             for finding in self.findings:
@@ -210,15 +211,12 @@ class Draft:
             lines += [f"# {line}" for line in problem.splitlines()]
         return "\n".join(lines) + "\n"
 
-    def _lines(self, tree: Mapping[str, Any], section: Any, prefix: str = "") -> Iterator[str]:
-        """The fields below `prefix`, in the order of the config."""
-        fields = section.model_fields if section is not None else {}
-        order, indent = list(fields), "  " * prefix.count(".")
-        for name in sorted(tree, key=lambda name: order.index(name) if name in order else len(order)):
+    def _lines(self, tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        indent = "  " * prefix.count(".")
+        for name in tree:
             if (whole := prefix + name) not in self.fields:
                 yield f"{indent}{name}:"
-                inner = section_of(fields[name].annotation) if name in fields else None
-                yield from self._lines(tree[name], inner, f"{whole}.")
+                yield from self._lines(tree[name], f"{whole}.")
                 continue
             line, comment = f"{indent}{name}: {plain(tree[name])}", self.comments[whole]
             if comment and len(line) + len(comment) + 3 > WIDTH:

@@ -1,4 +1,4 @@
-"""What our config wants of fields together, whoever's options they are from: lengths, ratio, advantage."""
+"""What fields of our config require of each other, for options of all projects: lengths, ratio, advantage."""
 
 import math
 
@@ -9,7 +9,7 @@ F, IMPORTANCE, EVALUATION = "trainer.algorithm.", "trainer.algorithm.importance.
 ADVANTAGE, OLD, LOSS, DUAL = F + "advantage", F + "old_logprobs", F + "loss", F + "dual_clip"
 WARMUP = "trainer.optimizer.warmup_steps"
 HIGHEST_DUAL_CLIP = 1000.0
-"""A bound above this is as good as none."""
+"""A bound above this has no effect."""
 
 
 def put_warmup(draft: Draft, steps: str, ratio: str, per_step: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Reads what people have: YAML, JSON, TOML, shell scripts, Python with a GRPOConfig. Nothing of it is run."""
+"""Reads YAML, JSON, TOML, shell scripts, and Python with a GRPOConfig. Nothing of it is run."""
 
 import ast
 import json
@@ -72,7 +72,7 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """YAML reads `1e-6` as text; people mean the number."""
+    """YAML reads `1e-6` as text; the number is meant."""
     is_number = isinstance(value, str) and _SCIENTIFIC.fullmatch(value.strip())
     return float(value) if is_number else value
 

@@ -20,7 +20,7 @@ FILES: dict[Project, str] = {"verl": "verl.yml", "trl": "trl.yml", "prime-rl": "
 
 
 class OptionRow(BaseModel):
-    """One option of theirs, or several that go together; its value is copied, perhaps in other words."""
+    """One option of theirs, or several that go together; its value is copied or translated."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,13 +41,10 @@ class OptionRow(BaseModel):
     values: dict[Any, Any] = Field(default_factory=dict)
     """Their value -> ours, or a mapping of several fields; null writes nothing. What is missing is copied."""
     otherwise: Any = None
-    """What stands for a value that is not in `values`; it is said to be lost."""
-    combine: Literal["", "list", "product"] = ""
-    """Ours is the list of their values, or the product. A list is written if any of them is given."""
-    in_updates: bool = False
-    """They count optimizer updates, and we steps."""
-    as_: Literal["", "loggers", "run_name"] = Field("", alias="as")
-    """A function of the converter that gives our value."""
+    """Used for a value that is not in `values`; the value is listed as lost."""
+    by: Literal["", "list", "product", "updates", "loggers", "run_name"] = ""
+    """How our value is made of theirs: their list (if any is given) or product, steps from a number of
+    optimizer updates, the loggers that we have too, or a valid name of a run."""
     nearly: dict[Any, str] = Field(default_factory=dict)
     """Value -> in what it is only nearly the same."""
     fine: dict[Any, str] = Field(default_factory=dict)

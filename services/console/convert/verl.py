@@ -86,7 +86,7 @@ def _convert_reward(draft: Draft) -> None:
         draft.put("servers", {"reward_model": {"model": model, "local": {}}}, W + "reward_model.model_path")
         if path:
             rewards["function"] = {"function": f"{path}:{name}"}
-        draft.put("reward.rewards", rewards, W + "reward_model.model_path", "docs/judges.md has its options")
+        draft.put("reward.rewards", rewards, W + "reward_model.model_path", "docs/models.md has its options")
     elif path:
         draft.put("reward.function", f"{path}:{name}", option)
     else:

@@ -64,8 +64,8 @@ def dead_tree(entry: DeadEntry, with_hex: bool = False) -> Node:
     else:
         parts.append(note(f"cannot be decoded: {entry.problem}", "yellow"))
         if entry.claims:
-            values = entry.claims.items()
-            parts.append(part("what its bytes say, not validated", (Node(*value) for value in values)))
+            claims = (Node(*claim) for claim in entry.claims.items())
+            parts.append(part("what its bytes say, not validated", claims))
     if with_hex or entry.message is None:
         limit = None if with_hex else HEX_FIRST_BYTES
         parts += (part(f"field {name[:40]}", _hex(data, limit)) for name, data in content.fields.items())

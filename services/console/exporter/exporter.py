@@ -57,7 +57,7 @@ class GroupReading:
 
 @dataclass(frozen=True, slots=True)
 class RunReading:
-    """A run as Redis had it at one time: its snapshot, and what only Prometheus wants to know."""
+    """A run as Redis had it at one time: its snapshot, and what only Prometheus shows."""
 
     snapshot: RunSnapshot = field(default_factory=lambda: RunSnapshot("", 0, 0))
     lengths: dict[str, int] = field(default_factory=dict)
@@ -129,7 +129,7 @@ _LABELLED = (
 
 
 def set_gauges(reading: RunReading) -> None:
-    """Replace what the reading before has said: what is gone must not go on being exported."""
+    """Replace the previous reading: a worker that left must not be exported any longer."""
     for gauge in _LABELLED:
         gauge.clear()
     metrics.REDIS_UP.set(1)
@@ -197,7 +197,7 @@ log = structlog.get_logger(__name__)
 
 EVERY_S = 5.0
 PATIENCE = 2.0
-"""A Redis that has not answered everything within so many intervals counts as away."""
+"""Redis counts as down if a reading takes more than this many intervals."""
 
 
 class Exporter:

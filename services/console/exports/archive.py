@@ -19,7 +19,7 @@ from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.options import ArchiveOptions
-from tidemill.services.console.run.folder import find_run, folder_of_runs, nearest
+from tidemill.services.console.run.folder import find_run, nearest
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.tree import note, part, print_tree, table, terminal
 
@@ -50,12 +50,12 @@ def archive(options: ArchiveOptions) -> int:
         TidemillError: there is no such run, or nothing that could be archived.
     """
     configure_logs("archive")  # what is restored or kept aside is said beside the output
+    folder = find_run(options.run_id, options.runs_dir)
     if options.check:
-        folder = find_run(options.run_id, folder_of_runs(options.runs_dir))
         return _check(folder.path, options.as_json)
 
     async def work() -> Path:
-        async with open_history(options.run_id, options.runs_dir) as access:
+        async with open_history(folder) as access:
             if access.history.broker is None and is_whole(access.folder.path):
                 return access.folder.path
             if access.history.broker is None:

@@ -19,7 +19,7 @@ from tidemill.common.process.programs import JobFunction, Program, run_own
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.options import ExportOptions
-from tidemill.services.console.run.folder import RunFolder, find_run, folder_of_runs, nearest
+from tidemill.services.console.run.folder import RunFolder, find_run, nearest
 
 JOB_TIMEOUT_S = 3600
 POLL_S = 0.2
@@ -32,7 +32,7 @@ def export(options: ExportOptions) -> None:
         ConfigError: there is no such run or version, or the folder is taken.
         TidemillError: the job failed.
     """
-    folder = find_run(options.run_id, folder_of_runs(options.runs_dir))
+    folder = find_run(options.run_id, options.runs_dir)
     config = _config_of(folder)
     arguments: dict[str, Any] = {
         "run_dir": str(folder.path.absolute()),
@@ -64,7 +64,7 @@ def _config_of(folder: RunFolder) -> RunConfig:
 
 
 def _queue_with_worker(folder: RunFolder) -> Queue | None:
-    """The run's queue of jobs, None where nobody works on it."""
+    """The run's queue of jobs, None where no worker takes from it."""
     url = folder.address()
     if url is None:
         return None

@@ -18,7 +18,7 @@ from tidemill.common.weights.delta import read_delta
 from tidemill.common.weights.digest import digest_of, is_additive
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.console.options import WeightsOptions
-from tidemill.services.console.run.folder import find_run, folder_of_runs
+from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.text.tree import note, part, print_tree, table, terminal
 
 
@@ -41,7 +41,7 @@ class VersionRow:
 def list_versions(options: WeightsOptions) -> bool:
     """Print all versions; returns whether none has a problem. With `--verify` every byte is read: checksums,
     every record of a delta, and the digest of full versions that have one over their weights."""
-    run = find_run(options.run_id, folder_of_runs(options.runs_dir)).path
+    run = find_run(options.run_id, options.runs_dir).path
     rows = [_row(run, version, options.verify) for version in folder_versions(run / WEIGHTS_FOLDER)]
     if options.as_json:
         print(json.dumps([asdict(row) for row in rows]))

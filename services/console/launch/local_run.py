@@ -18,7 +18,14 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import URL_VARIABLE
-from tidemill.common.run.state import FAILED, publish_config, read_state, update_state
+from tidemill.common.run.state import (
+    FAILED,
+    METRICS_FILE,
+    publish_config,
+    read_records,
+    read_state,
+    update_state,
+)
 from tidemill.common.streams import read_newest
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
@@ -131,7 +138,7 @@ class LocalRun:
             await asyncio.sleep(REFRESH_S)
 
     async def _look(self, reader: SnapshotReader) -> None:
-        """Take one snapshot. People watch through it, but the run does not depend on it."""
+        """Take one snapshot for the view; the run does not depend on it."""
         try:
             self.snapshot = await reader.read()
         except Exception as error:
@@ -191,14 +198,16 @@ class LocalRun:
         return outcome.exit_code if outcome.ending is Ending.FAILED else STOPPED_EXIT_CODE
 
     async def _summarise(self, broker: Broker, ran_s: float) -> int:
+        folder, idle = self.folder, self._rollout_idle
+        records = read_records(folder.path / METRICS_FILE)
         summary = await summarise(
-            broker, self.keys, self.config, self.folder.path, wall_s=ran_s, rollout_idle=self._rollout_idle
+            broker, self.keys, self.config, folder.path, records, wall_s=ran_s, rollout_idle=idle
         )
         problems = failures(summary, self.config)
         verdict = self._verdict or self.snapshot.bottleneck
         tree = summary_tree(summary, problems) | {"bottleneck": verdict.as_dict() if verdict else None}
-        write_report(self.folder, tree)
-        print_report(self.console, self.folder, tree)
+        write_report(folder, tree, records)
+        print_report(self.console, folder, tree)
         return 1 if problems else 0
 
     async def _say(self, broker: Broker, **state: Any) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.common.config import Change, RunConfig, changed_fields
+from tidemill.common.config import FieldChange, RunConfig, changed_fields
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.children import hide_memory
 from tidemill.common.process.gpu_sharing import count_gpus
@@ -123,7 +123,7 @@ def _check_is_free(options: UpOptions, folder: RunFolder) -> None:
         )
 
 
-def _check_changes(options: UpOptions, config: RunConfig, folder: RunFolder) -> list[Change]:
+def _check_changes(options: UpOptions, config: RunConfig, folder: RunFolder) -> list[FieldChange]:
     """What a resumed run does differently from now on.
 
     Raises:

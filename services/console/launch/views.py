@@ -3,7 +3,6 @@
 import contextlib
 from collections import deque
 from collections.abc import Mapping
-from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -14,19 +13,6 @@ from tidemill.services.console.status.render import dashboard, evaluation_line, 
 from tidemill.services.console.status.snapshot import RunSnapshot
 
 MAX_EVENTS = 5
-
-
-class View(Protocol):
-    """Shows a run that is going on."""
-
-    def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
-        """Show how things stand."""
-
-    def event(self, text: str) -> None:
-        """Say that something happened."""
-
-    def close(self) -> None:
-        """Leave the terminal as it should be."""
 
 
 class LiveView:
@@ -97,7 +83,7 @@ class PlainView:
             for item in snapshot.state.get("warnings") or []
         }
         if self._warned is None and "warnings" not in snapshot.state:
-            return  # the trainer has not spoken yet
+            return  # the trainer has not written its state yet
         for key, item in known.items():
             if self._warned is not None and key not in self._warned:
                 self.event(f"warning: {warning_line(item)}" if key[2] is None else warning_line(item))
@@ -109,3 +95,6 @@ class PlainView:
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+View = LiveView | PlainView

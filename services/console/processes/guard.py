@@ -29,7 +29,7 @@ class Guard:
         self._process.wait()
 
     def watch(self, pid: int, kind: Literal["service", "redis"]) -> None:
-        """Stop this process group when the console is gone."""
+        """Stop this process group when the console has ended."""
         self._say(f"watch {pid} {kind}")
 
     def forget(self, pid: int) -> None:
@@ -37,11 +37,11 @@ class Guard:
         self._say(f"forget {pid}")
 
     def remove_at_end(self, folder: Path) -> None:
-        """Remove this folder when the console is gone without having done so."""
+        """Remove this folder if the console ends without doing so."""
         self._say(f"remove {folder}")
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # without its guard, a run goes on as well as before
+        with contextlib.suppress(OSError):  # a run works without its guard
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()

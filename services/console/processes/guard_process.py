@@ -1,4 +1,4 @@
-"""Stops what a console started when the console itself is gone, however it went, SIGKILL included.
+"""Stops the processes that a console started when the console itself has ended, SIGKILL included.
 
 Runs as a script with the standard library only. It reads lines from the console over a pipe:
 

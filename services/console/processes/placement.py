@@ -85,7 +85,7 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
     if _has_one_for_both(config, here, wanted):
         config = _with(config, ("rollout", "gpu_turns"), "on")
     elif len(here) == 1 and {TRAINER, ROLLOUT} <= wanted.keys() and not named[ROLLOUT]:
-        # The trainer cannot see who else is on its GPU.
+        # The trainer cannot see which processes share its GPU.
         config = _with(config, ("rollout", "shares_trainer_gpus"), True)
     if config.rollout.on_trainer_gpus:
         wanted.pop(ROLLOUT, None)

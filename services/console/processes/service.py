@@ -64,10 +64,11 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
     if config.streams.archive.enabled:
         command = tuple(run_own(Program.JOBS, config.run_id))
         specs.append(ServiceSpec("jobs", "jobs", command, ONE_THREAD, is_optional=True))
-    for name, servers in config.servers.items():
-        for index in range(servers.local.count if servers.local else 0):
+    local_servers = {name: servers.local for name, servers in config.servers.items() if servers.local}
+    for name, local in local_servers.items():
+        for index in range(local.count):
             words = ("--servers", name, "--index", str(index))
-            env = _visible(_server_gpus(config, servers.local, index))
+            env = _visible(_server_gpus(config, local, index))
             specs.append(_spec(config, Program.REPLICA, "replica", f"replica-{name}-{index}", words, env))
     return specs
 

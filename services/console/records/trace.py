@@ -194,7 +194,7 @@ def group_json(group: GroupRecord, index: int | None = None) -> dict[str, Any]:
         if index in (None, sample.index)
     ]
     more = {"is_trained": group.is_trained, "dropped_as": group.dropped_as}
-    return jsonable(group) | {"samples": samples} | more
+    return {**jsonable(group), "samples": samples, **more}
 
 
 def show_trace(view: ViewOptions, what: str, lane: str) -> None:

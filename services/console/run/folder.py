@@ -127,18 +127,18 @@ class RunFolder:
             ) from None
 
 
-def folder_of_runs(given: Path | None) -> Path:
+def folder_of_runs(given: str | Path | None) -> Path:
     """The folder of all runs: what the user gave, else the environment's, else ./runs."""
-    return given.resolve() if given else runs_dir()
+    return Path(given).resolve() if given else runs_dir()
 
 
-def find_run(given: str | None, runs: Path) -> RunFolder:
+def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunFolder:
     """The run that the user means: by id, by its folder wherever it is, from the environment, or the latest.
 
     Raises:
         ConfigError: no id was given and there is no latest run here.
     """
-    given = given or os.environ.get(RUN_VARIABLE)
+    given, runs = str(run or os.environ.get(RUN_VARIABLE, "")), folder_of_runs(runs_dir)
     if given and "/" in given:
         folder = Path(given).resolve()  # runs/latest is a link
         return RunFolder(folder.parent if folder.is_dir() else runs, folder.name)

@@ -1,8 +1,8 @@
-"""Opens the history of a run for whoever wants to look at it, wherever it is kept now.
+"""Opens the history of a run, wherever it is kept now.
 
-Guarantees: looking changes nothing of the run, and leaves no process behind. Asked first is the Redis that
-the run uses. Where it is gone, the archive is read alone if it has everything; else the data that the run's
-own Redis left in the folder is served by one of ours for as long as we look.
+Guarantees: looking changes nothing of the run, and leaves no process behind. The Redis that the run uses is
+asked first. Where it does not answer, the archive is read alone if it has everything; else the data that the
+run's own Redis left in the folder is served by one of ours for as long as we look.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import run_exists
 from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.run.folder import RunFolder, connect, find_run, folder_of_runs, log_nothing
+from tidemill.services.console.run.folder import RunFolder, connect, find_run, log_nothing
 
 if TYPE_CHECKING:
     from tidemill.common.config import RunConfig
@@ -66,7 +66,7 @@ class RunAccess:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody writes any more."""
+        """Whether no process writes to it any more."""
         return self.source != LIVE
 
     @property
@@ -75,15 +75,17 @@ class RunAccess:
 
 
 @contextlib.asynccontextmanager
-async def open_history(run: str | None, runs_dir: Path | None) -> AsyncIterator[RunAccess]:
-    """The history of the run that the user means; without `run`, of runs/latest.
+async def open_history(
+    run: RunFolder | str | Path | None, runs_dir: Path | None = None
+) -> AsyncIterator[RunAccess]:
+    """The history of a run that was found already, or that the user means; without `run`, of runs/latest.
 
     Raises:
         ConfigError: there is no such run, or nothing is left of its streams.
         TidemillError: its Redis refuses us, and there is nothing else to read.
     """
     log_nothing()
-    folder = find_run(run, folder_of_runs(runs_dir))
+    folder = run if isinstance(run, RunFolder) else find_run(run, runs_dir)
     async with contextlib.AsyncExitStack() as stack:
         broker, source, address = await _find_broker(folder, stack)
         history = History(folder.run_id, folder.path if folder.path.is_dir() else None, broker)
@@ -138,7 +140,7 @@ async def _serve_left_data(folder: RunFolder, stack: contextlib.AsyncExitStack) 
     guard.remove_at_end(server.socket.parent)
     stack.callback(server.stop)
     starting = asyncio.ensure_future(asyncio.to_thread(server.start))
-    # A thread cannot be cancelled: who goes away meanwhile waits for it, or its server would be left running.
+    # A thread cannot be cancelled: the stack waits for it, or its server would be left running.
     stack.push_async_callback(asyncio.wait, [starting])
     await asyncio.shield(starting)
     pid = server.pid or 0

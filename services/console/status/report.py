@@ -1,7 +1,7 @@
 """The end of a run: summary.json, the picture, and a table for people."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from tidemill.services.console.run.folder import (
     SUMMARY_FILE,
     RunFolder,
     find_run,
-    folder_of_runs,
     log_nothing,
     nearest,
 )
@@ -55,12 +54,14 @@ SESSION_ROWS = (
 )
 """Fields of a summary with their labels and units."""
 
+Records = Sequence[Mapping[str, Any]]
 
-def write_report(folder: RunFolder, tree: Mapping[str, Any]) -> None:
-    """Write summary.json and reward.png into the run's folder."""
+
+def write_report(folder: RunFolder, tree: Mapping[str, Any], records: Records) -> None:
+    """Write summary.json, and reward.png from the records of metrics.jsonl, into the run's folder."""
     plain = json.dumps(jsonable(tree), indent=2, allow_nan=False) + "\n"
     write_atomically(folder.summary, plain)
-    plot_learning_curve(read_records(folder.path / METRICS_FILE), folder.path / PICTURE_FILE)
+    plot_learning_curve(records, folder.path / PICTURE_FILE)
 
 
 def read_report(folder: RunFolder) -> dict[str, Any] | None:
@@ -137,11 +138,12 @@ def show_report(
         TidemillError: nothing is left of the run, or it has not finished.
     """
     log_nothing()
-    folder = find_run(run_id, folder_of_runs(runs_dir))
+    folder = find_run(run_id, runs_dir)
     console, note = Console(highlight=False), ""
-    tree = run_main(_tree_of(folder))
+    records = read_records(folder.path / METRICS_FILE)
+    tree = run_main(_tree_of(folder, records))
     if tree is not None:
-        note = _keep(folder, tree)
+        note = _keep(folder, tree, records)
     elif (tree := read_report(folder)) is None:
         raise ConfigError(
             f"run {folder.run_id}: its archive alone is left, and no {SUMMARY_FILE}; `tidemill streams show "
@@ -155,10 +157,10 @@ def show_report(
     return 1 if tree.get("failures") or (fails_on_warning and tree.get("warnings")) else 0
 
 
-async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
+async def _tree_of(folder: RunFolder, records: Records) -> dict[str, Any] | None:
     """The report from the streams; None where the run's Redis and its data are gone."""
     try:
-        async with open_history(str(folder.path), None) as access:
+        async with open_history(folder) as access:
             if (broker := access.history.broker) is None:
                 return None
             keys = Keys(folder.run_id)
@@ -170,7 +172,9 @@ async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
                     "is doing."
                 )
             ran_s = float(state.get("ran_s", 0.0))
-            summary = await summarise(broker, keys, config, folder.path, wall_s=ran_s, rollout_idle=None)
+            summary = await summarise(
+                broker, keys, config, folder.path, records, wall_s=ran_s, rollout_idle=None
+            )
             return summary_tree(summary, failures(summary, config))
     except (BrokerError, MissingHistoryError):
         if not folder.summary.exists():
@@ -178,12 +182,12 @@ async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
         return None
 
 
-def _keep(folder: RunFolder, tree: dict[str, Any]) -> str:
+def _keep(folder: RunFolder, tree: dict[str, Any], records: Records) -> str:
     """Write the report where the run's folder is seen from here; returns what to say if it is not."""
     if not folder.path.is_dir():
         return f"not kept: {folder.path} is not on this machine"
     try:
-        write_report(folder, tree)
+        write_report(folder, tree, records)
     except StorageError as error:
         return f"not kept: {error}"
     return ""

@@ -20,7 +20,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.history import History, StreamName
 from tidemill.common.history.groups import TicketOutcomes, dropped_groups, left_out
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.state import EVALUATION, METRICS_FILE, read_records, read_state
+from tidemill.common.run.state import EVALUATION, read_state
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, TrajectoryKey
 
@@ -71,9 +71,19 @@ class RunSummary:
 
 
 async def summarise(
-    broker: Broker, keys: Keys, config: RunConfig, run_dir: Path, *, wall_s: float, rollout_idle: float | None
+    broker: Broker,
+    keys: Keys,
+    config: RunConfig,
+    run_dir: Path,
+    records: Iterable[Mapping[str, Any]],
+    *,
+    wall_s: float,
+    rollout_idle: float | None,
 ) -> RunSummary:
-    """Read a run's commits, wherever they are, and its state, and sum them up."""
+    """Read a run's commits, wherever they are, and its state, and sum them up.
+
+    `records` are those of metrics.jsonl.
+    """
     state = await read_state(broker, keys)
     tally = CommitTotals(config.trainer.group_size)
     history = History(keys.run_id, run_dir, broker)
@@ -86,10 +96,8 @@ async def summarise(
     summary.trainer_idle_share = tally.trainer_idle_share
     if summary.trainer_idle_share is None:
         summary.trainer_idle_share = state.get("trainer_idle_share")
-    evaluations = merge_evaluations(
-        state.get("evaluations") or [],
-        [r for r in read_records(run_dir / METRICS_FILE) if r["kind"] == EVALUATION],
-    )
+    recorded = [dict(record) for record in records if record["kind"] == EVALUATION]
+    evaluations = merge_evaluations(state.get("evaluations") or [], recorded)
     summary.evaluations = evaluations
     summary.best = state.get("best")
     summary.warnings = list(state.get("warnings") or [])

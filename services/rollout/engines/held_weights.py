@@ -81,7 +81,7 @@ class Piece:
         return int((as_bits(expected) != as_bits(self.tensor)).sum())
 
 
-class Change(NamedTuple):
+class StagedChange(NamedTuple):
     """New values (bits, as the parameter has them) at places of a piece's memory."""
 
     piece: Piece
@@ -128,9 +128,9 @@ class _Staging:
         self._places.append(self._placed(places))
         self._values.append(self._placed(as_bits(values.to(piece.tensor.dtype))))
 
-    def change(self) -> Change:
+    def change(self) -> StagedChange:
         """All of it, in one place."""
-        return Change(self._piece, self._together(self._places), self._together(self._values))
+        return StagedChange(self._piece, self._together(self._places), self._together(self._values))
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return _to_host(tensor) if self._is_full else tensor
@@ -149,7 +149,7 @@ def _has_room(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= DEVICE_RESERVE_BYTES
 
 
-def apply(changes: Sequence[Change]) -> int:
+def apply(changes: Sequence[StagedChange]) -> int:
     """Write changes; returns how many values the parameters do not hold afterwards. A device is waited for
     once, in the end."""
     counts: dict[torch.device, Tensor] = {}
@@ -178,7 +178,7 @@ class HeldWeights:
 
     def stage(
         self, deltas: Sequence[Sequence[Path]], disowned: Collection[int] = ()
-    ) -> tuple[Digest, list[Change]]:
+    ) -> tuple[Digest, list[StagedChange]]:
         """What deltas change here, and how that changes the digest of what is held; the pieces `disowned`, by
         their order, do not count in it.
 

@@ -72,11 +72,6 @@ class TransformersEngine(ModelEngine):
         self._runner: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the starting model.
-
-        Raises:
-            ConfigError: the model's folder cannot be used, or the device is not there.
-        """
         num_threads = share_cores(self._config.rollout)
         self._folder = await asyncio.to_thread(open_model, self._config.model)
         self._model = await self._on_thread(lambda: self._open_model(num_threads))
@@ -84,12 +79,7 @@ class TransformersEngine(ModelEngine):
         self._runner = asyncio.create_task(self._run(), name="transformers-engine")
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Generate one completion in the next batch. Cancelling the task drops it from the batch.
-
-        Raises:
-            ValueError: the request cannot be served at all.
-            EngineError: the model failed, or the engine was closed.
-        """
+        """Generate one completion in the next batch. Cancelling the task drops it from the batch."""
         from tidemill.services.rollout.engines.decoding import DecodingRow
 
         self._running_model()
@@ -115,12 +105,7 @@ class TransformersEngine(ModelEngine):
     async def load(
         self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
     ) -> WeightUpdate:
-        """Read beside the running batch, and write the weights before the next one; see `Engine.load`.
-
-        Raises:
-            WeightsMismatchError: the deltas do not lead from the model's values to `digest`.
-            WeightsError: a file cannot be read, or does not fit the model; nothing has changed.
-        """
+        """Read beside the running batch, and write the weights before the next one."""
         started = time.perf_counter()
         model = self._running_model()
         check_given(files, deltas)
@@ -129,6 +114,7 @@ class TransformersEngine(ModelEngine):
         async with self._model_in_use:
             paused = time.perf_counter()
             await self._on_thread(write)
+            # Within the lock: the next batch stamps its tokens with it.
             self.version = version
         finished = time.perf_counter()
         if files:

@@ -73,12 +73,6 @@ class VllmEngine(ModelEngine):
         return self._digest is not None
 
     async def start(self) -> None:
-        """Start vLLM with the starting model.
-
-        Raises:
-            ConfigError: vLLM is not installed, or model and options do not fit it.
-            EngineError: vLLM's processes did not come up; their own output says why.
-        """
         self._folder = await asyncio.to_thread(open_model, self._config.model)
         await asyncio.to_thread(self._launch)
         try:
@@ -90,12 +84,6 @@ class VllmEngine(ModelEngine):
         self.version = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Generate one completion. Cancelling the task aborts the request.
-
-        Raises:
-            ValueError: the request cannot be served at all.
-            EngineError: vLLM died, or gave the request up.
-        """
         self.folder.check(request)
         self.num_running += 1
         try:
@@ -114,15 +102,15 @@ class VllmEngine(ModelEngine):
         """Stage while generation goes on, then pause it, write the weights, and read them back.
 
         Raises:
-            WeightsMismatchError: see `Engine.load`. Generation stands still until a full version is loaded,
-                where the engine's own weights are wrong.
-            WeightsError: a file cannot be read; nothing has changed.
+            WeightsMismatchError: generation stands still until a full version is loaded, where the engine's
+                own weights are wrong.
+            WeightsError: nothing has changed.
             EngineError: the weights may be half replaced; the engine is closed.
         """
         started = time.perf_counter()
         async with self._updating:
             change = await self._stage(files, deltas)
-            if not files:
+            if not files:  # before anything is written: a delta that does not fit changes nothing
                 self._digest = prove(self._digest, change, digest)
             try:
                 paused_s = await self._swap(version, is_full=bool(files))
@@ -167,7 +155,7 @@ class VllmEngine(ModelEngine):
 
     async def sleep(self) -> None:
         """Stand still, move the weights to the CPU's memory (on a CPU they stay) and drop the KV cache, which
-        `wake` has computed anew for what was running."""
+        `wake` has computed again for what was running."""
         from tidemill.services.rollout.engines.vllm_layers import is_cpu
 
         await self._updating.acquire()
@@ -194,7 +182,7 @@ class VllmEngine(ModelEngine):
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # else it reports the end of the core as a crash
         await asyncio.to_thread(llm.shutdown)
-        await asyncio.sleep(0)  # lets the cancelled output handler let go of the engine
+        await asyncio.sleep(0)  # the cancelled output handler releases the engine
         del llm
         # Else its destructor runs when the interpreter is half gone, and complains.
         gc.collect()
@@ -306,6 +294,7 @@ class VllmEngine(ModelEngine):
         if (no_patch := [each["no_patch"] for each in answers if each["no_patch"]]) and self._is_patchable:
             log.warning("every version is loaded in full", reason=no_patch[0])
         self._is_patchable = self._is_readable and not no_patch
+        # After the last token of the old weights, before the first of the new ones: generation is paused.
         await llm.update_weight_version(str(version))
         self.version = version
         # Those that were submitted during the pause are among them: nothing starts before the resume.

@@ -2,13 +2,13 @@
 
 `keep_parameters` runs before the model loads. On a CPU vLLM computes from private copies, packed for its
 kernels: linear layers free their parameter, experts replace it. Here linear layers compute from the parameter
-itself, and experts keep it beside the packed copy, which `refresh` makes anew after an update.
+itself, and experts keep it beside the packed copy, which `refresh` makes again after an update.
 """
 
 from typing import Any
 
 REFUSED_QUANTIZATION = (
-    "quantized weights ({}) cannot be updated: their scales would have to be made anew each time. Leave "
+    "quantized weights ({}) cannot be updated: their scales would have to be computed again each time. Leave "
     "rollout.vllm.extra.quantization out, and start from a model that is not quantized"
 )
 
@@ -62,7 +62,7 @@ def _pack_beside(experts: Any, layer: Any, pack: Any) -> None:
 
 
 def refresh(model: Any, dtype: Any) -> None:
-    """Make everything anew that was derived from parameters: packed experts, absorbed matrices of MLA."""
+    """Make everything again that was derived from parameters: packed experts, absorbed matrices of MLA."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         repack = getattr(getattr(kernel, "fused_experts", None), "tidemill_repack", None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tidemill.common.weights.bits import Bits, TensorInfo
 from tidemill.services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
-from tidemill.services.rollout.engines.held_weights import Change, HeldWeights, apply, trace
+from tidemill.services.rollout.engines.held_weights import HeldWeights, StagedChange, apply, trace
 from tidemill.services.rollout.engines.staged_version import NAMES, HostMemory, StagedVersion
 from tidemill.services.rollout.engines.vllm_layers import is_cpu, reason_to_refuse, refresh
 
@@ -35,7 +35,7 @@ class RankWeights:
         """Parameters that the starting model's files filled: each version has to fill them again."""
         self._disowned: set[int] = set()
         self._full: tuple[Mapping[str, tuple[TensorInfo, Bits]], Sequence[Sequence[Path]]] | None = None
-        self._changes: list[Change] = []
+        self._changes: list[StagedChange] = []
         self._version: StagedVersion | None = None
         self._memory = HostMemory()
         self._stream: Any = None
@@ -124,7 +124,7 @@ class RankWeights:
         """Leave these pieces out of digests: a lower rank counts them."""
         self._disowned = set(pieces)
 
-    def _patch(self, changes: Sequence[Change]) -> int:
+    def _patch(self, changes: Sequence[StagedChange]) -> int:
         wrong = apply(changes)
         self._refresh()
         return wrong

@@ -35,7 +35,7 @@ QUIET = {
     "MSWEA_COST_TRACKING": "ignore_errors",
     "MSWEA_SILENT_STARTUP": "1",
 }
-"""Unless told not to, libraries ask servers on the internet, which takes seconds where there are none; keep
+"""Without these, libraries ask servers on the internet, which takes seconds where there are none; keep
 answers on disk, where other sessions would find them and not ask the model; or fail for want of its price."""
 MAX_TRACE_CHARS = 4000
 BACKLOG = 4096

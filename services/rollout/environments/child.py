@@ -46,6 +46,7 @@ def main(descriptor: int, parent: int) -> None:
                 sessions[number].start()
             if (thread := sessions.get(number)) is not None:
                 thread.frames.put(frame)
+            # The thread ends by itself once it has closed; its number is never used again.
             if frame["op"] == "close":
                 sessions.pop(number, None)
         _end(list(sessions.values()))

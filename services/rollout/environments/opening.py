@@ -4,14 +4,13 @@ The ids of the ticket stay as they are, unless there are tools to describe or th
 then the chat of the row is rendered once more, with the same system prompt and suffix.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidemill.common.config.data import DataConfig
 from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import Ticket
 from tidemill.services.rollout.environments.environment import Opening
-from tidemill.services.rollout.sessions.chat import ChatFormat, ChatMessage
+from tidemill.services.rollout.sessions.chat import ChatFormat, ChatMessage, Tools
 from tidemill.services.rollout.sessions.template_chat import content_text
 
 
@@ -29,11 +28,7 @@ def _prompt_of(ticket: Ticket) -> str | list[ChatMessage]:
 
 
 def prompt_ids(
-    ticket: Ticket,
-    opening: Opening,
-    tools: Sequence[Mapping[str, Any]],
-    chat: ChatFormat,
-    data: DataConfig,
+    ticket: Ticket, opening: Opening, tools: Tools, chat: ChatFormat, data: DataConfig
 ) -> list[int]:
     """The ids with which the model's first turn begins.
 

@@ -154,6 +154,7 @@ class RemoteEnvironment(LimitedEnvironment):
         try:
             returned = await self._process.operate(self._session, op, arguments, self.call_timeout_s)
         except TimeoutError:
+            # A thread cannot be stopped: the process takes no new session, and is killed once it has none.
             self._process.retire()
             self._drop()
             raise self.late(op) from None

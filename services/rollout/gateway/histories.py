@@ -4,7 +4,7 @@ A client sends its whole history every time. Where it is what was recorded, and 
 ids are extended and nothing is rendered again (clean). Where only the text of the model's last answer
 differs, the ids of what both have at their start are kept, the client's own text follows as context, and what
 was sampled after that is dropped (realigned): never more than half of an answer, nor `MAX_DRIFT_TOKENS`.
-Anything else is a segment of its own, whole and rendered anew (forked). Several histories may take turns, as
+Anything else is a segment of its own, whole and rendered again (forked). Several histories may alternate, as
 those of sub-agents do: each is found again by the longest match. A history goes on with any tools that its
 prompt describes.
 """
@@ -36,7 +36,7 @@ Kind = Literal["new", "clean", "realigned", "forked"]
 
 
 @dataclass(eq=False)
-class History:
+class RecordedHistory:
     """One segment while it grows, and the messages that it holds."""
 
     recorder: SegmentRecorder
@@ -84,7 +84,7 @@ class Continuation:
     """How a history goes on: `num_kept` tokens of its completion, then `context`, then the model."""
 
     kind: Kind
-    history: History
+    history: RecordedHistory
     num_kept: int
     context: list[int]
 
@@ -116,7 +116,7 @@ class Histories:
 
     def __init__(self, chat: ChatFormat, decode: Decode) -> None:
         self._chat, self._decode = chat, decode
-        self.all: list[History] = []
+        self.all: list[RecordedHistory] = []
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +124,7 @@ class Histories:
         return sum(len(history.recorder.completion_ids) for history in self.all)
 
     @property
-    def recorded(self) -> list[History]:
+    def recorded(self) -> list[RecordedHistory]:
         """Those in which the model has spoken, in the order of their last answers."""
         spoken = [history for history in self.all if history.recorder.turns]
         return sorted(spoken, key=lambda history: history.answered_at)
@@ -171,9 +171,9 @@ class Histories:
         if not prompt_ids:
             raise RequestError("the prompt is empty")
         kind: Kind = "forked" if self.all else "new"
-        return Continuation(kind, History(SegmentRecorder(prompt_ids), tools), 0, [])
+        return Continuation(kind, RecordedHistory(SegmentRecorder(prompt_ids), tools), 0, [])
 
-    def _extended(self, history: History, question: Question) -> Continuation | None:
+    def _extended(self, history: RecordedHistory, question: Question) -> Continuation | None:
         """None where the template cannot render the new messages there."""
         new = question.messages[len(history.identities) :]
         try:
@@ -183,7 +183,7 @@ class Histories:
         return Continuation("clean", history, len(history.recorder.completion_ids), context)
 
     def _realigned(
-        self, history: History, question: Question, asked: tuple[Identity, ...]
+        self, history: RecordedHistory, question: Question, asked: tuple[Identity, ...]
     ) -> Continuation | None:
         """None unless the text of the last answer alone is another one, and begins as what was sampled."""
         place = len(history.identities) - 1
@@ -204,12 +204,14 @@ class Histories:
                 return None
         return Continuation("realigned", history, history.recorder.turns[-1].first + kept, context)
 
-    def _is_branch(self, history: History, asked: tuple[Identity, ...]) -> bool:
+    def _is_branch(self, history: RecordedHistory, asked: tuple[Identity, ...]) -> bool:
         """Whether this is how another history was, which has gone on since or is going on now. A branch from
         it changes no answer, however like that of `history` it is."""
         return any(_begins(other.identities, asked) for other in self.all if other is not history)
 
-    def _shared(self, history: History, turn_ids: list[int], ours: str, theirs: str) -> tuple[int, str]:
+    def _shared(
+        self, history: RecordedHistory, turn_ids: list[int], ours: str, theirs: str
+    ) -> tuple[int, str]:
         """Tokens of the turn whose text the client has too, and what its text goes on with. What comes before
         the answer in the turn, such as thinking, it has: clients drop it."""
         assert history.last_answer is not None

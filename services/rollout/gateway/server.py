@@ -205,7 +205,7 @@ async def _body(request: Request, session: GatewaySession) -> Body:
 
 
 def _stream(events: Iterable[Mapping[str, Any] | str]) -> Response:
-    """Server-sent events; of those that have a type, its name goes before it."""
+    """Server-sent events, each after the name of its type where it has one."""
     lines = []
     for event in events:
         named = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""

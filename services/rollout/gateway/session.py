@@ -4,8 +4,8 @@ Invariants: a question that comes again while its answer is being made, or befor
 the same answer, so a client's retry is no second turn; where the client says that it does not retry, each
 question gets an answer of its own. Segments are in the order of their last answers, so text, messages and end
 of the session are those of the answer that was given last. Whatever limit is reached ends the loop of the
-agent with an error in words; the session counts as truncated from then on, unless it goes on with a shorter
-history. When it is closed, nothing of it runs and nothing more is answered.
+agent with an error that says so; the session counts as truncated from then on, unless it goes on with a
+shorter history. When it is closed, nothing of it runs and nothing more is answered.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tidemill.services.rollout.gateway.dialogue import (
     Question,
     RequestError,
 )
-from tidemill.services.rollout.gateway.histories import Continuation, Histories, History, num_shared
+from tidemill.services.rollout.gateway.histories import Continuation, Histories, RecordedHistory, num_shared
 from tidemill.services.rollout.gateway.reading import cut_at, read
 from tidemill.services.rollout.sessions.chat import ChatFormat
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played
@@ -54,7 +54,7 @@ class _Given:
     """An answer that is being made, or was."""
 
     task: "asyncio.Task[Answer]"
-    history: History
+    history: RecordedHistory
     num_repeats: int = 0
 
     @property
@@ -80,7 +80,7 @@ class GatewaySession:
         self.asked = asyncio.Event()
         """Its program has."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails as the engine fails: nothing the session does can mend that."""
+        """Fails as the engine fails: nothing the session does can repair that."""
         self._chat, self._decode, self._ask = chat, decode, ask
         self._sampling, self._limits = sampling, limits
         self._given: dict[bytes, list[_Given]] = {}
@@ -129,6 +129,7 @@ class GatewaySession:
         self._check_open()
         self.asked.set()
         key = question.key
+        # One at a time: two equal questions would each find no answer, and the model would be asked twice.
         async with self._finding:
             known = [given for given in self._given.get(key, ()) if given.is_current]
             repeatable = [
@@ -236,6 +237,7 @@ class GatewaySession:
             if len(self.histories.all) >= (most := self._limits.max_segments):
                 raise self._limit("max_tokens", f"the session has {most} histories already (max_segments)")
             self.histories.all.append(history)
+        # Before the task runs: until its turn ends no other question may continue this history.
         history.is_busy = True
         self.num_turns += 1
         task = asyncio.create_task(self._generate(found, question))

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model wrote, in the forms that most models were taught.
+"""Calls of tools in what a model wrote, in the forms that most models are trained on.
 
 `hermes` is a JSON object or, as newer Qwen models write it, `<function=` with parameters, in `<tool_call>`;
 `llama3` a JSON object, perhaps after a tag; `json` an object, objects or a list, perhaps in a fence.

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from tidemill.common.wire.codec import pack
 
 ChatMessage = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of what the model may call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Call:
 
 def checked(call: Call) -> Call:
     """The call, with an error where its arguments are JSON to Python alone: integers above 64 bits, NaN and
-    infinities. Wherever a tool runs, the model is told so."""
+    infinities. The error is returned to the model, wherever the tool runs."""
     try:
         pack(call.arguments)
         json.dumps(call.arguments, allow_nan=False)
@@ -45,15 +47,11 @@ class ChatFormat(Protocol):
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template; without one, only text goes between the turns."""
 
-    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
         """The ids of a whole history, ending where the model speaks: for the first turn of a segment only."""
 
     def extend(
-        self,
-        turn_ids: Sequence[int],
-        is_stopped: bool,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, turn_ids: Sequence[int], is_stopped: bool, messages: Sequence[ChatMessage], tools: Tools = ()
     ) -> list[int]:
         """The ids that follow the model's turn `turn_ids` when `messages` answer it, ending where the model
         speaks again: what closes the turn, where it did not close itself, and the rendered messages.
@@ -65,9 +63,7 @@ class ChatFormat(Protocol):
     def encode(self, text: str) -> list[int]:
         """The ids of a text that follows other ids."""
 
-    def parse(
-        self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), is_cut: bool = False
-    ) -> Parsed:
+    def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
         """The message and the calls in what the model sampled. Of a turn that was cut off, a call without its
         end has an error: it is not the one that the model was writing."""
 

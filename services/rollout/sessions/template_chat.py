@@ -13,14 +13,12 @@ from typing import Any
 
 from tidemill.common.config.run import RunConfig
 from tidemill.services.rollout.sessions.calls import find_calls, format_of, read_call
-from tidemill.services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed, checked
+from tidemill.services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed, Tools, checked
 
 MARK = "MODELSTURN"
 """Stands for what the model said. No template changes a plain word."""
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
-
-Tools = Sequence[Mapping[str, Any]]
 
 
 class TemplateChat:
@@ -78,7 +76,7 @@ class TemplateChat:
             return self.encode(_text_of(messages))
         caller = _called_by(messages)
         is_prefilled = messages[-1].get("role") == "assistant"
-        chat = [*_marked(caller), *_readable(messages)]
+        chat = [*_marked(caller), *messages]
         after = self.encode(self._after_mark(chat, tools, speaks=not is_prefilled, continues=is_prefilled))
         ending = self._ending(caller)
         shared = next(
@@ -192,7 +190,7 @@ class TemplateChat:
         for arguments_are_text in (False, True):
             try:
                 text: str = self._tokenizer.apply_chat_template(
-                    [with_arguments(message, arguments_are_text) for message in messages],
+                    [dict(with_arguments(message, arguments_are_text)) for message in messages],
                     tools=list(tools) or None,
                     tokenize=False,
                     add_generation_prompt=speaks,
@@ -242,10 +240,6 @@ def _marked(caller: tuple[str, str] | None) -> list[ChatMessage]:
     if call_id:
         call["id"] = call_id
     return [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
-def _readable(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    return [dict(message) for message in messages]
 
 
 def with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:

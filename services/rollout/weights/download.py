@@ -105,6 +105,7 @@ class WeightDownload:
         with aside_folder(target, f"the weights of version {manifest.version}") as aside:
             for file in manifest.files:
                 os.replace(partial / file.name, aside / file.name)
+            # The manifest last: a folder that has one is whole.
             write_atomically(aside / MANIFEST_FILE, manifest.model_dump_json(indent=1))
             publish_folder(aside, target)
         # What an abandoned version has left is of no use any more.
@@ -122,6 +123,7 @@ class WeightDownload:
             def fetch(start: int) -> None:
                 data = self._piece(path, start, min(PIECE_BYTES, file.num_bytes - start))
                 os.pwrite(output.fileno(), data, start)
+                # After its bytes: a note of a piece that was not written would hide it from the next attempt.
                 append_whole(note, f"{start}\n".encode())
 
             with ThreadPoolExecutor(STREAMS) as streams:
@@ -157,7 +159,7 @@ class WeightDownload:
             yield
 
 
-class RunFolder:
+class LocalVersions:
     """The run's folder itself, where this machine sees it."""
 
     def __init__(self, run_dir: Path) -> None:

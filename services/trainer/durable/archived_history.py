@@ -16,7 +16,7 @@ import structlog
 import xxhash
 
 from tidemill.common.archive import archive_folder, stream_folder
-from tidemill.common.archive.manifest import Manifest, Segment
+from tidemill.common.archive.manifest import ArchiveSegment, Manifest
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import LockedError, file_checksum
 from tidemill.common.history import History, Selection, StreamName
@@ -187,7 +187,7 @@ def _missing(folder: Path, position: str, trimmed: str) -> list[str]:
     return found
 
 
-def _damage(path: Path, segment: Segment) -> str:
+def _damage(path: Path, segment: ArchiveSegment) -> str:
     try:
         is_whole = file_checksum(path) == segment.checksum
     except OSError as error:

@@ -1,60 +1,28 @@
 """`tidemill dead` as people and programs call it, on letters that mean harm."""
 
-import asyncio
+import functools
 import json
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-import structlog
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from tests.support.letters import bury_next, make_ticket, tickets_of, write_letter
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.errors import ConfigError
-from tidemill.common.redis.broker import URL_VARIABLE, Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import append_numbered, length
-from tidemill.common.wire.keys import Keys
-from tidemill.services.console.__main__ import app
 
 ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"
 HOSTILE = f"[bold red]{ESCAPE}{RIGHT_TO_LEFT}\nfake line"
 
-Act = Callable[[Callable[[Broker], Coroutine[Any, Any, Any]]], Any]
-
 
 @pytest.fixture
-def act(redis_server: EmbeddedRedis, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Iterator[Act]:
-    """Work on the run's Redis from a test that is not async: the commands have loops of their own."""
-    monkeypatch.setenv(URL_VARIABLE, redis_server.url)
-
-    def act(work: Callable[[Broker], Coroutine[Any, Any, Any]]) -> Any:
-        async def connected() -> Any:
-            broker = await Broker.connect(redis_server.url)
-            try:
-                return await work(broker)
-            finally:
-                await broker.close()
-
-        return asyncio.run(connected())
-
-    act(lambda broker: publish_config(broker, keys, make_config(streams={"lease_s": 1.0})))
-    yield act
-    structlog.reset_defaults()  # the commands turn logging off
-
-
-@pytest.fixture
-def dead(keys: Keys, tmp_path: Path, act: Act) -> Callable[..., Result]:
+def dead(act, keys, tidemill) -> Callable[..., Result]:
     """Call `tidemill dead ...` on the test's run."""
-
-    def dead(command: str, *arguments: str, **options: Any) -> Result:
-        line = ["dead", command, *arguments, "--run", keys.run_id, "--runs-dir", str(tmp_path)]
-        return CliRunner().invoke(app, line, **options)
-
-    return dead
+    act(lambda broker: publish_config(broker, keys, make_config(streams={"lease_s": 1.0})))
+    return functools.partial(tidemill, "dead")
 
 
 def test_a_run_without_dead_letters_says_so(dead):
@@ -106,7 +74,7 @@ def test_what_cannot_be_decoded_is_shown_as_bytes_and_as_what_they_claim(dead, a
 
 def test_a_letter_that_is_not_there_is_a_plain_error(dead):
     with pytest.raises(ConfigError, match="no dead letter '1-1'"):
-        dead("show", "1-1", catch_exceptions=False)
+        dead("show", "1-1")
 
 
 def test_a_letter_put_back_by_hand_leaves_the_list(dead, act, keys):
@@ -134,7 +102,7 @@ class TestDrop:
     def test_asks_first(self, dead, act, keys):
         act(lambda broker: write_letter(broker, keys, "scores", b"\xc1"))
         with pytest.raises(ConfigError, match="cannot be undone; say --yes"):
-            dead("drop", "--all", catch_exceptions=False)
+            dead("drop", "--all")
         assert act(lambda broker: length(broker, keys.dead)) == 1
 
     def test_removes_what_was_named_and_nothing_else(self, dead, act, keys):
@@ -151,4 +119,4 @@ class TestDrop:
     @pytest.mark.parametrize("arguments", [(), ("1-0", "--all")])
     def test_takes_ids_or_all(self, dead, arguments):
         with pytest.raises(ConfigError, match="takes the ids"):
-            dead("drop", *arguments, catch_exceptions=False)
+            dead("drop", *arguments)

@@ -116,7 +116,7 @@ async def beat(broker: Broker, keys: Keys, name: str, role: str, age_s: float = 
         await broker.execute("HSET", keys.workers(role), name, json.dumps(asdict(heartbeat)))
 
 
-async def test_workers_are_told_by_role_and_silent_ones_apart(broker, keys, reader):
+async def test_workers_are_counted_by_role_silent_ones_apart_until_they_leave(broker, keys, reader):
     shares = {"generate": 0.7, "wait:weights": 0.3}
     await beat(broker, keys, "rollout-0", "rollout", version=4, shares=shares, started_at=55.0)
     await beat(broker, keys, "rollout-1", "rollout", age_s=GONE_AFTER_S + 5, version=3)
@@ -129,14 +129,9 @@ async def test_workers_are_told_by_role_and_silent_ones_apart(broker, keys, read
     who = {"role": "rollout", "worker": "rollout-0"}
     assert value("tidemill_worker_idle_share", **who, cause="weights") == pytest.approx(0.3)
     assert value("tidemill_worker_idle_share", **who, cause="generate") is None
-
-
-async def test_a_worker_that_left_is_told_no_more(broker, keys, reader):
-    await beat(broker, keys, "rollout-0", "rollout", version=4)
-    set_gauges(await reader.read())
     await broker.execute("HDEL", keys.workers("rollout"), "rollout-0")
     set_gauges(await reader.read())
-    assert value("tidemill_worker_version", worker="rollout-0") is None
+    assert value("tidemill_worker_version", worker="rollout-0") is None, "a worker that left is gone"
     assert value("tidemill_workers", role="rollout", state="alive") == 0
 
 

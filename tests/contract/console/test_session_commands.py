@@ -1,22 +1,13 @@
 """Commands that look at a run, on one whose samples are sessions: turn by turn, and nothing of them lost."""
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-import structlog
-from typer.testing import CliRunner
 
 from tests.conftest import SERVERS
 from tests.support.histories import BEGIN, trajectories, write_small_run
 from tests.support.recorded_sessions import ANSWER, QUESTION, RESULT, SECOND, as_session
 from tests.support.traces import problems_of
-from tidemill.common.redis.broker import URL_VARIABLE, Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.wire.keys import Keys
-from tidemill.services.console.__main__ import app
 
 HOSTILE = "[bold red]\x1b[2J\u202e"
 
@@ -25,35 +16,20 @@ pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indire
 
 
 @pytest.fixture
-def tidemill(
-    redis_server: EmbeddedRedis, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., str]]:
-    """Call a command on the small run played as sessions; the words of 7.0 mean harm, 7.1 has none."""
-    monkeypatch.setenv(URL_VARIABLE, redis_server.url)
+def shown(act, keys, tidemill):
+    """What a command prints on the small run played as sessions; the words of 7.0 mean harm, 7.1 has none."""
     first, second = [one.model_copy(update={"ticket": 7}) for one in trajectories()[:2]]
     calls = [{"function": {"name": HOSTILE, "arguments": {"x": HOSTILE}}}, "no call", {"function": None}]
     odd = as_session(first, messages=({"role": HOSTILE}, {"role": "assistant", "tool_calls": calls}))
-
-    async def write() -> None:
-        broker = await Broker.connect(redis_server.url)
-        await write_small_run(broker, keys, odd, as_session(second, messages=()), has_sessions=True)
-        await broker.close()
-
-    asyncio.run(write())
-
-    def tidemill(*words: str) -> str:
-        result = CliRunner().invoke(app, [*words, "--runs-dir", str(tmp_path)], catch_exceptions=False)
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    yield tidemill
-    structlog.reset_defaults()  # the commands turn logging off
+    silent = as_session(second, messages=())
+    act(lambda broker: write_small_run(broker, keys, odd, silent, has_sessions=True))
+    return lambda *words: tidemill(*words).output
 
 
-def test_a_session_is_traced_turn_by_turn(tidemill, keys):
-    shown = tidemill("trace", "4.1", keys.run_id)
+def test_a_session_is_traced_turn_by_turn(shown):
+    printed = shown("trace", "4.1")
     order = ["I ask the calculator.", f"calculator({QUESTION})", RESULT, ANSWER, "Say it again.", SECOND]
-    places = [shown.index(words) for words in order]
+    places = [printed.index(words) for words in order]
     assert places == sorted(places), "what was said, in its order"
     for expected in (
         "tools", "3, 1 fork, truncated by max_tokens", "10 of the model, 4 of the environment",
@@ -61,11 +37,11 @@ def test_a_session_is_traced_turn_by_turn(tidemill, keys):
         "1 attempt before this one ended in an environment's fault", "2, 1 wrong", "0.125", "0 → 1",
         "fork 1: 6 tokens of prompt, 4 after it, 3 of them trained",
     ):  # fmt: skip
-        assert expected in shown, expected
+        assert expected in printed, expected
 
 
-def test_programs_get_every_turn_with_its_words(tidemill, keys):
-    (sample,) = json.loads(tidemill("trace", "4.1", keys.run_id, "--json"))["samples"]
+def test_programs_get_every_turn_with_its_words(shown):
+    (sample,) = json.loads(shown("trace", "4.1", "--json"))["samples"]
     turns = sample["turns"]
     assert [(turn["segment"], turn["versions"], turn["num_answer_tokens"]) for turn in turns] == [
         (0, [0, 1], 3), (0, [1], 0), (1, [3], 1),
@@ -75,32 +51,32 @@ def test_programs_get_every_turn_with_its_words(tidemill, keys):
     assert sample["trajectory"]["session"]["forks"][0]["completion_ids"] == [50, 51, 52, 53]
 
 
-def test_messages_that_fit_no_turn_are_shown_by_themselves(tidemill, keys):
-    assert "which turn said which message is not known" in tidemill("trace", "7.0", keys.run_id)
-    (sample,) = json.loads(tidemill("trace", "7.0", keys.run_id, "--json"))["samples"]
+def test_messages_that_fit_no_turn_are_shown_by_themselves(shown):
+    assert "which turn said which message is not known" in shown("trace", "7.0")
+    (sample,) = json.loads(shown("trace", "7.0", "--json"))["samples"]
     assert [turn["said"] for turn in sample["turns"]] == [None, None, None]
-    assert SECOND in tidemill("trace", "7.1", keys.run_id), "its text, where there are no messages"
+    assert SECOND in shown("trace", "7.1"), "its text, where there are no messages"
 
 
-@pytest.mark.parametrize("words", [("trace", "7.0"), ("streams", "show", "trajectories", "7.0", "--run")])
-def test_what_a_session_says_does_nothing(tidemill, keys, words):
-    shown = tidemill(*words, keys.run_id)
-    assert "[bold red]" in shown and "\x1b" not in shown and "\u202e" not in shown
+@pytest.mark.parametrize("words", [("trace", "7.0"), ("streams", "show", "trajectories", "7.0")])
+def test_what_a_session_says_does_nothing(shown, words):
+    printed = shown(*words)
+    assert "[bold red]" in printed and "\x1b" not in printed and "\u202e" not in printed
 
 
-def test_a_group_and_a_stream_list_turns_and_all_tokens(tidemill, keys):
-    shown = tidemill("trace", "3", keys.run_id)
-    assert "turns" in shown and " 14 " in shown
-    assert "14, 3 turns" in tidemill("streams", "tail", "trajectories", "--run", keys.run_id)
-    whole = tidemill("streams", "show", "trajectories", "3.0", "--run", keys.run_id)
+def test_a_group_and_a_stream_list_turns_and_all_tokens(shown):
+    printed = shown("trace", "3")
+    assert "turns" in printed and " 14 " in printed
+    assert "14, 3 turns" in shown("streams", "tail", "trajectories")
+    whole = shown("streams", "show", "trajectories", "3.0")
     assert RESULT in whole and "truncated by max_tokens" in whole
-    tree = json.loads(tidemill("streams", "show", "trajectories", "3.0", "--json", "--run", keys.run_id))
+    tree = json.loads(shown("streams", "show", "trajectories", "3.0", "--json"))
     assert tree["message"]["session"]["messages"][1]["content"] == RESULT
 
 
-def test_words_of_a_session_are_found_once_with_their_place(tidemill, keys):
+def test_words_of_a_session_are_found_once_with_their_place(shown):
     def found(pattern: str) -> list[str]:
-        lines = tidemill("streams", "grep", pattern, "--ticket", "3", "--run", keys.run_id, "--json")
+        lines = shown("streams", "grep", pattern, "--ticket", "3", "--json")
         return [json.loads(line)["field"] for line in lines.splitlines()]
 
     assert found("391 exactly") == ["messages.1.content"] * 2
@@ -108,21 +84,21 @@ def test_words_of_a_session_are_found_once_with_their_place(tidemill, keys):
     assert found("said it before") == ["messages.4.content"] * 2, "and not in the completion again"
 
 
-def test_a_step_says_what_its_sessions_were(tidemill, keys):
-    shown = tidemill("step", "1", keys.run_id)
+def test_a_step_says_what_its_sessions_were(shown):
+    printed = shown("step", "1")
     for expected in (
         "mean 3, 3 to 3 a session", "40 tokens of the model, 16 of the environment",
         "4.0 s for the engine, 1.0 s for the environment", "4 by max_tokens", "4 in 4 sessions",
     ):  # fmt: skip
-        assert expected in shown, expected
-    tree = json.loads(tidemill("step", "1", keys.run_id, "--json"))
+        assert expected in printed, expected
+    tree = json.loads(shown("step", "1", "--json"))
     assert [batch["num_tokens"] for batch in tree["micro_batches"]] == [28, 28]
     assert tree["groups"][0]["samples"][0]["session"]["turns"][0]["num_calls"] == 2
 
 
-def test_generation_and_environment_alternate_on_the_timeline(tidemill, keys, tmp_path):
+def test_generation_and_environment_alternate_on_the_timeline(shown, tmp_path):
     file = tmp_path / "trace.json"
-    tidemill("timeline", "--from-step", "0", "--to-step", "1", "-o", str(file), keys.run_id)
+    shown("timeline", "--from-step", "0", "--to-step", "1", "-o", str(file))
     events = json.loads(file.read_text())["traceEvents"]
     assert problems_of(events) == []
     (sample,) = [e for e in events if e["name"] == "4.1" and e["ph"] == "X" and "tokens" in e["args"]]

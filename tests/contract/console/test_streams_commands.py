@@ -1,51 +1,37 @@
 """`tidemill streams` as people and programs call it, on a run whose models mean harm."""
 
 import asyncio
+import functools
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import structlog
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from tests.support.histories import letters, write_small_run
 from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import ConfigError
-from tidemill.common.redis.broker import URL_VARIABLE, Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, append
-from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.keys import REWARD_GROUP
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.console.__main__ import app
 
 ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"
 HOSTILE = f"[bold red]{ESCAPE}{RIGHT_TO_LEFT}\nfake line" + "x" * 100_000
 
 
 @pytest.fixture
-def streams(
-    redis_server: EmbeddedRedis, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Result]]:
+def streams(act, keys, tidemill) -> Callable[..., Result]:
     """Call `tidemill streams ...` on the small run, which has a hostile tenth ticket."""
-    monkeypatch.setenv(URL_VARIABLE, redis_server.url)
     hostile = make_trajectory(9, 0, text=HOSTILE, prompt_text=HOSTILE, worker=HOSTILE)
 
-    async def write() -> None:
-        broker = await Broker.connect(redis_server.url)
+    async def write(broker: Broker) -> None:
         await write_small_run(broker, keys, hostile, *letters(error=HOSTILE))
         await broker.execute("XADD", keys.trajectories(), "*", "v", "9.0", "p", HOSTILE.encode())
-        await broker.close()
 
-    asyncio.run(write())
-
-    def streams(command: str, *arguments: str, **options: Any) -> Result:
-        line = ["streams", command, *arguments, "--run", keys.run_id, "--runs-dir", str(tmp_path)]
-        return CliRunner().invoke(app, line, **options)
-
-    yield streams
-    structlog.reset_defaults()  # the commands turn logging off
+    act(write)
+    return functools.partial(tidemill, "streams")
 
 
 def samples(result: Result) -> list[str]:
@@ -61,20 +47,17 @@ def test_all_streams_are_listed_with_what_they_hold(streams):
     assert "trajectories" in streams("show").output
 
 
-def test_readers_are_listed_with_what_they_hold(streams, redis_server, keys):
-    async def take_three() -> None:
-        broker = await Broker.connect(redis_server.url)
-        consumer = Consumer(
-            broker, keys.trajectories(), REWARD_GROUP, "s", Trajectory, lease_s=60, dead_key=keys.dead
-        )
-        async with consumer:
+def test_readers_are_listed_with_what_they_hold(streams, act, keys):
+    async def take_three(broker: Broker) -> Any:
+        key = keys.trajectories()
+        async with Consumer(
+            broker, key, REWARD_GROUP, "s", Trajectory, lease_s=60, dead_key=keys.dead
+        ) as consumer:
             await consumer.fetch(3, 1.0)
-            listed = await asyncio.to_thread(lambda: json.loads(streams("show", "--json").output))
-        await broker.close()
-        row = next(row for row in listed if row["stream"] == "trajectories")
-        assert (row["group"], row["pending"]) == ("reward", 3)
+            return await asyncio.to_thread(lambda: json.loads(streams("show", "--json").output))
 
-    asyncio.run(take_three())
+    row = next(row for row in act(take_three) if row["stream"] == "trajectories")
+    assert (row["group"], row["pending"]) == ("reward", 3)
 
 
 def test_the_tail_is_the_newest_in_their_order(streams):
@@ -181,7 +164,7 @@ def test_an_entry_that_cannot_be_decoded_is_shown_as_what_it_is(streams):
 )
 def test_mistakes_are_answered_in_plain_words(streams, line, words):
     with pytest.raises(ConfigError) as caught:
-        streams(*line, catch_exceptions=False)
+        streams(*line)
     assert words in str(caught.value) and caught.value.exit_code == 2
 
 

@@ -1,57 +1,31 @@
 """`tidemill trace`, `step` and `timeline` on a run whose every number was written down before."""
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-import structlog
-from typer.testing import CliRunner, Result
 
 from tests.support.histories import DIGESTS, commits, write_small_run
 from tests.support.traces import problems_of
 from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import ConfigError
 from tidemill.common.history.records import STAGES, SampleFacts
-from tidemill.common.redis.broker import URL_VARIABLE, Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import append_numbered
-from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus
-from tidemill.services.console.__main__ import app
 from tidemill.services.console.records.timeline import Stretch, Trace
 
 HOSTILE = "[bold red]\x1b[2J\u202e"
 
 
-@pytest.fixture
-def tidemill(
-    redis_server: EmbeddedRedis, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Result]]:
-    """Call a command on the small run; ticket 3 has a second score, ticket 7 waits for more of everything."""
-    monkeypatch.setenv(URL_VARIABLE, redis_server.url)
+@pytest.fixture(autouse=True)
+def small_run(act, keys):
+    """Ticket 3 has a second score, ticket 7 waits for more of everything."""
     again = Score(ticket=3, index=0, status=ScoreStatus.OK, value=9.0, worker="reward-late")
     tried = Score(
         ticket=7, index=0, status=ScoreStatus.OK, value=1.0, attempts=2, worker="reward-0", latency_s=3.5,
         tries=(("judge", 2.0, 0.0, f"HTTP 429 {HOSTILE}"), ("judge", 1.0, 0.5, "")),
     )  # fmt: skip
     waiting = [make_trajectory(7, index, group_size=4, text=HOSTILE, worker=HOSTILE) for index in (0, 1)]
-
-    async def write() -> None:
-        broker = await Broker.connect(redis_server.url)
-        await write_small_run(broker, keys, again, tried, *waiting)
-        await broker.close()
-
-    asyncio.run(write())
-
-    def tidemill(command: str, *arguments: str) -> Result:
-        place = 0 if command == "timeline" else 1  # the run comes after the ticket or the step
-        line = [command, *arguments[:place], keys.run_id, *arguments[place:], "--runs-dir", str(tmp_path)]
-        return CliRunner().invoke(app, line, catch_exceptions=False)
-
-    yield tidemill
-    structlog.reset_defaults()  # the commands turn logging off
+    act(lambda broker: write_small_run(broker, keys, again, tried, *waiting))
 
 
 class TestTrace:
@@ -143,28 +117,15 @@ class TestStep:
         assert "4.1, 7.5 s after the step began: queued 1.0 s, generated 3.0 s" in shown
         assert "failed_score: 1 sample (1.1)" in tidemill("step", "0").output
 
-    def test_a_group_whose_advantages_go_against_its_rewards_is_pointed_at(
-        self, tidemill, redis_server, keys
-    ):
-        flipped = commits()[1].model_copy(
-            update={
-                "step": 2,
-                "version": 3,
-                "passes": 3,
-                "advantages": {"3": [1.0, -1.0], "4": [-1.0, 1.0]},
-            }
-        )
-
-        async def write() -> None:
-            broker = await Broker.connect(redis_server.url)
-            await append_numbered(broker, keys.commits, [(2, flipped)])
-            await broker.close()
-
-        asyncio.run(write())
-        assert json.loads(tidemill("step", "2", "--json").output)["reversed_groups"] == [3]
-        assert "ticket 3: its advantages fall where its rewards rise" in tidemill("step", "2").output
-        assert json.loads(tidemill("step", "1", "--json").output)["reversed_groups"] == []
-        assert "in which micro-batches, 3 times over" in tidemill("step", "2").output
+    def test_a_group_whose_advantages_go_against_its_rewards_is_pointed_at(self, tidemill, act, keys):
+        advantages = {"3": [1.0, -1.0], "4": [-1.0, 1.0]}
+        fields = {"step": 2, "version": 3, "passes": 3, "advantages": advantages}
+        flipped = commits()[1].model_copy(update=fields)
+        act(lambda broker: append_numbered(broker, keys.commits, [(2, flipped)]))
+        for step, reversed_groups in (("1", []), ("2", [3])):
+            assert json.loads(tidemill("step", step, "--json").output)["reversed_groups"] == reversed_groups
+        shown = tidemill("step", "2").output
+        assert "ticket 3: its advantages fall where its rewards rise" in shown and "3 times over" in shown
         assert "times over" not in tidemill("step", "1").output
 
     def test_a_step_that_is_not_there_is_a_plain_error(self, tidemill):

@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ import pytest
 from tests.support.rollout_worker import (
     SIZE,
     Worker,
-    announce_version,
     has_samples,
     issue,
     samples_of,
-    started,
     take_over,
 )
 from tests.support.training import messages
@@ -24,21 +21,10 @@ from tests.support.waiting import wait_until
 from tidemill.common.errors import EnvironmentFaultError, LeaseLostError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import group_status
-from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import DeadLetter, Lane, Trajectory, fault_of
 from tidemill.services.rollout.environments.single_turn import SingleTurn
 from tidemill.services.rollout.worker import RolloutWorker
-
-
-@pytest.fixture
-def make(broker: Broker, keys: Keys, tmp_path: Path) -> Callable[..., Any]:
-    """Start a worker, its follower included, for the length of a block."""
-    return lambda name="w1", **config: started(broker, keys, tmp_path, name, **config)
-
-
-@pytest.fixture
-def announce(broker: Broker, keys: Keys, tmp_path: Path) -> Callable[..., Any]:
-    return lambda version, term=1: announce_version(broker, keys, tmp_path, version, term)
 
 
 class TestOneWorker:

@@ -2,18 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.rollout_worker import (
     SIZE,
-    announce_version,
     has_samples,
     issue,
     samples_of,
-    started,
 )
 from tests.support.training import lose_tail
 from tests.support.waiting import wait_until
@@ -22,17 +19,6 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import START, entry_id_of, group_status, read_range
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Trajectory
-
-
-@pytest.fixture
-def make(broker: Broker, keys: Keys, tmp_path: Path) -> Callable[..., Any]:
-    """Start a worker, its follower included, for the length of a block."""
-    return lambda name="w1", **config: started(broker, keys, tmp_path, name, **config)
-
-
-@pytest.fixture
-def announce(broker: Broker, keys: Keys, tmp_path: Path) -> Callable[..., Any]:
-    return lambda version, term=1: announce_version(broker, keys, tmp_path, version, term)
 
 
 class TestLostTail:
@@ -113,6 +99,12 @@ class TestLostTail:
         assert sorted(sample.index for sample in await samples_of(broker, keys)) == [0, 1, 2, 3]
 
 
+async def reach_3(worker: Any, announce: Callable[..., Any]) -> None:
+    for version in (1, 2, 3):
+        await announce(version)
+    await wait_until(lambda: worker.engine.version == 3)
+
+
 class TestLostHistory:
     """Redis loses versions that a worker holds, and the trainer dies: the run goes on from an older one."""
 
@@ -120,18 +112,14 @@ class TestLostHistory:
         self, make, broker, keys, announce
     ):
         async with make() as worker:
-            for version in (1, 2, 3):
-                await announce(version)
-            await wait_until(lambda: worker.engine.version == 3)
+            await reach_3(worker, announce)
             await lose_tail(broker, keys.weights, entry_id_of(0))
             await announce(1, term=2)
             await wait_until(lambda: worker.engine.version == 1)
 
     async def test_a_version_of_the_same_number_is_loaded_again(self, make, broker, keys, announce):
         async with make() as worker:
-            for version in (1, 2, 3):
-                await announce(version)
-            await wait_until(lambda: worker.engine.version == 3)
+            await reach_3(worker, announce)
             await lose_tail(broker, keys.weights, entry_id_of(0))
             for version in (1, 2, 3):
                 await announce(version, term=2)
@@ -143,9 +131,7 @@ class TestLostHistory:
         self, make, broker, keys, announce
     ):
         async with make() as worker:
-            for version in (1, 2, 3):
-                await announce(version)
-            await wait_until(lambda: worker.engine.version == 3)
+            await reach_3(worker, announce)
             await lose_tail(broker, keys.weights, entry_id_of(2))
             newest = await worker.follower._newest()
             assert newest.message.version == 2

@@ -106,7 +106,7 @@ async def test_a_summary_is_computed_from_the_commits(broker: Broker, keys: Keys
     await write_commits(broker, keys, commit(0), commit(1), commit(2))
     evaluations = [{"version": 0, "dataset": "a", "score": 0.2}, {"version": 3, "dataset": "a", "score": 0.9}]
     await update_state(broker, keys, tickets_issued=3, trajectories_seen=7, evaluations=evaluations)
-    summary = await summarise(broker, keys, CONFIG, tmp_path, wall_s=9.0, rollout_idle=0.5)
+    summary = await summarise(broker, keys, CONFIG, tmp_path, [], wall_s=9.0, rollout_idle=0.5)
     assert (summary.steps, summary.trajectories_trained, summary.trajectories_generated) == (3, 6, 7)
     assert (summary.eval_before, summary.eval_after) == (0.2, 0.9)
     assert (summary.trainer_idle_share, summary.rollout_idle_share) == (0.25, 0.5)
@@ -117,7 +117,7 @@ async def test_a_summary_is_computed_from_the_commits(broker: Broker, keys: Keys
 async def test_a_summary_does_not_take_the_trainers_word(broker: Broker, keys: Keys, tmp_path: Path) -> None:
     await write_commits(broker, keys, commit(0), commit(1, mini_batches=((((0, 0), (1, 0)),),)))
     await update_state(broker, keys, status="finished", version=3, tickets_issued=3, lost=0)
-    summary = await summarise(broker, keys, CONFIG, tmp_path, wall_s=9.0, rollout_idle=None)
+    summary = await summarise(broker, keys, CONFIG, tmp_path, [], wall_s=9.0, rollout_idle=None)
     # ticket 2 never came back, (1, 1) is nowhere, (0, 0) was trained in both steps
     assert (summary.steps, summary.lost, summary.duplicated_in_training) == (2, 3, 1)
     assert len(failures(summary, CONFIG)) == 3

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def specs_with(trainer: str = TRAINER, stop_after: int = 1000) -> Any:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of three steps of one group of two; the folder of runs is the test's own."""
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     monkeypatch.setenv("TIDEMILL_RUNS_DIR", str(tmp_path / "runs"))
@@ -92,7 +92,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "trainer: {steps: 3, groups_per_step: 1, group_size: 2}\n"
         "expect: {eval_gain: 0.5}\n"
     )
-    yield model.parent / "config.yaml"
+    return model.parent / "config.yaml"
 
 
 def test_a_run_from_start_to_report(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -247,12 +247,6 @@ def test_a_mistake_is_answered_in_plain_words_with_exit_code_2(config: Path) -> 
     result = _tidemill("check", str(config), "--set", "trainer.step=1")
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "trainer.step: no such field; did you mean 'steps'?" in result.stderr
-
-
-def test_check_explains_a_good_config(config: Path) -> None:
-    result = _tidemill("check", str(config))
-    assert result.returncode == 0, result.stderr
-    assert "1 groups of 2 = 2 trajectories" in result.stdout and "nothing was started" in result.stdout
 
 
 def test_status_of_a_run_that_is_not_there_says_what_to_do(config: Path) -> None:

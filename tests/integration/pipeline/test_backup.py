@@ -23,7 +23,7 @@ STEPS, GROUPS, SERVICES = 18, 4, ("rollout", "reward", "trainer")
 
 
 async def test_a_run_goes_on_from_a_backup_of_its_folder_and_its_redis(tmp_path: Path) -> None:
-    """The drill of docs/operations/backup.md: first Redis, then the folder, while the run goes on."""
+    """The drill of docs/operations/redis.md: first Redis, then the folder, while the run goes on."""
     config = simulated_config(
         tmp_path,
         trainer__steps=STEPS,

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.support.models import tiny_model, write_tokenizer
-from tidemill.common.config.run import RunConfig
-from tidemill.common.wire.messages import SamplingParams, Ticket
+from tests.support.models import run_config, tiny_model, write_tokenizer
+from tests.support.playing import make_ticket
+from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.environments import build_player
@@ -18,23 +17,13 @@ TEMPLATE = (
 )
 
 
-def config_of(folder: Path) -> RunConfig:
-    environment = {"use": "agent", "agent": "tests.support.agents:twice"}
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(folder), "max_model_len": 120},
-            "data": {"train": "none", "max_prompt_tokens": 16},
-            "rollout": {
-                "engine": "transformers",
-                "environment": environment,
-                "sampling": {"max_tokens": 20},
-            },
-        }
-    )
-
-
 async def test_ids_logprobs_and_versions_of_every_turn_are_the_engines(tmp_path: Path) -> None:
-    config = config_of(tiny_model(tmp_path / "model", eos_token_id=[1]))
+    environment = {"use": "agent", "agent": "tests.support.agents:twice"}
+    config = run_config(
+        tiny_model(tmp_path / "model", eos_token_id=[1]),
+        model={"max_model_len": 120},
+        rollout={"engine": "transformers", "environment": environment, "sampling": {"max_tokens": 20}},
+    )
     write_tokenizer(tmp_path / "model", TEMPLATE)
     new = tiny_model(tmp_path / "new", seed=1, eos_token_id=[1]) / "model.safetensors"
     engine = build_engine(config)
@@ -53,16 +42,7 @@ async def test_ids_logprobs_and_versions_of_every_turn_are_the_engines(tmp_path:
             await engine.load(1, [new])
         return generation
 
-    ticket = Ticket(
-        ticket=0,
-        step=0,
-        min_version=0,
-        group_size=1,
-        sampling=SamplingParams(max_tokens=20),
-        prompt_ids=np.arange(3, dtype=np.int32),
-        prompt_text="w7 w8",
-        ground_truth="",
-    )
+    ticket = make_ticket("w7 w8", max_tokens=20, ground_truth="")
     try:
         await player.start()
         played = await player.play(ticket, "s", ask)

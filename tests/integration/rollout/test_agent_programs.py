@@ -4,46 +4,22 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import structlog
 
-from tests.support.models import run_config
-from tests.support.scripted_model import ByteChat, ScriptedModel
+from tests.support.playing import agent_player as player
+from tests.support.playing import make_ticket
+from tests.support.scripted_model import ScriptedModel
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
-from tidemill.common.wire.messages import SamplingParams, Ticket
-from tidemill.services.rollout.environments.agent import AgentPlayer
+from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.environments.agent_programs import SESSION, WORKER, end_leftovers
 
-CHAT = ByteChat()
-TICKET = Ticket(
-    ticket=0,
-    step=0,
-    min_version=0,
-    group_size=1,
-    sampling=SamplingParams(max_tokens=99),
-    prompt_ids=np.arange(3, dtype=np.int32),
-    prompt_text="1 + 1?",
-    ground_truth="yes",
-)
-
-
-@contextlib.asynccontextmanager
-async def player(agent: str, **limits: Any) -> AsyncIterator[AgentPlayer]:
-    environment = {"use": "agent", "agent": agent, "attempts": 1} | limits
-    config = run_config("m", model={"max_model_len": 2048}, rollout={"environment": environment})
-    player = AgentPlayer(config, CHAT.decode, lambda: CHAT)
-    try:
-        await player.start()
-        yield player
-    finally:
-        await player.close()
+TICKET = make_ticket()
 
 
 def function(name: str) -> str:

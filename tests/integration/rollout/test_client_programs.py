@@ -1,24 +1,10 @@
 """Programs of OpenAI's and Anthropic's clients, unchanged, with clients made at the top of their file."""
 
-import numpy as np
 import pytest
 
-from tests.support.models import run_config
-from tests.support.scripted_model import ByteChat, ScriptedModel, call_line
-from tidemill.common.wire.messages import SamplingParams, Ticket
-from tidemill.services.rollout.environments.agent import AgentPlayer
+from tests.support.playing import agent_player, make_ticket
+from tests.support.scripted_model import ScriptedModel, call_line
 
-CHAT = ByteChat()
-TICKET = Ticket(
-    ticket=0,
-    step=0,
-    min_version=0,
-    group_size=1,
-    sampling=SamplingParams(max_tokens=200),
-    prompt_ids=np.arange(3, dtype=np.int32),
-    prompt_text="x",
-    ground_truth="y",
-)
 CALLS = (call_line("get_weather", location="Paris"), "14 degrees")
 EVENT = ('{"name": "fair", "participants": ["Alice"]}',)
 
@@ -37,19 +23,10 @@ EVENT = ('{"name": "fair", "participants": ["Alice"]}',)
 async def test_a_natural_program_runs_and_its_record_is_what_the_model_read_and_said(
     program: str, lines: tuple[str, ...]
 ) -> None:
-    environment = {
-        "use": "agent",
-        "agent": f"tests.support.client_programs:{program}",
-        "attempts": 1,
-    }
-    config = run_config("owner/model", model={"max_model_len": 8192}, rollout={"environment": environment})
-    player = AgentPlayer(config, CHAT.decode, lambda: CHAT)
     model = ScriptedModel(*lines)
-    try:
-        await player.start()
-        played = await player.play(TICKET, "s", model.ask)
-    finally:
-        await player.close()
+    name = f"tests.support.client_programs:{program}"
+    async with agent_player(name, max_model_len=8192, model="owner/model") as player:
+        played = await player.play(make_ticket(max_tokens=200), "s", model.ask)
     assert played.session is not None and played.session.forks == ()
     assert played.session.reward == 1.0 and played.finish == "stop" and not model.lines
     ids = [*played.first.prompt_ids.tolist(), *played.first.completion_ids.tolist()]

@@ -1,8 +1,10 @@
 """Environments that block, in processes of their own: hung, killed, closed."""
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,15 @@ from tidemill.services.rollout.environments.player import build_stage
 from tidemill.services.rollout.environments.processes import ProcessStage
 
 ROW = {"prompt": "Play.", "ground_truth": 7}
+
+
+@contextlib.asynccontextmanager
+async def opened(**section: Any) -> AsyncIterator[ProcessStage]:
+    stage = stage_of(**section)
+    try:
+        yield stage
+    finally:
+        await stage.close()
 
 
 def stage_of(**section: Any) -> ProcessStage:
@@ -49,24 +60,20 @@ def closing(tmp_path: Path) -> Path:
 
 
 async def test_sessions_keep_their_state_in_one_process_each_and_blocking_does_not_hold_up_others() -> None:
-    stage = stage_of(use=f"{THIS}:Guess")
-    try:
+    async with opened(use=f"{THIS}:Guess") as stage:
         games = [await stage.open(ROW | {"ground_truth": number}) for number in range(4)]
         for number, game in enumerate(games):
             await game.reset(ROW | {"ground_truth": number})
         acts = [await game.step("2") for game in games]
         assert [act.is_done for act in acts] == [False, False, True, False]
         assert len(stage.pids) == 2
-    finally:
-        await stage.close()
 
 
 async def test_a_hung_call_costs_its_session_and_its_process_and_the_others_end_there(
     closing: Path, tmp_path: Path
 ) -> None:
     options = {"folder": str(tmp_path)}
-    stage = stage_of(use=f"{closing}:Mine", options=options, call_timeout_s=4.0, processes=1)
-    try:
+    async with opened(use=f"{closing}:Mine", options=options, call_timeout_s=4.0, processes=1) as stage:
         stuck, other = [await stage.open(ROW) for _ in range(2)]
         await stuck.reset(ROW | {"name": "stuck"})
         await other.reset(ROW | {"name": "other"})
@@ -79,13 +86,10 @@ async def test_a_hung_call_costs_its_session_and_its_process_and_the_others_end_
         await other.close()
         assert (tmp_path / "other").exists() and old not in stage.pids
         await replaced.close()
-    finally:
-        await stage.close()
 
 
 async def test_a_tool_that_hangs_is_told_to_the_model_and_the_next_call_works() -> None:
-    stage = stage_of(use="tools", tools=(f"{THIS}:hang", f"{THIS}:multiply"), call_timeout_s=4.0)
-    try:
+    async with opened(use="tools", tools=(f"{THIS}:hang", f"{THIS}:multiply"), call_timeout_s=4.0) as stage:
         tools = await stage.open(ROW)
         act = await tools.call("hang", {"seconds": 3600})
         assert (act.messages[0]["content"], act.is_wrong) == (
@@ -93,13 +97,10 @@ async def test_a_tool_that_hangs_is_told_to_the_model_and_the_next_call_works() 
             True,
         )
         assert (await tools.call("multiply", {"a": 6, "b": 7})).messages[0]["content"] == "42"
-    finally:
-        await stage.close()
 
 
 async def test_a_process_that_dies_is_a_fault_of_its_sessions_and_is_replaced() -> None:
-    stage = stage_of(use=f"{THIS}:Guess", processes=1)
-    try:
+    async with opened(use=f"{THIS}:Guess", processes=1) as stage:
         first = await stage.open(ROW)
         await first.reset(ROW)
         os.kill(stage.pids[0], signal.SIGKILL)
@@ -110,8 +111,6 @@ async def test_a_process_that_dies_is_a_fault_of_its_sessions_and_is_replaced() 
         second = await stage.open(ROW)
         await second.reset(ROW)
         assert (await second.step("7")).is_done
-    finally:
-        await stage.close()
 
 
 async def test_what_is_open_is_closed_when_the_worker_ends(closing: Path, tmp_path: Path) -> None:

@@ -61,6 +61,12 @@ class Opened:
         completion = await self.openai.chat.completions.create(model="m", messages=messages, **more)
         return completion.choices[0].message
 
+    async def post(self, path: str, **request: Any) -> httpx.Response:
+        """A request as no client sends it."""
+        headers = {"authorization": f"Bearer {self.session.key}"}
+        async with httpx.AsyncClient() as http:
+            return await http.post(f"{self.openai.base_url}{path}", headers=headers, **request)
+
     @property
     def segments(self) -> list[Segment]:
         played = self.session.played(None, {})
@@ -435,13 +441,10 @@ async def test_a_request_without_an_end_is_refused_and_takes_no_memory() -> None
         for _ in range(128):
             yield bytes(1 << 20)
 
-    async with opened("hello") as run, httpx.AsyncClient() as http:
-        headers = {"authorization": f"Bearer {run.session.key}"}
-        answer = await http.post(f"{run.openai.base_url}chat/completions", content=pieces(), headers=headers)
+    async with opened("hello") as run:
+        answer = await run.post("chat/completions", content=pieces())
         assert answer.status_code == 413 and "too_large" in answer.text
-        deep = await http.post(
-            f"{run.openai.base_url}chat/completions", content="[" * 100_000, headers=headers
-        )
+        deep = await run.post("chat/completions", content="[" * 100_000)
         assert deep.status_code == 400 and "not JSON" in deep.text
         assert (await run.say([USER])).content == "hello"
 
@@ -479,13 +482,10 @@ async def test_lists_in_lists_without_an_end_are_no_failure_of_the_server(depth:
     deep = "[" * depth + "]" * depth
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": deep}}
     result = {"role": "tool", "tool_call_id": "x", "content": "7"}
-    async with opened("one", "two", limits=ROOMY) as run, httpx.AsyncClient() as http:
+    async with opened("one", "two", limits=ROOMY) as run:
         assert (await run.say([USER, {"role": "assistant", "tool_calls": [call]}, result])).content == "one"
-        answer = await http.post(
-            f"{run.openai.base_url}chat/completions",
-            content=f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": {deep}}}',
-            headers={"authorization": f"Bearer {run.session.key}"},
-        )
+        messages = '[{"role": "user", "content": "x"}]'
+        answer = await run.post("chat/completions", content=f'{{"messages": {messages}, "tools": {deep}}}')
         assert answer.status_code == 400
 
 

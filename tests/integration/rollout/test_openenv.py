@@ -13,28 +13,19 @@ import numpy as np
 import pytest
 
 from tests.support.models import run_config
-from tests.support.scripted_model import ByteChat, ScriptedModel, call_line
+from tests.support.playing import CHAT, make_ticket
+from tests.support.scripted_model import ScriptedModel, call_line
 from tests.support.waiting import wait_until
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
-from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.services.rollout.environments.openenv import OpenEnvStage
 from tidemill.services.rollout.environments.player import EnvironmentPlayer, build_stage
 
 ROOT = Path(__file__).parents[3]
 VENV = ROOT / "build" / "openenv"
-CHAT = ByteChat()
-TICKET = Ticket(
-    ticket=0,
-    step=0,
-    min_version=0,
-    group_size=1,
-    sampling=SamplingParams(max_tokens=99),
-    prompt_ids=np.asarray(CHAT.render([{"role": "user", "content": "Guess."}]), dtype=np.int32),
-    prompt_text="Guess.",
-    ground_truth="7",
-)
+PROMPT_IDS = np.asarray(CHAT.render([{"role": "user", "content": "Guess."}]), np.int32)
+TICKET = make_ticket("Guess.", ground_truth="7", prompt_ids=PROMPT_IDS)
 SCHEMA = {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]}
 
 pytestmark = pytest.mark.timeout(900)

@@ -9,22 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support.models import run_config
-from tests.support.scripted_model import ByteChat, ScriptedModel, call_line
+from tests.support.playing import agent_player, make_ticket
+from tests.support.scripted_model import ScriptedModel, call_line
 from tests.support.waiting import wait_until
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.common.wire.messages import SamplingParams, Ticket
-from tidemill.services.rollout.environments.agent import AgentPlayer
+from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.gateway.session import GatewaySession
 
 ROOT = Path(__file__).parents[3]
 VENV = ROOT / "build" / "verifiers"
 EXAMPLE = ROOT / "examples" / "verifiers"
 HARNESS = "--env.agent.harness.id null --env.agent.runtime.type subprocess"
-CHAT = ByteChat()
 CALL = call_line("doubler_double", number=7)
 
 pytestmark = pytest.mark.timeout(900)
@@ -56,24 +53,9 @@ def index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def play(command: str, row: dict[str, Any], *models: ScriptedModel) -> Sequence[Any]:
-    ticket = Ticket(
-        ticket=0,
-        step=0,
-        min_version=0,
-        group_size=1,
-        sampling=SamplingParams(max_tokens=99),
-        prompt_ids=np.arange(3, dtype=np.int32),
-        prompt_text=row["prompt"],
-        extra=row,
-    )
-    environment = {"use": "agent", "agent": f"$ {command}", "attempts": 1}
-    config = run_config("m", model={"max_model_len": 2048}, rollout={"environment": environment})
-    player = AgentPlayer(config, CHAT.decode, lambda: CHAT)
-    await player.start()
-    try:
+    ticket = make_ticket(row["prompt"], extra=row, ground_truth="")
+    async with agent_player(f"$ {command}") as player:
         return await asyncio.gather(*(player.play(ticket, f"s{i}", m.ask) for i, m in enumerate(models)))
-    finally:
-        await player.close()
 
 
 ROW = {"prompt": "Double 7.", "task": 6}

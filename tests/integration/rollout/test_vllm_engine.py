@@ -21,9 +21,8 @@ from prometheus_client import REGISTRY
 from transformers import LlamaForCausalLM
 
 from tests.support.models import tiny_llama, tiny_model
-from tests.support.vllm_machine import need_vllm
+from tests.support.vllm_machine import need_vllm, vllm_config
 from tests.support.vllm_parity import expected_logprobs
-from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EngineError, WeightsError
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
@@ -62,18 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(files: dict[int, Path]) -> AsyncIterator[VllmEngine]:
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": str(files[0].parent), "max_model_len": 256},
-            "data": {"train": "none", "max_prompt_tokens": 100},
-            "rollout": {
-                "engine": "vllm",
-                "num_threads": 1,
-                "sampling": {"max_tokens": 128},
-                "vllm": {"max_num_seqs": 16, "enforce_eager": True, "extra": {"block_size": BLOCK_TOKENS}},
-            },
-        }
-    )
+    config = vllm_config(files[0].parent, 256, max_num_seqs=16, extra={"block_size": BLOCK_TOKENS})
     engine = build_engine(config, "test-worker")
     assert isinstance(engine, VllmEngine)
     await engine.start()

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.support.models import tiny_model
-from tests.support.vllm_machine import need_vllm
-from tidemill.common.config import ModelConfig, RunConfig
+from tests.support.vllm_machine import need_vllm, vllm_config
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import GenerationRequest
@@ -39,19 +38,7 @@ PROMPT = [6 + (j * 29) % 50 for j in range(12)]
 async def test_the_engine_computes_with_the_overrides(rope: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, 0, **SHAPE)
     overrides = {"rope_scaling": ROPES[rope], "max_position_embeddings": 1024}
-    section = {"path": str(folder), "max_model_len": 512, "overrides": overrides}
-    config = RunConfig.model_validate(
-        {
-            "model": section,
-            "data": {"train": "none", "max_prompt_tokens": 100},
-            "rollout": {
-                "engine": "vllm",
-                "num_threads": 1,
-                "sampling": {"max_tokens": 128},
-                "vllm": {"max_num_seqs": 16, "enforce_eager": True},
-            },
-        }
-    )
+    config = vllm_config(folder, 512, model={"overrides": overrides}, max_num_seqs=16)
     engine = build_engine(config, "test-worker")
     await engine.start()
     try:
@@ -60,7 +47,7 @@ async def test_the_engine_computes_with_the_overrides(rope: str, tmp_path: Path)
         filtered = await engine.generate(GenerationRequest("filtered", PROMPT, narrow))
     finally:
         await engine.close()
-    model = load_model(ModelConfig.model_validate(section), "cpu")
+    model = load_model(config.model, "cpu")
 
     def logprobs(completion: list[int]) -> torch.Tensor:
         with torch.inference_mode():

@@ -6,21 +6,21 @@ that came before it, whoever wrote it.
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.models import tiny_llama, tiny_model
-from tests.support.vllm_machine import need_vllm
+from tests.support.playing import make_ticket
+from tests.support.vllm_machine import need_vllm, vllm_config
 from tests.support.vllm_parity import expected_logprobs
-from tidemill.common.config.run import RunConfig
 from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.common.wire.segments import Segment
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
 from tidemill.services.rollout.environments import build_player
-from tidemill.services.rollout.sessions.player import Played
 
 need_vllm()
 
@@ -40,33 +40,9 @@ class Words:
 """
 
 
-def make_config(folder: Path, model: Path) -> RunConfig:
-    (folder / "words.py").write_text(ENVIRONMENT)
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(model), "max_model_len": 128},
-            "data": {"train": "none", "max_prompt_tokens": 32},
-            "rollout": {
-                "engine": "vllm",
-                "num_threads": 1,
-                "sampling": {"max_tokens": 24},
-                "vllm": {"max_num_seqs": 64, "enforce_eager": True, "extra": {"block_size": 32}},
-                "environment": {"use": f"{folder}/words.py:Words", "max_turns": TURNS},
-            },
-        }
-    )
-
-
-def make_ticket(number: int) -> Ticket:
-    return Ticket(
-        prompt_ids=np.array([3 + (number * 7 + place * 5) % 29 for place in range(8)], dtype=np.int32),
-        extra={"number": number},
-        ticket=number,
-        step=0,
-        min_version=0,
-        group_size=1,
-        sampling=SamplingParams(max_tokens=24),
-    )
+def ticket_of(number: int) -> Ticket:
+    ids = np.array([3 + (number * 7 + place * 5) % 29 for place in range(8)], dtype=np.int32)
+    return make_ticket("", max_tokens=24, prompt_ids=ids, extra={"number": number}, ticket=number)
 
 
 class Watched:
@@ -93,7 +69,9 @@ async def test_of_every_turn_ids_are_those_that_the_engine_saw_and_logprobs_thos
     tmp_path: Path,
 ) -> None:
     folders = {version: tiny_model(tmp_path / f"v{version}", version, **SHAPE) for version in range(VERSIONS)}
-    config = make_config(tmp_path, folders[0])
+    (tmp_path / "words.py").write_text(ENVIRONMENT)
+    environment = {"use": f"{tmp_path}/words.py:Words", "max_turns": TURNS}
+    config = vllm_config(folders[0], 128, environment, max_num_seqs=64, extra={"block_size": 32})
     engine = build_engine(config, "worker")
     await engine.start()
     watched = Watched(engine, {version: path / "model.safetensors" for version, path in folders.items()})
@@ -101,10 +79,8 @@ async def test_of_every_turn_ids_are_those_that_the_engine_saw_and_logprobs_thos
     await player.start()
 
     async def play(number: int) -> Segment:
-        played = await player.play(
-            make_ticket(number), str(number), lambda ids, sampling: watched.ask(number, ids, sampling)
-        )
-        assert isinstance(played, Played)
+        ticket = ticket_of(number)
+        played = await player.play(ticket, str(number), partial(watched.ask, number))
         return played.first
 
     try:

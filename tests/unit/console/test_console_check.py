@@ -39,32 +39,35 @@ def test_a_complete_model_folder_is_described(tmp_path: Path) -> None:
     assert (facts.architecture, facts.context, facts.weight_bytes) == ("Tiny", 64, 100)
 
 
-def test_a_model_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    (make_folder(tmp_path) / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="has no tokenizer"):
-        inspect_model(ModelConfig(path=str(tmp_path), max_model_len=64))
+@pytest.mark.parametrize(
+    ("missing", "length", "said"),
+    [
+        ("tokenizer.json", 64, "has no tokenizer"),
+        ("model.safetensors", 64, "has no weights"),
+        ("config.json", 64, "has no config.json"),
+        ("", 65, "max_model_len is 65, .* context of 64"),
+    ],
+)
+def test_a_model_folder_that_will_not_do_is_refused(
+    tmp_path: Path, missing: str, length: int, said: str
+) -> None:
+    folder = make_folder(tmp_path / "model")
+    if missing:
+        (folder / missing).unlink()
+    with pytest.raises(ConfigError, match=said):
+        inspect_model(ModelConfig(path=str(folder), max_model_len=length))
 
 
-def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
+def test_a_missing_model_folder_is_refused_and_a_hub_name_left_to_the_services(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
         inspect_model(ModelConfig(path=str(tmp_path / "none")))
-
-
-def test_a_hub_name_is_left_to_the_services() -> None:
     assert inspect_model(ModelConfig(path="Qwen/Qwen2.5-0.5B-Instruct")).is_remote
 
 
 def test_weights_are_needed_only_by_who_loads_them(tmp_path: Path) -> None:
     (make_folder(tmp_path) / "model.safetensors").unlink()
     model = ModelConfig(path=str(tmp_path), max_model_len=64)
-    with pytest.raises(ConfigError, match="has no weights"):
-        inspect_model(model)
     assert inspect_model(model, needs_weights=False).context == 64
-
-
-def test_a_context_shorter_than_the_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_model_len is 65, .* context of 64"):
-        inspect_model(ModelConfig(path=str(make_folder(tmp_path)), max_model_len=65))
 
 
 def test_a_text_model_inside_another_tells_its_context(tmp_path: Path) -> None:
@@ -80,14 +83,11 @@ def test_a_prompt_at_the_limit_passes_and_one_token_more_is_named(tmp_path: Path
     assert "train.jsonl line 2: the prompt has 4 tokens, data.max_prompt_tokens is 3" in problem
 
 
-def test_the_suffix_counts(tmp_path: Path) -> None:
-    problem = lengths_problem(make_folder(tmp_path), rows("a b c"), data(3, prompt_suffix=" now"))
+def test_suffix_and_chat_template_count(tmp_path: Path) -> None:
+    problem = lengths_problem(make_folder(tmp_path / "a"), rows("a b c"), data(3, prompt_suffix=" now"))
     assert "has 4 tokens" in problem
-
-
-def test_the_chat_template_counts(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{{ eos_token }} go"
-    folder = make_folder(tmp_path, chat_template=template, eos_token={"content": "END"})
+    folder = make_folder(tmp_path / "b", chat_template=template, eos_token={"content": "END"})
     section = data(6, system_prompt="be brief")
     # system be brief / user a / END go: seven words
     assert "has 7 tokens" in lengths_problem(folder, rows("a"), section)
@@ -101,18 +101,20 @@ def test_a_template_that_cannot_be_rendered_here_is_left_to_the_trainer(tmp_path
     assert len(notes) == 1 and "users only" in notes[0] and "trainer starts" in notes[0]
 
 
-def test_overlong_prompts_may_be_dropped_unless_none_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "prompts", "said"),
+    [
+        ("drop", ("a", "a b c"), "train: 1 of 2 prompts are too long and will be left out"),
+        ("left", ("a b c",), "train: 1 of 1 prompts are too long and will be cut: left"),
+    ],
+)
+def test_overlong_prompts_that_are_dropped_or_cut_are_counted(
+    tmp_path: Path, how: str, prompts: tuple[str, ...], said: str
+) -> None:
     folder, notes = make_folder(tmp_path), list[str]()
-    section = data(2, overlong_prompts="drop")
-    check_lengths({"train": rows("a", "a b c")}, ModelFacts(folder), section, notes)
-    assert notes == ["train: 1 of 2 prompts are too long and will be left out"]
-    assert "all 1 prompts" in lengths_problem(folder, rows("a b c"), section)
-
-
-def test_overlong_prompts_that_are_cut_are_counted(tmp_path: Path) -> None:
-    folder, notes = make_folder(tmp_path), list[str]()
-    check_lengths({"train": rows("a b c")}, ModelFacts(folder), data(2, overlong_prompts="left"), notes)
-    assert notes == ["train: 1 of 1 prompts are too long and will be cut: left"]
+    check_lengths({"train": rows(*prompts)}, ModelFacts(folder), data(2, overlong_prompts=how), notes)
+    assert notes == [said]
+    assert "all 1 prompts" in lengths_problem(folder, rows("a b c"), data(2, overlong_prompts="drop"))
 
 
 @pytest.fixture
@@ -167,34 +169,26 @@ def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:
     assert "train.jsonl line 4" in str(caught.value) and "no tokenizer" in str(caught.value)
 
 
-def test_an_engine_that_is_not_installed_is_refused(run_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="vllm, which is not installed"):
-        examine(run_files, ["rollout.engine=vllm"])
-
-
-def test_a_redis_that_cannot_be_reached_is_a_mistake(
+def test_an_engine_that_is_not_installed_and_a_redis_that_is_not_reached_are_mistakes(
     run_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("TIDEMILL_REDIS_URL", f"unix://{run_files.parent}/nobody.sock")
-    with pytest.raises(ConfigError, match="cannot reach Redis"):
-        examine(run_files)
+    with pytest.raises(ConfigError) as caught:
+        examine(run_files, ["rollout.engine=vllm"])
+    assert "vllm, which is not installed" in str(caught.value) and "cannot reach Redis" in str(caught.value)
 
 
 def test_findings_without_a_model_are_explained_too() -> None:
     assert dict(describe(Findings(make_config())))["model"].startswith("model")
 
 
-def test_epochs_are_shown_as_steps(run_files: Path) -> None:
+def test_epochs_are_shown_as_steps_or_counted_at_the_start_with_a_hubs_tokenizer(run_files: Path) -> None:
     run_files.write_text(run_files.read_text().replace("steps: 5, groups_per_step: 4", "groups_per_step: 2"))
     findings = examine(run_files, ["trainer.epochs=4", "trainer.checkpoint_every=0"])
     assert findings.config.trainer.steps == 4  # 3 rows // 2 * 4
     said = dict(describe(findings))["run"]
     assert said.startswith("4 steps = 4 epochs; ") and said.endswith("checkpoint at the end only")
-
-
-def test_epochs_with_the_tokenizer_of_a_hub_are_counted_at_the_start(run_files: Path) -> None:
-    run_files.write_text(run_files.read_text().replace("steps: 5, groups_per_step: 4", "groups_per_step: 2"))
     fields = ["trainer.epochs=4", "model.path=owner/name", "data.overlong_prompts=drop"]
     findings = examine(run_files, fields)
     assert any("counted with the tokenizer of owner/name" in note for note in findings.notes)

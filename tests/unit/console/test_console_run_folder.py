@@ -28,11 +28,6 @@ def test_the_folder_keeps_the_whole_resolved_config(tmp_path: Path) -> None:
     assert type(config).model_validate(yaml.safe_load((folder.path / "config.yaml").read_text())) == config
 
 
-def test_a_run_may_be_named_by_its_folder(tmp_path: Path) -> None:
-    assert find_run("runs/abc", tmp_path).run_id == "abc"
-    assert find_run("abc", tmp_path).path == tmp_path / "abc"
-
-
 def test_without_any_run_the_id_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run id was given"):
         find_run(None, tmp_path)

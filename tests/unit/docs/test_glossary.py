@@ -16,9 +16,10 @@ PAGE = ROOT / "docs" / "glossary.md"
 
 
 def words() -> list[list[str]]:
-    """The rows of the table, without its head."""
+    """The rows of the tables, without their heads."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if row[0] not in ("word", "---")]
 
 
 WORDS = words()

@@ -23,13 +23,8 @@ def names(path: Path) -> str:
 
 
 def test_every_service_has_an_image() -> None:
-    assert [names(path) for path in DOCKERFILES] == [
-        "services/console",
-        "services/reward",
-        "services/reward/model_server",
-        "services/rollout",
-        "services/trainer",
-    ]
+    services = ("console", "reward", "reward/model_server", "rollout", "trainer")
+    assert [names(path) for path in DOCKERFILES] == [f"services/{name}" for name in services]
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=names)
@@ -74,19 +69,14 @@ def test_pins_are_installed_only_where_the_base_image_lacks_them(
 
 
 def test_replicas_take_gpus_that_no_other_has(tmp_path: Path) -> None:
-    assert start.take(["0", "1", "2"], 2, tmp_path) == ["0", "1"]
-    assert start.take(["0", "1", "2"], 1, tmp_path) == ["2"]
+    descriptor = os.open(tmp_path / "gpu-0", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert start.take(["0", "1", "2"], 1, tmp_path) == ["1"]
+    os.close(descriptor)  # as the kernel does when a process ends
+    assert start.take(["0", "1", "2"], 2, tmp_path) == ["0", "2"]
     with pytest.raises(SystemExit) as ended:
         start.take(["0", "1", "2"], 1, tmp_path)
     assert ended.value.code == start.NOTHING_FREE
-
-
-def test_the_gpus_of_a_replica_that_ended_are_free_again(tmp_path: Path) -> None:
-    descriptor = os.open(tmp_path / "gpu-0", os.O_CREAT | os.O_RDWR)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    assert start.take(["0", "1"], 1, tmp_path) == ["1"]
-    os.close(descriptor)  # as the kernel does when a process ends
-    assert start.take(["0", "1"], 1, tmp_path) == ["0"]
 
 
 def start_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **variables: str) -> list[str]:
@@ -145,23 +135,15 @@ def test_the_head_gets_every_secret_once_and_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_node_gets_the_heads_address_and_no_secret_that_it_does_not_need(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        node_settings(tmp_path, "10.0.0.5", ["reward"])  # before there is a head
     write_head(tmp_path)
     head = read_settings((tmp_path / ".env").read_text())
     node = read_settings(node_settings(tmp_path, "10.0.0.5", ["reward"]))
     assert node["TIDEMILL_REDIS_URL"] == "redis://10.0.0.5:6379/0"
-    assert (
-        node["REWARD_PASSWORD"] == head["REWARD_PASSWORD"]
-        and node["TIDEMILL_RUN_ID"] == head["TIDEMILL_RUN_ID"]
-    )
-    assert [name for name in node if name.endswith(("PASSWORD", "TOKEN"))] == [
-        "REWARD_PASSWORD",
-        "TIDEMILL_MODEL_TOKEN",
-    ]
+    assert all(node[name] == head[name] for name in ("REWARD_PASSWORD", "TIDEMILL_RUN_ID"))
+    secrets = [name for name in node if name.endswith(("PASSWORD", "TOKEN"))]
+    assert secrets == ["REWARD_PASSWORD", "TIDEMILL_MODEL_TOKEN"]
     node = read_settings(node_settings(tmp_path, "10.0.0.5", ["rollout", "reward"]))
     assert node["TIDEMILL_WEIGHTS_URL"] == "http://10.0.0.5:8200"
     assert node["TIDEMILL_WEIGHTS_TOKEN"] == head["TIDEMILL_WEIGHTS_TOKEN"]
-
-
-def test_a_nodes_settings_are_asked_for_on_the_head(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="run this on the head, first without --node"):
-        node_settings(tmp_path, "10.0.0.5", ["reward"])

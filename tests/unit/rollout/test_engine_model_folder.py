@@ -1,6 +1,7 @@
 """A model folder that cannot be used is a ConfigError that says what is wrong, never a traceback."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,66 +29,77 @@ def test_end_tokens_of_generation_config_and_tokenizer_are_joined(tmp_path: Path
     assert open_model(model_config(tmp_path)).eos_ids == (1, 7, 9)
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "a/b/c"])
-def test_a_missing_folder(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not a folder; give the folder"):
-        open_model(model_config(path))
+def nothing(folder: Path) -> None:
+    """A folder without a model."""
 
 
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
-        open_model(model_config(tmp_path))
-
-
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    tiny_model(tmp_path)
-    for file in tmp_path.glob("token*"):
+def no_tokenizer(folder: Path) -> None:
+    tiny_model(folder)
+    for file in folder.glob("token*"):
         file.unlink()
-    with pytest.raises(ConfigError, match="no usable tokenizer"):
-        open_model(model_config(tmp_path))
 
 
-def test_a_broken_configuration(tmp_path: Path) -> None:
-    tiny_model(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
-    with pytest.raises(ConfigError, match="its configuration cannot be read"):
-        open_model(model_config(tmp_path))
+def unknown_model(folder: Path) -> None:
+    tiny_model(folder)
+    (folder / "config.json").write_text('{"model_type": "no-such-model"}')
 
 
-def test_a_context_that_is_too_short(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_model_len is 129, but .* context of 128"):
-        open_model(model_config(tiny_model(tmp_path), max_model_len=129))
-
-
-def test_a_model_that_could_never_stop(tmp_path: Path) -> None:
-    tiny_model(tmp_path, eos_token_id=None)
-    tokenizer_config = tmp_path / "tokenizer_config.json"
+def never_stops(folder: Path) -> None:
+    tiny_model(folder, eos_token_id=None)
+    tokenizer_config = folder / "tokenizer_config.json"
     fields = json.loads(tokenizer_config.read_text())
     del fields["eos_token"]
     tokenizer_config.write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match="names no end-of-sequence token"):
-        open_model(model_config(tmp_path))
 
 
-def test_a_folder_whose_weights_are_torn_or_gone(tmp_path: Path) -> None:
-    tiny_model(tmp_path)
-    weights = tmp_path / "model.safetensors"
+@pytest.mark.parametrize(
+    ("make", "changes", "said"),
+    [
+        (nothing, {"path": "/no/such/folder"}, "is not a folder"),
+        (nothing, {"path": "./nowhere"}, "is not a folder"),
+        (nothing, {"path": "a/b/c"}, "is not a folder"),
+        (nothing, {}, "config.json"),
+        (no_tokenizer, {}, "tokenizer"),
+        (unknown_model, {}, "configuration"),
+        (tiny_model, {"max_model_len": 129}, "model.max_model_len"),
+        (never_stops, {}, "eos_token_id"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_with_its_cause(
+    make: Callable[[Path], object], changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    make(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        open_model(model_config(**{"path": tmp_path} | changes))
+
+
+def torn(folder: Path) -> None:
+    weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        load_model(model_config(tmp_path), "cpu")
-    weights.unlink()
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        load_model(model_config(tmp_path), "cpu")
 
 
-def test_weights_of_another_model(tmp_path: Path) -> None:
-    tiny_model(tmp_path)
-    config = tmp_path / "config.json"
+def gone(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def of_another_model(folder: Path) -> None:
+    config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
-    with pytest.raises(ConfigError, match="lacks 9 of the model's weights"):
-        load_model(model_config(tmp_path), "cpu")
 
 
-def test_a_device_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="on device cuda:99"):
-        load_model(model_config(tiny_model(tmp_path)), "cuda:99")
+@pytest.mark.parametrize(
+    ("fault", "device", "said"),
+    [
+        (torn, "cpu", "cannot be loaded"),
+        (gone, "cpu", "cannot be loaded"),
+        (of_another_model, "cpu", "lacks 9 of"),
+        (nothing, "cuda:99", "cuda:99"),
+    ],
+)
+def test_weights_that_cannot_be_loaded_are_refused_with_their_cause(
+    fault: Callable[[Path], None], device: str, said: str, tmp_path: Path
+) -> None:
+    tiny_model(tmp_path)
+    fault(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        load_model(model_config(tmp_path), device)

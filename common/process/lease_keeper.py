@@ -1,7 +1,7 @@
 """Renews leases in place of a blocked event loop, and says what blocks it.
 
 A service whose loop is blocked is slow, not dead: without renewal others would take over what it holds, and
-bury it in the end. A thread with a loop and a connection of its own renews what is late, for
+dead-letter it in the end. A thread with a loop and a connection of its own renews what is late, for
 `PATIENCE_LEASES` leases: a loop that never turns again must not keep its messages for ever. Otherwise the
 thread does nothing and has no connection.
 """
@@ -43,14 +43,14 @@ class Leases(Protocol):
         """Renew everything that is held, by another connection, from another thread."""
 
 
-class StandIn:
+class LeaseKeeper:
     """For the loop of the thread that makes it. `start`, `turned` from that loop all the time, `stop`."""
 
     def __init__(self, connect: Callable[[], Broker]) -> None:
         self._connect, self._leases = connect, list[Leases]()
         self._watched, self._turned_at = threading.get_ident(), time.monotonic()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="stand-in")
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="lease-keeper")
         self._broker: Broker | None = None
         self._is_blocked, self._num_blocked, self._longest_s = False, 0, 0.0
         self._where, self._seen_at = "", float("-inf")

@@ -5,7 +5,7 @@ import time
 from tests.support.consumers import make_consumer
 from tests.support.trajectories import make_trajectory
 from tidemill.common.process.heartbeats import Heartbeat
-from tidemill.common.process.stand_in import StandIn
+from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import make_client
 from tidemill.common.redis.embedded import EmbeddedRedis
@@ -23,7 +23,7 @@ def hold_up_the_loop() -> None:
 async def test_a_loop_that_stands_still_loses_no_lease_and_what_it_did_is_named(
     broker: Broker, keys: Keys, redis_server: EmbeddedRedis
 ) -> None:
-    stand_in = StandIn(lambda: Broker(make_client(redis_server.url)))
+    lease_keeper = LeaseKeeper(lambda: Broker(make_client(redis_server.url)))
     mine = Consumer(
         broker,
         keys.trajectories(),
@@ -32,9 +32,9 @@ async def test_a_loop_that_stands_still_loses_no_lease_and_what_it_did_is_named(
         Trajectory,
         lease_s=LEASE_S,
         dead_key=keys.dead,
-        stand_in=stand_in,
+        lease_keeper=lease_keeper,
     )
-    stand_in.start()
+    lease_keeper.start()
     async with mine:
         await append(broker, keys.trajectories(), make_trajectory(1))
         (held,) = await mine.fetch(1, 1.0)
@@ -43,7 +43,7 @@ async def test_a_loop_that_stands_still_loses_no_lease_and_what_it_did_is_named(
         assert await other.fetch(1, 0.0) == []  # long after the lease would have ended
         assert await mine.complete([(held, None)], keys.scores()) == [True]  # type: ignore[list-item]
     beat = Heartbeat("w", "reward")
-    stand_in.report(beat)
-    stand_in.stop()
+    lease_keeper.report(beat)
+    lease_keeper.stop()
     assert "the event loop was blocked" in beat.detail
-    assert "hold_up_the_loop (test_stand_in.py, line" in beat.detail
+    assert "hold_up_the_loop (test_lease_keeper.py, line" in beat.detail
