@@ -293,7 +293,7 @@ class Trainer:
 
         async def write() -> WeightManifest:
             begun = await self.runner.thread.call(weights.begin, version, policy, state)
-            self.runner.thread.let_go()
+            self.runner.thread.release()
             return await asyncio.to_thread(weights.finish, begun)
 
         with metrics.WEIGHTS_WRITE_SECONDS.time():

@@ -62,7 +62,7 @@ class WeightRepair:
 
         async def write() -> WeightManifest:
             begun = await runner.thread.call(weights.begin_again, manifest, runner.policy)
-            runner.thread.let_go()
+            runner.thread.release()
             return await asyncio.to_thread(weights.finish, begun)
 
         written = await until_stored(self.context, write, self.trainer.weights_work.during)

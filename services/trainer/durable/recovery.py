@@ -221,7 +221,7 @@ class Replayer:
             await runner.thread.call(
                 check_replay, runner.policy, commit, now, context.config, context.run_dir
             )
-            runner.thread.let_go()
+            runner.thread.release()
         metrics.REPLAYED_STEPS.inc()
         for ticket in commit.groups:
             self.scheduler.settle(ticket)
@@ -267,7 +267,7 @@ def check_replay(
 ) -> bool:
     """Hold the policy's weights against the commit's digest; returns whether they are the same. `metrics` are
     those of the replay. Runs in the policy's thread."""
-    digest = policy.digest(commit.digest)
+    digest = policy.digest()
     if digest == commit.digest:
         log.info("step replayed, same weights", step=commit.step)
         return True

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.common.weights.bits import TensorInfo
-from tidemill.common.weights.digest import PREFIX, Digest, DigestSum, header_digest, is_additive
+from tidemill.common.weights.digest import PREFIX, Digest, DigestSum, header_digest
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters
 from tidemill.services.trainer.policy.offload import local
@@ -28,7 +28,6 @@ from tidemill.services.trainer.weights.shadow import owned_range
 from tidemill.services.trainer.weights.shard_writer import ShardWriter, sum_over_ranks
 from tidemill.services.trainer.weights.store import (
     WeightState,
-    digest_parameters,
     export_tensors,
     list_files,
     model_tensors,
@@ -98,11 +97,8 @@ class ExportsWeights(SavesState):
         self._writer.wait()
         self.finish_saving()
 
-    def digest(self, like: str = "") -> str:
-        """Of the weights as they are, as commits have it; of the kind that `like` is."""
-        if like and not is_additive(like):
-            base = [("base", self._adapters.mark)] if self._adapters else []
-            return digest_parameters([*self._parameters, *base])
+    def digest(self) -> str:
+        """Of the weights as they are, as commits have it."""
         return self._committed(self._writer.measure(self._sources()))
 
     def _committed(self, exported: Digest) -> str:

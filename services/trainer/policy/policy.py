@@ -36,7 +36,7 @@ from tidemill.services.trainer.weights.store import WeightState
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
     """`grad_norm` is after division by the denominator and before clipping. A skipped update left the weights
-    as they were; `reason` says why, in words."""
+    as they were; `reason` says why,."""
 
     grad_norm: float
     lr: float
@@ -52,7 +52,7 @@ class Policy(Protocol):
         accumulated gradients are undefined: call `zero` and start the step again."""
 
     def update(self, denominator: float) -> UpdateResult:
-        """Divide by the denominator, clip, and take one optimizer step; start accumulating anew. Skipped
+        """Divide by the denominator, clip, and take one optimizer step; start to accumulate again. Skipped
         where the gradient norm is not finite, or where the denominator is 0."""
 
     def coefficients(self) -> Coefficients:
@@ -74,10 +74,10 @@ class Policy(Protocol):
         """
 
     def hold_weights(self) -> None:
-        """Keep a copy of the current weights for `prepare`, until `release_weights`."""
+        """Keep a copy of the current weights for `precompute`, until `release_weights`."""
 
     def release_weights(self) -> None:
-        """Let go of the copy, if there is one."""
+        """Drop the copy, if there is one."""
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, in the configured dtype; tied ones once."""
@@ -117,9 +117,8 @@ class Policy(Protocol):
     def enter(self) -> None:
         """Take it again, with every bit as it was."""
 
-    def digest(self, like: str = "") -> str:
-        """128-bit sum over all weights, as in commits; of the kind of the digest `like`, where one is
-        given."""
+    def digest(self) -> str:
+        """128-bit sum over all weights, as in commits."""
 
 
 T = TypeVar("T")
@@ -137,7 +136,7 @@ class PolicyThread:
     """Runs the policy's calls one at a time; where GPUs are shared in turn, in this process's turns.
 
     The trainer asks for the GPU with the first call of a step, keeps it until the version is being written
-    (`hold`, `let_go`), and leaves it when another process wants it. Between these two it waits for nothing
+    (`hold`, `release`), and leaves it when another process wants it. Between these two it waits for nothing
     that an engine or a reward model has to do: they could not.
     """
 
@@ -190,10 +189,10 @@ class PolicyThread:
         return self._executor.submit(function, *args)
 
     def hold(self) -> None:
-        """From the next call on keep the GPU until `let_go`."""
+        """From the next call on keep the GPU until `release`."""
         self._is_held = True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         leave, self._leave, self._is_held = self._leave, None, False
         if leave is not None:
             leave()

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tidemill.common.config.algorithm import ValueConfig
-from tidemill.common.config.penalties import ReferenceConfig
+from tidemill.common.config.penalties import ReferenceConfig, ValueConfig
 from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.weights.store import model_tensors

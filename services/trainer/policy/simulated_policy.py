@@ -169,6 +169,6 @@ class SimulatedPolicy(HasCoefficients, SavesState):
 
     enter = leave
 
-    def digest(self, like: str = "") -> str:
+    def digest(self) -> str:
         """The end of the chain, 32 hexadecimal digits."""
         return self._chain.hex()

@@ -79,7 +79,7 @@ class ShardReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pieces: dict[str, list[_Piece]] = {}
-        with _told(folder):
+        with _naming_folder(folder):
             for path in sorted(folder.glob(PATTERN)):
                 # Not mapped: pages of a mapping would count as this process's memory.
                 file: Any = safe_open(path, "pt", backend="pread")
@@ -107,7 +107,7 @@ class ShardReader:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor, or all of it."""
         parts: list[Tensor] = []
-        with _told(self._folder):
+        with _naming_folder(self._folder):
             for first, file, shape in self._pieces[name]:
                 if not shape:
                     scalar: Tensor = file.get_tensor(name)
@@ -191,7 +191,7 @@ class PolicyState:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _naming_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -312,8 +312,8 @@ PIECE_BYTES = 1 << 26
 
 
 def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """32 hexadecimal digits for whole `(name, tensor)` pairs given in any order: the digest of releases
-    before that over weights, and what adapters know their base by."""
+    """32 hexadecimal digits for whole `(name, tensor)` pairs given in any order: what adapters know their
+    base by."""
     ordered = sorted(parameters, key=lambda pair: pair[0])
     return digest_in_order(whole_tensor(tensor.detach()) for _, tensor in ordered)
 

@@ -41,7 +41,7 @@ from tidemill.services.trainer.algorithm.advantages.estimators import (
     remax,
     rloo,
 )
-from tidemill.services.trainer.algorithm.advantages.teaching import taught
+from tidemill.services.trainer.algorithm.advantages.teaching import with_teacher
 from tidemill.services.trainer.algorithm.users_function import contained, load_users_function, taken_by
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample
@@ -301,7 +301,7 @@ class Advantages:
         return tuple(Part(weight, components.get(name)) for name, weight in self._weights.items())
 
     def _with(self, sample: Sample, estimate: Estimate) -> Sample:
-        return taught(_with(sample, estimate), self._algorithm.teacher)
+        return with_teacher(_with(sample, estimate), self._algorithm.teacher)
 
 
 def _with(sample: Sample, estimate: Estimate) -> Sample:

@@ -19,7 +19,7 @@ def log_ratios(sample: Sample, teaching: Teaching) -> Float64s:
     return gap_T[sample.mask]
 
 
-def taught(sample: Sample, config: TeacherTermConfig) -> Sample:
+def with_teacher(sample: Sample, config: TeacherTermConfig) -> Sample:
     """The sample with what its teacher adds to the advantage of each token: weight * R_t.
 
     r_t = -clip(log p_rollout(x_t) - log p_teacher(x_t), -clip, clip) and R_t = r_t + gamma R_{t+1} over the

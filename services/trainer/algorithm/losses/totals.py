@@ -117,8 +117,8 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
         "logprob_gap/max": sums.mismatch_max,
     }
     selected = {"selection/left_out_mean": sums.left_out / tokens} if sums.left_out else {}
-    taught = {"teacher_kl": sums.teacher_kl_sum / sums.teacher_tokens} if sums.teacher_tokens else {}
-    return metrics | selected | taught | _value_metrics(sums, tokens) | _expert_metrics(sums, tokens)
+    distilled = {"teacher_kl": sums.teacher_kl_sum / sums.teacher_tokens} if sums.teacher_tokens else {}
+    return metrics | selected | distilled | _value_metrics(sums, tokens) | _expert_metrics(sums, tokens)
 
 
 def effective_share(sums: MicroBatchMetrics) -> float:

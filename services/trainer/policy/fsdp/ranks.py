@@ -81,7 +81,7 @@ class Ranks:
 
     def broadcast(self, payload: bytes = b"") -> bytes:
         """The leader's bytes, on every rank. Raises RankLostError: another rank has ended."""
-        with self._losses_told():
+        with self._naming_lost_ranks():
             length = torch.tensor([len(payload)])
             dist.broadcast(length, 0, group=self._control)
             data = _tensor_of(payload) if self.is_leader else torch.empty(int(length), dtype=torch.uint8)
@@ -107,7 +107,7 @@ class Ranks:
         return self._gather(payload, self._states)
 
     def _gather(self, payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
-        with self._losses_told():
+        with self._naming_lost_ranks():
             lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
             sizes = [int(length) for length in lengths]
@@ -125,7 +125,7 @@ class Ranks:
         self._watch.join()
 
     @contextmanager
-    def _losses_told(self) -> Iterator[None]:
+    def _naming_lost_ranks(self) -> Iterator[None]:
         """Torch raises a RuntimeError with the addresses of sockets where a peer is gone."""
         try:
             yield

@@ -16,7 +16,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.algorithm import TeacherTermConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.advantages import Advantages
-from tidemill.services.trainer.algorithm.advantages.teaching import taught
+from tidemill.services.trainer.algorithm.advantages.teaching import with_teacher
 from tidemill.services.trainer.algorithm.losses.corrections import teacher_kl
 from tidemill.services.trainer.groups.group_filter import (
     BAD_NUMBERS,
@@ -76,7 +76,7 @@ def group_of(*values: float | None, teacher: Any = (-0.25, -0.5, -1.0), **fields
     ("gamma", "expected"), [(0.0, [-2 * LOG2, 2 * LOG2]), (0.5, [-LOG2, 2 * LOG2]), (1.0, [0.0, 2 * LOG2])]
 )
 def test_reverse_kl_is_a_reward_for_each_token(gamma: float, expected: list[float]) -> None:
-    sample = taught(sample_of([0.5, 0.2], [0.25, 0.4], weight=2.0), TeacherTermConfig(gamma=gamma))
+    sample = with_teacher(sample_of([0.5, 0.2], [0.25, 0.4], weight=2.0), TeacherTermConfig(gamma=gamma))
     np.testing.assert_allclose(sample.advantage, expected, atol=1e-6)
 
 
@@ -84,20 +84,20 @@ def test_it_stands_beside_the_outcomes_advantage_and_only_on_the_models_tokens()
     mask = np.array([True, False, True])
     given = sample_of([0.5, 0.9, 0.2], [0.25, 1.0, 0.4], mask=mask, advantage=3.0)
     np.testing.assert_allclose(
-        taught(given, TeacherTermConfig(gamma=1.0)).advantage, [3.0, 3.0, 3.0 + LOG2], atol=1e-6
+        with_teacher(given, TeacherTermConfig(gamma=1.0)).advantage, [3.0, 3.0, 3.0 + LOG2], atol=1e-6
     )
 
 
 def test_a_difference_beyond_the_clip_counts_as_the_clip() -> None:
-    sample = taught(sample_of([0.9, 0.001], [1e-9, 0.9]), TeacherTermConfig(clip=2.0))
+    sample = with_teacher(sample_of([0.9, 0.001], [1e-9, 0.9]), TeacherTermConfig(clip=2.0))
     np.testing.assert_allclose(sample.advantage, [-2.0, 2.0])
 
 
 def test_a_teacher_without_weight_or_in_the_loss_changes_no_advantage() -> None:
     unweighed = sample_of([0.5], [0.25], weight=0.0, advantage=1.5)
-    assert taught(unweighed, TeacherTermConfig()) is unweighed
+    assert with_teacher(unweighed, TeacherTermConfig()) is unweighed
     in_loss = sample_of([0.5], [0.25], advantage=1.5)
-    assert taught(in_loss, TeacherTermConfig(place="loss")) is in_loss
+    assert with_teacher(in_loss, TeacherTermConfig(place="loss")) is in_loss
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_plus_plus"])

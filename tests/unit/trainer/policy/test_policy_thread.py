@@ -49,7 +49,7 @@ async def test_the_device_is_held_from_the_first_call_of_a_step_until_it_is_let_
         wanting = asyncio.create_task(other.acquire())
         await asyncio.sleep(0.1)
         assert not wanting.done() and await thread.call(lambda: policy.is_here)
-        thread.let_go()
+        thread.release()
         await wanting
         assert not policy.is_here
         other.release()

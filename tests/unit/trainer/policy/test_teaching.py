@@ -18,8 +18,8 @@ from tests.support.models import (
     tiny_llama,
 )
 from tests.support.sessions import make_segment, make_session, rows_by_hand
-from tidemill.common.config.algorithm import TeacherTermConfig
-from tidemill.services.trainer.algorithm.advantages.teaching import taught
+from tidemill.common.config.penalties import TeacherTermConfig
+from tidemill.services.trainer.algorithm.advantages.teaching import with_teacher
 from tidemill.services.trainer.groups.samples import Sample, form_micro_batches, make_sample, with_teaching
 from tidemill.services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
 
@@ -35,7 +35,7 @@ def taught_samples(count: int, term: dict[str, Any]) -> list[Sample]:
         if number % 3:
             logprobs_A = rng.normal(-3.0, 1.0, sample.num_trained).astype(np.float32)
             sample = with_teaching(sample, f"t{number % 3}", logprobs_A, 0.5 * (number % 3))
-        done.append(taught(sample, TeacherTermConfig(**term)))
+        done.append(with_teacher(sample, TeacherTermConfig(**term)))
     return done
 
 
@@ -119,7 +119,7 @@ def test_loss_and_gradient_of_sessions_are_those_written_out_row_by_row(place: s
         rollout = np.zeros(len(sample.mask), np.float32)
         rollout[sample.mask] = student.detach().float().numpy()
         sample = replace(sample, rollout_logprobs=rollout)
-        samples.append(taught(with_teaching(sample, "wise", wise.numpy(), weight), term))
+        samples.append(with_teacher(with_teaching(sample, "wise", wise.numpy(), weight), term))
         d = (student.detach().float().double() - wise.double()).clamp(-term.clip, term.clip)
         if place == "reward":
             loss = loss + (weight * d * (student - student.detach()).exp()).sum()
