@@ -215,7 +215,8 @@ def needs_memory(fields: Fields) -> bool:
 
 @cache
 def _adding_scripts() -> frozenset[bytes]:
-    scripts = [_script(name) for name in _script_names()]
+    # Those two write before they add, which a full server takes.
+    scripts = [_script(name) for name in _script_names() if name not in ("mark", "trim")]
     calls = [f"'{command.decode()}'" for command in ADDING]
     return frozenset(sha.encode() for source, sha in scripts if any(call in source for call in calls))
 

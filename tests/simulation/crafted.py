@@ -67,7 +67,7 @@ def _between(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Cra
     """A step was trained and is not committed; what it was trained on is lost, and no commit."""
     setup = replace(setup, steps=5, max_staleness=0, checkpoint_every=4, archive=False, evaluation=False)
     at_s = at_s if setup.sample_s < LEASE_S else 2.0 * at_s
-    moment = rng.choice((["HSET", "committing"], ["append_after", "commits"]))
+    moment = rng.choice((["mark", "committing"], ["append_after", "commits"]))
     how = {"for_s": for_s, "lose_step": True, "before": moment}
     return setup, [Fault(at_s, rng.choice(("restart", "failover")), "", how)]
 

@@ -115,7 +115,7 @@ def _rare(kind: str, rng: random.Random, names: list[str]) -> list[Fault]:
         moments = [round(rng.uniform(1.5, 6.0), 3) for _ in range(3)]
         return [Fault(moment, "foreign", "trajectories", {"what": "old"}) for moment in moments]
     if kind == "commit":
-        moment = rng.choice((["HSET", "committing"], ["XADD", "commits"]))
+        moment = rng.choice((["mark", "committing"], ["XADD", "commits"]))
         how = {"for_s": for_s, "lose": rng.randint(8, 64), "before": moment}
         return [Fault(at_s, rng.choice(("restart", "failover")), "", how)]
     if kind == "clock":

@@ -141,14 +141,13 @@ class Watch:
         if fields[0] == b"XREADGROUP":
             self._consumers[fields[3]] = process
             return None
-        if fields[0] == b"HSET" and fields[2] == TRIMMING.encode():
-            self._marked_at[fields[3]] = self.world.loop.now
-            return None
         name = self._scripts.get(fields[1], "") if fields[0] == b"EVALSHA" else ""
         if name == "move_aside" and fields[3] == self.world.keys.prompts().encode():
             self.withdrawn |= {parse_id(entry_id)[0] - 1 for entry_id in fields[7::2]}
         elif name == "hand_back":
             self._handed_back |= {(fields[3], entry_id) for entry_id in fields[8:]}
+        elif name == "mark" and fields[4] == TRIMMING.encode():
+            self._marked_at[fields[5]] = self.world.loop.now
         elif name == "trim":
             return lambda replies: self._trimmed(fields, replies)
         elif name == "reclaim":

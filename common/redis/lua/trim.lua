@@ -16,6 +16,7 @@ end
 local known = redis.call('HGET', KEYS[2], ARGV[4]) or '"0-0"'
 local ms, new_ms = number(known, '(%d+)%-'), number(ARGV[1], '^(%d+)')
 if new_ms > ms or (new_ms == ms and number(ARGV[1], '%-(%d+)') > number(known, '%-(%d+)')) then
+  redis.call('HDEL', KEYS[2], ARGV[4])  -- as in mark.lua: HSET alone is refused by a server that is full
   redis.call('HSET', KEYS[2], ARGV[4], '"' .. ARGV[1] .. '"')
 end
 if ARGV[5] then

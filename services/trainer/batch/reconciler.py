@@ -154,7 +154,7 @@ class Reconciler:
         what was trained on; and a commit that an earlier trainer has sent, and that arrives late, is refused.
         """
         mark = Mark(self.keys.state, field, f'"{secrets.token_hex(8)}"'.encode())
-        await self.broker.execute("HSET", mark.key, mark.field, mark.value)
+        await self.broker.script("mark", [mark.key], [mark.field, mark.value])
         return mark
 
     async def take_restart(self) -> bool:

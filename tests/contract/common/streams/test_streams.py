@@ -138,6 +138,15 @@ async def test_a_transaction_that_redis_refuses_for_lack_of_memory_leaves_nothin
     assert await streams.length(broker, keys.commits) == 0
 
 
+async def test_a_full_redis_is_trimmed(broker: Broker, keys: Keys) -> None:
+    ids = await streams.append(broker, keys.trajectories(), *(make_trajectory(ticket) for ticket in range(5)))
+    mark = streams.Mark(keys.state, "trimming", b'"m"')
+    async with full_redis(broker):
+        await broker.script("mark", [mark.key], [mark.field, mark.value])
+        assert await streams.trim_before(broker, keys.trajectories(), ids[3], mark) == 3
+    assert await streams.trimmed_below(broker, keys.state, keys.trajectories()) == ids[3]
+
+
 async def test_a_reader_resumes_at_its_position(broker: Broker, keys: Keys) -> None:
     await streams.append(broker, keys.trajectories(), *(make_trajectory(ticket) for ticket in range(5)))
     reader = OffsetReader(broker, keys.trajectories(), Trajectory)
