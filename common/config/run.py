@@ -339,8 +339,9 @@ class RunConfig(Section):
             )
 
     def _is_sampling_filtered(self) -> bool:
-        own = (source.sampling for source in self.data.sources)
-        return any(s.top_p not in (None, 1.0) or s.top_k or s.min_p for s in (self.rollout.sampling, *own))
+        own = [source.sampling for source in self.data.sources]
+        every: list[Any] = [self.rollout.sampling, *own]  # a run's, and those of sources, which may be None
+        return any(s.top_p not in (None, 1.0) or s.top_k or s.min_p for s in every)
 
     def _sampling_is_corrected(self) -> None:
         """Filtered sampling gives each token a rollout logprob above the policy's: what takes the gap for a

@@ -10,7 +10,7 @@ from tests.simulation.mutants import ROOT, Mutant, PlantError, copied_tree, edit
 from tests.simulation.planted import FEW, PLANTED
 from tests.simulation.reverted import REVERTED
 
-NUM_SCHEDULES = 40
+NUM_SCHEDULES = 60
 
 
 @pytest.fixture(scope="module")
