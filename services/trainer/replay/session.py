@@ -104,7 +104,7 @@ class Session:
         """The step before the checkpoint, where its weights are not those that the step was committed with: a
         trainer that had to replay on other hardware goes on from what it has."""
         commit = await self.history.commit(self.version - 1)
-        is_same = commit is None or await self.thread.call(self.policy.digest, commit.digest) == commit.digest
+        is_same = commit is None or await self.thread.call(self.policy.digest) == commit.digest
         return None if is_same else self.version - 1
 
     def _open_cursor(self, checkpoint: Checkpoint | None) -> GroupCursor:
@@ -147,7 +147,7 @@ class Session:
     async def _train(self, commit: Commit) -> ReplayedStep:
         started_at = time.monotonic()
         result = await self.runner.replay(commit, await self._groups_of(commit))
-        digest = await self.thread.call(self.policy.digest, commit.digest)
+        digest = await self.thread.call(self.policy.digest)
         self.version = commit.version
         if digest != commit.digest and self.first_difference is None:
             self.first_difference = commit.step
