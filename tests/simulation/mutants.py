@@ -103,7 +103,8 @@ def examine(mutant: Mutant, root: Path, num_schedules: int) -> Outcome:
         try:
             problem, num_run = answer.recv()
         except EOFError:
-            problem, num_run = "crash: the simulation itself died", 0
+            # Its traceback is on stderr. A simulation that cannot run has seen nothing.
+            problem, num_run = "", 0
         process.join()
     return Outcome(mutant, problem, num_run)
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar, TypeVarTuple
 
 import structlog
 import torch
@@ -122,6 +122,7 @@ class Policy(Protocol):
 
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 log = structlog.get_logger(__name__)
@@ -165,7 +166,7 @@ class PolicyThread:
         """Whether other processes use the GPU too."""
         return self._gate is not None
 
-    async def call(self, function: Callable[..., T], *args: Any) -> T:
+    async def call(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run one call to its end, also when the caller is cancelled; in turns, with the GPU. Raises
         GpuSharingError: the policy could not enter the GPU or leave it."""
         if self._gate is None or self._activity is None:
@@ -178,13 +179,13 @@ class PolicyThread:
                 self._leave = self._gate.stay()
             return await self.call_anywhere(function, *args)
 
-    async def call_anywhere(self, function: Callable[..., T], *args: Any) -> T:
+    async def call_anywhere(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """The same for what needs no GPU: saving a state, and what ends the policy."""
         return await asyncio.shield(
             asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
         )
 
-    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+    def submit(self, function: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
         """The same, for a caller in another thread."""
         return self._executor.submit(function, *args)
 
