@@ -215,7 +215,7 @@ class StepRunner:
             await self._update(mini)
 
     def _filtered(self, group: PendingGroup, step: int) -> TrainableGroup:
-        outcome = self.group_filter.apply(group, step)
+        outcome = self.group_filter.select(group)
         if isinstance(outcome, TrainableGroup):
             return outcome
         raise TidemillError(

@@ -27,6 +27,8 @@ class Process:
     started_at: float = 0.0
     disturbed_at: float = 0.0
     """When last it stood still, or a command of its failed."""
+    woken_at: float = 0.0
+    """When it last went on after it had stood still."""
     is_dead: bool = False
     code: int | None = None
     """With which it ended."""

@@ -175,10 +175,12 @@ class Watch:
             now = self.world.loop.now
             is_fine = not holder.is_dead and not holder.is_frozen
             outage_until = self.world.cluster.outage_until
-            # Everybody has a lease to renew after an outage. Whoever started since then knows nothing of it.
-            is_patient = now < outage_until + LEASE_S and taker.started_at < outage_until - NOTICED_S
+            # Everybody has a lease to renew after an outage. Who started or was frozen then knows nothing of it.
+            saw_outage = max(taker.started_at, taker.woken_at) < outage_until - NOTICED_S
+            is_patient = now < outage_until + LEASE_S and saw_outage
             is_back = is_fine and is_patient and holder.disturbed_at <= outage_until
-            has_left = holder.code == 0 and not holder.disturbed_at
+            # An outage since then may have lost what it acknowledged before it left.
+            has_left = holder.code == 0 and not holder.disturbed_at and holder.started_at >= outage_until
             if has_left or is_back or (is_fine and now - self.in_contact_since(holder) > CONTACT_S):
                 name = self.world.keys.name_of(key.decode())
                 self.broken.append(

@@ -110,7 +110,7 @@ class World:
         """It goes on, and knows nothing of the time between."""
         if not process.is_dead and process.is_frozen:
             self.tell(process.name, "wakes up")
-            process.is_frozen = False
+            process.is_frozen, process.woken_at = False, self.loop.now
             process.disturbed_at = max(process.disturbed_at, self.loop.now)
             self.loop.resume(process)
 

@@ -130,7 +130,9 @@ class Scheduler:
         pairs = [part for entry in orphans for part in (entry.entry_id, "")]
         floor = entry_id_of(keep - 1) if keep else START
         await self.broker.script("move_aside", [key, self.keys.dead], [SCHEMA, floor, *pairs])
-        await self.broker.pipeline([("DEL", self.keys.progress(entry.message.ticket)) for entry in orphans])
+        numbers = [entry.message.ticket for entry in orphans]
+        # A mark that says "published" would hold for the ticket that gets this number next.
+        await self.broker.execute("DEL", *map(self.keys.progress, numbers), *map(self.keys.results, numbers))
 
     async def reissue_lost(self) -> int:
         """Issue again, unchanged, the outstanding tickets above the stream's last id: Redis has lost them."""

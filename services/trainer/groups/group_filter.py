@@ -172,14 +172,18 @@ class GroupFilter:
         self.has_baseline = self.algorithm.advantage_traits.has_greedy_baseline
 
     def apply(self, group: PendingGroup, step: int) -> TrainableGroup | Refusal:
-        """Check the staleness bound for `step`, apply the failure policy, make samples. Their advantages come
-        later (`Advantages.assign`)."""
+        """Check the staleness bound for `step`, then `select`."""
         if step - group.min_version > self.trainer.max_staleness:
             detail = f"version {group.min_version} at step {step}, max_staleness {self.trainer.max_staleness}"
             return Refusal(group.ticket, STALE, detail)
         if group.is_ahead or group.max_version > step:
             detail = f"version {group.max_version} at step {step}, which did not exist yet when it was named"
             return Refusal(group.ticket, STALE, detail)
+        return self.select(group)
+
+    def select(self, group: PendingGroup) -> TrainableGroup | Refusal:
+        """Apply the failure policy, make samples. Their advantages come later (`Advantages.assign`). A replay
+        begins here: a step that was trained kept the bound of its time."""
         teacher = self._teacher(group)
         faults = {index: fault for index, one in group.trajectories.items() if (fault := fault_of(one))}
         usable = {index: score for index, score in group.scores.items() if index not in faults}
