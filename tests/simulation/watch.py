@@ -175,7 +175,7 @@ class Watch:
             now = self.world.loop.now
             is_fine = not holder.is_dead and not holder.is_frozen
             outage_until = self.world.cluster.outage_until
-            # Everybody has a lease to renew after an outage. Who started or was frozen then knows nothing of it.
+            # Everybody has a lease to renew after an outage. Who started or slept then knows nothing of it.
             saw_outage = max(taker.started_at, taker.woken_at) < outage_until - NOTICED_S
             is_patient = now < outage_until + LEASE_S and saw_outage
             is_back = is_fine and is_patient and holder.disturbed_at <= outage_until
