@@ -61,7 +61,6 @@ LONG = (
     "chaos/",
     "simulation/",
     "integration/console/test_rescore.py",
-    "integration/console/test_web_browser.py",
     "integration/console/test_why_slow.py",
     "integration/docs/",
     "integration/infra/test_prometheus.py",

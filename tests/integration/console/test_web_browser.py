@@ -283,7 +283,7 @@ async def test_an_address_leads_back_to_what_was_selected_and_the_browser_keeps_
     ):
         await settled(page, f"http://{base}run/{keys.run_id}/groups/2")
         await page.locator("#c1 .tokens .t").nth(4).click()
-        await page.get_by_text("advantage", exact=True).click()
+        await page.locator("#colours").get_by_text("advantage", exact=True).click()
         await page.wait_for_url(lambda url: url.endswith("/groups/2?at=4&colour=advantage#c1"))
         address = page.url
         await page.goto("about:blank")

@@ -41,14 +41,14 @@ PLANTED: dict[str, dict[str, Any]] = {
             "use": f"{environments.THIS}:Slow",
             "max_turns": 2,
             "processes": 4,
-            "options": {"step_s": 0.4},
+            "options": {"step_s": 0.8},
         },
         "reward__rewards": {"environment": {"environment": True}},
         "reward__function": None,
     },
     "redis": {},
 }
-"""Some 3 s of a step: much more than a busy machine takes for the rest."""
+"""Some 3 to 6 s of a step: much more than a busy machine takes for the rest."""
 FAR_S = 0.08
 """How late each byte from and to Redis is, where that is the bottleneck."""
 
