@@ -210,7 +210,7 @@ class TestWorkerLoop:
 
     async def test_a_ticket_delivered_too_often_is_buried_unopened(self, make, broker, keys):
         await issue(broker, keys)
-        async with make(streams__max_attempts=1) as worker:
+        async with make(streams__max_attempts=1, streams__lease_s=2.0) as worker:
             delivery = await worker.fetch()
             args = (keys.prompts(), ROLLOUT_GROUP, "gone", 0, delivery.entry_id, "IDLE", 10**6)
             await broker.execute("XCLAIM", *args)
