@@ -6,7 +6,6 @@ drifted apart by rounding sample another token one day.
 """
 
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,10 +16,10 @@ from tidemill.common.history import (
     History,
     MissingRecordsError,
     RecordedGroup,
+    Selection,
     StreamName,
-    TicketCursor,
 )
-from tidemill.common.history.groups import dropped_groups, tickets_of
+from tidemill.common.history.groups import dropped_groups
 from tidemill.common.wire.messages import Commit, Ticket
 from tidemill.services.console.compare.differences import (
     Aspect,
@@ -77,16 +76,13 @@ class StepReader:
         self.history, trainer = run.history, run.config.trainer
         most = (2 + trainer.max_staleness) * trainer.groups_per_step
         self.groups = GroupCursor(run.history, run.config.largest_group_size, most)
-        self.tickets = TicketCursor(run.history)
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "StepReader":
-        await self._stack.enter_async_context(self.groups)
-        self._stack.push_async_callback(self.tickets.aclose)
+        await self.groups.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        await self.groups.__aexit__()
 
     async def commits(self) -> AsyncIterator[Commit]:
         """All of them, in order."""
@@ -105,9 +101,9 @@ class StepReader:
 
     async def prompts(self, commit: Commit) -> dict[int, Ticket]:
         """The tickets that the step was trained on, as far as they are there."""
-        found = await self.tickets.tickets(commit.groups)
-        self.tickets.close(tickets_of(commit))
-        return found
+        wanted = Selection(tickets=(min(commit.groups, default=0), max(commit.groups, default=-1)))
+        tickets = self.history.messages(StreamName.PROMPTS, Ticket, wanted)
+        return {ticket.ticket: ticket async for ticket in tickets if ticket.ticket in commit.groups}
 
 
 async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:

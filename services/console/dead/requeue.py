@@ -24,7 +24,6 @@ from tidemill.common.run.state import FINISHED, read_state
 from tidemill.common.streams import (
     DONE,
     LETTER_GONE,
-    Progress,
     group_status,
     has_entry,
     reappend,
@@ -142,9 +141,11 @@ class Requeuer:
         is_ticket = entry.stream == "prompts"
         key = self.keys.prompts(lane) if is_ticket else self.keys.trajectories(lane)
         group = ROLLOUT_GROUP if is_ticket else REWARD_GROUP
-        lease_s, progress_key = self.config.streams.lease_s, self.keys.progress(ticket, lane)
+        lease_s, published = self.config.streams.lease_s, dict[int, int]()
         if await group_status(self.broker, key, group) is None:
             return RequeueResult(entry, False, f"no {group} worker has ever joined; start one first")
+        if is_ticket:  # what was published before it died must not be generated a second time
+            published = await self._published(ticket, lane)
         answer = await requeue(
             self.broker,
             self.keys.dead,
@@ -153,21 +154,22 @@ class Requeuer:
             group,
             entry.content.entry_id,
             lease_s=lease_s,
-            progress=await self._progress(ticket, lane) if is_ticket else Progress(progress_key),
+            progress_key=self.keys.progress(ticket, lane),
+            published=sorted(published),
+            started_version=min(published.values(), default=None),
         )
         if answer == DONE:
             return RequeueResult(entry, True, f"the next {group} worker takes it, within {lease_s:g} s")
         trimmed = "its stream does not hold it any more: it was trimmed, so nothing needs it"
         return RequeueResult(entry, False, GONE if answer == LETTER_GONE else trimmed)
 
-    async def _progress(self, ticket: int, lane: Lane) -> Progress:
-        """What was published before the ticket died must not be generated a second time."""
+    async def _published(self, ticket: int, lane: Lane) -> dict[int, int]:
+        """The least version in each published sample of a ticket, by index."""
         published: dict[int, int] = {}
         async for entry in scan(self.broker, self.keys.trajectories(lane), Trajectory):
             if isinstance(entry, Entry) and entry.message.ticket == ticket:
                 published.setdefault(entry.message.index, entry.message.min_version)
-        least = min(published.values(), default=None)
-        return Progress(self.keys.progress(ticket, lane), sorted(published), least)
+        return published
 
 
 def _version_of(entry: DeadEntry) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Record, Selection, StreamName, StreamSummary
-from tidemill.common.history.windows import near_tickets
+from tidemill.common.history.records import near_tickets
 from tidemill.common.process.programs import run_main
 from tidemill.common.streams import group_status, last_id
 from tidemill.common.streams.entries import entry_id_of, id_after
@@ -135,7 +135,8 @@ def show_entries(view: ViewOptions, stream: str, what: str, lane: str) -> None:
             near = selection
             if selection.tickets is not None:
                 first, last = (int(end or 0) for end in selection.tickets)
-                near = replace(await near_tickets(access.history, name, first, last), index=selection.index)
+                near = await near_tickets(access.history, first, last, name.lane)
+                near = replace(near, index=selection.index)
             records = [record async for record in access.history.scan(name, near)]
             if not records and near != selection:
                 records = [record async for record in access.history.scan(name, selection)]
