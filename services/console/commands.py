@@ -151,7 +151,7 @@ def diff(options: DiffOptions) -> None:
     Compares step by step what both were trained on and what came out, and stops at the first step that
     differs by more than rounding. Exits with 0 when there is none, and 1 when there is.
     """
-    from tidemill.services.console.compare.commands import show_diff
+    from tidemill.services.console.compare.diff import show_diff
 
     raise typer.Exit(show_diff(options))
 
