@@ -26,7 +26,7 @@ from tidemill.services.console.options import DeadFilter
 from tidemill.services.console.records.step import time_table
 from tidemill.services.console.status.dashboard import flow_lines, process_table
 from tidemill.services.console.status.snapshot import StepPoint, points_of
-from tidemill.services.console.text.tree import Node, part
+from tidemill.services.console.text.tree import part, table
 from tidemill.services.console.web.curves import chart_trees
 from tidemill.services.console.web.groups import STATES, GroupRow, number_of
 from tidemill.services.console.web.runs import WatchedRun
@@ -116,9 +116,9 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
         commit = await history_of(run).commit(number)
     except TidemillError as error:
         problem = str(error)
-    topics: defaultdict[str, list[Node]] = defaultdict(list)
+    topics: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for name, value in row.metrics.items():
-        topics[name.partition("/")[0] if "/" in name else ""].append(Node(name, value))
+        topics[name.partition("/")[0] if "/" in name else ""].append({"metric": name, "value": value})
     return site.response(
         "step.html",
         run=run,
@@ -129,7 +129,7 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
         dropped=sorted(commit.dropped, key=lambda item: (item[1] != WHOLE_GROUP, item)) if commit else [],
         micro_batches=list(micro_batches_of(commit)) if commit else [],
         times=part("", time_table(row.metrics)),
-        numbers=part("", (part(topic or "step", topics[topic]) for topic in sorted(topics))),
+        numbers=part("", (part(topic or "step", table(topics[topic])) for topic in sorted(topics))),
         problem=problem,
         most_dropped=MAX_DROPPED,
         previous=number - 1 if number - 1 in run.index.steps else None,
