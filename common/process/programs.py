@@ -59,7 +59,7 @@ class Child(StrEnum):
     """Modules whose `main` runs users' code in a process of its own (`children.py`)."""
 
     SCORING = "tidemill.services.reward.functions.processes.child"
-    ENVIRONMENTS = "tidemill.services.rollout.environments.child"
+    ENVIRONMENTS = "tidemill.services.rollout.environments.stages"
     AGENTS = "tidemill.services.rollout.environments.agent_host"
 
 
