@@ -63,7 +63,7 @@ class Child(StrEnum):
     AGENTS = "tidemill.services.rollout.environments.agent_host"
 
 
-VLLM_EXTENSION = "tidemill.services.rollout.engines.vllm_worker_extension.WeightLoader"
+VLLM_EXTENSION = "tidemill.services.rollout.engines.vllm_worker.WeightLoader"
 """The class that vLLM loads by name in its own worker processes."""
 
 
