@@ -142,8 +142,8 @@ class GroupGenerator:
             await self.consumer.start_group(delivery, progress, version)
         elif started_version > version:
             try:
-                # What only Redis has lost is announced again long before the lease ends; of a history that the
-                # trainer has lost too, it never comes.
+                # What only Redis has lost is announced again long before the lease ends. What the trainer has
+                # lost too never comes.
                 await asyncio.wait_for(self.follower.reach(started_version), self.consumer.lease_s)
             except TimeoutError:
                 was, what = started_version, "the version that a group began with is gone"
