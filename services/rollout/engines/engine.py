@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.common.config.rollout import RolloutConfig
-from tidemill.common.config.run import RunConfig
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import VersionSpan
 
@@ -182,11 +181,6 @@ def share_cores(rollout: RolloutConfig) -> int:
         share = max(1, (len(os.sched_getaffinity(0)) - 1) // rollout.workers)
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
     return int(os.environ["OMP_NUM_THREADS"].split(",")[0])
-
-
-def sampling_seed(config: RunConfig) -> int:
-    """The seed of the engine's sampling: its own, else the run's."""
-    return config.seed if config.rollout.seed is None else config.rollout.seed
 
 
 def check_length(request: GenerationRequest, max_model_len: int) -> None:
