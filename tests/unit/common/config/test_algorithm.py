@@ -201,8 +201,7 @@ def test_off_means_off_though_yaml_reads_it_as_false(tmp_path):
 
 def test_every_name_of_the_config_has_a_function_behind_it():
     for name in ADVANTAGES:
-        value = {"head": name == "gae"}
-        assert find_advantage(AlgorithmConfig(advantage=name, value=value)).estimate is not None
+        assert find_advantage(AlgorithmConfig(advantage=name)).estimate is not None
     for name in LOSSES:
         level = {"level": "sequence"} if LOSSES[name].level == "sequence" else {}
         old = "rollout" if LOSSES[name].weighs_by_rollout else "recompute"
