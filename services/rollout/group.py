@@ -98,7 +98,7 @@ class GroupGenerator:
                 metrics.STAGE_SECONDS.labels("ticket").observe(waited_s)
             missing = sorted(set(range(ticket.group_size)) - done)
             if not missing:
-                await self.consumer.settle_group(delivery, *self._keys_of(ticket), ticket.group_size)
+                await self.consumer.publish_sample(delivery, *self._keys_of(ticket), None)
             faults: dict[int, EnvironmentFaultError] = {}
             async with asyncio.TaskGroup() as samples:
                 for index in missing:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import SERVERS
 from tests.support.browsers import browsing, chromium, serving
+from tests.support.numbered import append_numbered
 from tests.support.preloaded import REPO
 from tests.support.recorded_sessions import as_session
 from tests.support.runs import ServiceRun, simulated_config
@@ -23,7 +24,7 @@ from tests.support.web_runs import (
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
-from tidemill.common.streams import append, append_numbered
+from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus
 
@@ -134,7 +135,7 @@ async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(
     await append(broker, keys.trajectories(), completion(NUM_GROUPS - 1, 0, "the newest one"))
     async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing() as page:
         await settled(page, f"http://{base}/groups")
-        assert "50\u202f000 groups" in await text_of(page, "#news")
+        assert "50\u202f000 groups" in await text_of(page, "#changes")
         assert await page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
         await page.keyboard.press("j")
         await page.keyboard.press("j")
@@ -146,7 +147,7 @@ async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(
         await page.keyboard.press("j")
         assert await page.evaluate("document.activeElement.textContent") == str(NUM_SCORED - 1)
         await page.goto(f"http://{base}/groups?reward=3..3&step=..20")
-        assert "2 of 50\u202f000 groups" in await text_of(page, "#news")
+        assert "2 of 50\u202f000 groups" in await text_of(page, "#changes")
 
 
 async def test_a_group_is_read_with_keys_alone(
