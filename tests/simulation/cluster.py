@@ -22,7 +22,7 @@ from tests.simulation.process import Process
 from tests.simulation.redis.client import deliver
 from tests.simulation.redis.keyspace import READS, split
 from tests.simulation.redis.server import Fields, MemoryServer
-from tidemill.common.redis.broker import _script, _script_names
+from tidemill.common.redis.broker import _SCRIPTS, _script
 from tidemill.common.redis.lines import ANSWER_TIMEOUT_S
 
 LATENCY_S = 0.001
@@ -216,7 +216,8 @@ def needs_memory(fields: Fields) -> bool:
 @cache
 def _adding_scripts() -> frozenset[bytes]:
     # Those two write before they add, which a full server takes.
-    scripts = [_script(name) for name in _script_names() if name not in ("mark", "trim")]
+    names = {file.name.removesuffix(".lua") for file in _SCRIPTS.iterdir()} - {"mark", "trim"}
+    scripts = [_script(name) for name in names]
     calls = [f"'{command.decode()}'" for command in ADDING]
     return frozenset(sha.encode() for source, sha in scripts if any(call in source for call in calls))
 
