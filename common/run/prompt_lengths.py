@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
-from tidemill.common.run.dataset import Row
-from tidemill.common.run.training_rows import read_training_rows
+from tidemill.common.run.dataset import Row, read_training_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
