@@ -173,7 +173,7 @@ def test_a_class_is_made_with_its_kwargs_and_its_tuples_are_read(load: Any) -> N
     agent = load(source, "Agent", value=0.5)
     (outcome,) = call(agent, sample("text"))
     assert (outcome.value, outcome.detail) == (0.5, {"notes": ["text", "because"]})
-    changed = agent.call(Request([sample()] * 3, scores=[1.0, None, 2.0]))
+    changed = run_through(agent.call(Request([sample()] * 3, scores=[1.0, None, 2.0])))
     assert [outcome.value for outcome in changed] == [2.0, None, 3.0]
     with pytest.raises(ConfigError, match="does not fit the constructor"):
         load(source, "Agent", valu=1)
