@@ -137,7 +137,6 @@ class KnownWorker(Worker):
         super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
     def execute_job(self, job: Job, queue: Queue) -> None:
-        """Fork, wait for the job's end, and count it."""
         started = time.monotonic()
         try:
             super().execute_job(job, queue)

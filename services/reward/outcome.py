@@ -103,8 +103,6 @@ class RewardOutcome:
 
 
 class Reward(ABC):
-    """Scores samples, many at once."""
-
     slots: int | None = None
     """Samples it makes sense to hold at once; None where only memory sets a limit."""
 

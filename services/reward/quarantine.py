@@ -19,8 +19,6 @@ UNRESTRICTED = 2
 
 
 class SuspectRunner(Protocol):
-    """A lane, as the quarantine sees it."""
-
     consumer: Consumer[Trajectory]
 
     def start(self, delivery: Delivery[Trajectory]) -> None:
@@ -49,12 +47,10 @@ class Quarantine:
         return self._max_together(delivery) is not None
 
     def began(self) -> None:
-        """A sample is in flight."""
         self._num_running += 1
         self._is_quiet.clear()
 
     def ended(self) -> None:
-        """A sample is in flight no longer."""
         self._num_running -= 1
         if not self._num_running:
             self._is_quiet.set()

@@ -56,8 +56,6 @@ async def serve(context: ServiceContext) -> None:
 
 
 class Scorer:
-    """Scores trajectories by the rewards of a run."""
-
     def __init__(self, reward: WeightedSum, config: RewardConfig, worker: str, seed: int) -> None:
         self.reward, self._config = reward, config
         self._worker, self._seed = worker, seed
@@ -86,8 +84,6 @@ class Scorer:
 
 
 class RewardLane(LaneWorker[Trajectory]):
-    """One lane of a worker."""
-
     def __init__(
         self,
         context: ServiceContext,
@@ -117,7 +113,6 @@ class RewardLane(LaneWorker[Trajectory]):
 
     @property
     def num_free(self) -> int:
-        """Trajectories that may be taken."""
         return self.counts.slots() - self.num_held
 
     async def fetch(self, count: int) -> list[Delivery[Trajectory] | Garbled]:
@@ -150,7 +145,6 @@ class RewardLane(LaneWorker[Trajectory]):
         )
 
     def start(self, delivery: Delivery[Trajectory]) -> None:
-        """Begin to score a trajectory that is held."""
         self.num_held += 1
         self.quarantine.began()
         self.counts.count(self.lane, in_flight=1)

@@ -58,7 +58,6 @@ class WorkerMetrics:
         self._activity.enter(SCORING if self._in_flight.total() > self._num_unpublished else IDLE)
 
     def published(self, lane: Lane, score: Score) -> None:
-        """A score is in the stream."""
         self._statuses[score.status] += 1
         self._gathered[lane].add((score.status, score.latency_s))
         if score.status is ScoreStatus.OK:

@@ -12,7 +12,6 @@ from tidemill.services.jobs.sandbox.job import probe
 
 
 def main(config: str) -> int:
-    """Try the sandbox once; returns the exit code."""
     try:
         probe(SandboxConfig.model_validate_json(config))
     except SandboxError as error:

@@ -266,7 +266,6 @@ class MemoryGroup:
         self._folder = folder
 
     def entered(self, command: list[str]) -> list[str]:
-        """The command that runs `command` in the group."""
         if self._folder is None:
             return command
         return ["/bin/sh", "-c", ENTER_GROUP, str(self._folder / "cgroup.procs"), *command]

@@ -120,18 +120,19 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ThreadCalls:
-    """The calls of a plain function."""
-
     def __init__(self, function: Callee, send: Send) -> None:
         self._function, self._send = function, send
         self._for_main: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._is_main_busy = False
         self._others = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="reward")
-        self._meter = LoadMeter()
+        self._active_at = self._since = time.monotonic()
+        self._computed_s = _computing_s()
 
     def take(self, frame: dict[str, Any]) -> None:
         """Start a call. A thread cannot be stopped: what is broken off dies with the process."""
-        self._meter.begin()
+        now = time.monotonic()
+        if not self._is_main_busy and now - self._active_at > LEAST_S:  # it was idle
+            self._since, self._computed_s = now, _computing_s()
         if self._is_main_busy:
             self._others.submit(self._answer, frame)
         else:
@@ -143,7 +144,6 @@ class ThreadCalls:
         return {}
 
     def serve(self) -> None:
-        """Answer calls in the main thread, for ever."""
         while True:
             self._answer(self._for_main.get(), is_main=True)
 
@@ -156,37 +156,18 @@ class ThreadCalls:
             answer["main_only"] = True
         if is_main:
             self._is_main_busy = False  # before the answer, which may bring the next call at once
-        self._send({"id": frame["id"], "load": self._meter.end(), **answer})
+        self._send({"id": frame["id"], "load": self._load(), **answer})
 
-
-class LoadMeter:
-    """How much this process computes while there are calls. Used from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_running = 0
-        self._busy_s = self._since = 0.0
-        self._cpu_s = _computing_s()
-
-    def begin(self) -> None:
-        with self._lock:
-            if not self._num_running:
-                self._since = time.monotonic()
-            self._num_running += 1
-
-    def end(self) -> float | None:
-        """A call has ended: the load since the last answer to this; None where it is too early."""
-        with self._lock:
-            now = time.monotonic()
-            self._busy_s += now - self._since
-            self._since = now
-            self._num_running -= 1
-            if self._busy_s < LEAST_S:
-                return None
-            cpu_s = _computing_s()
-            load = (cpu_s - self._cpu_s) / self._busy_s
-            self._busy_s, self._cpu_s = 0.0, cpu_s
-            return load
+    def _load(self) -> float | None:
+        """How many cores this process kept busy since the last answer to this; None where it is too early."""
+        now = self._active_at = time.monotonic()
+        busy_s = now - self._since
+        if busy_s < LEAST_S:
+            return None
+        computed_s = _computing_s()
+        load = (computed_s - self._computed_s) / busy_s
+        self._since, self._computed_s = now, computed_s
+        return load
 
 
 def _computing_s() -> float:
@@ -202,8 +183,6 @@ def _computing_s() -> float:
 
 
 class LoopCalls:
-    """The calls of an async function."""
-
     def __init__(self, function: Callee, send: Send) -> None:
         self._function, self._send = function, send
         self._loop = asyncio.new_event_loop()
@@ -238,7 +217,6 @@ class LoopCalls:
         }
 
     def serve(self) -> None:
-        """Run the loop for ever. An interrupt or exit in a task that a call has started does not end it."""
         asyncio.set_event_loop(self._loop)
         self._turn()
         while not self._loop.is_closed():

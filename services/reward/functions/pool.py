@@ -68,7 +68,6 @@ class Execution:
 
     @property
     def notes(self) -> list[str]:
-        """Where an async function blocks."""
         return [text for pool in self._pools if (text := pool.blockage.note_text)]
 
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
@@ -78,7 +77,6 @@ class Execution:
         return await self._pools[request.samples[0].is_evaluation].run(request, timeout_s)
 
     async def close(self) -> None:
-        """Stop what was started."""
         for pool in self._pools:
             await pool.close()
 
@@ -163,7 +161,6 @@ class ProcessPool:
 
     @property
     def capacity(self) -> int:
-        """Calls that run at once."""
         return self._size * self._calls_each
 
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
@@ -191,7 +188,6 @@ class ProcessPool:
                 num_together = 1 if num_together < UNRESTRICTED else UNRESTRICTED
 
     async def close(self) -> None:
-        """Kill all processes and wait until they are gone."""
         for process in [*self._processes, *([self._apart] if self._apart else [])]:
             self._discard(process)
         await asyncio.gather(*self._reapers)
@@ -318,7 +314,6 @@ class ScoringProcess(WorkerProcess):
         return outcomes_of(found)
 
     def receive(self, frame: dict[str, Any]) -> None:
-        """An answer, or a beat."""
         self._beat_at = time.monotonic()
         if (beat := frame.get("beat")) is not None:
             if beat:

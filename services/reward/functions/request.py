@@ -43,7 +43,6 @@ class Request:
 
     @classmethod
     def from_wire(cls, tree: dict[str, Any]) -> "Request":
-        """The request that `to_wire` wrote."""
         return cls(**tree | {"samples": [_unwired(sample) for sample in tree["samples"]]})
 
 

@@ -98,7 +98,6 @@ class ScoringApp:
         return Response(status_code=503 if self.batcher.is_closed else 200)
 
     async def models(self, _: Request) -> Response:
-        """The one model there is."""
         card = {
             "id": self.name,
             "object": "model",
@@ -113,7 +112,6 @@ class ScoringApp:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     async def is_sleeping(self, _: Request) -> Response:
-        """Whether the weights are off the device."""
         is_sleeping = self.is_asleep or (self.gate is not None and not self.gate.is_open)
         return JSONResponse({"is_sleeping": is_sleeping})
 
@@ -154,7 +152,6 @@ class ScoringApp:
         return answer("pooling", self.name, num_tokens, request.request_id, data=data)
 
     async def _prompt_logprobs(self, http: Request) -> dict[str, Any]:
-        """A language model's logprobs of the prompts' tokens."""
         if self.model.kind != "lm":
             raise InputError(f"this model {DOES[self.model.kind]}; start the server with --head lm")
         request = LogprobsRequest.model_validate_json(await _body(http))
@@ -165,7 +162,6 @@ class ScoringApp:
         return completion(self.name, rows, [logprobs.tolist() for logprobs in found])
 
     async def _tokenize(self, http: Request) -> dict[str, Any]:
-        """The ids of a text or a chat."""
         request = TokenizeRequest.model_validate_json(await _body(http))
         self._check_name(request.model)
         (ids,) = await asyncio.to_thread(self.inputs.rows, request.scoring)
@@ -241,7 +237,6 @@ def _priority(http: Request, priority: int) -> int:
 
 
 def _refusal(status: int, message: str, retry_after_s: float | None = None) -> Response:
-    """An error in the form of OpenAI's and vLLM's."""
     kind = ERRORS.get(status, "InternalServerError")
     error = {"message": message, "type": kind, "param": None, "code": status}
     headers = {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}

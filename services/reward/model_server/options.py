@@ -14,8 +14,6 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class ServerOptions(BaseModel, frozen=True):
-    """Each field is an option of the command line."""
-
     model: str = Field(description="folder (or hub name) of the reward model")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8100, ge=0, le=65535, description="port, 0 for a free one")

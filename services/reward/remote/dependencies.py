@@ -122,7 +122,6 @@ class RewardDependencies:
 
     @classmethod
     def of(cls, context: ServiceContext) -> "RewardDependencies":
-        """Those of a running worker."""
         return cls(context.config, context.broker, context.keys, context.name, reporters=context.reporters)
 
     def servers(self, name: str) -> Servers:

@@ -56,12 +56,10 @@ class RemoteFault(AttemptError):
 
 
 def connection_fault(origin: str, error: BaseException) -> RemoteFault:
-    """The fault of a request that was not answered."""
     return RemoteFault(FaultKind.CONNECTION, f"no answer from {origin}: {str(error) or type(error).__name__}")
 
 
 def status_fault(origin: str, status: int, headers: Mapping[str, str], said: str) -> RemoteFault:
-    """The fault of an answer whose status is not one of success."""
     message = f"{origin} answered {status}: {' '.join(said.split())[:SHOWN_CHARS]}"
     retry_after_s = retry_after(headers.get("retry-after", ""))
     if status == 429:

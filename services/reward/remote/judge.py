@@ -33,8 +33,6 @@ REGEX_PROCESSES = 2
 
 
 class JudgePrompt:
-    """The templates of one judge."""
-
     def __init__(self, name: str, config: JudgeConfig) -> None:
         where = f"reward.rewards.{name}.judge"
         self._user = SampleTemplate(config.template, f"{where}.template")
@@ -77,8 +75,6 @@ def read_answer(answer: dict[str, Any], api: str) -> JudgeAnswer:
 
 
 class JudgeReward(Reward):
-    """The verdicts of one judge."""
-
     def __init__(self, name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
         assert config.judge is not None
         self.config, self._timeout_s = config.judge, config.timeout_s

@@ -21,8 +21,6 @@ MAX_KEPT_TOKENS = 100_000
 
 
 class ModelReward(Reward):
-    """Scores samples by a reward model."""
-
     def __init__(self, _: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
         assert config.model is not None
         self._config, self._timeout_s = config.model, config.timeout_s
@@ -67,7 +65,6 @@ def model_reading(_: str, config: NamedRewardConfig, sample: RewardSample, serve
 
 
 def make_body(sample: RewardSample, config: RewardModelConfig) -> dict[str, Any]:
-    """The request for one sample."""
     body: dict[str, Any] = {"use_activation": False}
     if config.input == "ids":
         body["input"] = [int(token) for ids in (sample.prompt_ids, sample.completion_ids) for token in ids]
@@ -109,7 +106,6 @@ def reduce_scores(scores: list[Any], sample: RewardSample, config: RewardModelCo
 
 
 def normalise(raw: float, config: RewardModelConfig) -> float:
-    """The value of a raw score."""
     value = raw
     if config.normalise == "sigmoid":
         value = 1.0 / (1.0 + math.exp(-raw)) if raw > -500 else 0.0

@@ -90,22 +90,18 @@ class Replica:
         return max(0.0, self._rests_until - self._clock()) if self._rests_until is not None else 0.0
 
     @property
-    def is_resting(self) -> bool:
-        """Whether it gets no request now: its rest is not over, or one request tries it already."""
-        return self._rests_until is not None and (self._is_trying or self.rests_for_s > 0.0)
+    def state(self) -> str:
+        if not self.is_healthy:
+            return "down"
+        # Its rest is not over, or one request tries it already.
+        if self._rests_until is not None and (self._is_trying or self.rests_for_s > 0.0):
+            return "paused" if self._is_paused else "resting"
+        return "up"
 
     @property
     def is_usable(self) -> bool:
         """Whether it may be sent a request now."""
-        return self.is_healthy and not self.is_resting
-
-    @property
-    def state(self) -> str:
-        if not self.is_healthy:
-            return "down"
-        if self.is_resting:
-            return "paused" if self._is_paused else "resting"
-        return "up"
+        return self.state == "up"
 
     def begin(self) -> None:
         self.in_flight += 1
@@ -128,7 +124,6 @@ class Replica:
         return not was_trying
 
     def pause(self, pause_s: float) -> None:
-        """The replica asked for a pause."""
         self._rests_until = max(self._rests_until or 0.0, self._clock() + pause_s)
         self._is_trying, self._is_paused = False, True
 
@@ -164,7 +159,6 @@ class Servers:
         return list(self._replicas.values())
 
     def states(self) -> Counter[str]:
-        """How many replicas are in which state (`STATES`)."""
         return Counter(replica.state for replica in self.replicas)
 
     async def ask_json(
@@ -221,7 +215,7 @@ class Servers:
         Raises:
             RemoteFault: none of those that were asked did, or asking another one cannot help.
         """
-        tried: set[str] = set()
+        tried, patience_s = set[str](), self.config.patience_s
         num_failovers, waits_until, waits_for = 0, 0.0, None
         while True:
             try:
@@ -235,10 +229,16 @@ class Servers:
                 has_another = any(one.is_usable and one.url not in tried for one in self.replicas)
                 if is_down or fault.asks_for_pause:  # costs no attempt, but patience
                     waits_for = fault
-                    waits_until = waits_until or time.monotonic() + self.config.patience_s
+                    waits_until = waits_until or time.monotonic() + patience_s
                     if not has_another:
                         if time.monotonic() >= waits_until:
-                            raise self._out_of_patience(fault) from fault
+                            if fault.asks_for_pause and not patience_s:
+                                raise  # it says when to retry
+                            raise RemoteFault(
+                                FaultKind.NO_REPLICA,
+                                f"servers.{self.name} kept dying, or asking for pauses, for {patience_s:g} s "
+                                f"(patience_s); the last answer: {fault}",
+                            ) from fault
                         tried.clear()  # a server that comes back is as good as new
                 else:
                     may_help = fault.is_replicas or fault.kind == FaultKind.RATE_LIMITED
@@ -254,7 +254,6 @@ class Servers:
         metrics.REMOTE_ERRORS.labels(self.name, fault.kind).inc()
 
     def count_tokens(self, permit: Permit, prompt: int, completion: int) -> None:
-        """What an answer has cost."""
         permit.used_tokens = prompt + completion
         self.num_tokens += prompt + completion
         metrics.REMOTE_TOKENS.labels(self.name, "prompt").inc(prompt)
@@ -262,7 +261,6 @@ class Servers:
         metrics.REMOTE_COST.labels(self.name).inc(self.config.prices.cost(prompt, completion))
 
     def report(self, beat: Heartbeat) -> None:
-        """Fill in these servers' part of the worker's heartbeat."""
         states = self.states()
         beat.counts |= {
             f"{self.name}/answered": self.num_answered,
@@ -378,7 +376,12 @@ class Servers:
                 return chosen
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise RemoteFault(FaultKind.NO_REPLICA, self._why_none())
+                known = ", ".join(f"{replica.origin} is {replica.state}" for replica in self.replicas)
+                raise RemoteFault(
+                    FaultKind.NO_REPLICA,
+                    f"no replica of servers.{self.name} could be used within {self.config.patience_s:g} s "
+                    f"(patience_s): {known or 'none is configured or registered'}",
+                )
             rests_s = [rest_s for one in self.replicas if (rest_s := one.rests_for_s) > 0]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, *rests_s, self._health_interval_s)):
@@ -431,23 +434,6 @@ class Servers:
         while True:
             await self.look()
             await asyncio.sleep(self._health_interval_s)
-
-    def _out_of_patience(self, fault: RemoteFault) -> RemoteFault:
-        """The servers keep dying, or asking for pauses: the sample is not the only one to suffer."""
-        if fault.asks_for_pause and not self.config.patience_s:
-            return fault  # it says when to retry
-        return RemoteFault(
-            FaultKind.NO_REPLICA,
-            f"servers.{self.name} kept dying, or asking for pauses, for {self.config.patience_s:g} s "
-            f"(patience_s); the last answer: {fault}",
-        )
-
-    def _why_none(self) -> str:
-        known = ", ".join(f"{replica.origin} is {replica.state}" for replica in self.replicas)
-        return (
-            f"no replica of servers.{self.name} could be used within {self.config.patience_s:g} s "
-            f"(patience_s): {known or 'none is configured or registered'}"
-        )
 
 
 def usage_of(tree: dict[str, Any]) -> tuple[int, int]:

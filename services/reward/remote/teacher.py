@@ -73,8 +73,6 @@ class TeacherRow:
 
 
 class TeacherReward(Reward):
-    """The logprobs of one teacher."""
-
     def __init__(self, name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
         assert config.teacher is not None
         self._servers, self._timeout_s = dependencies.servers(config.servers), config.timeout_s

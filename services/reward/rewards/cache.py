@@ -79,8 +79,6 @@ class SharedCall:
 
 
 class RewardCache:
-    """The cache of a run, as one worker uses it."""
-
     def __init__(self, broker: Broker, keys: Keys, max_bytes: int) -> None:
         self._broker, self._keys = broker, keys.reward_cache
         self._max_bytes = max_bytes

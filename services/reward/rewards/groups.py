@@ -58,7 +58,6 @@ class GroupResult(Message):
 
     @classmethod
     def of(cls, sample: RewardSample, parts: Parts, worker: str, latency_s: float) -> "GroupResult":
-        """The result of a sample."""
         return cls(
             index=sample.key[1],
             text=sample.solution_str,
@@ -131,7 +130,6 @@ class GroupScoring:
             return
 
     async def _finish(self, last: RewardSample, payloads: Sequence[bytes]) -> list[Score]:
-        """The final scores of a group, by index."""
         results = [
             codec.decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, GroupResult) for payload in payloads
         ]
@@ -171,11 +169,9 @@ class PostProcessing:
 
     @property
     def is_any(self) -> bool:
-        """Whether there is something to do."""
         return bool(self._classes or self._execution)
 
     async def run(self, samples: list[RewardSample], parts: list[Parts]) -> list[RewardOutcome]:
-        """The final sums of a group."""
         before = [self._reward.sum_up(part) for part in parts]
         for named, reward in self._classes:
             if named.applies_to(samples[0]):  # all samples of a group are of one data source

@@ -30,8 +30,6 @@ NUM_TURNS = "num_turns"
 
 
 class FunctionReward(Reward):
-    """The reward that a function computes."""
-
     def __init__(
         self,
         function: RewardFunction,
@@ -50,19 +48,16 @@ class FunctionReward(Reward):
         return self.execution.slots
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        """Call the function once, for one sample."""
         (outcome,) = await self.score_group([sample])
         return outcome
 
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
-        """Call the function once, for all samples of a group."""
         given = {ROUTER: await self._router()} if self._router else {}
         return await self.execution.run(Request(samples, given), self._timeout_s)
 
     async def post_process(
         self, samples: list[RewardSample], scores: list[float | None]
     ) -> list[RewardOutcome]:
-        """Have a class post-process its own scores of a group."""
         return await self.execution.run(Request(samples, scores=scores), self._timeout_s)
 
     async def close(self) -> None:

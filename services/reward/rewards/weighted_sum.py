@@ -74,8 +74,6 @@ async def attempt(limits: RewardLimits, once: Callable[[], Awaitable[T]]) -> tup
 
 
 class NamedReward:
-    """One of the rewards of a run."""
-
     def __init__(
         self,
         name: str,
@@ -94,7 +92,6 @@ class NamedReward:
         ]
 
     def applies_to(self, sample: RewardSample) -> bool:
-        """Whether the sample's lane and data source are ones it scores."""
         return sample.lane in self.config.lanes and self.config.scores_source(
             sample.data_source, sample.source
         )
@@ -118,7 +115,6 @@ class NamedReward:
         return await (self.cache.get_or_make(self.version, sample, make) if self.cache else make())
 
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
-        """All attempts at the samples of one group at once."""
         if not self.applies_to(samples[0]):
             return [RewardOutcome() for _ in samples]
         assert isinstance(self.reward, FunctionReward)  # `per: group` is for functions only
@@ -141,8 +137,6 @@ class NamedReward:
 
 
 class WeightedSum:
-    """All rewards of a run."""
-
     def __init__(self, rewards: Sequence[NamedReward], is_named: bool) -> None:
         self.rewards = list(rewards)
         self._is_named = is_named
@@ -165,7 +159,6 @@ class WeightedSum:
         return {named.name: part for named, part in zip(single, parts, strict=True)}
 
     async def score_group(self, samples: list[RewardSample]) -> list[Parts]:
-        """The parts of the rewards that score a group at once, for each of its samples."""
         together = [named for named in self.rewards if named.is_per_group]
         columns = await asyncio.gather(*(named.score_group(samples) for named in together))
         return [
@@ -214,7 +207,6 @@ class WeightedSum:
         }
 
     async def close(self) -> None:
-        """Free what the rewards hold."""
         await asyncio.gather(*(named.reward.close() for named in self.rewards))
 
     def _notes(self, parts: Parts) -> tuple[dict[str, float | None], dict[str, Any]]:
@@ -248,7 +240,6 @@ def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) ->
 
 
 def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s: float) -> Score:
-    """The message that says what the sum of a sample is."""
     return Score(
         ticket=sample.key[0],
         index=sample.key[1],
