@@ -40,6 +40,8 @@ LOST_S = 10.0
 """A job whose worker has not been heard of for this long is lost; a busy worker writes every 2 s."""
 JOB_MARGIN_S = 30
 """What a job may take beside the code's own limit before RQ kills it."""
+QUEUE_S = 300.0
+"""How long a completion may wait for a free worker."""
 FAILURE_TTL_S = 3600
 RQ_RETRIES = 2
 FIRST = asyncio.FIRST_COMPLETED
@@ -134,7 +136,7 @@ class SandboxReward(Reward):
 
     async def _awaited(self, job_id: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """The result of a job that somebody has to run; one that is lost with its worker is queued again."""
-        limit_s = self.config.queue_s + self.config.total_s + JOB_MARGIN_S
+        limit_s = QUEUE_S + self.config.total_s + JOB_MARGIN_S
         result: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         others = self._waiting.setdefault(job_id, [])
         others.append(result)

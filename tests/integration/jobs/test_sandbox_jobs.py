@@ -193,8 +193,9 @@ async def test_without_workers_there_is_a_timeout_and_no_zero(
     make: MakeReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "JOB_MARGIN_S", 1)
+    monkeypatch.setattr(sandbox, "QUEUE_S", 0.5)
     with pytest.raises(AttemptError, match="no sandbox worker had a result") as caught:
-        await make(queue_s=0.5, total_s=0.5).score(sample(DOUBLES))
+        await make(total_s=0.5).score(sample(DOUBLES))
     assert caught.value.is_timeout
 
 
