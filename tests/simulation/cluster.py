@@ -142,7 +142,7 @@ class Cluster:
         return line
 
     def _lose(self, line: Line, error: Exception) -> None:
-        """The connection is gone: all that wait for answers learn it, whether their call was applied or not."""
+        """The connection is gone: all that wait for answers learn it, whether applied or not."""
         line.is_lost = True
         for future in line.calls:
             self._answer(Line(), future, error)
