@@ -22,9 +22,7 @@ from tidemill.common.files import LockedError
 from tidemill.common.history import History, StreamName
 from tidemill.common.history.records import read_trajectories
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import Entry, Garbled, decoded, trim_before
-from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 
 DEATHS = {
@@ -68,7 +66,7 @@ async def expected(broker: Broker, key: str) -> list[Entry | Garbled]:
     ]
 
 
-async def test_entries_are_archived_once_and_in_order(broker: Broker, keys: Keys, tmp_path: Path) -> None:
+async def test_entries_are_archived_once_and_in_order(broker, keys, tmp_path):
     key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
     await fill(broker, key, range(30))
     assert await archive(broker, keys, run_dir) == 90
@@ -80,9 +78,7 @@ async def test_entries_are_archived_once_and_in_order(broker: Broker, keys: Keys
     assert await contents(run_dir) == await expected(broker, key)
 
 
-async def test_what_fills_no_segment_waits_and_nothing_beyond_the_end_is_taken(
-    broker: Broker, keys: Keys, tmp_path: Path
-) -> None:
+async def test_what_fills_no_segment_waits_and_nothing_beyond_the_end_is_taken(broker, keys, tmp_path):
     key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
     await fill(broker, key, range(10))
     entries = await raw(broker, key)
@@ -95,8 +91,8 @@ async def test_what_fills_no_segment_waits_and_nothing_beyond_the_end_is_taken(
 @pytest.mark.parametrize("point", DEATHS.values(), ids=DEATHS.keys())
 @pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 async def test_a_killed_archiver_leaves_nothing_missing_and_nothing_twice(
-    redis_server: EmbeddedRedis, broker: Broker, keys: Keys, tmp_path: Path, point: str
-) -> None:
+    redis_server, broker, keys, tmp_path, point
+):
     key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
     await fill(broker, key, range(30))
     before = await expected(broker, key)
@@ -115,16 +111,14 @@ async def test_a_killed_archiver_leaves_nothing_missing_and_nothing_twice(
     assert left == {segment.path.name for segment in manifest.segments}
 
 
-async def test_one_process_writes_at_a_time(broker: Broker, keys: Keys, tmp_path: Path) -> None:
+async def test_one_process_writes_at_a_time(broker, keys, tmp_path):
     run_dir = run_folder(tmp_path, keys)
     await fill(broker, keys.trajectories(), range(3))
     with writing(run_dir), pytest.raises(LockedError, match="is being written"):
         await archive(broker, keys, run_dir)
 
 
-async def test_a_lookup_opens_only_the_files_that_can_hold_it(
-    broker: Broker, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lookup_opens_only_the_files_that_can_hold_it(broker, keys, tmp_path, monkeypatch):
     key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
     await fill(broker, key, range(40), garbled=False)
     await archive(broker, keys, run_dir)
@@ -143,13 +137,13 @@ class TestRetention:
     """What is beyond the run's limits goes, the oldest first, and is never archived again."""
 
     @pytest.fixture
-    async def run_dir(self, broker: Broker, keys: Keys, tmp_path: Path) -> Path:
+    async def run_dir(self, broker, keys, tmp_path):
         run_dir = run_folder(tmp_path, keys)
         await fill(broker, keys.trajectories(), range(30))
         await archive(broker, keys, run_dir)
         return run_dir
 
-    async def test_by_size(self, broker: Broker, keys: Keys, run_dir: Path) -> None:
+    async def test_by_size(self, broker, keys, run_dir):
         before = Manifest.load(stream_folder(run_dir, STREAM))
         limit, gone = sum(segment.num_bytes for segment in before.segments[2:]), before.segments[:2]
         with writing(run_dir):
@@ -165,7 +159,7 @@ class TestRetention:
         (summary,) = await history.summary([STREAM])
         assert summary.removed_entries == after.removed.entries
 
-    async def test_by_age(self, broker: Broker, keys: Keys, run_dir: Path) -> None:
+    async def test_by_age(self, broker, keys, run_dir):
         folder = stream_folder(run_dir, STREAM)
         with writing(run_dir):
             assert retain(run_dir, ArchiveConfig(keep_days=1e5)) == 0
@@ -176,7 +170,7 @@ class TestRetention:
         assert await archive(broker, keys, run_dir) == 6
         assert Manifest.load(folder).segments[0].details.bounds["ticket"] == [30, 31]
 
-    async def test_commits_and_weights_stay(self, broker: Broker, keys: Keys, tmp_path: Path) -> None:
+    async def test_commits_and_weights_stay(self, broker, keys, tmp_path):
         run_dir = run_folder(tmp_path, keys)
         commit = Commit(step=0, version=1, mini_batches=(), groups=(0,), finished_at=1.0)
         await append_numbered(broker, keys.commits, [(0, commit)])
@@ -185,7 +179,7 @@ class TestRetention:
             assert retain(run_dir, ArchiveConfig(keep_days=1.0, keep_gb=0.001)) == 0
 
 
-async def test_a_check_finds_what_is_missing_or_damaged(broker: Broker, keys: Keys, tmp_path: Path) -> None:
+async def test_a_check_finds_what_is_missing_or_damaged(broker, keys, tmp_path):
     run_dir = run_folder(tmp_path, keys)
     await fill(broker, keys.trajectories(), range(30))
     await archive(broker, keys, run_dir)

@@ -14,15 +14,13 @@ from tidemill.common.archive.archiver import check, cut_back, retain, sweep, wri
 from tidemill.common.archive.manifest import Manifest, note_trim
 from tidemill.common.config import ArchiveConfig
 from tidemill.common.history import History, StreamName
-from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, Garbled, id_after, trim_before
-from tidemill.common.wire.keys import Keys
 
 Records = list[Entry | Garbled]
 
 
 @pytest.fixture
-async def run_dir(broker: Broker, keys: Keys, tmp_path: Path) -> Path:
+async def run_dir(broker, keys, tmp_path):
     """An archive of several files, whose entries have left Redis."""
     run_dir = run_folder(tmp_path, keys)
     await fill(broker, keys.trajectories(), range(30))
@@ -36,7 +34,7 @@ async def run_dir(broker: Broker, keys: Keys, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def before(keys: Keys, run_dir: Path) -> Records:
+async def before(keys, run_dir):
     return await scanned(History(keys.run_id, run_dir, None))
 
 
@@ -45,8 +43,8 @@ def reasons(run_dir: Path) -> str:
 
 
 async def test_an_archive_that_was_cut_while_its_writer_died_is_whole_again_at_the_next(
-    keys: Keys, run_dir: Path, before: Records, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    keys, run_dir, before, monkeypatch
+):
     """Between a file and the shorter one that takes its place: both are there."""
     folder = stream_folder(run_dir, STREAM)
     segments = Manifest.load(folder).segments
@@ -64,9 +62,7 @@ async def test_an_archive_that_was_cut_while_its_writer_died_is_whole_again_at_t
     assert sweep(folder) == after and not kept.exists()
 
 
-async def test_entries_that_nobody_archived_before_they_were_trimmed_are_found(
-    broker: Broker, keys: Keys, run_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_entries_that_nobody_archived_before_they_were_trimmed_are_found(broker, keys, run_dir, caplog):
     """Here a file is gone."""
     folder = stream_folder(run_dir, STREAM)
     Manifest.load(folder).segments[-1].path.unlink()
@@ -79,9 +75,7 @@ async def test_entries_that_nobody_archived_before_they_were_trimmed_are_found(
     assert ids_listed(Manifest.load(folder)), "and what came after it is archived"
 
 
-async def test_a_gap_between_numbered_entries_is_found_without_a_chain(
-    broker: Broker, keys: Keys, tmp_path: Path
-) -> None:
+async def test_a_gap_between_numbered_entries_is_found_without_a_chain(broker, keys, tmp_path):
     run_dir = run_folder(tmp_path, keys)
     tickets = [(number, make_ticket(number)) for number in range(12) if number != 5]
     await append_numbered(broker, keys.prompts(), tickets)
@@ -89,9 +83,7 @@ async def test_a_gap_between_numbered_entries_is_found_without_a_chain(
     assert reasons(run_dir) == "1 of the entries from 1-0 to 12-0 are missing"
 
 
-async def test_numbered_entries_are_trimmed_up_to_the_last_one_that_was_archived(
-    broker: Broker, keys: Keys, tmp_path: Path
-) -> None:
+async def test_numbered_entries_are_trimmed_up_to_the_last_one_that_was_archived(broker, keys, tmp_path):
     """There is none between it and the next number."""
     run_dir = run_folder(tmp_path, keys)
     await append_numbered(broker, keys.prompts(), [(number, make_ticket(number)) for number in range(12)])
@@ -103,8 +95,8 @@ async def test_numbered_entries_are_trimmed_up_to_the_last_one_that_was_archived
 
 
 async def test_retention_of_files_with_a_clock_that_was_set_back_removes_the_first_ones_only(
-    keys: Keys, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    keys, run_dir, monkeypatch
+):
     """Or the archive would have a gap."""
     folder, times = stream_folder(run_dir, STREAM), [4e9] * 30
     details = {path: manifest._details(path) for path in folder.glob("*.parquet")}

@@ -2,20 +2,17 @@
 
 import dataclasses
 import math
-from pathlib import Path
 
 import pytest
 
 from tests.support.archives import STREAM, archive, fill, raw, run_folder, scanned
+from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.history import ALL, History, Record, Selection, StreamName
 from tidemill.common.history.records import read_group
-from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import Entry, append, id_after, trim_before
-from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
+from tidemill.common.streams import append, id_after, trim_before
+from tidemill.common.wire.messages import Commit, Score, ScoreStatus
 
 SELECTIONS = {
     "all": ALL,
@@ -37,8 +34,8 @@ SELECTIONS = {
 @pytest.mark.parametrize("archived_share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("is_trimmed", [False, True])
 async def test_every_selection_finds_the_same_wherever_the_entries_are(
-    broker: Broker, keys: Keys, tmp_path: Path, archived_share: float, is_trimmed: bool
-) -> None:
+    broker, keys, tmp_path, archived_share, is_trimmed
+):
     key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
     await fill(broker, key, range(14))
     entries = await raw(broker, key)
@@ -63,9 +60,7 @@ async def test_every_selection_finds_the_same_wherever_the_entries_are(
         assert await scanned(History(keys.run_id, run_dir, None)) == expected["all"]
 
 
-async def test_a_scan_misses_nothing_that_is_archived_and_trimmed_while_it_reads(
-    broker: Broker, keys: Keys, tmp_path: Path
-) -> None:
+async def test_a_scan_misses_nothing_that_is_archived_and_trimmed_while_it_reads(broker, keys, tmp_path):
     key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
     await fill(broker, key, range(300), garbled=False)
     entries = await raw(broker, key)
@@ -81,9 +76,7 @@ async def test_a_scan_misses_nothing_that_is_archived_and_trimmed_while_it_reads
         assert seen == (expected[::-1] if newest_first else expected)
 
 
-async def test_a_read_of_redis_that_comes_after_a_trim_is_made_good_by_the_archive(
-    broker: Broker, keys: Keys, tmp_path: Path
-) -> None:
+async def test_a_read_of_redis_that_comes_after_a_trim_is_made_good_by_the_archive(broker, keys, tmp_path):
     """Between the look into the manifest and the read of Redis, entries move from one to the other."""
     key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
     await fill(broker, key, range(20))
@@ -99,42 +92,28 @@ async def test_a_read_of_redis_that_comes_after_a_trim_is_made_good_by_the_archi
     assert [record.entry_id for record in found] == [entry_id for entry_id, _ in entries]
 
 
-async def test_scores_are_selected_by_the_steps_of_their_tickets(
-    broker: Broker, keys: Keys, tmp_path: Path
-) -> None:
+async def test_scores_are_selected_by_the_steps_of_their_tickets(broker, keys, tmp_path):
     run_dir = run_folder(tmp_path, keys)
-    made = [
-        Ticket(
-            prompt_ids=[1],
-            ticket=t,
-            step=t // 2,
-            min_version=0,
-            group_size=1,
-            sampling=SamplingParams(max_tokens=1),
-        )
-        for t in range(8)
-    ]
-    await append_numbered(broker, keys.prompts(), [(ticket.ticket, ticket) for ticket in made])
-    await append(
-        broker, keys.scores(), *(Score(ticket=t, index=0, status=ScoreStatus.OK, value=t) for t in range(8))
-    )
+    made = [make_ticket(t, step=t // 2, group_size=1) for t in range(8)]
+    await append_numbered(broker, keys.prompts(), enumerate(made))
+    scores = (Score(ticket=t, index=0, status=ScoreStatus.OK, value=t) for t in range(8))
+    await append(broker, keys.scores(), *scores)
     commits = [Commit(step=s, version=s + 1, mini_batches=(), groups=(2 * s, 2 * s + 1)) for s in range(4)]
-    await append_numbered(broker, keys.commits, [(commit.step, commit) for commit in commits])
+    await append_numbered(broker, keys.commits, enumerate(commits))
     for stream in StreamName:
         await archive(broker, keys, run_dir, stream, segment_bytes=300)
         assert Manifest.load(run_dir / "archive" / stream.replace(":", "-")).entries in (0, 4, 8)
     for history in (History(keys.run_id, run_dir, None), History(keys.run_id, None, broker)):
-        found = await scanned(history, StreamName.SCORES, Selection(steps=(1, 2)))
-        assert [r.message.ticket for r in found if isinstance(r, Entry)] == [2, 3, 4, 5]  # type: ignore[attr-defined]
+        for selection in (Selection(steps=(1, 2)), Selection(rewards=(2, 5))):
+            found = await scanned(history, StreamName.SCORES, selection)
+            assert [record.message.ticket for record in found] == [2, 3, 4, 5]
         assert await history.ticket(5) == made[5]
         assert await history.commit(2) == commits[2] == await history.commit_of_ticket(4)
-        assert await history.commit_of_ticket(9) is None
+        assert await history.commit_of_ticket(9) is None and await history.commit(7) is None
         assert [s.reward for s in (await read_group(history, 6)).samples] == [6.0]
 
 
-async def test_a_summary_says_what_is_where(
-    redis_server: EmbeddedRedis, broker: Broker, keys: Keys, tmp_path: Path
-) -> None:
+async def test_a_summary_says_what_is_where(redis_server, broker, keys, tmp_path):
     key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
     await fill(broker, key, range(10), garbled=False)
     entries = await raw(broker, key)

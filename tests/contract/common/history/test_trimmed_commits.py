@@ -1,8 +1,5 @@
 """Commits that Redis has trimmed and that were never archived come from the journal in the run's folder."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from tests.support.archives import archive, run_folder
@@ -10,9 +7,7 @@ from tests.support.numbered import append_numbered
 from tidemill.common.history import ALL, History, Selection, StreamName
 from tidemill.common.history import history as history_module
 from tidemill.common.history.journal import JOURNAL_FILE, journal_steps, newest_below, read_journal
-from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import entry_id_of, trim_before
-from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable.commits import CommitJournal
 
@@ -26,7 +21,7 @@ def commit_of(step: int) -> Commit:
 
 
 @pytest.fixture
-async def run_dir(broker: Broker, keys: Keys, tmp_path: Path) -> AsyncIterator[Path]:
+async def run_dir(broker, keys, tmp_path):
     """All are in Redis; the journal has one more, which was never committed."""
     folder = run_folder(tmp_path, keys)
     folder.mkdir(exist_ok=True)
@@ -58,13 +53,8 @@ async def read(history: History, selection: Selection = ALL, newest_first: bool 
 @pytest.mark.parametrize("num_trimmed", [1, 5, 8])
 @pytest.mark.parametrize("num_archived", [0, 2])
 async def test_every_selection_finds_the_same_before_and_after_the_trim(
-    broker: Broker,
-    keys: Keys,
-    run_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    num_trimmed: int,
-    num_archived: int,
-) -> None:
+    broker, keys, run_dir, monkeypatch, num_trimmed, num_archived
+):
     monkeypatch.setattr(history_module, "JOURNAL_STEPS", 2)
     whole = {name: await read(History(keys.run_id, None, broker), sel) for name, sel in SELECTIONS.items()}
     assert [len(commits) for commits in whole.values()] == [9, 5, 4, 1, 1, 6, 4, 2, 0]
@@ -81,9 +71,7 @@ async def test_every_selection_finds_the_same_before_and_after_the_trim(
     assert await history.commit(STEPS) is None, "the journal alone has it: it was never committed"
 
 
-async def test_what_is_trimmed_between_two_reads_is_not_passed_over(
-    broker: Broker, keys: Keys, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_trimmed_between_two_reads_is_not_passed_over(broker, keys, run_dir, monkeypatch):
     monkeypatch.setattr(history_module, "READ_COUNT", 2)
     for newest_first in (False, True):
         history, seen = History(keys.run_id, run_dir, broker), []
@@ -93,9 +81,7 @@ async def test_what_is_trimmed_between_two_reads_is_not_passed_over(
         assert sorted(seen) == list(range(STEPS))
 
 
-async def test_who_does_not_see_the_folder_is_told_how_many_are_missing(
-    broker: Broker, keys: Keys, run_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_who_does_not_see_the_folder_is_told_how_many_are_missing(broker, keys, run_dir, caplog):
     await trim_before(broker, keys.commits, entry_id_of(5))
     for folder in (None, run_dir.parent / "elsewhere"):
         history = History(keys.run_id, folder, broker)
@@ -107,16 +93,14 @@ async def test_who_does_not_see_the_folder_is_told_how_many_are_missing(
     assert not caplog.records
 
 
-async def test_an_emptied_redis_has_no_commits_whatever_the_journal_says(
-    broker: Broker, keys: Keys, run_dir: Path
-) -> None:
+async def test_an_emptied_redis_has_no_commits_whatever_the_journal_says(broker, keys, run_dir):
     await broker.execute("DEL", keys.commits)
     assert await read(History(keys.run_id, run_dir, broker)) == []
     assert await read(History(keys.run_id, run_dir, broker), newest_first=True) == []
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_every_range_of_steps_is_found_in_the_journal(tmp_path: Path, first: int) -> None:
+def test_every_range_of_steps_is_found_in_the_journal(tmp_path, first):
     journal = CommitJournal(tmp_path)
     for step in range(first, STEPS):
         journal.append(commit_of(step))
@@ -128,7 +112,7 @@ def test_every_range_of_steps_is_found_in_the_journal(tmp_path: Path, first: int
             assert [commit.step for commit in read_journal(tmp_path, low, high)] == expected
 
 
-def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_line_that_is_being_written_is_not_there_yet(tmp_path):
     journal = CommitJournal(tmp_path)
     for step in range(3):
         journal.append(commit_of(step))

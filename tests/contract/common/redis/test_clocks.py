@@ -9,17 +9,16 @@ from tests.support.clocks import set_clock_back
 from tests.support.consumers import LEASE_S, fall_silent, fetched, make_consumer, pending, publish
 from tests.support.waiting import wait_until
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat, read_heartbeats
-from tidemill.common.redis.broker import Broker
 from tidemill.common.run.replicas import ReplicaRegistry
 from tidemill.common.streams import Delivery
-from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.keys import REWARD_GROUP
 
 TEN_MINUTES_S = 600.0
 
 
 async def test_what_a_dead_consumer_holds_is_taken_over_after_a_lease_though_the_clock_is_set_back(
-    broker: Broker, keys: Keys
-) -> None:
+    broker, keys
+):
     await publish(broker, keys, 3)
     held = await fetched(make_consumer(broker, keys, "dead"), 3)
     await set_clock_back(broker, keys.trajectories(), REWARD_GROUP, TEN_MINUTES_S)
@@ -34,7 +33,7 @@ async def test_what_a_dead_consumer_holds_is_taken_over_after_a_lease_though_the
     assert sorted(taken) == sorted(delivery.entry_id for delivery in held)
 
 
-async def test_a_live_consumer_keeps_its_lease_when_the_clock_is_set_back(broker: Broker, keys: Keys) -> None:
+async def test_a_live_consumer_keeps_its_lease_when_the_clock_is_set_back(broker, keys):
     await publish(broker, keys, 1)
     holder, rival = make_consumer(broker, keys, "holder"), make_consumer(broker, keys, "rival")
     (held,) = await fetched(holder, 1)
@@ -47,7 +46,7 @@ async def test_a_live_consumer_keeps_its_lease_when_the_clock_is_set_back(broker
     assert await pending(broker, keys) == [held.entry_id]
 
 
-async def test_who_has_looked_before_notices_that_the_clock_is_set_back(broker: Broker, keys: Keys) -> None:
+async def test_who_has_looked_before_notices_that_the_clock_is_set_back(broker, keys):
     await publish(broker, keys, 0)
     rival = make_consumer(broker, keys, "rival")
     assert await rival.fetch(10, 0) == []
@@ -64,17 +63,14 @@ async def test_who_has_looked_before_notices_that_the_clock_is_set_back(broker: 
     assert row[0].decode() == held.entry_id and row[2] > 0
 
 
-async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker: Broker, keys: Keys) -> None:
+async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker, keys):
     """All leases look expired then; who lives renews them first."""
     await publish(broker, keys, 1)
     holder, rival = make_consumer(broker, keys, "holder"), make_consumer(broker, keys, "rival")
     (held,) = await fetched(holder, 1)
     assert await rival.fetch(10, 0) == []
     now_ms, asked_at = rival.takeover._clock
-    rival.takeover._clock = (
-        now_ms - int(2000 * LEASE_S),
-        asked_at,
-    )
+    rival.takeover._clock = (now_ms - int(2000 * LEASE_S), asked_at)
     await fall_silent(broker, keys, "holder", [held.entry_id])
     rival.takeover.next_at = 0.0
     assert await rival.fetch(10, 0) == []
@@ -90,21 +86,16 @@ async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker: Broker, 
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
-async def test_heartbeats_of_a_machine_whose_clock_is_wrong_are_alive(
-    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch, skew_s: float
-) -> None:
+async def test_heartbeats_of_a_machine_whose_clock_is_wrong_are_alive(broker, keys, monkeypatch, skew_s):
     wall = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: wall() + skew_s)
         await publish_heartbeat(broker, keys, Heartbeat("w", "rollout"))
     (beat,) = await read_heartbeats(broker, keys)
-    assert beat.is_alive
-    assert abs(beat.age_s) < GONE_AFTER_S
+    assert beat.is_alive and abs(beat.age_s) < GONE_AFTER_S
 
 
-async def test_a_heartbeat_from_before_the_clock_was_set_back_is_not_alive(
-    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_heartbeat_from_before_the_clock_was_set_back_is_not_alive(broker, keys, monkeypatch):
     execute = broker.execute
 
     async def ahead(*command: object) -> object:

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from redis.crc import key_slot
@@ -37,7 +36,7 @@ OPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+def nodes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     nodes = [RedisServer(folder / str(number), *OPTIONS) for number in range(6)]
     try:
@@ -55,7 +54,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer
 
 
 @pytest.fixture
-def url(nodes: list[RedisServer]) -> str:
+def url(nodes):
     return f"redis+cluster://127.0.0.1:1,127.0.0.1:{nodes[0].port},127.0.0.1:{nodes[4].port}"
 
 
@@ -72,9 +71,7 @@ def consumer_of(broker: Broker, keys: Keys) -> Consumer[Trajectory]:
     )
 
 
-async def test_two_runs_and_their_jobs_share_a_cluster_and_outlive_a_primary(
-    nodes: list[RedisServer], url: str
-) -> None:
+async def test_two_runs_and_their_jobs_share_a_cluster_and_outlive_a_primary(nodes, url):
     broker, runs = await Broker.connect(url), runs_apart()
     for keys in runs:
         await broker.keep_scripts(keys.state)
@@ -142,7 +139,7 @@ async def has_jobs(broker: Broker, url: str, keys: Keys, count: int = 1) -> None
     connection.close()
 
 
-async def test_an_address_without_a_cluster_is_said(nodes: list[RedisServer]) -> None:
+async def test_an_address_without_a_cluster_is_said(nodes):
     with pytest.raises(BrokerError, match=r"redis\+cluster://host:6379"):
         await Broker.connect("redis+cluster://a:b:c")
     with pytest.raises(BrokerError, match="cannot reach Redis"):

@@ -8,16 +8,14 @@ from redis import exceptions as redis_errors
 from tests.support.trajectories import make_trajectory
 from tidemill.common.redis import lines
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import OffsetReader, append
-from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Trajectory
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 
 @pytest.fixture(params=[lines.Line, lines.PlainLine])
-async def client(redis_server: EmbeddedRedis, request: pytest.FixtureRequest, monkeypatch):
+async def client(redis_server, request, monkeypatch):
     """With the parts of redis-py that we know inside, and with others."""
     if request.param is lines.PlainLine:
         monkeypatch.setattr(lines, "has_known_parts", lambda connection: False)
@@ -34,7 +32,7 @@ async def reads_of(client: lines.Client) -> int:
 
 
 @pytest.mark.parametrize("client", [lines.Line], indirect=True)
-async def test_what_is_called_in_one_turn_is_read_in_two_parts(client, keys: Keys) -> None:
+async def test_what_is_called_in_one_turn_is_read_in_two_parts(client, keys):
     key = f"{keys.state}:counter"
     before = await reads_of(client)
     calls = [client.execute_command("INCR", key) for _ in range(50)]
@@ -45,7 +43,7 @@ async def test_what_is_called_in_one_turn_is_read_in_two_parts(client, keys: Key
     assert (counted, unit_replies) == (list(range(1, 51)), [b"OK", 51])
 
 
-async def test_an_error_of_one_call_does_not_touch_the_others(client, keys: Keys) -> None:
+async def test_an_error_of_one_call_does_not_touch_the_others(client, keys):
     await client.execute_command("SET", keys.config, "text")
     refused = client.exchange([("INCR", keys.state), ("NO_SUCH_COMMAND",)], is_atomic=True)
     found = await asyncio.gather(
@@ -62,7 +60,7 @@ async def test_an_error_of_one_call_does_not_touch_the_others(client, keys: Keys
     assert found[4:] == [4, 0], "nothing was done of the refused transaction"
 
 
-async def test_who_is_cancelled_leaves_the_answers_of_others_in_their_places(client, keys: Keys) -> None:
+async def test_who_is_cancelled_leaves_the_answers_of_others_in_their_places(client, keys):
     tasks = [asyncio.create_task(client.execute_command("ECHO", str(number))) for number in range(9)]
     await asyncio.sleep(0)
     for task in tasks[::3]:
@@ -79,7 +77,7 @@ async def test_who_is_cancelled_leaves_the_answers_of_others_in_their_places(cli
         await blocked
 
 
-async def test_a_connection_that_breaks_fails_all_who_wait_and_the_next_call_has_a_new_one(client) -> None:
+async def test_a_connection_that_breaks_fails_all_who_wait_and_the_next_call_has_a_new_one(client):
     await client.execute_command("PING")
     own = client._shared
     calls = [client.execute_command("PING") for _ in range(3)]
@@ -91,7 +89,7 @@ async def test_a_connection_that_breaks_fails_all_who_wait_and_the_next_call_has
     assert client._shared is not own
 
 
-async def test_a_stream_that_flows_is_read_without_blocking(redis_server: EmbeddedRedis, keys: Keys) -> None:
+async def test_a_stream_that_flows_is_read_without_blocking(redis_server, keys):
     broker = await Broker.connect(redis_server.url)
     reader = OffsetReader(broker, keys.trajectories(), Trajectory)
     await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))

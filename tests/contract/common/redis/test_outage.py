@@ -5,12 +5,11 @@ import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.consumers import fall_silent, make_consumer
+from tests.support.consumers import fall_silent, make_consumer, publish
 from tests.support.preloaded import REPO
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
@@ -19,33 +18,22 @@ from tidemill.common.files import LockedError, locked
 from tidemill.common.redis import broker as broker_module
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import append, ensure_group
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 
 
-def test_two_servers_never_write_the_same_data(tmp_path: Path) -> None:
-    first = EmbeddedRedis(tmp_path / "redis")
-    first.start()
-    try:
-        with pytest.raises(LockedError, match="another Redis serves"):
-            EmbeddedRedis(tmp_path / "redis").start()
-    finally:
-        first.stop()
+def test_two_servers_never_write_the_same_data(any_redis, tmp_path):
+    with pytest.raises(LockedError, match="another Redis serves"):
+        EmbeddedRedis(tmp_path / "redis").start()
+    any_redis.kill()
+    any_redis.start()  # one that was killed leaves no lock behind
+    any_redis.stop()
     again = EmbeddedRedis(tmp_path / "redis")
     again.start()
     again.stop()
 
 
-def test_a_killed_server_leaves_no_lock_behind(tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path / "redis")
-    server.start()
-    server.kill()
-    server.start()
-    server.stop()
-
-
-def test_a_lock_is_free_again_after_its_holder_failed(tmp_path: Path) -> None:
+def test_a_lock_is_free_again_after_its_holder_failed(tmp_path):
     with pytest.raises(ZeroDivisionError), locked(tmp_path / "lock", "taken"):
         with pytest.raises(LockedError, match="taken"), locked(tmp_path / "lock", "taken"):
             raise AssertionError("two held it")
@@ -54,46 +42,33 @@ def test_a_lock_is_free_again_after_its_holder_failed(tmp_path: Path) -> None:
         pass
 
 
-async def test_a_worker_may_be_told_to_wait_for_a_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = EmbeddedRedis(tmp_path / "redis")
+async def test_a_worker_may_be_told_to_wait_for_a_server(any_redis, monkeypatch):
+    any_redis.kill()
     with pytest.raises(UnreachableError):
-        await Broker.connect(server.url)
+        await Broker.connect(any_redis.url)
     monkeypatch.setenv("TIDEMILL_REDIS_WAIT_S", "60")
-    connecting = asyncio.create_task(Broker.connect(server.url))
-    await asyncio.to_thread(server.start)
-    try:
-        broker = await connecting
-        await broker.close()
-    finally:
-        server.stop()
+    connecting = asyncio.create_task(Broker.connect(any_redis.url))
+    await asyncio.to_thread(any_redis.start)
+    broker = await connecting
+    await broker.close()
 
 
-async def test_who_must_stop_does_not_wait_for_a_server_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = EmbeddedRedis(tmp_path / "redis")
-    server.start()
-    broker = await Broker.connect(server.url)
-    server.kill()
-    try:
-        reading = asyncio.create_task(broker.execute("GET", "x"))
-        await wait_until(lambda: broker.waited_s > 0)
-        assert not reading.done()
-        monkeypatch.setattr(broker_module, "STOP_PATIENCE_S", 0.1)
-        broker.is_stopping = True
-        with pytest.raises(OutageError, match="asked to stop"):
-            await reading
-    finally:
-        await broker.close()
-        server.stop()
+async def test_who_must_stop_does_not_wait_for_a_server_for_ever(any_redis, monkeypatch):
+    broker = await Broker.connect(any_redis.url)
+    any_redis.kill()
+    reading = asyncio.create_task(broker.execute("GET", "x"))
+    await wait_until(lambda: broker.waited_s > 0)
+    assert not reading.done()
+    monkeypatch.setattr(broker_module, "STOP_PATIENCE_S", 0.1)
+    broker.is_stopping = True
+    with pytest.raises(OutageError, match="asked to stop"):
+        await reading
+    await broker.close()
 
 
-async def test_after_an_outage_nobody_takes_what_another_could_not_renew(broker: Broker, keys: Keys) -> None:
+async def test_after_an_outage_nobody_takes_what_another_could_not_renew(broker, keys):
     """All leases look expired then: each worker first gets one lease to renew its own."""
-    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
+    await publish(broker, keys, 3)
     healthy, rival = make_consumer(broker, keys, "healthy"), make_consumer(broker, keys, "rival")
     held = await healthy.fetch(3, 0)
     ids = [delivery.entry_id for delivery in held]
@@ -105,13 +80,10 @@ async def test_after_an_outage_nobody_takes_what_another_could_not_renew(broker:
     assert set(healthy.held) == set(ids)
 
 
-async def test_lost_deliveries_are_found_behind_others_that_were_trimmed(broker: Broker, keys: Keys) -> None:
-    key = keys.trajectories()
-    await ensure_group(broker, key, REWARD_GROUP)
-    ids = await append(broker, key, *(make_trajectory(number) for number in range(8)))
+async def test_lost_deliveries_are_found_behind_others_that_were_trimmed(broker, keys):
+    key, ids = keys.trajectories(), await publish(broker, keys, 8)
     consumer = make_consumer(broker, keys)
-    read = ("XREADGROUP", "GROUP", REWARD_GROUP, consumer.name, "COUNT", 7, "STREAMS", key, ">")
-    await broker.execute(*read)  # the answer is lost
+    await broker.execute(*delivery_of(keys, 7))  # the answer is lost
     await broker.execute("XDEL", key, *ids[:2], *ids[3:5])
     for lost in ([ids[2], ids[5]], [ids[6]]):
         broker.num_interruptions += 1
@@ -121,10 +93,9 @@ async def test_lost_deliveries_are_found_behind_others_that_were_trimmed(broker:
     assert [row[0].decode() for row in rows] == list(consumer.held)
 
 
-async def test_who_starts_after_an_outage_leaves_others_a_lease_to_renew(broker: Broker, keys: Keys) -> None:
+async def test_who_starts_after_an_outage_leaves_others_a_lease_to_renew(broker, keys):
     """Three outages, and a worker started after each: nothing is taken from the one that lives."""
-    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
+    await publish(broker, keys, 3)
     healthy = make_consumer(broker, keys, "healthy")
     held = await healthy.fetch(3, 0)
     for number in range(3):
@@ -136,12 +107,9 @@ async def test_who_starts_after_an_outage_leaves_others_a_lease_to_renew(broker:
     assert [(row[1], row[3]) for row in rows] == [(b"healthy", 1)] * 3
 
 
-async def test_a_look_that_an_outage_cut_short_takes_nothing_when_redis_is_back(
-    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_look_that_an_outage_cut_short_takes_nothing_when_redis_is_back(broker, keys, monkeypatch):
     """It was asked before the outage, and would be answered after it, when all leases look expired."""
-    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-    await append(broker, keys.trajectories(), make_trajectory(0))
+    await publish(broker, keys, 1)
     healthy, rival = make_consumer(broker, keys, "healthy"), make_consumer(broker, keys, "rival")
     held = await healthy.fetch(1, 0)
     await fall_silent(broker, keys, "healthy", [delivery.entry_id for delivery in held])
@@ -160,9 +128,8 @@ async def test_a_look_that_an_outage_cut_short_takes_nothing_when_redis_is_back(
     assert healthy.holds(held[0])
 
 
-async def test_who_starts_takes_at_once_what_was_given_back(broker: Broker, keys: Keys) -> None:
-    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
+async def test_who_starts_takes_at_once_what_was_given_back(broker, keys):
+    await publish(broker, keys, 3)
     leaving, silent = make_consumer(broker, keys, "leaving"), make_consumer(broker, keys, "silent")
     given, kept = await leaving.fetch(2, 0), await silent.fetch(1, 0)
     await leaving.leave()
@@ -174,74 +141,63 @@ async def test_who_starts_takes_at_once_what_was_given_back(broker: Broker, keys
         assert [held.attempts for held in await starting.fetch(3, 0)] == [2]
 
 
+def delivery_of(keys: Keys, count: int) -> tuple[Any, ...]:
+    """The command by which Redis delivers entries to consumer a, which does not see them."""
+    stream = keys.trajectories()
+    return ("XREADGROUP", "GROUP", REWARD_GROUP, "a", "COUNT", count, "STREAMS", stream, ">")
+
+
 async def has_waiting_client(broker: Broker) -> bool:
     return (await broker.info("clients"))["blocked_clients"] == "1"
 
 
-async def test_a_connection_that_is_back_at_once_costs_no_lease(tmp_path: Path, keys: Keys) -> None:
+async def test_a_connection_that_is_back_at_once_costs_no_lease(any_redis, keys):
     """The server is never away: only the answer of one call is lost with its connection."""
-    server = EmbeddedRedis(tmp_path / "redis")
-    server.start()
-    broker, other = await Broker.connect(server.url), await Broker.connect(server.url)
-    try:
-        await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-        consumer = make_consumer(broker, keys, "a")
-        fetching = asyncio.create_task(consumer.fetch(1, 0.2))
-        await wait_until(partial(has_waiting_client, other))
-        fields = [part for pair in codec.encode(make_trajectory()).items() for part in pair]
-        add = ("XADD", keys.trajectories(), "1-0", *fields)
-        read = ("XREADGROUP", "GROUP", REWARD_GROUP, "a", "COUNT", 1, "STREAMS", keys.trajectories(), ">")
-        kill = ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-        await other.pipeline([add, read, kill], atomic=True)
-        assert await fetching == []
-        assert broker.waited_s == 0.0
-        assert [held.entry_id for held in await consumer.fetch(1, 0)] == ["1-0"]
-    finally:
-        await broker.close()
-        await other.close()
-        server.stop()
+    broker, other = await Broker.connect(any_redis.url), await Broker.connect(any_redis.url)
+    await publish(broker, keys, 0)
+    consumer = make_consumer(broker, keys, "a")
+    fetching = asyncio.create_task(consumer.fetch(1, 0.2))
+    await wait_until(partial(has_waiting_client, other))
+    fields = [part for pair in codec.encode(make_trajectory()).items() for part in pair]
+    add = ("XADD", keys.trajectories(), "1-0", *fields)
+    kill = ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    await other.pipeline([add, delivery_of(keys, 1), kill], atomic=True)
+    assert await fetching == []
+    assert broker.waited_s == 0.0
+    assert [held.entry_id for held in await consumer.fetch(1, 0)] == ["1-0"]
+    await asyncio.gather(broker.close(), other.close())
 
 
-async def test_what_an_answer_brought_that_was_lost_with_the_connection_is_begun_at_once(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_what_an_answer_brought_that_was_lost_with_the_connection_is_begun_at_once(broker, keys):
     """Redis has it as held by a consumer that never saw it; nobody else would look before its lease ends."""
-    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(4)))
+    await publish(broker, keys, 4)
     consumer, rival = make_consumer(broker, keys, "a"), make_consumer(broker, keys, "b")
     (held,) = await consumer.fetch(1, 0)
-    read = ("XREADGROUP", "GROUP", REWARD_GROUP, "a", "COUNT", 2, "STREAMS", keys.trajectories(), ">")
-    unseen = [entry_id.decode() for entry_id, _ in (await broker.execute(*read))[0][1]]
+    ((_, entries),) = await broker.execute(*delivery_of(keys, 2))
+    unseen = [entry_id.decode() for entry_id, _ in entries]
     broker.waited_s += 1.0
     broker.num_interruptions += 1
     found = await consumer.fetch(5, 0)
     assert [delivery.entry_id for delivery in found] == unseen
     assert set(consumer.held) == {held.entry_id, *unseen} and consumer.holds(held)
     assert [delivery.attempts for delivery in found] == [1, 1], "nobody has begun them"
-    rows = await broker.execute(
-        "XPENDING", keys.trajectories(), REWARD_GROUP, held.entry_id, held.entry_id, 1
-    )
-    assert rows[0][3] == 1, "what is worked on does not count as delivered again"
     rows = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 9)
-    assert [row[3] for row in rows] == [1] * 3
+    assert [row[3] for row in rows] == [1] * 3, "what is worked on does not count as delivered again"
     assert len(await consumer.fetch(5, 0)) == 1, "then what is new"
     assert await rival.fetch(5, 0) == []
 
 
-async def test_of_what_was_lost_with_a_connection_each_slot_that_is_free_gets_one(
-    broker: Broker, keys: Keys
-) -> None:
-    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
+async def test_of_what_was_lost_with_a_connection_each_slot_that_is_free_gets_one(broker, keys):
+    await publish(broker, keys, 3)
     consumer = make_consumer(broker, keys, "a")
-    read = ("XREADGROUP", "GROUP", REWARD_GROUP, "a", "COUNT", 3, "STREAMS", keys.trajectories(), ">")
-    unseen = [entry_id.decode() for entry_id, _ in (await broker.execute(*read))[0][1]]
+    ((_, entries),) = await broker.execute(*delivery_of(keys, 3))
+    unseen = [entry_id.decode() for entry_id, _ in entries]
     broker.num_interruptions += 1
     found = [(await consumer.fetch(1, 0))[0].entry_id for _ in unseen]
     assert found == unseen
 
 
-async def test_a_consumer_whose_renewal_died_says_so(broker: Broker, keys: Keys) -> None:
+async def test_a_consumer_whose_renewal_died_says_so(broker, keys):
     consumer = make_consumer(broker, keys, "a")
 
     async def fail() -> None:
@@ -257,42 +213,39 @@ async def test_a_consumer_whose_renewal_died_says_so(broker: Broker, keys: Keys)
         consumer._renewal = None
 
 
-def test_a_process_that_may_open_no_more_files_says_that_and_not_that_redis_is_away(tmp_path: Path) -> None:
+CROWDED = """
+import asyncio, resource
+from tidemill.common.redis.broker import Broker
+
+def fill():
+    while True:
+        try: held.append(open('/dev/null'))
+        except OSError: break
+
+async def main():
+    broker = await Broker.connect()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    fill()
+    broker.redis.disconnect()
+    await asyncio.sleep(0)
+    fill()
+    work = asyncio.ensure_future(broker.execute('PING'))
+    await asyncio.wait({work}, timeout=2)
+    for file in held[:8]: file.close()
+    print(await work)
+    fill()
+    await Broker.connect()
+
+held = []
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_may_open_no_more_files_says_that_and_not_that_redis_is_away(any_redis):
     """With the limit, and how to raise it: at the start, and when it happens later."""
-    script = (
-        "import asyncio, resource, sys\n"
-        "from tidemill.common.redis.broker import Broker\n"
-        "async def main():\n"
-        "    broker = await Broker.connect()\n"
-        "    held = []\n"
-        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        "    try:\n"
-        "        while True: held.append(open('/dev/null'))\n"
-        "    except OSError: pass\n"
-        "    broker.redis.disconnect()\n"
-        "    await asyncio.sleep(0)\n"
-        "    try:\n"
-        "        while True: held.append(open('/dev/null'))\n"
-        "    except OSError: pass\n"
-        "    work = asyncio.ensure_future(broker.execute('PING'))\n"
-        "    await asyncio.wait({work}, timeout=2)\n"
-        "    for file in held[:8]: file.close()\n"
-        "    print(await work)\n"
-        "    held += [open('/dev/null') for _ in range(3)]\n"
-        "    while True:\n"
-        "        try: held.append(open('/dev/null'))\n"
-        "        except OSError: break\n"
-        "    await Broker.connect()\n"
-        "asyncio.run(main())\n"
-    )
-    server = EmbeddedRedis(tmp_path / "redis")
-    server.start()
-    try:
-        environment = {**os.environ, "TIDEMILL_REDIS_URL": server.url, "TIDEMILL_REDIS_WAIT_S": "60"}
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=120)
-    finally:
-        server.stop()
+    environment = {**os.environ, "TIDEMILL_REDIS_URL": any_redis.url, "TIDEMILL_REDIS_WAIT_S": "60"}
+    command = [sys.executable, "-c", CROWDED]
+    done = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=120)
     said = done.stdout + done.stderr
     assert "b'PONG'" in said, "it goes on when there is room again"
     assert "no connection to Redis can be opened" in said and "64 files" in said and "ulimit -n" in said

@@ -7,18 +7,13 @@ import asyncio
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator
 from importlib import resources
-from pathlib import Path
-from typing import Any
 
 import pytest
 from redis import exceptions as redis_errors
 
-from tests.conftest import SERVERS
 from tests.support.waiting import PATIENCE_S
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
 
 HUGE = "9000000000000000"
 """The largest that a number in Lua holds as an integer; what is larger, Redis refuses as a count."""
@@ -54,62 +49,42 @@ def has_other_loop(source: str) -> bool:
     return any("#ARGV" not in loop for loop in loops)
 
 
-@pytest.fixture(params=list(SERVERS.values()), ids=list(SERVERS))
-def own_redis(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """A server that may be held up for ever."""
-    server = EmbeddedRedis(tmp_path / "redis", executable=request.param)
-    server.start()
-    yield server
-    server.kill()
-
-
 async def fill(broker: Broker) -> None:
     """A stream of which somebody holds 300 entries, and some of everything else."""
     await broker.execute("FLUSHALL")
     await broker.execute("XGROUP", "CREATE", "stream", "group", "0", "MKSTREAM")
     await broker.pipeline([("XADD", "stream", f"{n}-0", "v", "1.0", "p", "x") for n in range(1, 301)])
     await broker.execute("XREADGROUP", "GROUP", "group", "holder", "COUNT", 300, "STREAMS", "stream", ">")
-    await broker.execute(
-        "XCLAIM", "stream", "group", "holder", 0, *(f"{n}-0" for n in range(1, 301)), "IDLE", 9999
-    )
-    rows = [
-        row
-        for n in range(32)
-        for row in (
-            ("HSET", "cache", f"digest{n}", "payload"),
-            ("ZADD", "used", n, f"digest{n}"),
-            ("ZADD", "flight", 10**15 + n, f"request{n}"),
-            ("HSET", "results", n, "payload"),
-        )
-    ]
-    await broker.pipeline(
-        [*rows, ("HSET", "size", "bytes", 32 * 14, "clock", 32), ("HSET", "state", "mark", "marked")]
-    )
+    ids = (f"{n}-0" for n in range(1, 301))
+    await broker.execute("XCLAIM", "stream", "group", "holder", 0, *ids, "IDLE", 9999)
+    rows = [("HSET", "size", "bytes", 32 * 14, "clock", 32), ("HSET", "state", "mark", "marked")]
+    for n in range(32):
+        rows += [("HSET", "cache", f"digest{n}", "payload"), ("ZADD", "used", n, f"digest{n}")]
+        rows += [("ZADD", "flight", 10**15 + n, f"request{n}"), ("HSET", "results", n, "payload")]
+    await broker.pipeline(rows)
 
 
-def test_every_script_with_such_a_loop_is_tried() -> None:
+def test_every_script_with_such_a_loop_is_tried():
     found = {file.name.removesuffix(".lua") for file in LUA.iterdir() if has_other_loop(file.read_text())}
     assert found == set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", [name for name, (_, _, numbers) in SCRIPTS.items() if numbers])
-async def test_a_script_ends_whatever_numbers_it_gets(own_redis: EmbeddedRedis, script: str) -> None:
+async def test_a_script_ends_whatever_numbers_it_gets(own_redis, script):
     keys, args, numbers = SCRIPTS[script]
     broker = await Broker.connect(own_redis.url)
-    try:
-        for others, place, value in itertools.product(("", HUGE), numbers, HOSTILE):
-            changed = [others or arg if i in numbers else arg for i, arg in enumerate(args)]
-            changed[place] = value
-            await fill(broker)
-            with contextlib.suppress(redis_errors.ResponseError):
-                await asyncio.wait_for(broker.script(script, keys, changed), PATIENCE_S / 12)
-            assert await broker.execute("PING") == b"PONG"
-    finally:
-        await broker.close()
+    for others, place, value in itertools.product(("", HUGE), numbers, HOSTILE):
+        changed = [others or arg if i in numbers else arg for i, arg in enumerate(args)]
+        changed[place] = value
+        await fill(broker)
+        with contextlib.suppress(redis_errors.ResponseError):
+            await asyncio.wait_for(broker.script(script, keys, changed), PATIENCE_S / 12)
+        assert await broker.execute("PING") == b"PONG"
+    await broker.close()
 
 
 @pytest.mark.parametrize("idle", HOSTILE)
-async def test_what_is_taken_over_is_bounded_and_taken_once(broker: Broker, keys: Any, idle: str) -> None:
+async def test_what_is_taken_over_is_bounded_and_taken_once(broker, keys, idle):
     """An idle time of 0 finds what the same call has claimed."""
     stream = keys.trajectories()
     await broker.execute("XGROUP", "CREATE", stream, "group", "0", "MKSTREAM")

@@ -1,8 +1,6 @@
 """The address of Sentinels leads to the master, and to the next one when it dies."""
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,7 @@ from tests.support.waiting import wait_until
 from tidemill.common.errors import BrokerError, UnreachableError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, append, length
-from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.keys import REWARD_GROUP
 from tidemill.common.wire.messages import Trajectory
 
 SECRET = "correct-horse"
@@ -21,12 +19,12 @@ pytestmark = pytest.mark.skipif(not newest_server(), reason="no redis-server")
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[SentinelPair]:
+def pair(tmp_path):
     with SentinelPair(tmp_path) as pair:
         yield pair
 
 
-async def test_commands_and_scripts_follow_the_master(pair: SentinelPair, keys: Keys) -> None:
+async def test_commands_and_scripts_follow_the_master(pair, keys):
     broker = await Broker.connect(pair.url)
     await append(broker, keys.trajectories(), make_trajectory(1))
     consumer = Consumer(
@@ -44,9 +42,7 @@ async def test_commands_and_scripts_follow_the_master(pair: SentinelPair, keys: 
     await broker.close()
 
 
-async def test_an_orderly_failover_moves_everybody_while_the_old_master_lives(
-    pair: SentinelPair, keys: Keys
-) -> None:
+async def test_an_orderly_failover_moves_everybody_while_the_old_master_lives(pair, keys):
     """The old master goes on as a replica: writes and blocking reads must not stay with it."""
     broker = await Broker.connect(pair.url)
     consumer = Consumer(
@@ -68,9 +64,7 @@ async def test_an_orderly_failover_moves_everybody_while_the_old_master_lives(
     await broker.close()
 
 
-async def test_what_the_sentinels_cannot_tell_is_said_without_the_password(
-    pair: SentinelPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_the_sentinels_cannot_tell_is_said_without_the_password(pair, monkeypatch):
     monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", SECRET)
     monkeypatch.setenv("TIDEMILL_SENTINEL_PASSWORD", SECRET)
     hosts = f"127.0.0.1:{pair.sentinel.port}"
@@ -84,12 +78,12 @@ async def test_what_the_sentinels_cannot_tell_is_said_without_the_password(
         assert SECRET not in str(refused.value)
 
 
-async def test_a_sentinel_that_is_gone_is_passed_over(pair: SentinelPair) -> None:
+async def test_a_sentinel_that_is_gone_is_passed_over(pair):
     broker = await Broker.connect(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{pair.sentinel.port}/mymaster")
     assert await broker.execute("PING") == b"PONG"
     await broker.close()
 
 
-async def test_a_replica_is_refused(pair: SentinelPair) -> None:
+async def test_a_replica_is_refused(pair):
     with pytest.raises(BrokerError, match=r"is a replica of 127\.0\.0\.1.*redis\+sentinel"):
         await Broker.connect(pair.replica.url)

@@ -1,6 +1,5 @@
 """TLS: the server proves who it is, and what is wrong is said without a password."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import BrokerError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import append, length
-from tidemill.common.wire.keys import Keys
 
 SECRET = "correct-horse"
 
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.skipif(not has_tls(), reason="no TLS in this redis-serv
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
     options = tls_options(*make_certificate(folder))
     with RedisServer(folder / "redis", "--requirepass", SECRET, *options) as server:
@@ -26,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(autouse=True)
-def _password(monkeypatch: pytest.MonkeyPatch) -> None:
+def _password(monkeypatch):
     monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", SECRET)
 
 
@@ -34,9 +32,7 @@ def authority_of(server: RedisServer) -> Path:
     return server.folder.parent / "redis.crt"
 
 
-async def test_streams_work_over_tls(
-    server: RedisServer, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_streams_work_over_tls(server, keys, monkeypatch):
     monkeypatch.setenv("TIDEMILL_REDIS_CA", str(authority_of(server)))
     broker = await Broker.connect(server.url)
     await append(broker, keys.trajectories(), make_trajectory(1))
@@ -51,9 +47,7 @@ async def refusal(url: str) -> str:
     return str(caught.value)
 
 
-async def test_a_server_that_no_known_authority_vouches_for_is_refused(
-    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_no_known_authority_vouches_for_is_refused(server, tmp_path, monkeypatch):
     said = await refusal(server.url)
     assert "cannot be trusted" in said
     assert "TIDEMILL_REDIS_CA" in said
@@ -62,19 +56,15 @@ async def test_a_server_that_no_known_authority_vouches_for_is_refused(
     assert "cannot be trusted" in await refusal(server.url)
 
 
-async def test_a_certificate_for_another_host_is_refused(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_certificate_for_another_host_is_refused(server, monkeypatch):
     monkeypatch.setenv("TIDEMILL_REDIS_CA", str(authority_of(server)))
     assert "cannot be trusted" in await refusal(f"rediss://localhost:{server.port}")
 
 
-async def test_an_authority_file_that_is_not_there_is_named(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_authority_file_that_is_not_there_is_named(server, monkeypatch):
     monkeypatch.setenv("TIDEMILL_REDIS_CA", "/nowhere/ca.pem")
     assert "TIDEMILL_REDIS_CA is /nowhere/ca.pem: no such file" in await refusal(server.url)
 
 
-async def test_a_plain_client_is_not_served(server: RedisServer) -> None:
+async def test_a_plain_client_is_not_served(server):
     assert "cannot reach Redis" in await refusal(f"redis://127.0.0.1:{server.port}")

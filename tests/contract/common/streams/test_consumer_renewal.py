@@ -15,7 +15,7 @@ from tidemill.common.streams import Consumer, append
 
 
 @pytest.fixture
-def late_answers(monkeypatch: pytest.MonkeyPatch) -> Any:
+def late_answers(monkeypatch):
     """Answers to a script arrive only when the test says so; what the script did is done."""
 
     def late_answers(consumer: Consumer[Any], name: str) -> asyncio.Event:
@@ -35,12 +35,12 @@ def late_answers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def acknowledged(consumer: Consumer[Any]) -> bool:
-    return not await consumer.broker.execute("XPENDING", consumer.key, consumer.group, "-", "+", 10)
+    """Nothing is pending for it."""
+    command = ("XPENDING", consumer.key, consumer.group, "-", "+", 10, consumer.name)
+    return not await consumer.broker.execute(*command)
 
 
-async def assert_nothing_is_called_lost(
-    consumer: Consumer[Any], delivery: Any, arrived: Any, work: Any
-) -> None:
+async def assert_nothing_is_called_lost(consumer, delivery, arrived, work):
     working = asyncio.ensure_future(work)
     await wait_until(lambda: acknowledged(consumer))
     with capture_logs() as lines:
@@ -62,12 +62,16 @@ async def test_the_last_sample_of_a_group(broker, keys, late_answers):
         await assert_nothing_is_called_lost(consumer, delivery, arrived, work)
 
 
-async def test_a_score(broker, keys, late_answers):
+@pytest.mark.parametrize("script", ["complete", "hand_back"])
+async def test_a_score_and_what_is_handed_back(broker, keys, late_answers, script):
     await append(broker, keys.trajectories(), make_trajectory(0, 0))
     async with samples_of(broker, keys) as consumer:
         (delivery,) = await consumer.fetch(1, 1.0)
-        arrived = late_answers(consumer, "complete")
-        work = consumer.complete([(delivery, make_score(0, 0))], keys.scores())
+        arrived = late_answers(consumer, script)
+        if script == "complete":
+            work = consumer.complete([(delivery, make_score(0, 0))], keys.scores())
+        else:
+            work = consumer.hand_back([delivery])
         await assert_nothing_is_called_lost(consumer, delivery, arrived, work)
 
 
@@ -96,13 +100,10 @@ async def test_another_sample_of_the_group_that_was_answered_before(broker, keys
             return answer
 
         monkeypatch.setattr(consumer.broker, "script", delayed)
+        where = (keys.trajectories(), keys.progress(0))
         samples = [make_trajectory(0, index, group_size=2) for index in range(2)]
-        first, last = (
-            asyncio.ensure_future(
-                consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
-            )
-            for sample in samples
-        )
+        works = (consumer.publish_sample(delivery, *where, sample) for sample in samples)
+        first, last = map(asyncio.ensure_future, works)
         await wait_until(lambda: acknowledged(consumer))
         arrived[0].set()
         await first

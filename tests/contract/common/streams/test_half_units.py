@@ -7,7 +7,6 @@ the next server does both.
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ SIZE = 4
 
 
 @pytest.fixture(params=sorted(SERVERS))
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> EmbeddedRedis:
+def server(request, tmp_path):
     """One of a test's own, not started. It never syncs, because it may put off writing while it does."""
     return EmbeddedRedis(tmp_path / "redis", "no", SERVERS[request.param])
 
@@ -70,9 +69,7 @@ def cuts(data: bytes, begin: int) -> list[int]:
     return [place + 4 for place in starts]
 
 
-async def test_no_index_is_noted_whose_sample_is_not_there(
-    server: EmbeddedRedis, keys: Keys, tmp_path: Path
-) -> None:
+async def test_no_index_is_noted_whose_sample_is_not_there(server, keys, tmp_path):
     """Else the ticket would be acknowledged without that sample, and its group would never be complete."""
     await begin(server, keys)
     path = append_only_file(server.data_dir)
@@ -101,9 +98,7 @@ async def test_no_index_is_noted_whose_sample_is_not_there(
     assert any(is_half) != ("valkey" in server.executable), "without a half this test proves nothing"
 
 
-async def test_the_trainer_has_the_file_written_anew_when_another_server_answers(
-    server: EmbeddedRedis, keys: Keys
-) -> None:
+async def test_the_trainer_has_the_file_written_anew_when_another_server_answers(server, keys):
     """So what the half would do, when the file is read again, is gone with it."""
     await begin(server, keys)
     broker = await Broker.connect(server.url)

@@ -2,20 +2,14 @@
 
 from typing import Any
 
-import pytest
-
-from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Garbled, LettersAbout, append
 from tidemill.common.streams.log import length
-from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import DeadLetter
 
 NUM = 40
 
 
-async def test_a_burst_of_them_reads_each_letter_once(
-    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_burst_of_them_reads_each_letter_once(broker, keys, monkeypatch):
     earlier = [DeadLetter(origin="prompts", entry_id=f"{n}-0", error="") for n in range(NUM)]
     await append(broker, keys.dead, *earlier)
     num_read, execute = 0, broker.execute
@@ -35,7 +29,7 @@ async def test_a_burst_of_them_reads_each_letter_once(
     assert num_read == 2 * NUM
 
 
-async def test_letters_of_others_are_seen_whenever_they_come(broker: Broker, keys: Keys) -> None:
+async def test_letters_of_others_are_seen_whenever_they_come(broker, keys):
     letters = LettersAbout(broker, keys, keys.scores())
     assert not await letters.has("1-0")
     for origin in ("scores:eval", "scores"):

@@ -3,12 +3,9 @@
 import asyncio
 from typing import Any
 
-import pytest
-
 from tests.support.consumers import fall_silent, fetched, make_consumer, make_score, pending, publish
 from tests.support.waiting import wait_until
 from tidemill.common.redis.broker import Broker
-from tidemill.common.wire.keys import Keys
 
 
 async def num_reads(broker: Broker) -> int:
@@ -16,7 +13,7 @@ async def num_reads(broker: Broker) -> int:
     return int((await broker.info("stats"))["total_reads_processed"])
 
 
-async def test_one_record_a_call_takes_one_round_trip(broker: Broker, keys: Keys) -> None:
+async def test_one_record_a_call_takes_one_round_trip(broker, keys):
     await publish(broker, keys, 20)
     consumer = make_consumer(broker, keys)
     await broker.keep_scripts(keys.state)
@@ -34,7 +31,7 @@ async def test_one_record_a_call_takes_one_round_trip(broker: Broker, keys: Keys
     assert await consumer.fetch(1, 0) == []
 
 
-async def test_what_came_ahead_is_held_although_its_caller_was_cancelled(broker: Broker, keys: Keys) -> None:
+async def test_what_came_ahead_is_held_although_its_caller_was_cancelled(broker, keys):
     ids = await publish(broker, keys, 3)
     consumer = make_consumer(broker, keys)
     (first,) = await fetched(consumer, 1)
@@ -49,7 +46,7 @@ async def test_what_came_ahead_is_held_although_its_caller_was_cancelled(broker:
     assert await consumer.fetch(3, 0) == [], "what was handed back is given to nobody here"
 
 
-async def test_what_was_lost_while_it_waited_is_not_given(broker: Broker, keys: Keys) -> None:
+async def test_what_was_lost_while_it_waited_is_not_given(broker, keys):
     ids = await publish(broker, keys, 3)
     consumer, other = make_consumer(broker, keys), make_consumer(broker, keys, "b")
     (first,) = await fetched(consumer, 1)
@@ -60,9 +57,7 @@ async def test_what_was_lost_while_it_waited_is_not_given(broker: Broker, keys: 
     assert [one.entry_id for one in await fetched(consumer, 1)] == ids[2:]
 
 
-async def test_a_request_that_fails_is_left_to_the_next_fetch(
-    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_fails_is_left_to_the_next_fetch(broker, keys, monkeypatch):
     await publish(broker, keys, 2)
     consumer = make_consumer(broker, keys)
     (first,) = await fetched(consumer, 1)

@@ -1,6 +1,5 @@
 """Whoever reads a stream asks for fewer entries at once where they are large."""
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ LIMIT_BYTES = 64 << 10
 
 
 @pytest.fixture
-def answers(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def answers(broker, monkeypatch):
     """How many entries each answer had."""
     counts: list[int] = []
     execute = broker.execute
@@ -59,9 +58,7 @@ async def by_history(broker: Broker, keys: Keys) -> list[int]:
 
 
 @pytest.mark.parametrize("read", [by_offset, by_lease, by_scan, by_history])
-async def test_answers_have_no_more_bytes_than_fit(
-    broker: Broker, keys: Keys, answers: list[int], read: Callable[[Broker, Keys], Awaitable[list[int]]]
-) -> None:
+async def test_answers_have_no_more_bytes_than_fit(broker, keys, answers, read):
     """Small ones, then others of which three fit: one answer goes by what was seen before."""
     await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
     texts = ["x" * size for size, count in ((10, 40), (20_000, 120)) for _ in range(count)]
@@ -73,7 +70,7 @@ async def test_answers_have_no_more_bytes_than_fit(
     assert max(answers[-10:]) <= 3
 
 
-def test_an_entry_that_is_larger_than_all_that_fits_is_read_alone_and_then_more_again() -> None:
+def test_an_entry_that_is_larger_than_all_that_fits_is_read_alone_and_then_more_again():
     size = ReadSize(64 * MIB)
     assert size.limit(256) == 8 and size.limit(0) == 0
     size.saw([(b"p", b"x" * (log.READ_BYTES + 1))])

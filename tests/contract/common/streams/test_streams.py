@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from redis import exceptions as redis_errors
 
+from tests.support.consumers import make_consumer
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import read_state, update_state
-from tidemill.common.streams import START, Consumer, Entry, Garbled, OffsetReader
+from tidemill.common.streams import Consumer, Delivery, Entry, Garbled, OffsetReader
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Lane, Score, ScoreStatus, Trajectory
 
@@ -28,10 +29,8 @@ def messages_of(entries: list[Any]) -> list[Any]:
 
 
 async def append_raw(broker: Broker, key: str, **fields: bytes) -> str:
-    entry_id: bytes = await broker.execute(
-        "XADD", key, "*", *(part for pair in fields.items() for part in pair)
-    )
-    return entry_id.decode()
+    pairs = (part for pair in fields.items() for part in pair)
+    return str((await broker.execute("XADD", key, "*", *pairs)).decode())
 
 
 @contextlib.asynccontextmanager
@@ -44,7 +43,7 @@ async def full_redis(broker: Broker) -> AsyncIterator[None]:
         await broker.execute("CONFIG", "SET", "maxmemory", 0)
 
 
-async def test_appended_messages_are_read_back_in_order(broker: Broker, keys: Keys) -> None:
+async def test_appended_messages_are_read_back_in_order(broker, keys):
     sent = [make_trajectory(0, index) for index in range(5)]
     ids = await streams.append(broker, keys.trajectories(), *sent)
     assert sorted(ids, key=streams.id_order) == ids
@@ -54,19 +53,21 @@ async def test_appended_messages_are_read_back_in_order(broker: Broker, keys: Ke
     assert await streams.append(broker, keys.trajectories()) == []
 
 
-async def test_readers_by_offset_have_the_limit_that_workers_have(broker: Broker, keys: Keys) -> None:
-    await streams.append(broker, keys.trajectories(), make_trajectory(0, text="x" * 500), make_trajectory(1))
+async def test_readers_by_offset_have_the_limit_that_workers_have(broker, keys):
+    key = keys.trajectories()
+    await streams.append(broker, key, make_trajectory(0, text="x" * 500), make_trajectory(1))
     broker.max_bytes = 500
-    reader = OffsetReader(broker, keys.trajectories(), Trajectory)
+    await streams.ensure_group(broker, key, REWARD_GROUP)
     for large, small in [
-        await reader.read(),
-        await streams.read_range(broker, keys.trajectories(), Trajectory),
-        (await streams.read_back(broker, keys.trajectories(), Trajectory))[::-1],
+        await OffsetReader(broker, key, Trajectory).read(),
+        await streams.read_range(broker, key, Trajectory),
+        (await streams.read_back(broker, key, Trajectory))[::-1],
+        await make_consumer(broker, keys).fetch(2, 0),
     ]:
-        assert isinstance(large, Garbled) and isinstance(small, Entry)
+        assert isinstance(large, Garbled) and isinstance(small, Entry | Delivery)
 
 
-async def test_many_and_large_messages_are_appended_in_order(broker: Broker, keys: Keys) -> None:
+async def test_many_and_large_messages_are_appended_in_order(broker, keys):
     sent = [
         make_trajectory(ticket, text="x" * (400_000 if ticket % 50 == 7 else 10)) for ticket in range(1500)
     ]
@@ -76,44 +77,23 @@ async def test_many_and_large_messages_are_appended_in_order(broker: Broker, key
     assert read == list(range(1500))
 
 
-async def test_a_numbered_append_happens_once_however_often_it_is_repeated(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_a_numbered_append_happens_once_however_often_it_is_repeated(broker, keys):
     first = [(step, make_commit(step, "a")) for step in range(3)]
     again = [(step, make_commit(step, "b")) for step in range(1, 5)]
-    assert await append_numbered(broker, keys.commits, first) == 3
-    assert await append_numbered(broker, keys.commits, first) == 0
-    assert await append_numbered(broker, keys.commits, again) == 2
+    assert [await append_numbered(broker, keys.commits, one) for one in (first, first, again)] == [3, 0, 2]
     read = await streams.read_range(broker, keys.commits, Commit)
-    assert [(c.step, c.digest) for c in messages_of(read)] == [
-        (0, "a"),
-        (1, "a"),
-        (2, "a"),
-        (3, "b"),
-        (4, "b"),
-    ]
+    assert "".join(commit.digest for commit in messages_of(read)) == "aaabb"
     assert [entry.entry_id for entry in read] == [streams.entry_id_of(step) for step in range(5)]
     assert await append_numbered(broker, keys.commits, []) == 0
+    await streams.trim_before(broker, keys.commits, streams.entry_id_of(5))
+    assert await append_numbered(broker, keys.commits, again) == 0, "nor after a trim"
+    writers = ([(step, make_commit(step, writer)) for step in range(5, 25)] for writer in "abcd")
+    await asyncio.gather(*(append_numbered(broker, keys.commits, commits) for commits in writers))
+    read = await streams.read_range(broker, keys.commits, Commit)
+    assert [commit.step for commit in messages_of(read)] == list(range(5, 25)), "of several writers one wins"
 
 
-async def test_of_two_writers_of_a_number_one_wins(broker: Broker, keys: Keys) -> None:
-    def commits(digest: str) -> list[tuple[int, Commit]]:
-        return [(step, make_commit(step, digest)) for step in range(20)]
-
-    await asyncio.gather(*(append_numbered(broker, keys.commits, commits(writer)) for writer in "abcd"))
-    assert [c.step for c in messages_of(await streams.read_range(broker, keys.commits, Commit))] == list(
-        range(20)
-    )
-
-
-async def test_a_numbered_append_is_not_repeated_after_trimming(broker: Broker, keys: Keys) -> None:
-    await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(3)])
-    await streams.trim_before(broker, keys.commits, streams.entry_id_of(3))
-    assert await streams.length(broker, keys.commits) == 0
-    assert await append_numbered(broker, keys.commits, [(2, make_commit(2)), (3, make_commit(3))]) == 1
-
-
-async def test_an_append_that_can_never_work_is_an_error(broker: Broker, keys: Keys) -> None:
+async def test_an_append_that_can_never_work_is_an_error(broker, keys):
     await broker.execute("SET", keys.commits, "not a stream")
     for call in (
         append_numbered(broker, keys.commits, [(0, make_commit(0))]),
@@ -124,9 +104,7 @@ async def test_an_append_that_can_never_work_is_an_error(broker: Broker, keys: K
             await call
 
 
-async def test_a_transaction_that_redis_refuses_for_lack_of_memory_leaves_nothing(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_a_transaction_that_redis_refuses_for_lack_of_memory_leaves_nothing(broker, keys):
     commands = [("XADD", keys.commits, streams.entry_id_of(n), "v", "1.0", "p", b"x") for n in range(3)]
     async with full_redis(broker):
         with pytest.raises(redis_errors.ResponseError):
@@ -134,8 +112,8 @@ async def test_a_transaction_that_redis_refuses_for_lack_of_memory_leaves_nothin
     assert await streams.length(broker, keys.commits) == 0
 
 
-async def test_a_full_redis_is_trimmed(broker: Broker, keys: Keys) -> None:
-    ids = await streams.append(broker, keys.trajectories(), *(make_trajectory(ticket) for ticket in range(5)))
+async def test_a_full_redis_is_trimmed(broker, keys):
+    ids = await streams.append(broker, keys.trajectories(), *map(make_trajectory, range(5)))
     mark = streams.Mark(keys.state, "trimming", b'"m"')
     async with full_redis(broker):
         await broker.script("mark", [mark.key], [mark.field, mark.value])
@@ -143,8 +121,8 @@ async def test_a_full_redis_is_trimmed(broker: Broker, keys: Keys) -> None:
     assert await streams.trimmed_below(broker, keys.state, keys.trajectories()) == ids[3]
 
 
-async def test_a_reader_resumes_at_its_position(broker: Broker, keys: Keys) -> None:
-    await streams.append(broker, keys.trajectories(), *(make_trajectory(ticket) for ticket in range(5)))
+async def test_a_reader_resumes_at_its_position(broker, keys):
+    await streams.append(broker, keys.trajectories(), *map(make_trajectory, range(5)))
     reader = OffsetReader(broker, keys.trajectories(), Trajectory)
     assert [m.ticket for m in messages_of(await reader.read(count=2))] == [0, 1]
     resumed = OffsetReader(broker, keys.trajectories(), Trajectory, reader.position)
@@ -156,64 +134,48 @@ async def test_a_reader_resumes_at_its_position(broker: Broker, keys: Keys) -> N
     assert [m.ticket for m in messages_of(await resumed.read())] == [5]
 
 
-async def test_a_waiting_reader_is_woken_by_the_next_entry(broker: Broker, keys: Keys) -> None:
+async def test_a_waiting_reader_is_woken_by_the_next_entry(broker, keys):
     reader = OffsetReader(broker, keys.trajectories(), Trajectory)
     reading = asyncio.create_task(reader.read(block_s=5.0))
     await streams.append(broker, keys.trajectories(), make_trajectory(7))
     assert [m.ticket for m in messages_of(await reading)] == [7]
 
 
-async def test_reading_after_the_id_before_an_entry_begins_with_it(broker: Broker, keys: Keys) -> None:
-    ids = await streams.append(broker, keys.trajectories(), *(make_trajectory(ticket) for ticket in range(4)))
-    for number, entry_id in enumerate(ids):
-        reader = OffsetReader(broker, keys.trajectories(), Trajectory, streams.id_before(entry_id))
-        assert messages_of(await reader.read())[0].ticket == number
-    assert streams.id_before("5-0") == f"4-{2**64 - 1}"
-    assert streams.id_before("5-3") == "5-2"
-    assert streams.id_before("0-0") == START
-
-
-async def test_a_range_has_both_its_ends(broker: Broker, keys: Keys) -> None:
-    await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(6)])
+async def test_a_range_has_both_its_ends_and_a_scan_every_entry_once(broker, keys):
+    await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(7)])
     first, last = streams.entry_id_of(2), streams.entry_id_of(4)
     read = await streams.read_range(broker, keys.commits, Commit, first, last)
     assert [c.step for c in messages_of(read)] == [2, 3, 4]
     read = await streams.read_range(broker, keys.commits, Commit, first, count=2)
     assert [c.step for c in messages_of(read)] == [2, 3]
-
-
-async def test_a_scan_sees_every_entry_once_whatever_the_batch(broker: Broker, keys: Keys) -> None:
-    await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(7)])
+    before = OffsetReader(broker, keys.commits, Commit, streams.id_before(first))
+    assert [c.step for c in messages_of(await before.read(count=1))] == [2]
     for batch in (1, 3, 7, 256):
         seen = [entry async for entry in streams.scan(broker, keys.commits, Commit, batch=batch)]
         assert [c.step for c in messages_of(seen)] == list(range(7))
 
 
-async def test_the_newest_entry_is_the_last_that_can_be_decoded(broker: Broker, keys: Keys) -> None:
+async def test_the_newest_entry_is_the_last_that_can_be_decoded(broker, keys):
     assert await streams.read_newest(broker, keys.commits, Commit) is None
     await streams.append(broker, keys.commits, make_commit(0), make_commit(1))
     await append_raw(broker, keys.commits, v=b"1.0", p=b"torn")
     newest = await streams.read_newest(broker, keys.commits, Commit)
-    assert newest is not None
-    assert newest.message.step == 1
+    assert newest is not None and newest.message.step == 1
 
 
-async def test_an_entry_that_cannot_be_decoded_comes_back_with_its_bytes(broker: Broker, keys: Keys) -> None:
+async def test_an_entry_that_cannot_be_decoded_comes_back_with_its_bytes(broker, keys):
     await streams.append(broker, keys.trajectories(), make_trajectory(0))
     entry_id = await append_raw(broker, keys.trajectories(), v=b"1.0", p=b"\x93\x01")
     await append_raw(broker, keys.trajectories(), other=b"field")
     await streams.append(broker, keys.trajectories(), make_trajectory(1))
     good, torn, foreign, last = await OffsetReader(broker, keys.trajectories(), Trajectory).read()
-    assert isinstance(good, Entry)
-    assert isinstance(last, Entry)
-    assert isinstance(torn, Garbled)
+    assert isinstance(good, Entry) and isinstance(last, Entry) and isinstance(torn, Garbled)
     assert (torn.entry_id, torn.fields) == (entry_id, {b"v": b"1.0", b"p": b"\x93\x01"})
     assert "trajectory: the payload is not msgpack" in torn.error
-    assert isinstance(foreign, Garbled)
-    assert foreign.fields == {b"other": b"field"}
+    assert isinstance(foreign, Garbled) and foreign.fields == {b"other": b"field"}
 
 
-async def test_trimming_removes_what_lies_below_an_id_and_nothing_else(broker: Broker, keys: Keys) -> None:
+async def test_trimming_removes_what_lies_below_an_id_and_nothing_else(broker, keys):
     await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(300)])
     assert await streams.trim_before(broker, keys.commits, streams.entry_id_of(123)) == 123
     left = messages_of(await streams.read_range(broker, keys.commits, Commit))
@@ -222,13 +184,13 @@ async def test_trimming_removes_what_lies_below_an_id_and_nothing_else(broker: B
     assert await streams.trim_before(broker, keys.scores(), "5-0") == 0
 
 
-async def test_a_group_is_created_once_and_tells_where_it_stands(broker: Broker, keys: Keys) -> None:
+async def test_a_group_is_created_once_and_tells_where_it_stands(broker, keys):
     key = keys.trajectories()
     assert await streams.group_status(broker, key, REWARD_GROUP) is None
     await streams.ensure_group(broker, key, REWARD_GROUP)
     await streams.ensure_group(broker, key, REWARD_GROUP)
     assert await streams.group_status(broker, key, "other") is None
-    ids = await streams.append(broker, key, *(make_trajectory(ticket) for ticket in range(3)))
+    ids = await streams.append(broker, key, *map(make_trajectory, range(3)))
     consumer = Consumer(broker, key, REWARD_GROUP, "w", Trajectory, lease_s=30.0, dead_key=keys.dead)
     await consumer.fetch(2, 0)
     status = await streams.group_status(broker, key, REWARD_GROUP)
@@ -246,26 +208,22 @@ async def dump(broker: Broker, keys: Keys) -> dict[bytes, bytes]:
 async def use_everything(broker: Broker, keys: Keys) -> None:
     """Whatever a run does with streams."""
     for lane in Lane:
-        await streams.append(
-            broker, keys.trajectories(lane), *(make_trajectory(ticket) for ticket in range(4))
-        )
-        consumer = Consumer(
-            broker, keys.trajectories(lane), REWARD_GROUP, "w", Trajectory, lease_s=0.2, dead_key=keys.dead
-        )
+        await streams.append(broker, keys.trajectories(lane), *map(make_trajectory, range(4)))
+        name = (keys.trajectories(lane), REWARD_GROUP, "w", Trajectory)
+        consumer = Consumer(broker, *name, lease_s=0.2, dead_key=keys.dead)
         async with consumer:
             held = [delivery for delivery in await consumer.fetch(4, 0) if not isinstance(delivery, Garbled)]
             score = Score(ticket=0, index=0, status=ScoreStatus.FAILED)
             await consumer.complete([(held[0], score), (held[1], None)], keys.scores(lane))
-            await consumer.publish_sample(
-                held[2], keys.scores(lane), keys.progress(2, lane), make_trajectory(2)
-            )
+            where = (keys.scores(lane), keys.progress(2, lane))
+            await consumer.publish_sample(held[2], *where, make_trajectory(2))
             await consumer.leave()
         await streams.trim_before(broker, keys.trajectories(lane), held[3].entry_id)
     await append_numbered(broker, keys.commits, [(0, make_commit(0))])
     await update_state(broker, keys, version=3)
 
 
-async def test_two_runs_on_one_redis_never_touch_each_other(broker: Broker, keys: Keys) -> None:
+async def test_two_runs_on_one_redis_never_touch_each_other(broker, keys):
     other = Keys(f"{keys.run_id}.b")
     await streams.append(broker, other.trajectories(), make_trajectory(9))
     await streams.ensure_group(broker, other.trajectories(), REWARD_GROUP)

@@ -1,7 +1,6 @@
 """Messages as rows of a file: what is read back is what was written, byte for byte."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -41,7 +40,7 @@ def index_of(message: Message) -> dict[str, Any]:
 
 @given(messages)
 @settings(max_examples=60, deadline=None)
-def test_every_message_survives_the_archive(message: Message) -> None:
+def test_every_message_survives_the_archive(message):
     raw = [(f"{2**63}-1", codec.encode(message))]
     table = through_parquet(table_of(raw, type(message)))
     assert list(raw_entries_of(table)) == raw
@@ -67,7 +66,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("fields", ODD.values(), ids=ODD.keys())
-def test_whatever_an_entry_holds_keeps_its_bytes(fields: dict[bytes, bytes]) -> None:
+def test_whatever_an_entry_holds_keeps_its_bytes(fields):
     plain_entry = codec.encode(make_trajectory(7))
     raw = [("5-0", plain_entry), ("6-0", fields), ("7-1", plain_entry)]
     table = through_parquet(table_of(raw, Trajectory))
@@ -78,13 +77,13 @@ def test_whatever_an_entry_holds_keeps_its_bytes(fields: dict[bytes, bytes]) -> 
 
 @given(tree=st.dictionaries(st.sampled_from([*sorted(Score.model_fields), "new"]), plain))
 @settings(max_examples=40, deadline=None)
-def test_no_payload_whatever_stops_the_archive(tree: dict[str, Any]) -> None:
+def test_no_payload_whatever_stops_the_archive(tree):
     fields = {b"v": b"1.0", b"p": msgpack.packb(tree)}
     table = through_parquet(table_of([("1-0", fields)], Score))
     assert list(raw_entries_of(table)) == [("1-0", fields)]
 
 
-def test_rows_are_found_by_what_their_messages_have() -> None:
+def test_rows_are_found_by_what_their_messages_have():
     sample = make_trajectory(3, 1, worker="w", finished_at=7.0)
     of_sample = {"ticket": 3, "last_ticket": 3, "index": 1, "step": 0, "time": 7.0, "worker": "w"}
     assert index_of(sample) == of_sample | {"version": 0, "last_version": 0}
@@ -100,7 +99,7 @@ def test_rows_are_found_by_what_their_messages_have() -> None:
 
 
 @pytest.mark.parametrize("name", [OLD_MANIFEST, "00000000000000000001-0_00000000000000000002-0.parquet"])
-def test_an_archive_of_another_release_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+def test_an_archive_of_another_release_is_refused_and_left_as_it_is(tmp_path, name):
     (tmp_path / name).write_bytes(b"{}")
     with pytest.raises(ArchiveError, match="release"):
         Manifest.load(tmp_path)

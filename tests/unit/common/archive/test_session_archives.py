@@ -25,7 +25,7 @@ def found(folder: Path, selection: Selection = ALL) -> list[Message]:
 
 
 @pytest.fixture
-def mixed(tmp_path: Path) -> Path:
+def mixed(tmp_path):
     """An archive in which ticket 3 was played as sessions."""
     folder = stream_folder(tmp_path, STREAM)
     segment = SegmentFile(STREAM.message_type, START)
@@ -36,7 +36,7 @@ def mixed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_sessions_beside_single_turns_come_back_entry_by_entry(mixed: Path) -> None:
+def test_sessions_beside_single_turns_come_back_entry_by_entry(mixed):
     back = found(mixed)
     assert back == [as_session(one) if one.ticket == 3 else one for one in trajectories()]
     assert [codec.encode(made) for made in back[6:8]] == [
@@ -45,11 +45,11 @@ def test_sessions_beside_single_turns_come_back_entry_by_entry(mixed: Path) -> N
 
 
 @pytest.mark.parametrize("words", [RESULT, r"17 \* 23$"])
-def test_what_was_said_in_a_session_is_found(mixed: Path, words: str) -> None:
+def test_what_was_said_in_a_session_is_found(mixed, words):
     assert all(words not in made.text and QUESTION not in made.text for made in found(mixed))
     assert [made.key for made in found(mixed, Selection(pattern=words))] == [(3, 0), (3, 1)]
     assert found(mixed, Selection(pattern=f"no {words}")) == []
 
 
-def test_a_version_that_made_only_a_fork_is_found(mixed: Path) -> None:
+def test_a_version_that_made_only_a_fork_is_found(mixed):
     assert [made.key for made in found(mixed, Selection(versions=(3, 3)))] == [(3, 0), (3, 1)]

@@ -29,12 +29,12 @@ class FailingRedis:
 
 
 @pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_pauses(monkeypatch):
     monkeypatch.setattr(broker_module, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(broker_module, "LONGEST_PAUSE_S", 0.0)
 
 
-def test_without_an_address_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_address_the_variable_is_named(monkeypatch):
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     with pytest.raises(BrokerError, match="TIDEMILL_REDIS_URL is not set") as caught:
         redis_url()
@@ -42,9 +42,7 @@ def test_without_an_address_the_variable_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", "", "redis"])
-async def test_an_address_of_the_wrong_form_is_a_broker_error(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_address_of_the_wrong_form_is_a_broker_error(url, monkeypatch):
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     with pytest.raises(BrokerError, match="TIDEMILL_REDIS_URL"):
         await Broker.connect(url)
@@ -65,7 +63,7 @@ async def test_an_address_of_the_wrong_form_is_a_broker_error(
         TimeoutError(),
     ],
 )
-async def test_what_passes_is_waited_out(error: Exception) -> None:
+async def test_what_passes_is_waited_out(error):
     redis = FailingRedis(error, error, error)
     assert await Broker(redis).execute("SET", "a", 1) == b"OK"  # type: ignore[arg-type]
     assert redis.calls == 4
@@ -80,7 +78,7 @@ async def test_what_passes_is_waited_out(error: Exception) -> None:
         ValueError("a mistake in the program"),
     ],
 )
-async def test_what_does_not_pass_is_raised_at_once(error: Exception) -> None:
+async def test_what_does_not_pass_is_raised_at_once(error):
     redis = FailingRedis(error)
     with pytest.raises(type(error)):
         await Broker(redis).execute("SET", "a", 1)  # type: ignore[arg-type]
@@ -96,21 +94,21 @@ async def test_what_does_not_pass_is_raised_at_once(error: Exception) -> None:
         redis_errors.ResponseError("UNBLOCKED force unblock from blocking operation, instance state changed"),
     ],
 )
-async def test_a_server_that_is_the_master_no_more_is_left(error: Exception) -> None:
+async def test_a_server_that_is_the_master_no_more_is_left(error):
     redis = FailingRedis(error, error)
     assert await Broker(redis).execute("SET", "a", 1) == b"OK"  # type: ignore[arg-type]
     assert redis.calls == 3
     assert redis.disconnects == 2, "or the commands would be sent to the replica for ever"
 
 
-async def test_a_missing_permission_ends_the_process_in_plain_words() -> None:
+async def test_a_missing_permission_ends_the_process_in_plain_words():
     redis = FailingRedis(redis_errors.NoPermissionError("this user has no permissions to run 'xtrim'"))
     with pytest.raises(BrokerError, match=r"lacks a permission.*xtrim"):
         await Broker(redis).execute("XTRIM", "a", "MINID", 1)  # type: ignore[arg-type]
     assert redis.calls == 1
 
 
-async def test_nothing_is_asked_ahead_where_no_connection_is_open_or_no_primary_known() -> None:
+async def test_nothing_is_asked_ahead_where_no_connection_is_open_or_no_primary_known():
     command = ("XREADGROUP", "GROUP", "g", "c", "COUNT", 1, "STREAMS", "tidemill:{a}:prompts", ">")
     for url in ("redis://localhost:1", "redis+cluster://localhost:1"):
         assert make_client(url).ask(command) is None

@@ -29,11 +29,11 @@ def sent(*command: object) -> list[str]:
         (("MULTI",), "MULTI"),
     ],
 )
-def test_keys_of_rq_get_the_tag_of_the_run_and_values_do_not(command, expected) -> None:
+def test_keys_of_rq_get_the_tag_of_the_run_and_values_do_not(command, expected):
     assert " ".join(sent(*command)) == expected
 
 
-def test_a_look_at_a_queue_names_the_key_that_the_queue_has() -> None:
+def test_a_look_at_a_queue_names_the_key_that_the_queue_has():
     keys = Keys("arith-1")
     key = RQ_STATES["started"].format(keys.sandbox_queue)
     assert list(_as_tagged(("ZCARD", key))) == ["ZCARD", "rq:{arith-1}:wip:tidemill:arith-1:sandbox"]
@@ -41,7 +41,7 @@ def test_a_look_at_a_queue_names_the_key_that_the_queue_has() -> None:
     assert _key_of(("TIME",)) == ""
 
 
-def test_every_slot_has_its_primary_or_none() -> None:
+def test_every_slot_has_its_primary_or_none():
     nodes, reply = Nodes([("seed", 7)]), [[0, 99, [b"a", 1], [b"b", 2]], [100, 16383, [b"", 3]]]
     found = [nodes.owner(slot, reply, ("asked", 9)) for slot in (0, 99, 100, 16383)]
     assert found == [("a", 1)] * 2 + [("asked", 3)] * 2

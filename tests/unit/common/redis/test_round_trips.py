@@ -13,7 +13,7 @@ from tidemill.common.redis.client import RoundTrips
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(client, "time", clock)
     monkeypatch.setattr(activity, "time", clock)
@@ -29,7 +29,7 @@ def a_command(trips: RoundTrips) -> Iterator[None]:
         trips.end(begun)
 
 
-def test_commands_that_overlap_are_counted_once(clock: Clock) -> None:
+def test_commands_that_overlap_are_counted_once(clock):
     trips = RoundTrips()
     with a_command(trips):
         clock.now += 1
@@ -41,7 +41,7 @@ def test_commands_that_overlap_are_counted_once(clock: Clock) -> None:
     assert trips.total_s() == 4
 
 
-def test_a_command_that_failed_took_its_time_all_the_same(clock: Clock) -> None:
+def test_a_command_that_failed_took_its_time_all_the_same(clock):
     trips = RoundTrips()
     with pytest.raises(OSError), a_command(trips):
         clock.now += 3
@@ -49,7 +49,7 @@ def test_a_command_that_failed_took_its_time_all_the_same(clock: Clock) -> None:
     assert trips.total_s() == 3
 
 
-def test_a_command_that_blocks_counts_as_much_as_one_that_does_not(clock: Clock) -> None:
+def test_a_command_that_blocks_counts_as_much_as_one_that_does_not(clock):
     trips = RoundTrips()
     with a_command(trips):
         clock.now += 0.25
@@ -62,7 +62,7 @@ def test_a_command_that_blocks_counts_as_much_as_one_that_does_not(clock: Clock)
     assert trips.total_s() == 0.625
 
 
-def test_one_outage_is_not_what_a_command_takes_at_present(clock: Clock) -> None:
+def test_one_outage_is_not_what_a_command_takes_at_present(clock):
     trips = RoundTrips()
     for seconds in (0.001, 30, 0.003):
         with a_command(trips):
@@ -71,7 +71,7 @@ def test_one_outage_is_not_what_a_command_takes_at_present(clock: Clock) -> None
 
 
 @pytest.mark.parametrize("state", ["wait:scores", BOOKKEEPING])
-def test_who_has_nothing_to_do_while_a_command_is_under_way_waits_for_redis(clock: Clock, state: str) -> None:
+def test_who_has_nothing_to_do_while_a_command_is_under_way_waits_for_redis(clock, state):
     trips = RoundTrips()
     service = Activity("trainer", state, trips.total_s)
     clock.now += 4
@@ -80,7 +80,7 @@ def test_who_has_nothing_to_do_while_a_command_is_under_way_waits_for_redis(cloc
     assert service.totals() == {WAIT_REDIS: 6, state: 4}
 
 
-def test_who_works_while_a_command_is_under_way_does_not_wait(clock: Clock) -> None:
+def test_who_works_while_a_command_is_under_way_does_not_wait(clock):
     trips = RoundTrips()
     service = Activity("trainer", "train", trips.total_s)
     with a_command(trips):

@@ -39,7 +39,7 @@ def sent(message: Trajectory) -> Trajectory:
 
 
 def test_a_claim_is_pointer_size_and_digest_and_its_file_the_bytes_of_the_entry(tmp_path):
-    store, whole = ClaimStore(tmp_path, 1000), large()
+    store, whole = ClaimStore(tmp_path, 1000), played(large())
     payload = codec.encode_payload(whole)
     claim = store.check_in(whole)
     digest = xxhash.xxh3_128(payload).hexdigest()
@@ -62,12 +62,6 @@ def test_a_release_that_knows_no_claims_takes_none_for_an_empty_completion(tmp_p
     assert claim.min_version == large().min_version
 
 
-def test_sessions_come_back_byte_for_byte(tmp_path):
-    store, whole = ClaimStore(tmp_path, 1), played(make_trajectory(0, 0))
-    assert whole.session is not None
-    assert codec.encode_payload(store.resolve(sent(store.check_in(whole)))) == codec.encode_payload(whole)
-
-
 def test_what_is_small_goes_through_the_stream_as_it_always_did(tmp_path):
     sample, limit = make_trajectory(), len(codec.encode_payload(make_trajectory()))
     assert ClaimStore(tmp_path).check_in(sample) is sample
@@ -82,15 +76,18 @@ def test_what_is_small_goes_through_the_stream_as_it_always_did(tmp_path):
         (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_bytes(path.read_bytes()[:-7]), "instead of"),
         (lambda path: path.write_bytes(bytes(len(path.read_bytes()))), "does not match its digest"),
+        (lambda path: None, "is of sample (3, 1), claimed for (4, 1)"),
     ],
-    ids=["missing", "half-written", "wrong digest"],
+    ids=["missing", "half-written", "wrong digest", "of another sample"],
 )
 def test_a_missing_or_wrong_payload_is_a_fault_of_its_sample_that_says_why(tmp_path, damage, said):
     store = ClaimStore(tmp_path, 1000)
     claim = store.check_in(large())
     damage(next((tmp_path / "claims").iterdir()))
+    if "claimed for" in said:
+        claim = claim.model_copy(update={"ticket": 4})
     broken = store.resolve(sent(claim))
-    assert broken.key == (3, 1) and broken.num_tokens == 0
+    assert broken.key == claim.key and broken.num_tokens == 0
     assert said in fault_of(broken) and "claims" in fault_of(broken)
 
 
@@ -101,14 +98,6 @@ def test_a_payload_above_the_limit_is_a_fault_before_it_is_read(tmp_path, monkey
     assert codec.encode_payload(whole) == codec.encode_payload(large())
     monkeypatch.delattr(Path, "read_bytes")
     assert str(num_bytes) in fault_of(ClaimStore(tmp_path, max_bytes=num_bytes - 1).resolve(claim))
-
-
-def test_a_claim_of_another_sample_is_a_fault(tmp_path):
-    store = ClaimStore(tmp_path, 1000)
-    claim = store.check_in(large())
-    assert "is of sample (3, 1), claimed for (4, 1)" in fault_of(
-        store.resolve(claim.model_copy(update={"ticket": 4}))
-    )
 
 
 def moved(folder: Path) -> None:
@@ -129,12 +118,17 @@ AWAY = [moved, replaced_by_a_file, replaced_by_a_link_to_nowhere]
 
 
 @pytest.mark.parametrize("go_away", AWAY)
-def test_while_the_folder_is_away_nothing_is_said_of_any_payload(tmp_path, go_away):
+async def test_while_the_folder_is_away_nothing_is_said_of_any_payload(tmp_path, go_away):
+    """And a new one is not made in its place: what it holds would pass for missing."""
     store, folder = ClaimStore(tmp_path, 1000), tmp_path / "claims"
     claim = store.check_in(large())
     go_away(folder)
     with pytest.raises(StoreError):
         store.resolve(sent(claim))
+    assert fault_of(await resolved(store, claim, is_patient=False)), "a person does not wait"
+    with pytest.raises(StorageError):
+        store.check_in(large(2))
+    assert not folder.is_dir()
     folder.unlink(missing_ok=True)
     folder.with_name("away").rename(folder)
     assert codec.encode_payload(store.resolve(sent(claim))) == codec.encode_payload(large())
@@ -169,28 +163,10 @@ async def test_a_payload_that_alone_cannot_be_read_is_a_fault_after_some_looks(t
     assert (await resolved(store, sent(other))).fault == ""
 
 
-@pytest.mark.parametrize("go_away", AWAY)
-def test_a_folder_that_is_away_takes_nothing_and_none_is_made_in_its_place(tmp_path, go_away):
-    """What it holds would pass for missing. A trajectory that it does not take goes through the stream."""
-    store = ClaimStore(tmp_path, 1000)
-    store.check_in(large(1))
-    go_away(tmp_path / "claims")
-    with pytest.raises(StorageError):
-        store.check_in(large(2))
-    assert not (tmp_path / "claims").is_dir()
-
-
 def test_a_worker_that_does_not_see_the_runs_folder_makes_none(tmp_path):
     with pytest.raises(StorageError):
         ClaimStore(tmp_path / "not mounted", 1000).check_in(large())
     assert not list(tmp_path.iterdir())
-
-
-async def test_a_person_does_not_wait_for_a_store_that_is_away(tmp_path):
-    store = ClaimStore(tmp_path, 1000)
-    claim = store.check_in(large())
-    moved(tmp_path / "claims")
-    assert fault_of(await resolved(store, claim, is_patient=False))
 
 
 def test_half_a_file_never_has_a_name_that_a_claim_could_give(tmp_path, monkeypatch):
@@ -209,18 +185,11 @@ def test_a_file_goes_only_when_its_ticket_is_settled_and_no_entry_claims_it(tmp_
     (tmp_path / "claims" / ".aside").write_text("of a writer at work")
     pointers = {ticket: claim.pointer for ticket, claim in claims.items() if claim}
     assert store.settled(3) == {pointers[1], pointers[2]}
+    for ticket in (1, 3):  # what killed writers left goes with its ticket
+        (tmp_path / "claims" / f".{pointers[ticket]}.0123abcd.aside").write_text("half")
     store.remove(store.settled(3) - {pointers[2]})
     left = {path.name for path in (tmp_path / "claims").iterdir()}
-    assert left == {".aside", pointers[2], pointers[3], pointers[10]}
-
-
-def test_what_a_killed_writer_left_goes_with_its_ticket(tmp_path):
-    store = ClaimStore(tmp_path, 1000)
-    pointers = [claim.pointer for t in (1, 2) if (claim := store.check_in(large(t)).claim)]
-    for pointer in pointers:
-        (tmp_path / "claims" / f".{pointer}.0123abcd.aside").write_text("half")
-    store.remove(store.settled(2))
-    assert {path.name for path in store.folder.iterdir()} == {pointers[1], f".{pointers[1]}.0123abcd.aside"}
+    assert left == {".aside", pointers[2], pointers[3], pointers[10], f".{pointers[3]}.0123abcd.aside"}
 
 
 def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> PendingGroup:
@@ -235,27 +204,19 @@ def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> PendingGroup:
 
 
 @pytest.mark.parametrize("status", [ScoreStatus.OK, ScoreStatus.FAILED])
-@pytest.mark.parametrize("value", [None, 0.5])
-def test_a_sample_without_its_payload_is_left_out_whatever_its_score_and_the_policy(tmp_path, status, value):
+@pytest.mark.parametrize(("policy", "fault"), [({}, ""), ({"reward__on_failure": 0.5}, ""), ({}, "it broke")])
+def test_a_sample_without_its_payload_or_environment_is_left_out_whatever_its_score(
+    tmp_path, status, policy, fault
+):
     """It may have been scored while its file was there."""
-    statuses = dict.fromkeys(range(4), ScoreStatus.OK) | {1: status}
-    policy = {"reward__on_failure": value} if value else {}
-    config = trainer_config(**policy, group_size=4)
-    outcome = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
+    group = faulty_group(tmp_path, dict.fromkeys(range(4), ScoreStatus.OK) | {1: status})
+    if fault:
+        group.trajectories[1] = sent(make_trajectory(0, 1, group_size=4, fault=fault))
+    outcome = GroupFilter(trainer_config(**policy, group_size=4)).apply(group, 0)
     assert isinstance(outcome, TrainableGroup)
-    assert outcome.left_out == [(1, NO_PAYLOAD)] and [s.key[1] for s in outcome.samples] == [0, 2, 3]
-
-
-def test_a_sample_whose_environment_failed_has_no_score_and_is_left_out(tmp_path):
-    group = faulty_group(tmp_path, dict.fromkeys(range(4), ScoreStatus.OK))
-    group.trajectories[1] = sent(make_trajectory(0, 1, group_size=4, fault="the board is broken"))
-    outcome = GroupFilter(trainer_config(group_size=4)).apply(group, 0)
-    assert isinstance(outcome, TrainableGroup) and outcome.left_out == [(1, ENVIRONMENT_FAULT)]
-    assert [completion.index for completion in outcome.sampled] == [
-        0,
-        2,
-        3,
-    ]  # an empty one is not short
+    assert outcome.left_out == [(1, ENVIRONMENT_FAULT if fault else NO_PAYLOAD)]
+    assert [sample.key[1] for sample in outcome.samples] == [0, 2, 3]
+    assert [sample.index for sample in outcome.sampled] == [0, 2, 3], "an empty one is not short"
 
 
 def test_a_group_that_failures_drop_says_what_is_missing(tmp_path):

@@ -38,7 +38,7 @@ def read(*deltas: Path) -> dict[str, dict[int, int]]:
     return found
 
 
-def test_values_come_out_as_bits_at_their_places_also_across_windows(tmp_path: Path) -> None:
+def test_values_come_out_as_bits_at_their_places_also_across_windows(tmp_path):
     # Gaps wider than 16 bits; NaN, -0.0; both sides of a window.
     places = [0, 65534, 131069, 196605, WINDOW - 1, WINDOW, 3 * WINDOW - 1]
     values = [0x7FC0, 0x8000, 0x0000, 0xFFFF, 1, 2, 3]
@@ -50,18 +50,18 @@ def test_values_come_out_as_bits_at_their_places_also_across_windows(tmp_path: P
     assert [record.window for record in read_delta(path)] == [0, 1, 2, 0]
 
 
-def test_a_delta_without_changes_is_a_whole_file(tmp_path: Path) -> None:
+def test_a_delta_without_changes_is_a_whole_file(tmp_path):
     assert read(write(tmp_path / "a.safetensors", (BIG, [], []))) == {}
 
 
-def test_of_several_deltas_the_last_value_stands(tmp_path: Path) -> None:
+def test_of_several_deltas_the_last_value_stands(tmp_path):
     first = write(tmp_path / "a.safetensors", (BIG, [5, 7, WINDOW], [1, 1, 1]), (WIDE, [0], [9]))
     second = write(tmp_path / "b.safetensors", (BIG, 6, [2, 2]))
     assert read(first, second) == {"embedding": {5: 1, 6: 2, 7: 2, WINDOW: 1}, "scale": {0: 9}}
     assert read(second, first)["embedding"] == {5: 1, 6: 2, 7: 1, WINDOW: 1}
 
 
-def test_damage_anywhere_is_refused_or_changes_no_value(tmp_path: Path) -> None:
+def test_damage_anywhere_is_refused_or_changes_no_value(tmp_path):
     path = write(tmp_path / "a.safetensors", (BIG, [5, 70000], [1, 2]), (WIDE, 0, [3]))
     whole, values = path.read_bytes(), read(path)
     for place in range(len(whole)):
@@ -77,7 +77,7 @@ def test_damage_anywhere_is_refused_or_changes_no_value(tmp_path: Path) -> None:
     ("info", "place"),
     [(TensorInfo("scale", "F32", (4,)), 3), (TensorInfo("scale", "F7", (8,)), 0)],
 )
-def test_records_that_cannot_be_are_refused(tmp_path: Path, info: TensorInfo, place: int) -> None:
+def test_records_that_cannot_be_are_refused(tmp_path, info, place):
     writer = DeltaWriter(tmp_path / "a.safetensors")
     writer._add(info, place, 2, False, bytes(8))
     writer.write()
@@ -85,7 +85,7 @@ def test_records_that_cannot_be_are_refused(tmp_path: Path, info: TensorInfo, pl
         read_delta(writer.path)
 
 
-def test_deltas_of_different_tensors_under_one_name_are_refused(tmp_path: Path) -> None:
+def test_deltas_of_different_tensors_under_one_name_are_refused(tmp_path):
     first = write(tmp_path / "a.safetensors", (WIDE, [0], [1]))
     second = write(tmp_path / "b.safetensors", (TensorInfo("scale", "F32", (9,)), [0], [1]))
     with pytest.raises(WeightsError, match=r"b\.safetensors"):

@@ -56,7 +56,7 @@ def by_formula(info: TensorInfo, words: dict[int, int]) -> Digest:
     return Digest(*lanes)
 
 
-def test_it_is_the_sum_of_its_formula() -> None:
+def test_it_is_the_sum_of_its_formula():
     words = {0: 1, 1: 0xFFFF, 65_535: 7, 65_536: 8, 280_003: 0x8000}
     bits = np.zeros(INFO.num_elements, "<u2")
     bits[list(words)] = list(words.values())
@@ -64,7 +64,7 @@ def test_it_is_the_sum_of_its_formula() -> None:
     assert digest_of([(INFO, bits)]) == by_formula(INFO, words) + header_digest(INFO)
 
 
-def test_a_float_counts_as_two_words_and_a_byte_as_one() -> None:
+def test_a_float_counts_as_two_words_and_a_byte_as_one():
     wide, narrow = TensorInfo("w", "F32", (3,)), TensorInfo("n", "U8", (3,))
     bits = np.array([0x00020001, 0, 0x80000000], "<u4")
     assert run_digest(wide, 0, bits) == by_formula(wide, {0: 1, 1: 2, 5: 0x8000})
@@ -72,7 +72,7 @@ def test_a_float_counts_as_two_words_and_a_byte_as_one() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_parts_add_up_in_any_order_and_in_torch_too(size: int) -> None:
+def test_parts_add_up_in_any_order_and_in_torch_too(size):
     bounds = [INFO.num_elements * i // size for i in range(size + 1)]
     total = header_digest(INFO)
     for start, end in sorted(pairwise(bounds), reverse=True):
@@ -82,7 +82,7 @@ def test_parts_add_up_in_any_order_and_in_torch_too(size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F64", "U8"])
-def test_changes_update_it(dtype: str) -> None:
+def test_changes_update_it(dtype):
     info = TensorInfo("w", dtype, (150_000,))
     old = RNG.integers(0, 250, 150_000).astype(info.bits_dtype)
     positions = np.sort(RNG.choice(150_000, 999, replace=False))
@@ -95,7 +95,7 @@ def test_changes_update_it(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "U8"])
-def test_a_device_sums_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_sums_the_same(dtype, monkeypatch):
     info = TensorInfo("w", dtype, (700_000,))
     old = RNG.integers(0, 250, 700_000).astype(info.bits_dtype)
     positions = np.sort(RNG.choice(700_000, 999, replace=False))
@@ -113,7 +113,7 @@ def test_a_device_sums_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert total.read() == expected + change
 
 
-def test_a_device_is_not_waited_for_before_the_sum_is_read() -> None:
+def test_a_device_is_not_waited_for_before_the_sum_is_read():
     """A tensor without memory has no value to wait for: who asks for one gets an error."""
     total = DigestSum()
     bits = torch.empty(300_000, dtype=torch.int16, device="meta")
@@ -124,7 +124,7 @@ def test_a_device_is_not_waited_for_before_the_sum_is_read() -> None:
         total.read()
 
 
-def test_names_shapes_and_moved_values_count() -> None:
+def test_names_shapes_and_moved_values_count():
     zeros = np.zeros(6, "<u2")
     infos = [TensorInfo("a", "BF16", (6,)), TensorInfo("a", "BF16", (2, 3)), TensorInfo("b", "BF16", (6,))]
     infos.append(TensorInfo("a", "F16", (6,)))
@@ -132,7 +132,7 @@ def test_names_shapes_and_moved_values_count() -> None:
     assert run_digest(INFO, 0, zeros + 1) != run_digest(INFO, 1, zeros + 1)
 
 
-def test_a_digest_of_an_older_release_is_told_apart() -> None:
+def test_a_digest_of_an_older_release_is_told_apart():
     assert not is_additive("0" * 32)
     with pytest.raises(ValueError, match="not a digest over weights"):
         Digest.parse("0" * 32)

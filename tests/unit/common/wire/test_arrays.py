@@ -1,7 +1,5 @@
 """Array fields: what is accepted, and that bits come out as they went in."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +17,7 @@ class Fields(BaseModel):
 
 
 @given(st.lists(st.booleans(), max_size=70))
-def test_bits_survive_packing_at_every_length(bits: list[bool]) -> None:
+def test_bits_survive_packing_at_every_length(bits):
     packed = pack_bits(np.array(bits, dtype=np.bool_))
     assert len(packed) == 1 + (len(bits) + 7) // 8
     unpacked = Fields(bits=packed).bits
@@ -27,25 +25,25 @@ def test_bits_survive_packing_at_every_length(bits: list[bool]) -> None:
     assert unpacked.tolist() == bits
 
 
-def test_bits_are_packed_first_bit_highest_behind_the_number_of_padding_bits() -> None:
+def test_bits_are_packed_first_bit_highest_behind_the_number_of_padding_bits():
     assert pack_bits(np.array([True, False, True])) == bytes([5, 0b10100000])
     assert pack_bits(np.zeros(0, dtype=np.bool_)) == b"\x00"
 
 
 @pytest.mark.parametrize("container", [bytes, bytearray, memoryview])
-def test_bytes_are_viewed_and_not_copied(container: Any) -> None:
+def test_bytes_are_viewed_and_not_copied(container):
     data = container(np.arange(5, dtype="<i4").tobytes())
     ids = Fields(ids=data).ids
     assert ids.tolist() == [0, 1, 2, 3, 4]
     assert np.shares_memory(ids, np.frombuffer(data, dtype=np.uint8))
 
 
-def test_an_array_of_the_right_type_is_kept_as_it_is() -> None:
+def test_an_array_of_the_right_type_is_kept_as_it_is():
     ids = np.arange(5, dtype=np.int32)
     assert np.shares_memory(Fields(ids=ids).ids, ids)
 
 
-def test_lists_and_wider_arrays_are_converted() -> None:
+def test_lists_and_wider_arrays_are_converted():
     fields = Fields(ids=[1, 2], values=np.array([0.5], dtype=np.float64))
     assert fields.ids.dtype == np.int32
     assert fields.values.dtype == np.float32
@@ -73,6 +71,6 @@ def test_lists_and_wider_arrays_are_converted() -> None:
         ("bits", [0, 2], "expected a mask of booleans"),
     ],
 )
-def test_what_is_not_such_an_array_is_refused(field: str, value: Any, says: str) -> None:
+def test_what_is_not_such_an_array_is_refused(field, value, says):
     with pytest.raises(ValidationError, match=says):
         Fields(**{field: value})

@@ -4,7 +4,6 @@ import pickle
 import re
 import struct
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -22,7 +21,6 @@ from tidemill.common.wire.codec import pack, sendable
 from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
-    Message,
     SamplingParams,
     Score,
     ScoreStatus,
@@ -36,115 +34,96 @@ TYPES = (Ticket, Trajectory, Score, WeightManifest, Commit, DeadLetter)
 
 @given(messages)
 @settings(max_examples=300, deadline=None)
-def test_every_message_survives_the_wire(message: Message) -> None:
+def test_every_message_survives_the_wire(message):
     decoded = codec.decode(codec.encode(message), type(message))
     assert decoded == message
 
 
-def test_messages_with_equal_arrays_are_equal_and_others_are_not() -> None:
+def test_messages_with_equal_arrays_are_equal_and_others_are_not():
     assert make_trajectory() == make_trajectory()
     assert make_trajectory() != make_trajectory(prompt_ids=np.arange(1, 5))
     assert make_trajectory() != make_trajectory(loss_mask=np.ones(3, dtype=np.bool_))
 
 
-def test_empty_and_false_values_that_are_not_the_default_are_kept() -> None:
+def test_empty_and_false_values_that_are_not_the_default_are_kept():
     values: list[Any] = [[], {}, "", 0, False]
     for ground_truth in values:
         sent = make_trajectory(ground_truth=ground_truth)
         assert codec.decode(codec.encode(sent), Trajectory).ground_truth == ground_truth
-    bare = Commit(step=0, version=1, mini_batches=(), groups=())
-    assert codec.decode(codec.encode(bare), Commit) == bare
 
 
-def test_a_ticket_says_of_min_p_only_where_it_is_on() -> None:
-    for share in (0.0, 0.5):
-        sampling = SamplingParams(max_tokens=4, min_p=share)
-        ticket = Ticket(
-            prompt_ids=np.ones(1, np.int32), ticket=0, step=0, min_version=0, group_size=1, sampling=sampling
-        )
-        written = msgpack.unpackb(codec.encode_payload(ticket))["sampling"]
-        assert set(written) == {"max_tokens", "temperature", "top_p", "top_k"} | (
-            {"min_p"} if share else set()
-        )
-        assert codec.decode(codec.encode(ticket), Ticket) == ticket
+@pytest.mark.parametrize(("share", "said"), [(0.0, set()), (0.5, {"min_p"})])
+def test_a_ticket_says_of_min_p_only_where_it_is_on(share, said):
+    sampling = SamplingParams(max_tokens=4, min_p=share)
+    fields = {"ticket": 0, "step": 0, "min_version": 0, "group_size": 1, "sampling": sampling}
+    ticket = Ticket(prompt_ids=np.ones(1, np.int32), **fields)
+    written = msgpack.unpackb(codec.encode_payload(ticket))["sampling"]
+    assert set(written) == {"max_tokens", "temperature", "top_p", "top_k"} | said
+    assert codec.decode(codec.encode(ticket), Ticket) == ticket
 
 
-def test_fields_at_their_default_are_left_out() -> None:
-    written = msgpack.unpackb(codec.encode_payload(make_trajectory(text="")))
-    assert {"text", "loss_mask", "extra", "finish", "worker"}.isdisjoint(written)
-
-
-def test_arrays_on_the_wire_are_little_endian_bytes() -> None:
-    sent = make_trajectory(completion_ids=np.array([1, -2, 3]), logprobs=np.array([-0.5, -1.0, 0.0]))
+def test_on_the_wire_are_little_endian_bytes_and_no_defaults():
+    ids = np.array([1, 7, -2, 7, 3])[::2]  # what a strided array shows
+    sent = make_trajectory(completion_ids=ids, logprobs=np.array([-0.5, -1.0, 0.0]), text="")
     written = msgpack.unpackb(codec.encode_payload(sent))
     assert written["completion_ids"] == struct.pack("<3i", 1, -2, 3)
     assert written["logprobs"] == struct.pack("<3f", -0.5, -1.0, 0.0)
+    assert {"text", "loss_mask", "extra", "finish", "worker"}.isdisjoint(written)
 
 
-def test_a_strided_array_is_sent_as_what_it_shows() -> None:
-    sent = make_trajectory(prompt_ids=np.arange(10, dtype=np.int32)[::3])
-    assert codec.decode(codec.encode(sent), Trajectory).prompt_ids.tolist() == [0, 3, 6, 9]
-
-
-def test_decoded_arrays_are_read_only_views_on_the_bytes_received() -> None:
+def test_decoded_arrays_are_read_only_views_on_the_bytes_received():
     message = codec.decode(codec.encode(make_trajectory()), Trajectory)
     for array in (message.prompt_ids, message.completion_ids, message.logprobs):
         assert type(array.base) is bytes
         assert not array.flags.writeable
 
 
-def test_fields_of_a_newer_minor_schema_are_ignored() -> None:
-    tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | {"colour": "blue", "nested": {"a": [1]}}
+@pytest.mark.parametrize("more", [{"nested": {"a": [1]}}, {"needs": ["claim"]}])
+def test_fields_of_a_newer_minor_schema_are_ignored_where_they_are_not_needed(more):
+    tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | {"colour": "blue"} | more
     decoded = codec.decode({b"v": b"1.7", b"p": msgpack.packb(tree), b"extra": b"x"}, Trajectory)
     assert decoded == make_trajectory()
 
 
-def test_a_newer_major_schema_is_refused_and_says_what_to_do() -> None:
-    fields = {**codec.encode(make_trajectory()), b"v": b"2.0"}
-    with pytest.raises(CodecError, match=r"trajectory: schema 2\.0 .* reads 1\.x; update the older side"):
-        codec.decode(fields, Trajectory)
-
-
 @pytest.mark.parametrize("needs", [["colour"], ["claim", "colour"], [["claim"]], "claim", 7, {"claim": 1}])
-def test_a_message_that_needs_what_nobody_here_understands_is_refused(needs: Any) -> None:
+def test_a_message_that_needs_what_nobody_here_understands_is_refused(needs):
     tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | {"colour": "blue", "needs": needs}
     with pytest.raises(CodecError, match="update the older side"):
         codec.decode({b"v": b"1.9", b"p": msgpack.packb(tree)}, Trajectory)
 
 
-def test_what_a_newer_minor_adds_and_does_not_need_is_ignored() -> None:
-    tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | {"colour": "blue", "needs": ["claim"]}
-    assert codec.decode({b"v": b"1.9", b"p": msgpack.packb(tree)}, Trajectory) == make_trajectory()
+SCHEMAS = [b"", b"1", b"one.two", b"-1.0", b"1.0.0", b"9" * 1000, b"\xff.\xff"]
 
 
-@pytest.mark.parametrize("schema", [b"", b"1", b"one.two", b"-1.0", b"1.0.0", b"9" * 1000, b"\xff.\xff"])
-def test_a_malformed_schema_is_refused(schema: bytes) -> None:
-    with pytest.raises(CodecError, match=r"major\.minor"):
+@pytest.mark.parametrize("schema", [b"2.0", *SCHEMAS])
+def test_a_malformed_or_newer_major_schema_is_refused(schema):
+    words = r"schema 2\.0 .* reads 1\.x; update the older side" if schema == b"2.0" else r"major\.minor"
+    with pytest.raises(CodecError, match=words):
         codec.decode({**codec.encode(make_trajectory()), b"v": schema}, Trajectory)
 
 
 @pytest.mark.parametrize("missing", [b"v", b"p"])
-def test_an_entry_without_one_of_its_fields_is_refused(missing: bytes) -> None:
+def test_an_entry_without_one_of_its_fields_is_refused(missing):
     fields = codec.encode(make_trajectory())
     del fields[missing]
     with pytest.raises(CodecError, match="expected fields v and p"):
         codec.decode(fields, Trajectory)
 
 
-def test_a_payload_above_the_limit_is_refused_before_it_is_unpacked() -> None:
+def test_a_payload_above_the_limit_is_refused_before_it_is_unpacked():
     with pytest.raises(CodecError, match="exceed the limit of 100"):
         codec.decode({b"v": b"1.0", b"p": b"\xc1" * 101}, Trajectory, max_bytes=100)
 
 
 @pytest.mark.parametrize("inner", [b"\x90", b"\x80", b"\xc0"], ids=["lists", "maps", "values"])
-def test_lists_in_lists_cannot_hold_more_than_one_list_may(inner: bytes) -> None:
+def test_lists_in_lists_cannot_hold_more_than_one_list_may(inner):
     many = b"\xdc\xff\xff" + inner * 0xFFFF
     with pytest.raises(CodecError):
         codec.unpack(b"\xdc\x00\x11" + many * 17)
     assert len(codec.unpack(b"\xdc\x00\x02" + many * 2)) == 2
 
 
-def test_without_a_limit_a_message_may_be_as_large_as_its_payload() -> None:
+def test_without_a_limit_a_message_may_be_as_large_as_its_payload():
     """Who sets `streams.max_message_mb` above 64 means it."""
     large = make_trajectory(text="x" * (65 << 20))
     assert codec.decode(codec.encode(large), Trajectory).text == large.text
@@ -152,7 +131,7 @@ def test_without_a_limit_a_message_may_be_as_large_as_its_payload() -> None:
 
 @given(payload=st.binary(max_size=300))
 @settings(max_examples=150, deadline=None)
-def test_random_bytes_are_only_ever_a_codec_error(payload: bytes) -> None:
+def test_random_bytes_are_only_ever_a_codec_error(payload):
     for message_type in TYPES:
         with pytest.raises(CodecError):
             codec.decode({b"v": b"1.0", b"p": payload}, message_type)
@@ -160,7 +139,7 @@ def test_random_bytes_are_only_ever_a_codec_error(payload: bytes) -> None:
 
 @given(tree=st.dictionaries(st.sampled_from([*sorted(Trajectory.model_fields), "status", "fields"]), plain))
 @settings(max_examples=150, deadline=None)
-def test_maps_with_fields_of_any_type_are_only_ever_a_codec_error(tree: dict[str, Any]) -> None:
+def test_maps_with_fields_of_any_type_are_only_ever_a_codec_error(tree):
     tree.pop("sampling", None)
     for message_type in TYPES:
         try:
@@ -172,7 +151,7 @@ def test_maps_with_fields_of_any_type_are_only_ever_a_codec_error(tree: dict[str
 
 @given(trajectories(), st.data())
 @settings(max_examples=200, deadline=None)
-def test_a_damaged_message_is_decoded_or_a_codec_error(message: Trajectory, data: st.DataObject) -> None:
+def test_a_damaged_message_is_decoded_or_a_codec_error(message, data):
     payload = bytearray(codec.encode_payload(message))
     for _ in range(data.draw(st.integers(1, 3))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
@@ -208,7 +187,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_payloads_are_only_ever_a_codec_error(payload: bytes) -> None:
+def test_hostile_payloads_are_only_ever_a_codec_error(payload):
     tracemalloc.start()
     try:
         with pytest.raises(CodecError) as caught:
@@ -216,23 +195,14 @@ def test_hostile_payloads_are_only_ever_a_codec_error(payload: bytes) -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(str(caught.value)) < 500
-    assert "\n" not in str(caught.value)
+    said = str(caught.value)
+    assert len(said) < 500 and "\n" not in said and not said.endswith(": ")
     assert peak < 128 << 20
-    assert not str(caught.value).endswith(": ")
 
 
 BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "ids that are not whole numbers of 4 bytes": ({"completion_ids": b"12345"}, "whole number of int32"),
     "fewer logprobs than tokens": ({"logprobs": b"\0" * 8}, "3 completion ids but 2 logprobs"),
     "a mask of another length": ({"loss_mask": b"\x00\xff"}, "a loss mask of 8"),
-    "a mask that is all padding": ({"loss_mask": b"\x07"}, "padding"),
-    "more padding than a byte holds": ({"loss_mask": b"\x09\xff\xff"}, "padding"),
-    "ids as text": ({"completion_ids": "abc"}, "completion_ids"),
-    "ids as nested lists": ({"completion_ids": [[1], [2], [3]]}, "one dimension"),
-    "ragged ids": ({"completion_ids": [[1], [2, 3]]}, "completion_ids"),
-    "ids as fractions": ({"completion_ids": [0.5, 1.5, 2.5]}, "expected int32"),
-    "ids beyond int32": ({"completion_ids": [1, 2, 2**40]}, "do not fit int32"),
     "no version spans": ({"spans": []}, "must start at token 0"),
     "spans that start late": ({"spans": [[0, 1]]}, "must start at token 0"),
     "spans beyond the tokens": ({"spans": [[0, 0], [1, 3]]}, "do not fit"),
@@ -246,13 +216,13 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "says"), BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
-def test_a_field_that_contradicts_the_others_is_named(change: dict[str, Any], says: str) -> None:
+def test_a_field_that_contradicts_the_others_is_named(change, says):
     tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | change
     with pytest.raises(CodecError, match=re.escape(says)):
         codec.decode({b"v": b"1.0", b"p": msgpack.packb(tree)}, Trajectory)
 
 
-def test_what_cannot_be_sent_is_refused_by_the_sender() -> None:
+def test_what_cannot_be_sent_is_refused_by_the_sender():
     with pytest.raises(TypeError, match="object cannot be sent"):
         codec.encode(make_trajectory(extra={"thing": object()}))
 
@@ -260,7 +230,7 @@ def test_what_cannot_be_sent_is_refused_by_the_sender() -> None:
 BROKEN = "half \ud800 a pair"
 
 
-def test_lost_characters_are_marked_and_the_rest_is_kept() -> None:
+def test_lost_characters_are_marked_and_the_rest_is_kept():
     tree = {"text": BROKEN, "list": ["\udfff", 1], BROKEN: None}
     marked = "half \ufffd a pair"
     assert msgpack.unpackb(pack(tree)) == {"text": marked, "list": ["\ufffd", 1], marked: None}
@@ -268,16 +238,9 @@ def test_lost_characters_are_marked_and_the_rest_is_kept() -> None:
     assert sendable("\U0001f600 whole") == "\U0001f600 whole"
 
 
-def test_every_text_of_a_message_can_be_sent() -> None:
-    score = Score(
-        ticket=1,
-        index=0,
-        status=ScoreStatus.FAILED,
-        error=BROKEN,
-        detail={BROKEN: [BROKEN]},
-        components={BROKEN: 1.0},
-        worker="w",
-    )
+def test_every_text_of_a_message_can_be_sent():
+    texts: dict[str, Any] = {"error": BROKEN, "detail": {BROKEN: [BROKEN]}, "components": {BROKEN: 1.0}}
+    score = Score(ticket=1, index=0, status=ScoreStatus.FAILED, **texts)
     again = codec.decode(codec.encode(score), Score)
     assert again.error == "half \ufffd a pair"
     assert again.detail == {"half \ufffd a pair": ["half \ufffd a pair"]}
@@ -299,41 +262,25 @@ OTHERS_WAY = ROOT / "benchmarks" / "transport_ends.py"
 """It measures beside PipelineRL's streams, which hold pickles; it reads its own alone."""
 
 
-def sources() -> list[Path]:
+def test_nothing_in_the_repository_unpickles_or_runs_what_it_reads():
     folders = ("common", "services", "tidemill", "benchmarks", "examples", "infra")
-    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [path for path in paths if path != OTHERS_WAY]
-
-
-def test_nothing_in_the_repository_unpickles_or_runs_what_it_reads() -> None:
+    paths = {path for folder in folders for path in (ROOT / folder).rglob("*.py")} - {OTHERS_WAY}
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
     offenders = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in sources()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if UNSAFE.search(line)
-        or (RUNS_TEXT.search(line) and not path.relative_to(ROOT).as_posix().startswith(SANDBOX))
+        f"{name}:{number}"
+        for name, text in texts.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if UNSAFE.search(line) or (RUNS_TEXT.search(line) and not name.startswith(SANDBOX))
     ]
-    texts = {path: path.read_text(encoding="utf-8") for path in sources()}
-    offenders += [
-        f"{path.relative_to(ROOT)} uses RQ without JSONSerializer"
-        for path, text in texts.items()
-        if RQ.search(text) and "JSONSerializer" not in text
-    ]
+    offenders += [name for name, text in texts.items() if RQ.search(text) and "JSONSerializer" not in text]
     assert len(texts) > 100
     assert offenders == []
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "import pickle",
-        "    from dill import loads",
-        "state = torch.load(path, weights_only=True)",
-        "np.load(path, allow_pickle=True)",
-        "yaml.load(text)",
-        "value = eval(text)",
-    ],
-)
-def test_what_would_unpickle_is_found(line: str) -> None:
+    "line", ["import pickle", "    from dill import loads", "torch.load(path, weights_only=True)",
+             "np.load(path, allow_pickle=True)", "yaml.load(text)", "value = eval(text)"],
+)  # fmt: skip
+def test_what_would_unpickle_is_found(line):
     assert UNSAFE.search(line) or RUNS_TEXT.search(line)
     assert not UNSAFE.search("model.eval()") and not RUNS_TEXT.search("model.eval()")

@@ -29,53 +29,44 @@ def names(keys: Keys) -> list[str]:
     return [keys.sandbox_names, keys.jobs_names]
 
 
-def test_names_of_jobs_are_apart_by_queue_and_run_and_are_such_as_rq_accepts() -> None:
+def test_names_of_jobs_are_apart_by_queue_and_run_and_are_such_as_rq_accepts():
     found = [name for run_id in ("a", "b", "a.b") for name in names(Keys(run_id))]
     assert len({*found}) == 6
     assert all(re.fullmatch(r"(sandbox|jobs)-[0-9a-f]{16}-", name) for name in found)
 
 
-def test_queues_of_rq_carry_the_id_of_their_run() -> None:
+def test_queues_of_rq_carry_the_id_of_their_run():
     assert all(name.startswith("tidemill:run-1:") for name in queues(Keys("run-1")))
     assert len({*queues(Keys("a")), *queues(Keys("b"))}) == 4
 
 
-def test_every_key_carries_the_hash_tag_of_its_run() -> None:
-    for key in all_keys(Keys("run-1")):
-        assert key.startswith("tidemill:{run-1}:"), key
-
-
-def test_no_two_keys_are_the_same_within_or_between_runs() -> None:
-    keys = all_keys(Keys("a")) + all_keys(Keys("b")) + all_keys(Keys("a.b"))
+def test_every_key_carries_the_hash_tag_of_its_run_and_no_two_are_the_same():
+    keys = [key for run_id in ("a", "b", "a.b") for key in all_keys(Keys(run_id))]
+    assert all(key.startswith("tidemill:{run-1}:") for key in all_keys(Keys("run-1")))
     assert len(keys) >= 3 * 16
-    assert len(set(keys)) == len(keys)
-    assert RUNS not in keys
+    assert len(set(keys)) == len(keys) and RUNS not in keys
 
 
-def test_the_lane_of_evaluation_is_a_suffix() -> None:
+def test_the_lane_of_evaluation_is_a_suffix_and_a_key_is_named_without_its_prefix():
     assert Keys("r").prompts() == "tidemill:{r}:prompts"
     assert Keys("r").prompts(Lane.EVAL) == "tidemill:{r}:prompts:eval"
-
-
-def test_a_key_is_named_without_its_prefix() -> None:
-    keys = Keys("r")
-    assert keys.name_of(keys.scores(Lane.EVAL)) == "scores:eval"
+    assert Keys("r").name_of(Keys("r").scores(Lane.EVAL)) == "scores:eval"
 
 
 @pytest.mark.parametrize("run_id", ["a", "7", "gsm8k_2026-10-01.3", "A" * 100])
-def test_usual_run_ids_are_accepted(run_id: str) -> None:
+def test_usual_run_ids_are_accepted(run_id):
     assert Keys(run_id).run_id == run_id
 
 
 @pytest.mark.parametrize(
     "run_id", ["", "-a", ".", "a b", "a:b", "a}b", "{a}", "ä", "a/b", "../a", "a" * 101, "a\n"]
 )
-def test_run_ids_that_could_leave_their_place_are_refused(run_id: str) -> None:
+def test_run_ids_that_could_leave_their_place_are_refused(run_id):
     with pytest.raises(ConfigError, match="run id"):
         Keys(run_id)
 
 
-def test_key_names_are_spelled_in_one_place_only() -> None:
+def test_key_names_are_spelled_in_one_place_only():
     spelled = re.compile(rf"{PREFIX}:[{{<a-z*%]")
     offenders = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

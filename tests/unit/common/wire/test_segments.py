@@ -29,7 +29,7 @@ def trajectory(segment: Segment, *forks: Segment) -> Trajectory:
     )
 
 
-def test_a_recorded_segment_has_the_engines_tokens_with_mask_1_and_the_environments_with_mask_0() -> None:
+def test_a_recorded_segment_has_the_engines_tokens_with_mask_1_and_the_environments_with_mask_0():
     segment = recorded().segment()
     assert segment.completion_ids.tolist() == [4, 5, 7, 8, 9]
     assert segment.mask.tolist() == [True, True, False, False, True]
@@ -41,7 +41,7 @@ def test_a_recorded_segment_has_the_engines_tokens_with_mask_1_and_the_environme
     ]
 
 
-def test_a_rewound_turn_keeps_the_tokens_before_the_break_and_nothing_after_it() -> None:
+def test_a_rewound_turn_keeps_the_tokens_before_the_break_and_nothing_after_it():
     recorder = recorded()
     recorder.add_turn(Generation([10, 11, 12], [-1.0] * 3, ((1, 0), (2, 1)), "stop"))
     recorder.rewind(6)
@@ -55,7 +55,7 @@ def test_a_rewound_turn_keeps_the_tokens_before_the_break_and_nothing_after_it()
         recorder.rewind(3)
 
 
-def test_a_session_survives_the_wire_with_its_forks_and_counts_their_versions() -> None:
+def test_a_session_survives_the_wire_with_its_forks_and_counts_their_versions():
     fork = SegmentRecorder([1, 2, 3, 4])
     fork.add_turn(Generation([6], [-0.25], ((3, 0),), "length"))
     sent = trajectory(recorded().segment(), fork.segment())
@@ -65,13 +65,13 @@ def test_a_session_survives_the_wire_with_its_forks_and_counts_their_versions() 
     assert (received.min_version, received.max_version) == (0, 3)
 
 
-def test_a_single_turn_says_nothing_of_sessions_on_the_wire() -> None:
+def test_a_single_turn_says_nothing_of_sessions_on_the_wire():
     single = trajectory(recorded().segment()).model_copy(update={"session": None})
     assert "session" not in msgpack.unpackb(encode(single)[b"p"])
     assert len(single.segments) == 1
 
 
-def test_turns_that_do_not_fit_their_segment_are_refused() -> None:
+def test_turns_that_do_not_fit_their_segment_are_refused():
     segment = recorded().segment()
     for turns in ((Turn(first=4, num_tokens=2),), (Turn(first=0, num_tokens=3), Turn(first=2, num_tokens=1))):
         with pytest.raises(ValidationError, match="does not fit"):

@@ -1,0 +1,24 @@
+"""Servers of a test's own, which it may lock, fill or kill."""
+
+import pytest
+
+from tests.conftest import SERVERS
+from tidemill.common.redis.embedded import EmbeddedRedis
+
+
+@pytest.fixture(params=list(SERVERS.values()), ids=list(SERVERS))
+def own_redis(request, tmp_path):
+    """One of each kind."""
+    server = EmbeddedRedis(tmp_path / "redis", executable=request.param)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def any_redis(tmp_path):
+    """One of the preferred kind."""
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    yield server
+    server.stop()
