@@ -14,7 +14,7 @@ import yaml
 
 from tidemill.common.config import RunConfig, parse_config
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.convert.script import Unknown
+from tidemill.services.console.convert.reading import Unknown
 from tidemill.services.console.convert.table import OptionRow, OptionTable, Verdict, lookup
 
 WIDTH = 108

@@ -16,7 +16,7 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import DeadLetter
 from tidemill.services.console.dead.entries import DeadEntry, read_dead
 from tidemill.services.console.dead.requeue import Requeuer, RequeueResult, TicketEnds
-from tidemill.services.console.options import DeadChoice
+from tidemill.services.console.options import DeadChoice, DropOptions, ShowDeadOptions
 from tidemill.services.console.run.folder import connected, find_run, folder_of_runs, log_nothing
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.formats import plural, sample_name
@@ -100,15 +100,24 @@ def dead_json(entry: DeadEntry, with_content: bool = False) -> dict[str, Any]:
     return jsonable(found)  # type: ignore[no-any-return]
 
 
-def show_list(choice: DeadChoice, as_json: bool, limit: int) -> None:
-    """Print the entries that the filter takes, the newest `limit` of them."""
-    entries = run_main(_look(choice))
-    shown = entries[-limit:] if limit else entries
-    if as_json:
+def show_dead(options: ShowDeadOptions) -> None:
+    """Print the entries that the filter takes, the newest `limit` of them; or all of the one that is named.
+
+    Raises:
+        ConfigError: there is no such entry.
+    """
+    if len(options.ids) > 1:
+        raise ConfigError("one letter is shown at a time; without an ID all are listed.")
+    entries = run_main(_look(options))
+    if options.ids:
+        _show_one(options, _chosen(options, entries)[0])
+        return
+    shown = entries[-options.limit :] if options.limit else entries
+    if options.as_json:
         print(json.dumps([dead_json(entry) for entry in shown], indent=2))
         return
     if not entries:
-        print("no dead letters" + (" that fit" if choice.is_narrow else ""))
+        print("no dead letters" + (" that fit" if options.is_narrow else ""))
         return
     counts = Counter(entry.content.origin[:40] for entry in entries)
     left_out = len(entries) - len(shown)
@@ -117,17 +126,11 @@ def show_list(choice: DeadChoice, as_json: bool, limit: int) -> None:
     print_tree(terminal(), part("", dead_table(shown), older, total))
 
 
-def show_one(choice: DeadChoice, as_json: bool, with_hex: bool) -> None:
-    """Print everything that is known of one entry.
-
-    Raises:
-        ConfigError: there is no such entry.
-    """
-    (entry,) = _chosen(choice, run_main(_look(choice)))
-    if as_json:
+def _show_one(options: ShowDeadOptions, entry: DeadEntry) -> None:
+    if options.as_json:
         print(json.dumps(dead_json(entry, with_content=True), indent=2))
     else:
-        print_tree(terminal(), dead_tree(entry, with_hex))
+        print_tree(terminal(), dead_tree(entry, options.with_hex))
 
 
 def requeue_entries(choice: DeadChoice) -> int:
@@ -135,13 +138,13 @@ def requeue_entries(choice: DeadChoice) -> int:
     return _change(choice, "requeue", "put back", Requeuer.put_back)
 
 
-def drop_entries(choice: DeadChoice, is_sure: bool) -> int:
+def drop_entries(choice: DropOptions) -> int:
     """Remove entries for good, after asking; returns 0, or 1 where one that was named could not be.
 
     Raises:
         ConfigError: nobody can be asked, and `is_sure` was not said.
     """
-    return _change(choice, "drop", "dropped", Requeuer.drop, None if is_sure else _ask)
+    return _change(choice, "drop", "dropped", Requeuer.drop, None if choice.is_sure else _ask)
 
 
 def _change(

@@ -5,9 +5,9 @@ The services wait while it is away, and its append-only file brings back what th
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
-from tidemill.common.errors import BrokerError
+from tidemill.common.errors import TidemillError
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.run.folder import RunFolder
@@ -26,57 +26,56 @@ class LocalRedis:
         self._pid = 0
         self._start: asyncio.Future[None] | None = None
 
-    @property
-    def url(self) -> str:
-        """Its address; the same over restarts."""
-        return self.server.url
-
-    async def start(self) -> None:
-        """Start it, and write its address into the run's folder.
+    @contextlib.asynccontextmanager
+    async def running(self, on_failure: Callable[[str], None]) -> AsyncIterator[str]:
+        """Its address, the same over restarts; what is written is kept. `on_failure` gets the reason where it
+        does not start again.
 
         Raises:
-            BrokerError: it does not start; the message has the end of its log.
+            TidemillError: it does not start; the message has the end of its log.
         """
         self.guard.remove_at_end(self.server.socket.parent)
-        await self._start_server()
-        self.folder.write_address(self.url)
+        keeper: asyncio.Task[None] | None = None
+        try:
+            await self._start_server()
+            self.folder.write_address(self.server.url)
+            keeper = asyncio.create_task(self._keep(on_failure), name="redis")
+            yield self.server.url
+        finally:
+            if keeper is not None:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
+            # A thread cannot be cancelled: a start that goes on is waited for, or its server would be left.
+            if self._start is not None:
+                await asyncio.gather(self._start, return_exceptions=True)
+            await asyncio.to_thread(self.server.stop)
+            if self._pid:
+                self.guard.forget(self._pid)
+            self.folder.address_file.unlink(missing_ok=True)
 
-    async def keep(self) -> None:
-        """Start it again whenever it dies; runs until it is cancelled.
-
-        Raises:
-            BrokerError: it does not start any more.
-        """
+    async def _keep(self, on_failure: Callable[[str], None]) -> None:
+        """Start it again whenever it dies, until that fails many times in a row."""
         while True:
             await asyncio.sleep(POLL_S)
-            if self.server.pid is None:
-                self.on_event("Redis died; starting it again")
-                await self._revive()
-                self.on_event("Redis is back")
-
-    async def stop(self) -> None:
-        """Stop it cleanly; its data stays in the run's folder."""
-        if self._start is not None:
-            await asyncio.gather(self._start, return_exceptions=True)
-        await asyncio.to_thread(self.server.stop)
-        if self._pid:
-            self.guard.forget(self._pid)
-        self.folder.address_file.unlink(missing_ok=True)
-
-    async def _revive(self) -> None:
-        pause_s = FIRST_PAUSE_S
-        for _ in range(MAX_FAILED_STARTS - 1):
-            with contextlib.suppress(BrokerError):
-                await self._start_server()
-                return
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        await self._start_server()
+            if self.server.pid is not None:
+                continue
+            self.on_event("Redis died; starting it again")
+            pause_s = FIRST_PAUSE_S
+            for attempt in range(MAX_FAILED_STARTS):
+                try:
+                    await self._start_server()
+                    break
+                except TidemillError as error:
+                    if attempt == MAX_FAILED_STARTS - 1:
+                        on_failure(str(error))
+                        return
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            self.on_event("Redis is back")
 
     async def _start_server(self) -> None:
         if self._pid:
             self.guard.forget(self._pid)
-        # A thread cannot be cancelled: `stop` waits for it, or its server would be left running.
         self._start = asyncio.ensure_future(asyncio.to_thread(self.server.start))
         await asyncio.shield(self._start)
         if self.server.pid:

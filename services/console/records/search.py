@@ -18,7 +18,7 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.streams.entries import Entry
 from tidemill.common.streams.selection import Range, said_in, texts_in
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
-from tidemill.services.console.options import SelectionOptions, ViewOptions
+from tidemill.services.console.options import GrepOptions, ViewOptions
 from tidemill.services.console.records.selection import check_fits, parse_stream, selection_of
 from tidemill.services.console.records.tables import sample_of, versions_of
 from tidemill.services.console.run.history import open_history
@@ -169,36 +169,29 @@ class Search:
             yield from (("dropped", f"{ticket}.{index} {why}") for ticket, index, why in message.dropped)
 
 
-def show_hits(
-    view: ViewOptions,
-    expression: str,
-    options: SelectionOptions,
-    streams: list[str],
-    ignores_case: bool,
-    limit: int,
-) -> int:
-    """Print what is found, as it is found; at most `limit` of it, 0 for all. Returns how much that was.
+def show_hits(options: GrepOptions) -> int:
+    """Print what is found, as it is found; at most `limit` of it, 0 for all. Returns 1 where that is nothing.
 
     Raises:
         ConfigError: the pattern is none, or an option does not apply to a stream.
     """
-    search = Search(_compiled(expression, ignores_case))
-    names = [parse_stream(name, options.lane) for name in streams or ("trajectories", "scores")]
+    search = Search(_compiled(options.pattern, options.ignore_case))
+    names = [parse_stream(name, options.lane) for name in options.streams or ("trajectories", "scores")]
     for name in names:
         check_fits(options, name)
     selection = selection_of(options)
 
     async def look() -> int:
         num_found = 0
-        async with open_history(view.run_id, view.runs_dir) as access:
+        async with open_history(options.run_id, options.runs_dir) as access:
             async for hit in _find(access.history, names, selection, search):
-                _print_hit(view, hit)
+                _print_hit(options, hit)
                 num_found += 1
-                if num_found == limit:
+                if num_found == options.limit:
                     break
-            if not num_found and not view.as_json:
+            if not num_found and not options.as_json:
                 Console(stderr=True).print(f"nothing was found in {' and '.join(names)}", style="dim")
-        return num_found
+        return 0 if num_found else 1
 
     try:
         return run_main(look())

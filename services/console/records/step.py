@@ -15,7 +15,7 @@ from tidemill.common.history.sessions import SessionFacts
 from tidemill.common.process.activity import times_of
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.options import ViewOptions
+from tidemill.services.console.options import StepOptions
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.formats import NOTHING, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
@@ -256,7 +256,7 @@ def step_json(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def show_step(view: ViewOptions, step: int) -> None:
+def show_step(options: StepOptions) -> None:
     """What went into a step, where its time went, and what came out.
 
     Raises:
@@ -264,14 +264,14 @@ def show_step(view: ViewOptions, step: int) -> None:
     """
 
     async def look() -> None:
-        async with open_history(view.run_id, view.runs_dir) as access:
-            record = await read_step(access.history, step)
+        async with open_history(options.run_id, options.runs_dir) as access:
+            record = await read_step(access.history, options.number)
             if record is None:
-                raise ConfigError(await _absence(access.history, step))
-        if view.as_json:
+                raise ConfigError(await _absence(access.history, options.number))
+        if options.as_json:
             print(json.dumps(step_json(record)))
         else:
-            print_tree(terminal(), step_tree(record, view.is_full), view.is_full)
+            print_tree(terminal(), step_tree(record, options.is_full), options.is_full)
 
     run_main(look())
 

@@ -15,7 +15,7 @@ from tidemill.common.streams import group_status, last_id
 from tidemill.common.streams.entries import entry_id_of, id_after
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import Commit, Message, Ticket, Trajectory, WeightManifest
-from tidemill.services.console.options import SelectionOptions, ViewOptions
+from tidemill.services.console.options import EntryOptions, TailOptions, ViewOptions
 from tidemill.services.console.records.search import selected_records
 from tidemill.services.console.records.selection import check_fits, parse_sample, parse_stream, selection_of
 from tidemill.services.console.records.tables import record_json, record_tree, records_table
@@ -86,7 +86,7 @@ NUMBERED: dict[type[Message], str] = {Ticket: "ticket", Commit: "step", WeightMa
 """Messages whose entry ids are their numbers."""
 
 
-def show_list(view: ViewOptions) -> None:
+def _show_list(view: EntryOptions) -> None:
     """Every stream of the run: how much there is and where, and how far its readers are."""
 
     async def look() -> None:
@@ -101,34 +101,42 @@ def show_list(view: ViewOptions) -> None:
     run_main(look())
 
 
-def show_tail(view: ViewOptions, stream: str, options: SelectionOptions, limit: int, follows: bool) -> None:
+def show_tail(options: TailOptions) -> None:
     """The newest entries that are selected, oldest of them first; then those that come, until Ctrl-C."""
-    name = parse_stream(stream, options.lane)
+    name = parse_stream(options.stream, options.lane)
     check_fits(options, name)
 
     async def look() -> None:
-        async with open_history(view.run_id, view.runs_dir) as access:
-            if follows and access.is_over:
+        async with open_history(options.run_id, options.runs_dir) as access:
+            if options.follow and access.is_over:
                 raise ConfigError(f"run {access.run_id} is over: nothing will come. Leave out --follow.")
             selection = selection_of(options)
             records: list[Record] = []
             async for record in selected_records(access.history, name, selection, newest_first=True):
                 records.append(record)
-                if len(records) == limit:
+                if len(records) == options.limit:
                     break
             records.reverse()
-            _print_records(view, name, records)
-            if follows:
-                await _follow(view, access, name, selection, records)
+            _print_records(options, name, records)
+            if options.follow:
+                await _follow(options, access, name, selection, records)
 
     with contextlib.suppress(KeyboardInterrupt):
         run_main(look())
 
 
-def show_entries(view: ViewOptions, stream: str, what: str, lane: str) -> None:
-    """One entry in full, by its id, its number, or its sample."""
-    name = parse_stream(stream, lane)
-    selection = _wanted(name, what)
+def show_entries(view: EntryOptions) -> None:
+    """One entry in full, by its id, its number, or its sample; without one, the list of streams."""
+    if not view.stream:
+        _show_list(view)
+        return
+    if not view.entry:
+        raise ConfigError(
+            f"which entry of {view.stream}? Give its ID; "
+            f"`tidemill streams tail {view.stream}` shows the newest."
+        )
+    name = parse_stream(view.stream, view.lane)
+    selection = _wanted(name, view.entry)
 
     async def look() -> None:
         async with open_history(view.run_id, view.runs_dir) as access:
@@ -141,7 +149,7 @@ def show_entries(view: ViewOptions, stream: str, what: str, lane: str) -> None:
                 records = [record async for record in access.history.scan(name, selection)]
             if not records:
                 raise ConfigError(
-                    f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "
+                    f"run {access.run_id} has no entry {view.entry} in {name} (read from {access.source}). "
                     "`tidemill streams show` says from where to where each stream goes."
                 )
             for record in records:

@@ -14,7 +14,7 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.streams.selection import texts_in
 from tidemill.common.wire.arrays import Float64
 from tidemill.common.wire.messages import Lane, Score, Ticket, Trajectory
-from tidemill.services.console.options import ViewOptions
+from tidemill.services.console.options import TraceOptions
 from tidemill.services.console.records.selection import parse_lane, parse_sample
 from tidemill.services.console.records.session import session_parts
 from tidemill.services.console.run.history import open_history
@@ -197,17 +197,17 @@ def group_json(group: GroupRecord, index: int | None = None) -> dict[str, Any]:
     return {**jsonable(group), "samples": samples, **more}
 
 
-def show_trace(view: ViewOptions, what: str, lane: str) -> None:
+def show_trace(options: TraceOptions) -> None:
     """Everything that became of `TICKET` or `TICKET.INDEX`.
 
     Raises:
         ConfigError: it is neither, or the run has no such ticket or sample.
     """
-    ticket, index = parse_sample(what)
-    wanted_lane = parse_lane(lane)
+    ticket, index = parse_sample(options.sample)
+    wanted_lane = parse_lane(options.lane)
 
     async def look() -> None:
-        async with open_history(view.run_id, view.runs_dir) as access:
+        async with open_history(options.run_id, options.runs_dir) as access:
             group = await read_group(access.history, ticket, wanted_lane)
             if not (group.ticket or group.samples or group.letters or group.commit):
                 raise ConfigError(await _absence(access.history, ticket, wanted_lane))
@@ -215,10 +215,10 @@ def show_trace(view: ViewOptions, what: str, lane: str) -> None:
         if index is not None and sample is None:
             made = ", ".join(str(sample.index) for sample in group.samples) or "none"
             raise ConfigError(f"ticket {ticket} has no sample {index} in the streams; it has {made}.")
-        if view.as_json:
+        if options.as_json:
             print(json.dumps(group_json(group, index)))
         else:
-            print_tree(terminal(), group_tree(group, sample), view.is_full)
+            print_tree(terminal(), group_tree(group, sample), options.is_full)
 
     run_main(look())
 

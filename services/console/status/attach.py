@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,23 +12,33 @@ from rich.text import Text
 
 from tidemill.common.errors import BrokerError, ConfigError, TidemillError
 from tidemill.common.process.programs import run_main
-from tidemill.services.console.run.folder import RunFolder, connected, find_run, folder_of_runs, log_nothing
+from tidemill.services.console.options import StatusOptions
+from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
 from tidemill.services.console.status.render import dashboard
-from tidemill.services.console.status.report import print_report, read_report
+from tidemill.services.console.status.report import print_report, read_report, show_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder
 
 REFRESH_S = 1.0
 HINT = "Ctrl-C ends the watching; the run goes on"
 
 
-def show_status(run_id: str | None, as_json: bool, runs_dir: Path | None) -> None:
+def show_status(options: StatusOptions) -> int:
     """Print how the run is doing; where its Redis is gone, its summary or what its folder tells.
 
     Raises:
         TidemillError: neither Redis nor the run's folder can be had.
     """
+    if options.watch and (options.report or options.as_json):
+        raise ConfigError("--watch goes with neither --report nor --json.")
+    if options.fails_on_warning and not options.report:
+        raise ConfigError("--fail-on-warning goes with --report.")
+    folder, as_json = find_run(options.run_id, options.runs_dir), options.as_json
+    if options.report:
+        return show_report(folder, as_json, options.fails_on_warning)
     log_nothing()
-    folder = find_run(run_id, folder_of_runs(runs_dir))
+    if options.watch:
+        _watch_folder(folder)
+        return 0
     report = read_report(folder)
     try:
         snapshot = run_main(look(folder))
@@ -40,19 +49,18 @@ def show_status(run_id: str | None, as_json: bool, runs_dir: Path | None) -> Non
             raise
         else:
             _print_folder(folder, as_json, error)
-        return
+        return 0
     if as_json:
         print(json.dumps(snapshot.as_dict(), indent=2))
     elif report is not None and snapshot.status == "finished":
         _print_finished(folder, report, as_json)
     else:
         Console(highlight=False).print(dashboard(snapshot))
+    return 0
 
 
-def watch(run_id: str | None, runs_dir: Path | None) -> None:
+def _watch_folder(folder: RunFolder) -> None:
     """Show the live view until Ctrl-C, or until the run has finished."""
-    log_nothing()
-    folder = find_run(run_id, folder_of_runs(runs_dir))
     console = Console(highlight=False)
     if not console.is_terminal:
         raise ConfigError("--watch needs a terminal; leave it out, or take --json for programs.")

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +17,6 @@ from tidemill.services.console.run.folder import (
     PICTURE_FILE,
     SUMMARY_FILE,
     RunFolder,
-    find_run,
     log_nothing,
     nearest,
 )
@@ -127,9 +125,7 @@ def spell_lines(warnings: Iterable[Mapping[str, Any]]) -> list[str]:
     return [f"{text} ({'; '.join(steps)}). {advice}" for (text, advice), steps in found.items()]
 
 
-def show_report(
-    run_id: str | None, as_json: bool, runs_dir: Path | None, fails_on_warning: bool = False
-) -> int:
+def show_report(folder: RunFolder, as_json: bool, fails_on_warning: bool = False) -> int:
     """Print the report of a finished run, and keep it in the run's folder; returns the exit code.
 
     Where its streams are gone, or in the archive alone, the report that the folder keeps is shown.
@@ -138,7 +134,6 @@ def show_report(
         TidemillError: nothing is left of the run, or it has not finished.
     """
     log_nothing()
-    folder = find_run(run_id, runs_dir)
     console, note = Console(highlight=False), ""
     records = read_records(folder.path / METRICS_FILE)
     tree = run_main(_tree_of(folder, records))

@@ -12,17 +12,17 @@ import psutil
 import pytest
 
 from tests.support.waiting import wait_until
-from tidemill.common.redis.broker import Broker
 from tidemill.services.console.launch.local_redis import LocalRedis
 from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.processes.service import ServiceProcess, ServiceSpec
+from tidemill.services.console.processes.specs import ServiceSpec
 from tidemill.services.console.processes.supervisor import (
     MAX_EARLY_DEATHS,
     Ending,
+    ServiceProcess,
     ServiceStatus,
     Supervisor,
 )
-from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.folder import RunFolder, connected
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(600)"
 POLITE = "import time; print('up'); time.sleep(600)"
@@ -180,18 +180,12 @@ async def test_a_redis_that_dies_comes_back_with_its_data_at_the_same_address(
     folder.path.mkdir()
     local = LocalRedis(folder, guard, events.append)
     local.server.appendfsync = "always"
-    await local.start()
-    keeper = asyncio.create_task(local.keep())
-    try:
-        broker = await Broker.connect(folder.address())
+    async with local.running(events.append) as url, connected(folder) as broker:
+        assert folder.address() == url
         await broker.execute("SET", "here", "still")
         local.server.kill()
         assert await broker.execute("GET", "here") == b"still", "the broker waits until it is back"
-        await broker.close()
         await wait_until(lambda: events == ["Redis died; starting it again", "Redis is back"])
-    finally:
-        keeper.cancel()
-        await local.stop()
     assert not folder.address_file.exists() and not local.server.pid
 
 
