@@ -243,7 +243,7 @@ _REPORT_TEXT = "Compute the summary of a finished run again from its commits, an
 _FAIL_TEXT = "With --report: exit with 1 where a metric left its range."
 
 
-@command("status", "status.attach:show_status", "arith-1 --watch")
+@command("status", "status.dashboard:show_status", "arith-1 --watch")
 @dataclass(frozen=True, kw_only=True)
 class StatusOptions(OfRun):
     """Say how a run is doing; a finished run shows its summary.
@@ -274,7 +274,7 @@ class ExportOptions(OfRun):
     now: bool = option("--now", "Do it here, without asking for a worker.", False)
 
 
-@command("diff", "compare.commands:show_diff", "arith-1 arith-2")
+@command("diff", "compare.diff:show_diff", "arith-1 arith-2")
 @dataclass(frozen=True)
 class DiffOptions:
     """Find the first step at which two runs differ, and why: data, versions, tokens, rewards, numerics.
@@ -482,7 +482,7 @@ class EntryOptions(ViewOptions):
     lane: str = option("--lane", "Training or evaluation.", "", "train|eval")
 
 
-@command("streams grep", "records.search:show_hits", "'as an AI' --ignore-case --reward 0.8.. -n 20")
+@command("streams grep", "records.streams:show_hits", "'as an AI' --ignore-case --reward 0.8.. -n 20")
 @dataclass(frozen=True, kw_only=True)
 class GrepOptions(SelectionOptions):
     """Find text in prompts and completions, in judges' words and in errors; shown as it is found.
@@ -521,7 +521,7 @@ class DeadChoice(DeadFilter):
     runs_dir: Path | None = runs_dir_option()
 
 
-@command("dead show", "dead.commands:show_dead", "--error schema", "1790000000000-0 --hex")
+@command("dead show", "dead.entries:show_dead", "--error schema", "1790000000000-0 --hex")
 @dataclass(frozen=True, kw_only=True)
 class ShowDeadOptions(DeadChoice):
     """List the dead letters: when, from where, which sample, why; with an ID, all of that one.
@@ -536,7 +536,7 @@ class ShowDeadOptions(DeadChoice):
     as_json: bool = json_flag()
 
 
-@command("dead requeue", "dead.commands:requeue_entries", "--all --stream prompts:eval")
+@command("dead requeue", "dead.requeue:change_entries", "--all --stream prompts:eval")
 @dataclass(frozen=True, kw_only=True)
 class RequeueOptions(DeadChoice):
     """Put messages back where they belong, each exactly once.
@@ -546,7 +546,7 @@ class RequeueOptions(DeadChoice):
     """
 
 
-@command("dead drop", "dead.commands:drop_entries", "--all --error 'schema 2' --yes")
+@command("dead drop", "dead.requeue:change_entries", "--all --error 'schema 2' --yes")
 @dataclass(frozen=True, kw_only=True)
 class DropOptions(DeadChoice):
     """Remove dead letters for good, after asking. Those that the trainer has yet to act on are kept."""

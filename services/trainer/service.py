@@ -34,7 +34,7 @@ from tidemill.services.trainer.durable.recovery import Replayer, restore_checkpo
 from tidemill.services.trainer.evaluation import Evaluator
 from tidemill.services.trainer.groups.group_filter import GroupFilter
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
-from tidemill.services.trainer.metrics.recorder import Recorder, rebuild
+from tidemill.services.trainer.metrics.recorder import TENSORBOARD, Recorder, rebuild
 from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
@@ -76,7 +76,7 @@ async def _train(context: ServiceContext) -> None:
     evaluator = Evaluator(context, evaluation, trimmer)
     thread = PolicyThread()
     async with AsyncExitStack() as sharing:
-        if context.config.rollout.takes_gpu_turns:
+        if context.config.rollout.trainer_gpus == "turns":
             await sharing.enter_async_context(thread.taking_turns(GpuLock(lock_files()), context.activity))
         policy = thread.policy = await thread.call(open_policy, context.config, context.run_dir)
         try:
@@ -113,7 +113,8 @@ async def _train_policy(
     commits = await replayer.take_over(restored, dropped, needed)
     version = join.version = restored + len(commits)
     await until_stored(context, partial(_rebuild_records, context, restored, version, journal))
-    recorder = await on_disk(context, Recorder, context.run_dir, context.config.trainer.tensorboard, version)
+    has_board = TENSORBOARD in context.config.trainer.loggers
+    recorder = await on_disk(context, Recorder, context.run_dir, has_board, version)
     with recorder:
         for sender in await asyncio.to_thread(_open_loggers, context):
             recorder.attach(sender)
@@ -170,20 +171,19 @@ def _open_loggers(context: ServiceContext) -> list[Sender]:
             records,
         )
         for name in trainer.loggers
+        if name != TENSORBOARD
     ]
 
 
 def _resume_outputs(context: ServiceContext, recorder: Recorder) -> Outputs:
     trainer, records = context.config.trainer, list(read_records(context.run_dir / METRICS_FILE))
-    ranges, evaluation = trainer.diagnostics, trainer.evaluation
+    ranges = trainer.diagnostics
     if trainer.policy == "simulated":
-        ranges = ranges.model_copy(
-            update={"healthy": {**ranges.healthy, "entropy": HealthyRange()}}
-        )  # delays have none
-    best = BestVersion(context.run_dir, evaluation.keep_best, records, evaluation.max_failed_share)
+        ranges = ranges | {"entropy": HealthyRange()}  # delays have none
+    best = BestVersion(context.run_dir, trainer.evaluation.keep_best, records)
     publisher = build_publisher(context.config.weights.url, context.keys.run_id)
     weights = WeightStore(context.run_dir, context.config.weights, publisher)
-    return Outputs(weights, best, recorder, Diagnostics.resumed(ranges, records))
+    return Outputs(weights, best, recorder, Diagnostics(ranges).resume(records))
 
 
 def _report(beat: Heartbeat, trainer: Trainer) -> None:

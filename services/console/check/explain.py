@@ -122,7 +122,7 @@ def _length(findings: Findings) -> str:
     moments = {
         "at the start": evaluation.at_start,
         f"every {evaluation.every} steps": evaluation.every > 0,
-        "at the end": evaluation.at_end,
+        "at the end": True,
     }
     evaluated = " and ".join(name for name, is_on in moments.items() if is_on and findings.config.data.eval)
     is_counted = trainer.epochs is None or "steps" in trainer.model_fields_set

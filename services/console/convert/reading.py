@@ -156,7 +156,7 @@ _OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv, ast.
 
 
 class Script:
-    """The commands of a shell script. Variables fill as it is read; `given` ones go before what it assigns."""
+    """The commands of a shell script. Variables fill as it is read; those of `given` win."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.given = given
@@ -210,8 +210,8 @@ class Script:
     def _assign(self, name: str, appends: bool, text: str, is_conditional: bool) -> None:
         if name in self.given:
             return
-        before, new = self.variables.get(name), self._array(text)
-        new = self._whole(text) if new is None else new
+        before, array = self.variables.get(name), self._array(text)
+        new: str | list[str] = self._whole(text) if array is None else array
         if appends and isinstance(new, list):
             new = [*(before if isinstance(before, list) else ()), *new]
         elif appends and not isinstance(new, Unknown):

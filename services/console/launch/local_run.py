@@ -36,9 +36,8 @@ from tidemill.services.console.processes.specs import ServiceSpec, service_envir
 from tidemill.services.console.processes.supervisor import Ending, RunOutcome, Supervisor
 from tidemill.services.console.run.folder import RunFolder, connected, log_to_file, nearest
 from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
-from tidemill.services.console.status.report import print_report, write_report
+from tidemill.services.console.status.report import print_report, summarise, write_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
-from tidemill.services.console.status.summary import failures, summarise, summary_tree
 
 log = structlog.get_logger(__name__)
 
@@ -100,13 +99,12 @@ class LocalRun:
         """Run the processes, with the view, until the run is over."""
         await publish_config(broker, self.keys, self.config)
         self._ran_before_s = float((await read_state(broker, self.keys)).get("ran_s", 0.0))
-        streams, reward = self.config.streams, self.config.reward
         self._supervisor = Supervisor(
             self.specs,
             env=service_environment(url, self.folder.runs),
             logs=self.folder.logs,
             guard=guard,
-            grace_s=max(streams.drain_s, reward.drain_s) + GRACE_MARGIN_S,
+            grace_s=self.config.streams.drain_s + GRACE_MARGIN_S,
             is_finished=lambda: self._is_finished(broker),
             on_event=lambda text: self._view.event(text),
         )
@@ -203,15 +201,14 @@ class LocalRun:
     async def _summarise(self, broker: Broker, ran_s: float) -> int:
         folder, config, idle = self.folder, self.config, self._rollout_idle
         records = read_records(folder.path / METRICS_FILE)
-        summary = await summarise(
+        tree = await summarise(
             broker, self.keys, config, folder.path, records, wall_s=ran_s, rollout_idle=idle
         )
-        problems = failures(summary, config)
         verdict = self._verdict or self.snapshot.bottleneck
-        tree = summary_tree(summary, problems) | {"bottleneck": verdict.as_dict() if verdict else None}
+        tree["bottleneck"] = verdict.as_dict() if verdict else None
         write_report(folder, tree, records)
         print_report(self.console, folder, tree)
-        return 1 if problems else 0
+        return 0 if tree["ok"] else 1
 
     def _fail(self, reason: str) -> None:
         if self._supervisor is not None:

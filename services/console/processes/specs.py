@@ -2,7 +2,7 @@
 
 Every rank of the trainer, every engine (`rollout.vllm.tensor_parallel_size` each) and every local server gets
 GPUs of its own, in this order, from those that nobody has named. What is named stays. On a machine
-with one GPU the trainer and vLLM take turns on it (`rollout.gpu_turns`).
+with one GPU the trainer and vLLM take turns on it (`rollout.trainer_gpus`).
 """
 
 import os
@@ -19,7 +19,6 @@ from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import RUNS_DIR_VARIABLE
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-PORT_OPTIONS = ("--metrics-port", "--port")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """For processes that only wait, or whose jobs start processes of their own."""
 
@@ -47,21 +46,17 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
         command = run_own(program, "--run", config.run_id, "--name", name, *words)
         specs.append(ServiceSpec(name, role, tuple(command), env, ends_run=role == "trainer"))
 
-    def add_worker(role: str, index: int | None, first_port: int, threads: int, gpus: Sequence[int]) -> None:
+    def add_worker(role: str, name: str, threads: int, gpus: Sequence[int] = ()) -> None:
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        # Workers of one machine cannot share a port: they take it and those that follow. 0 is any.
-        port = first_port + (index or 0) if first_port else 0
-        name = role if index is None else f"{role}-{index}"
-        add(Program[role.upper()], role, name, env | _visible(gpus), "--metrics-port", str(port))
+        add(Program[role.upper()], role, name, env | _visible(gpus))
 
-    trainer = config.trainer
-    add_worker("trainer", None, trainer.metrics_port, trainer.num_threads, trainer.gpus)
+    add_worker("trainer", "trainer", config.trainer.num_threads, config.trainer.gpus)
     for index in range(rollout.workers):
-        add_worker("rollout", index, rollout.metrics_port, rollout.num_threads, _engine_gpus(config, index))
+        add_worker("rollout", f"rollout-{index}", rollout.num_threads, _engine_gpus(config, index))
     # Reward functions run in processes of their own: one thread each, or they fight over the cores.
     threads = 0 if "OMP_NUM_THREADS" in os.environ else 1
     for index in range(reward.workers):
-        add_worker("reward", index, reward.metrics_port, threads, ())
+        add_worker("reward", f"reward-{index}", threads)
     # All code rewards of a run share one queue, and the workers of the one that wants the most.
     sandboxes = [named.sandbox.workers for named in reward.named.values() if named.sandbox]
     for index in range(max(sandboxes, default=0)):
@@ -81,12 +76,6 @@ def exporter_spec(config: RunConfig, port: int) -> ServiceSpec:
     """The exporter of the whole run, where one is wanted."""
     command = run_own(Program.EXPORTER, config.run_id, "--port", str(port))
     return ServiceSpec("exporter", "exporter", tuple(command))
-
-
-def metrics_ports(specs: Sequence[ServiceSpec]) -> dict[str, int]:
-    """The fixed ports that the processes will take, by name."""
-    ports = {spec.name: int(spec.command[-1]) for spec in specs if spec.command[-2] in PORT_OPTIONS}
-    return {name: port for name, port in ports.items() if port}
 
 
 def service_environment(redis_url: str, runs: Path) -> dict[str, str]:
@@ -151,7 +140,7 @@ def _wanted_gpus(config: RunConfig) -> dict[str, int]:
     wanted: dict[str, int] = {}
     if trainer.policy == "transformers" and not trainer.device.startswith("cpu"):
         wanted[TRAINER] = trainer.num_ranks
-    if rollout.uses_gpus:
+    if rollout.engine_traits.loads_model:
         wanted[ROLLOUT] = rollout.workers * rollout.vllm.tensor_parallel_size
     for name, local in _local_servers(config).items():
         # Whether another server's command uses GPUs is not known.
@@ -169,7 +158,7 @@ def find_overlaps(config: RunConfig) -> list[str]:
             problems.append("trainer.gpus names a GPU twice")
         for gpu in dict.fromkeys(gpus):
             owner = owners.setdefault(gpu, name)
-            is_asked = (owner, name) == (TRAINER, ROLLOUT) and config.rollout.on_trainer_gpus
+            is_asked = (owner, name) == (TRAINER, ROLLOUT) and config.rollout.trainer_gpus != "auto"
             if owner != name and not is_asked:
                 problems.append(f"GPU {gpu} is in {owner} and in {name}")
     return problems
@@ -187,14 +176,14 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
             f"trainer.gpus names {len(config.trainer.gpus)} GPUs for {config.trainer.num_ranks} ranks "
             "(trainer.num_ranks): each has one of its own"
         )
-    is_open = rollout.gpu_turns == "auto" and not rollout.shares_trainer_gpus and not rollout.gpus
     are_small = wanted.get(TRAINER) == 1 == rollout.vllm.tensor_parallel_size and rollout.workers > 0
-    if len(here) == 1 and is_open and are_small and rollout.engine_traits.reserves_gpu_memory:
-        config = _with(config, "rollout.gpu_turns", "on")
-    elif len(here) == 1 and {TRAINER, ROLLOUT} <= wanted.keys() and not rollout.gpus:
-        # The trainer cannot see which processes share its GPU.
-        config = _with(config, "rollout.shares_trainer_gpus", True)
-    if config.rollout.on_trainer_gpus:
+    if len(here) == 1 and rollout.trainer_gpus == "auto" and not rollout.gpus:
+        if are_small and rollout.engine_traits.reserves_gpu_memory:
+            config = _with(config, "rollout.trainer_gpus", "turns")
+        elif {TRAINER, ROLLOUT} <= wanted.keys():
+            # The trainer cannot see which processes share its GPU.
+            config = _with(config, "rollout.trainer_gpus", "shared")
+    if config.rollout.trainer_gpus != "auto":
         wanted.pop(ROLLOUT, None)
     missing = {name: count for name, count in wanted.items() if count and not named.get(name)}
     free = [gpu for gpu in here if not any(gpu in gpus for gpus in named.values())]
@@ -202,13 +191,13 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
         return config, _too_few(config, here, missing, len(free))
     for name, count in missing.items():
         config, free = _with(config, name, tuple(free[:count])), free[count:]
-    if config.rollout.on_trainer_gpus:
+    if config.rollout.trainer_gpus != "auto":
         config = _shared(config)
     given = [
         f"{name.removesuffix('.gpus')} {_list(gpus)}" for name, gpus in named_gpus(config).items() if gpus
     ]
     unused = [f"{_list(free)} unused"] if free else []
-    turns = [TURNS] if config.rollout.takes_gpu_turns else []
+    turns = [TURNS] if config.rollout.trainer_gpus == "turns" else []
     return config, [f"GPUs: {', '.join([*given, *unused])}", *turns] if given else []
 
 
@@ -222,9 +211,9 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[str, int], nu
         raise ConfigError(
             f"the run wants {sum(missing.values())} GPUs ({parts}), and {num_free} of the {len(here)} here "
             "are free. Lower trainer.num_ranks, rollout.workers or rollout.vllm.tensor_parallel_size, or set "
-            "rollout.shares_trainer_gpus; `tidemill check` says what fits"
+            "rollout.trainer_gpus; `tidemill check` says what fits"
         )
-    if config.rollout.takes_gpu_turns:
+    if config.rollout.trainer_gpus == "turns":
         others = ", ".join(name for name in counts if name != "trainer")
         return [f"one GPU: {TURNS}; {others} on it at once with either"]
     share = config.rollout.vllm.gpu_memory_utilization

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-TENSORBOARD_FOLDER = "tensorboard"
-"""Below the run's folder."""
+TENSORBOARD = "tensorboard"
+"""Name of the logger, and of its folder below the run's."""
 FLUSH_S = 10
 """Longest time a TensorBoard event waits in memory, in seconds."""
 
@@ -48,7 +48,7 @@ class Recorder:
         with storage_errors("metrics", self.path):
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
         self._senders: list[Sender] = []
-        self._board = _open_board(run_dir / TENSORBOARD_FOLDER, resume_at) if tensorboard else None
+        self._board = _open_board(run_dir / TENSORBOARD, resume_at) if tensorboard else None
         for record in kept:
             # TensorBoard forgets everything from `resume_at` on, also the evaluations that are still good.
             if record["kind"] == EVALUATION and record["version"] == resume_at:
