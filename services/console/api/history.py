@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.history.records import GroupRecord, SampleRecord
-from tidemill.common.history.whole_groups import read_groups
+from tidemill.common.history.records import GroupRecord, SampleRecord, read_groups
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.state import METRICS_FILE, read_records
 from tidemill.common.streams.selection import Range, Selection, StreamName

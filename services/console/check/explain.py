@@ -11,7 +11,7 @@ from tidemill.common.config import AlgorithmConfig, RewardConfig, RunConfig
 from tidemill.common.config.algorithm_table import PRESETS
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.streams.trimming import KEPT_COMMITS
+from tidemill.common.streams.log import KEPT_COMMITS
 from tidemill.services.console.check.fields import print_fields
 from tidemill.services.console.check.memory import machine_named, print_memory
 from tidemill.services.console.check.preflight import Findings, examine
@@ -164,10 +164,9 @@ def _rewards(config: RewardConfig) -> str:
     for name, reward in config.named.items():
         what = name if reward.function in (None, name) else f"{name} = {reward.function}"
         weight = f"{reward.weight:g} x " if config.rewards else ""
-        policy = reward.on_failure if reward.failure_value is None else f"{reward.failure_value:g}"
         texts.append(
             f"{weight}{what} ({reward.kind}, {reward.timeout_s:g} s and {reward.max_attempts} attempts each; "
-            f"then {policy})"
+            f"then {reward.on_failure})"
         )
     after = f", then {config.group} over each group" if config.group else ""
     return " + ".join(texts) + after
