@@ -15,7 +15,7 @@ from rich.console import Console
 from tidemill.common.archive import mark_whole
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
-from tidemill.common.redis.broker import Broker, redis_url
+from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import (
     FAILED,
@@ -29,12 +29,12 @@ from tidemill.common.streams import read_newest
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.exports.archive import archive_rest
-from tidemill.services.console.launch.local_redis import LocalRedis
 from tidemill.services.console.launch.views import LiveView, PlainView, View
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import ServiceSpec, service_environment
 from tidemill.services.console.processes.supervisor import Ending, RunOutcome, Supervisor
-from tidemill.services.console.run.folder import RunFolder, connected, log_to_file, nearest
+from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
+from tidemill.services.console.run.local_redis import open_redis
 from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
 from tidemill.services.console.status.report import print_report, summarise, write_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
@@ -64,15 +64,17 @@ class LocalRun:
         resume_command: str,
         view: View | None = None,
     ) -> None:
-        self.config, self.folder, self.specs = config, folder, specs
+        self.config, self.folder = config, folder
         self.console, self.is_live, self.resume_command = console, is_live, resume_command
         self.keys = Keys(config.run_id)
         self.snapshot = RunSnapshot(config.run_id, config.trainer.steps, config.trainer.max_staleness)
         self._plain_view = view or PlainView(console)
         self._view: View = self._plain_view
         self.why_not_finished = ""
+        self._supervisor = Supervisor(
+            specs, folder.logs, config.streams.drain_s + GRACE_MARGIN_S, lambda text: self._view.event(text)
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._supervisor: Supervisor | None = None
         self._is_stopping = self._is_ending_at_once = False
         self._archiving: asyncio.Task[None] | None = None
         self._started = time.monotonic()
@@ -87,29 +89,17 @@ class LocalRun:
         mark_whole(self.folder.path, False)
         log_to_file(self.folder.logs / "console.log")
         with Guard() as guard, self._signals():
-            given = redis_url() if os.environ.get(URL_VARIABLE) else ""
-            own = None if given else LocalRedis(self.folder, guard, lambda text: self._view.event(text))
-            redis = own.running(self._fail) if own else contextlib.nullcontext(given)
-            async with redis as url, connected(url) as broker:
-                outcome = await self._supervise(broker, url, guard)
+            given, say = os.environ.get(URL_VARIABLE, ""), lambda text: self._view.event(text)
+            async with open_redis(given, self.folder, guard, say, self._supervisor.fail) as (url, broker):
+                env = service_environment(url, self.folder.runs)
+                outcome = await self._supervise(broker, env, guard)
                 await self._archive_rest(broker)
                 return await self._report(broker, outcome)
 
-    async def _supervise(self, broker: Broker, url: str, guard: Guard) -> RunOutcome:
+    async def _supervise(self, broker: Broker, env: dict[str, str], guard: Guard) -> RunOutcome:
         """Run the processes, with the view, until the run is over."""
         await publish_config(broker, self.keys, self.config)
         self._ran_before_s = float((await read_state(broker, self.keys)).get("ran_s", 0.0))
-        self._supervisor = Supervisor(
-            self.specs,
-            env=service_environment(url, self.folder.runs),
-            logs=self.folder.logs,
-            guard=guard,
-            grace_s=self.config.streams.drain_s + GRACE_MARGIN_S,
-            is_finished=lambda: self._is_finished(broker),
-            on_event=lambda text: self._view.event(text),
-        )
-        if self._is_stopping:  # a signal came while Redis was starting
-            self._supervisor.stop()
         trainer = self.config.trainer
         reader = SnapshotReader(broker, self.keys, trainer.steps, trainer.max_staleness)
         # What a resumed run did before is read before anything is shown: it is not shown again.
@@ -118,10 +108,10 @@ class LocalRun:
             self._view = LiveView(self.console, HINT.format(logs=nearest(self.folder.logs)))
         watching = [
             asyncio.create_task(self._gather(reader), name="snapshots"),
-            asyncio.create_task(self._draw(self._supervisor), name="view"),
+            asyncio.create_task(self._draw(), name="view"),
         ]
         try:
-            return await self._supervisor.run()
+            return await self._supervisor.run(env, guard, lambda: self._is_finished(broker))
         finally:
             for task in watching:
                 task.cancel()
@@ -152,9 +142,9 @@ class LocalRun:
         if verdict is not None and all(verdict.evidence.num_workers.get(role) for role in ROLES):
             self._verdict = verdict
 
-    async def _draw(self, supervisor: Supervisor) -> None:
+    async def _draw(self) -> None:
         while True:
-            self._view.show(self.snapshot, supervisor.statuses, time.time() - self.snapshot.at)
+            self._view.show(self.snapshot, self._supervisor.statuses, time.time() - self.snapshot.at)
             await asyncio.sleep(REFRESH_S)
 
     async def _is_finished(self, broker: Broker) -> bool:
@@ -210,10 +200,6 @@ class LocalRun:
         print_report(self.console, folder, tree)
         return 0 if tree["ok"] else 1
 
-    def _fail(self, reason: str) -> None:
-        if self._supervisor is not None:
-            self._supervisor.fail(reason)
-
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """The first signal stops the run in order, the second one at once. Only a main thread gets any."""
@@ -241,9 +227,8 @@ class LocalRun:
         if not self._is_stopping:
             self._is_stopping = True
             self._view.event("stopping: what is held is finished or handed back; Ctrl-C again ends at once")
-            if self._supervisor is not None:
-                self._supervisor.stop()
-        elif self._supervisor is not None:
+            self._supervisor.stop()
+        else:
             self._view.event("ending at once")
             self._is_ending_at_once = True
             self._supervisor.kill()

@@ -131,35 +131,33 @@ class Supervisor:
     def __init__(
         self,
         specs: Sequence[ServiceSpec],
-        *,
-        env: Mapping[str, str],
         logs: Path,
-        guard: Guard,
         grace_s: float,
         on_event: Callable[[str], None],
-        is_finished: Callable[[], Awaitable[bool]] = _never,
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
         """Args:
         specs: the processes
-        env: variables of all of them
         logs: the folder of their logs
-        guard: ends them if the console dies
         grace_s: how long they may take to end once they are asked to
         on_event: gets a line about each start after the first, and about each process that is killed
-        is_finished: whether the run is over; asked when a process that `ends_run` has ended with 0
         first_pause_s: before a process is started again; doubled at each further early death
         """
-        self.specs, self.env, self.logs, self.guard = specs, env, logs, guard
-        self.grace_s, self.is_finished, self.on_event = grace_s, is_finished, on_event
-        self.first_pause_s = first_pause_s
+        self.specs, self.logs, self.grace_s = specs, logs, grace_s
+        self.on_event, self.first_pause_s = on_event, first_pause_s
         self.statuses = {spec.name: ServiceStatus(spec.name, spec.role) for spec in specs}
         self._processes: dict[str, ServiceProcess] = {}
         self._outcome: RunOutcome | None = None
         self._over, self._killed = asyncio.Event(), asyncio.Event()
 
-    async def run(self) -> RunOutcome:
-        """Start everything; return when the run is over and every process has ended."""
+    async def run(
+        self, env: Mapping[str, str], guard: Guard, is_finished: Callable[[], Awaitable[bool]] = _never
+    ) -> RunOutcome:
+        """Start everything; return when the run is over and every process has ended.
+
+        `is_finished` says whether the run is over; it is asked when a process that `ends_run` ends with 0.
+        """
+        self._env, self._guard, self._is_finished = env, guard, is_finished
         keepers = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self.specs]
         try:
             await self._over.wait()
@@ -213,7 +211,7 @@ class Supervisor:
         status, early_deaths, log = self.statuses[spec.name], 0, self.logs / f"{spec.name}.log"
         while not self._over.is_set():
             try:
-                process = await ServiceProcess.start(spec, self.env, log, self.guard)
+                process = await ServiceProcess.start(spec, self._env, log, self._guard)
             except OSError as error:
                 self.fail(f"cannot start {spec.name}: {error}")
                 return
@@ -254,7 +252,7 @@ class Supervisor:
         is_hopeless = code == ConfigError.exit_code or is_illegal_instruction(code)
         if is_hopeless and not process.spec.is_optional:
             self.fail(_exit_reason(process, "cannot do this run", code), code)
-        elif code == 0 and process.spec.ends_run and await self.is_finished():
+        elif code == 0 and process.spec.ends_run and await self._is_finished():
             self._end(RunOutcome(Ending.FINISHED))
         return self._over.is_set()
 

@@ -18,11 +18,11 @@ from tidemill.common.streams import ensure_group
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.exports.archive import archive_rest
-from tidemill.services.console.launch.local_redis import LocalRedis
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import service_environment, service_specs
 from tidemill.services.console.processes.supervisor import Supervisor
-from tidemill.services.console.run.folder import RunFolder, connected
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.local_redis import open_redis
 
 ROLES = ("reward", "replica", "sandbox")
 """What scores trajectories: workers, the servers of judges and reward models, and workers that run code."""
@@ -40,7 +40,7 @@ class SandboxRun:
         self.config, self.folder, self.url, self.on_event = config, folder, url, on_event
         self.keys = Keys(config.run_id)
         self.specs = [spec for spec in service_specs(config) if spec.role in ROLES]
-        self._supervisor: Supervisor | None = None
+        self._supervisor = Supervisor(self.specs, folder.logs, GRACE_S, on_event)
 
     @contextlib.asynccontextmanager
     async def running(self, source: str) -> AsyncIterator[Broker]:
@@ -52,11 +52,10 @@ class SandboxRun:
         self.folder.create(self.config, is_sandbox=True)
         archive = self.config.streams.archive
         with Guard() as guard:
-            own = None if self.url else LocalRedis(self.folder, guard, self.on_event)
-            redis = own.running(self._fail) if own else contextlib.nullcontext(self.url or "")
-            async with redis as url, connected(url) as broker:
+            redis = open_redis(self.url or "", self.folder, guard, self.on_event, self._supervisor.fail)
+            async with redis as (url, broker):
                 await self._register(broker, source)
-                async with self._workers(guard, url):
+                async with self._workers(service_environment(url, self.folder.runs), guard):
                     yield broker
                 if archive.enabled:
                     await archive_rest(broker, self.keys, self.folder.path, archive)
@@ -78,10 +77,6 @@ class SandboxRun:
                 return beats
             await asyncio.sleep(POLL_S)
 
-    def _fail(self, reason: str) -> None:
-        if self._supervisor is not None:
-            self._supervisor.fail(reason)
-
     async def _register(self, broker: Broker, source: str) -> None:
         if await run_exists(broker, self.keys):
             raise ConfigError(f"this Redis has a run {self.keys.run_id} already; give another with --into.")
@@ -91,18 +86,10 @@ class SandboxRun:
             await ensure_group(broker, self.keys.trajectories(lane), REWARD_GROUP)
 
     @contextlib.asynccontextmanager
-    async def _workers(self, guard: Guard, url: str) -> AsyncIterator[None]:
+    async def _workers(self, env: dict[str, str], guard: Guard) -> AsyncIterator[None]:
         """Keep the workers alive; when one cannot do its work, what runs inside ends with that error."""
-        self._supervisor = supervisor = Supervisor(
-            self.specs,
-            env=service_environment(url, self.folder.runs),
-            logs=self.folder.logs,
-            guard=guard,
-            grace_s=GRACE_S,
-            on_event=self.on_event,
-        )
         inside = asyncio.current_task()
-        keeping = asyncio.create_task(supervisor.run())
+        keeping = asyncio.create_task(self._supervisor.run(env, guard))
         failed = False
 
         def ended(_: asyncio.Task[object]) -> None:
@@ -120,5 +107,5 @@ class SandboxRun:
             raise kind(outcome.reason) from None
         finally:
             keeping.remove_done_callback(ended)
-            supervisor.stop()
+            self._supervisor.stop()
             await asyncio.gather(keeping, return_exceptions=True)

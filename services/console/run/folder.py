@@ -154,12 +154,21 @@ def nearest(path: Path) -> str:
         return str(path)
 
 
-async def connect(folder: RunFolder) -> Broker:
-    """Connect to the Redis of a run, or say why there is none to connect to.
+@contextlib.asynccontextmanager
+async def connected(to: RunFolder | str) -> AsyncIterator[Broker]:
+    """A connection to the Redis of a run, or at an address, closed at the end.
 
     Raises:
-        TidemillError: its Redis is not known, or does not answer.
+        TidemillError: the run's Redis is not known, or it does not answer.
     """
+    broker = await (Broker.connect(to) if isinstance(to, str) else _connect(to))
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
+async def _connect(folder: RunFolder) -> Broker:
     url = folder.address()
     if url is None:
         state = "it is not running now" if folder.path.is_dir() else "there is no such folder"
@@ -176,16 +185,6 @@ async def connect(folder: RunFolder) -> Broker:
             f"the Redis of run {folder.run_id} does not answer: its `tidemill up` was probably killed. "
             f"Continue the run with `tidemill up CONFIG --run-id {folder.run_id} --resume`. ({error})"
         ) from None
-
-
-@contextlib.asynccontextmanager
-async def connected(to: RunFolder | str) -> AsyncIterator[Broker]:
-    """A connection to the Redis of a run, or at an address, closed at the end."""
-    broker = await (Broker.connect(to) if isinstance(to, str) else connect(to))
-    try:
-        yield broker
-    finally:
-        await broker.close()
 
 
 def log_to_file(path: Path) -> None:
