@@ -22,7 +22,7 @@ from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
 from tidemill.services.trainer.batch.scheduler import Outstanding, Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
-from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup
+from tidemill.services.trainer.groups.group_filter import PendingGroup
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepRunner
 
@@ -219,7 +219,7 @@ def assert_trained_once(commits: list[Commit], groups: int) -> None:
 
 async def replayed_digests(broker: Broker, keys: Keys, config: RunConfig, policy: Policy) -> list[str]:
     """Train all commits once more, undisturbed, from a fresh policy on what the streams hold now."""
-    runner = StepRunner(make_context(broker, keys, config), policy, PolicyThread(), GroupFilter(config))
+    runner = StepRunner(config, policy, PolicyThread(), Activity("replay"))
     groups: dict[int, PendingGroup] = {}
     for sample in await messages(broker, keys.trajectories(), Trajectory):
         group = groups.setdefault(sample.ticket, PendingGroup(sample.ticket, sample.step, {}, {}))

@@ -95,7 +95,7 @@ class RunSnapshot:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         found = self.state.get("evaluations") or []
-        return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("dataset", ""))))
+        return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("set", ""))))
 
     @property
     def blocked(self) -> dict[str, str]:
@@ -283,8 +283,7 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
         )
     points = read_points(folder)[-MAX_POINTS:]
     records = read_records(folder.path / METRICS_FILE)
-    evaluations = [{**r, "dataset": r.get("set", "")} for r in records if r["kind"] == EVALUATION]
-    state = {"status": "stopped", "evaluations": evaluations}
+    state = {"status": "stopped", "evaluations": [r for r in records if r["kind"] == EVALUATION]}
     snapshot = RunSnapshot(
         folder.run_id,
         config.trainer.steps,

@@ -58,7 +58,7 @@ def chart_trees(
     trees = [_tree(chart, columns, "step") for chart in (*CHARTS, *_source_charts(columns))]
     scores = Columns()
     for item in evaluations:
-        scores.add({"time": 0.0, **item, "set": str(item.get("dataset", "")), "kind": "evaluation"})
+        scores.add(item)
     trees.insert(1, _tree(_evaluation_chart(evaluations), scores, "version"))
     return [tree for tree in trees if tree["lines"]]
 
@@ -83,7 +83,7 @@ def _source_charts(columns: Columns) -> Iterable[Chart]:
 
 
 def _evaluation_chart(evaluations: Sequence[Mapping[str, Any]]) -> Chart:
-    names = list(dict.fromkeys(str(item.get("dataset", "")) for item in evaluations))[:MOST_EVALUATIONS]
+    names = list(dict.fromkeys(str(item.get("set", "")) for item in evaluations))[:MOST_EVALUATIONS]
     return Chart(
         "evaluation", "Evaluation", {name[:60]: f"{EVALUATION_PREFIX}{name}/score" for name in names}
     )

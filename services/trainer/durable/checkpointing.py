@@ -45,11 +45,10 @@ from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler, Run
 from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES
 from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
 from tidemill.services.trainer.durable.archived_history import ALIGNED, ArchivedHistory
-from tidemill.services.trainer.durable.background_work import BackgroundWork
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
 from tidemill.services.trainer.durable.claim_files import ClaimFiles
 from tidemill.services.trainer.durable.departed import Departed
-from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
+from tidemill.services.trainer.durable.waiting import BackgroundWork, on_disk, until_stored
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.step import StepRunner
 

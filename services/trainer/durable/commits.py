@@ -92,6 +92,10 @@ class CommitJournal:
         ours = codec.encode_payload(commit)
         return commit.step in self.steps and codec.encode_payload(self.read(commit.step)) == ours
 
+    def find(self, step: int) -> Commit | None:
+        """The commit of a step; None where it holds none."""
+        return self.read(step) if step in self.steps else None
+
     def read(self, step: int) -> Commit:
         """The commit of a step in `steps`."""
         place = step - self._first

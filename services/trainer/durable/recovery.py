@@ -46,7 +46,7 @@ from tidemill.services.trainer.durable.archived_history import ArchivedHistory
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError
 from tidemill.services.trainer.durable.checkpointing import settled_positions
 from tidemill.services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
-from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
+from tidemill.services.trainer.durable.waiting import on_disk, until_stored
 from tidemill.services.trainer.groups.group_filter import GREEDY, PendingGroup
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import step_metrics

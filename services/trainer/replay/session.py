@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,13 @@ from tidemill.common.streams import Entry, entry_id_of
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.batch.stream_join import SCORES, TRAJECTORIES
 from tidemill.services.trainer.durable.checkpoint import Checkpoint, read_checkpoint
-from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup
+from tidemill.services.trainer.groups.group_filter import PendingGroup
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepResult, StepRunner
 
 Say = Callable[[dict[str, Any]], None]
 """Tells whoever waits how far the replay is."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayContext:
-    """A process that serves nobody and is not asked to stop; fulfils `step.ReplayContext`."""
-
-    config: RunConfig
-    activity: Activity = field(default_factory=lambda: Activity("replay"))
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +60,7 @@ class Session:
     ) -> None:
         self.history, self.config, self.run_dir = history, config, run_dir
         self.policy, self.thread, self.say = policy, thread, say
-        self.runner = StepRunner(ReplayContext(config), policy, thread, GroupFilter(config))
+        self.runner = StepRunner(config, policy, thread, Activity("replay"))
         self.version, self.from_version = 0, 0
         self.first_difference: int | None = None
         """The first step, of those replayed since the last restored checkpoint, with another digest."""

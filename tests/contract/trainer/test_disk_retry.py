@@ -28,7 +28,7 @@ from tidemill.common.run.weight_files import verified_files
 from tidemill.common.streams import id_order, last_id
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import WeightManifest
-from tidemill.services.trainer.durable import disk_retry
+from tidemill.services.trainer.durable import waiting
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import JOURNAL_FILE
@@ -88,7 +88,7 @@ class FirstRefusals:
 async def test_a_trainer_that_starts_on_a_full_disk_waits_for_it_wherever_it_writes(
     make, broker, keys, monkeypatch
 ):
-    monkeypatch.setattr(disk_retry, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.01)
     options: dict[str, Any] = {"archives": True, "checkpoint_every": 2}
     async with answering(broker, keys):
         await crash_after_commit(make(**options), 3)

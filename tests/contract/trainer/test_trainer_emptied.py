@@ -85,7 +85,7 @@ async def test_a_redis_that_is_emptied_while_there_is_no_trainer_gets_everything
         await run(make(has_eval=True))
     await assert_whole(broker, keys)
     evaluations = (await read_state(broker, keys))["evaluations"]
-    assert [(item["version"], item["dataset"]) for item in evaluations] == [(0, "held"), (6, "held")]
+    assert [(item["version"], item["set"]) for item in evaluations] == [(0, "held"), (6, "held")]
 
 
 async def test_a_trainer_that_dies_right_after_redis_was_emptied_leaves_a_run_to_go_on_with(

@@ -85,7 +85,7 @@ async def test_a_finished_run_that_is_started_again_trains_nothing_and_ends(make
     before = await commits_of(broker, keys)
     records = read_records(make().run_dir / METRICS_FILE)
     evaluations = (await read_state(broker, keys))["evaluations"]
-    assert [(item["version"], item["dataset"]) for item in evaluations] == [(0, "held"), (6, "held")]
+    assert [(item["version"], item["set"]) for item in evaluations] == [(0, "held"), (6, "held")]
 
     async def never(*_: object) -> None:
         raise AssertionError("nothing is left to train")

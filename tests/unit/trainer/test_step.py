@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from tests.support.models import PIECES, make_policy, one_batch, run_config
 from tests.support.sessions import random_session
-from tests.support.training import make_context, make_score, outstanding
+from tests.support.training import make_score, outstanding
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
+from tidemill.common.process.activity import Activity
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
@@ -116,8 +117,7 @@ def config_of(
 
 
 def runner_of(config: RunConfig, policy: Policy) -> StepRunner:
-    context = make_context(Broker.__new__(Broker), Keys("unit"), config)
-    return StepRunner(context, policy, PolicyThread(), GroupFilter(config))
+    return StepRunner(config, policy, PolicyThread(), Activity("trainer"))
 
 
 class RecordingPolicy:

@@ -14,8 +14,12 @@ from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import make_sample
-from tidemill.services.trainer.metrics.source_metrics import source_metrics
-from tidemill.services.trainer.metrics.step_metrics import stage_metrics, staleness_shares, step_metrics
+from tidemill.services.trainer.metrics.step_metrics import (
+    source_metrics,
+    stage_metrics,
+    staleness_shares,
+    step_metrics,
+)
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.step import MiniBatch, StepResult
 
