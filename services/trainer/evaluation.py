@@ -146,7 +146,7 @@ class Evaluator:
         by_number = {ticket.ticket: ticket for ticket in tickets}
         if len(await append_missing(broker, key, list(by_number), by_number.__getitem__)) == len(tickets):
             return True
-        floor = entry_id_of(tickets[0].ticket - 1) if tickets[0].ticket else START
+        floor = entry_id_of(tickets[0].ticket - 1)
         if await remove_unexpected(broker, self.context.keys, key, Ticket, floor):
             await append_missing(broker, key, list(by_number), by_number.__getitem__)
         first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)

@@ -20,7 +20,7 @@ from tidemill.services.trainer.batch.prompts import (
     load_tokenizer,
     load_training_prompts,
 )
-from tidemill.services.trainer.batch.reconciler import Reconciler, Registration, RunStreams, next_term
+from tidemill.services.trainer.batch.reconciler import Reconciler, RunStreams
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
@@ -68,7 +68,7 @@ async def _train(context: ServiceContext) -> None:
     context.activity.enter("load", "model and data")
     prompts, evaluation = await asyncio.to_thread(_load_data, context)
     broker, keys = context.broker, context.keys
-    join = StreamJoin(broker, keys, context.config.trainer.group_size)
+    join = StreamJoin(broker, keys)
     scheduler = Scheduler(broker, keys, context.config, prompts, join.expect)
     streams = RunStreams(scheduler, join, Reconciler(broker, keys, scheduler))
     trimmer = Trimmer(context, streams.reconciler)
@@ -93,9 +93,7 @@ async def _train_policy(
     join, reconciler, config = streams.join, streams.reconciler, context.config.trainer
     store = await on_disk(context, CheckpointStore, context.run_dir, config.keep_checkpoints)
     journal = await on_disk(context, CommitJournal, context.run_dir)
-    reconciler.term = await on_disk(context, next_term, context.run_dir)
-    reconciler.registration = Registration(context)
-    await until_stored(context, reconciler.registration.begin)
+    await until_stored(context, lambda: reconciler.begin(context))
     replayer = Replayer(context, runner, streams, journal)
     await until_stored(context, replayer.repair_archive)
     can_start_over = await replayer.archived.begins_at_start()
@@ -117,7 +115,7 @@ async def _train_policy(
             await replayer.replay(commits, recorder)
             assembler = BatchAssembler(context, streams, runner.group_filter, runner.precompute)
             assembler.dropped += replayer.pending_drops
-            assembler.limit.restore([reason for _, _, reason in assembler.dropped])
+            assembler.limit.begin_step(reason for _, _, reason in assembler.dropped)
             for ticket in replayer.skipped:
                 await assembler.drop(ticket, "lost: its ticket", version)
             checkpointer = Checkpointer(context, store, runner, streams, recorder, trimmer, restored)

@@ -176,7 +176,8 @@ class Trainer:
         dropped = self.assembler.drain_dropped()
         numbers, prompts = self._metrics(step, result, len(dropped)), self.scheduler.prompts
         tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
-        of_prompts = prompts.outcomes(result.groups), prompts.sizes(tickets)
+        trained = [(self.scheduler.outstanding[group.ticket], group.rewards) for group in result.groups]
+        of_prompts = prompts.outcomes(trained), prompts.sizes(tickets)
         commit = make_commit(step, result, dropped, numbers, state.committed, started_at, *of_prompts)
         await self._commit(commit, result)
         outstanding = self.scheduler.outstanding

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.letters import make_ticket
 from tests.support.sessions import played
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import RunConfig
@@ -20,7 +21,7 @@ from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
-from tidemill.services.trainer.batch.scheduler import Outstanding, Scheduler
+from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
 from tidemill.services.trainer.groups.group_filter import PendingGroup
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
@@ -61,12 +62,13 @@ def make_score(ticket: int, index: int, value: float | None = 1.0, **fields: Any
 
 
 def make_parts(broker: Broker, keys: Keys, config: RunConfig) -> tuple[Scheduler, StreamJoin]:
-    join = StreamJoin(broker, keys, config.trainer.group_size)
+    join = StreamJoin(broker, keys)
     return Scheduler(broker, keys, config, make_plan(config), join.expect), join
 
 
-def outstanding(*tickets: int, step: int = 0, min_version: int = 0) -> list[Outstanding]:
-    return [Outstanding(ticket, step, min_version) for ticket in tickets]
+def outstanding(*tickets: int, **fields: Any) -> list[Ticket]:
+    """Tickets of step 0, with groups of two."""
+    return [make_ticket(ticket, **{"step": 0, "group_size": 2} | fields) for ticket in tickets]
 
 
 async def publish_group(

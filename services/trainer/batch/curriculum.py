@@ -139,8 +139,6 @@ class Curriculum:
         self._sources, self._config = sources, config
         self.decks = [Deck(source, config) for source in sources]
         self._by_name = {source.name: deck for source, deck in zip(sources, self.decks, strict=True)}
-        self.places: dict[int, int] = {}
-        """Ticket -> place of its prompt in its source, for as long as the ticket is outstanding."""
         self.unreported: dict[int, Outcome] = {}
         """Outcomes of replaced groups that no commit tells of yet, by ticket."""
         self._num_drawn = 0
@@ -150,20 +148,17 @@ class Curriculum:
         self._waiting: dict[int, list[Outcome]] = {}
         """Outcomes by the step that reported them."""
 
-    def place_of(self, number: int, source: int, min_version: int) -> int:
-        """The place of a ticket's prompt: drawn where it is the next one, else what was drawn."""
-        if number not in self.places:
-            place = self._take(number, source, min_version)
-            self.places[number] = self._draw_ahead() if place is None else place
-        return self.places[number]
+    def draw(self, number: int, source: int, min_version: int) -> int:
+        """The place of the next ticket's prompt."""
+        self.adopt(number, source, min_version)
+        place = self._draw_queued(self._num_committed)
+        return self._draw_ahead() if place is None else place
 
-    def adopt(self, number: int, source: int, min_version: int, issued: int | None) -> None:
-        """Take in the next ticket, which an earlier process issued with the prompt in the place `issued`."""
-        if issued is None:
-            self.place_of(number, source, min_version)
-        else:
-            self._take(number, source, min_version)
-            self.places[number] = issued
+    def adopt(self, number: int, source: int, min_version: int) -> None:
+        """Take in the next ticket, which an earlier process issued: its prompt is in it."""
+        if number != (following := self._num_drawn + len(self._queue)):
+            raise ValueError(f"ticket {number} cannot be drawn: the next one is {following}")
+        self._queue.append((source, min_version))
 
     def take_commit(self, commit: Commit) -> None:
         """Keep what a committed step came to until tickets may be drawn from it."""
@@ -175,13 +170,6 @@ class Curriculum:
     def _num_committed(self) -> int:
         """Steps whose outcomes came in."""
         return max(self._horizon, 1 + max(self._waiting, default=-1))
-
-    def _take(self, number: int, source: int, min_version: int) -> int | None:
-        """Queue the next ticket; returns what the decks give it, None while they have to wait."""
-        if number != (following := self._num_drawn + len(self._queue)):
-            raise ValueError(f"ticket {number} cannot be drawn: the next one is {following}")
-        self._queue.append((source, min_version))
-        return self._draw_queued(self._num_committed)
 
     def _draw_queued(self, num_committed: int) -> int | None:
         """Draw for the queued tickets, in order, up to one that follows from more than these steps. Returns
@@ -218,7 +206,6 @@ class Curriculum:
             "num_drawn": self._num_drawn,
             "horizon": self._horizon,
             "queue": [list(item) for item in self._queue],
-            "places": [list(item) for item in self.places.items()],
             "unreported": [[ticket, *outcome] for ticket, outcome in self.unreported.items()],
             "waiting": [
                 [step, [list(item) for item in reported]] for step, reported in self._waiting.items()
@@ -229,9 +216,7 @@ class Curriculum:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state."""
         self._num_drawn, self._horizon = int(state["num_drawn"]), int(state["horizon"])
-        # Older releases drew for every ticket at once.
-        self._queue = deque((int(source), int(version)) for source, version in state.get("queue", ()))
-        self.places = {int(ticket): int(place) for ticket, place in state["places"]}
+        self._queue = deque((int(source), int(version)) for source, version in state["queue"])
         self.unreported = {int(ticket): outcome_of(values) for ticket, *values in state["unreported"]}
         self._waiting = {
             int(step): [outcome_of(item) for item in reported] for step, reported in state["waiting"]

@@ -31,8 +31,7 @@ from tidemill.common.streams import (
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import DeadLetter, Score, Trajectory
-from tidemill.services.trainer.batch.scheduler import Outstanding
+from tidemill.common.wire.messages import DeadLetter, Score, Ticket, Trajectory
 from tidemill.services.trainer.groups.group_filter import UNKNOWN_VERSION, PendingGroup
 
 log = structlog.get_logger(__name__)
@@ -47,8 +46,8 @@ STREAMS = TRAJECTORIES, SCORES, DEAD = "trajectories", "scores", "dead"
 class StreamJoin:
     """Outstanding groups, filled by three background readers; `changed` is set when something arrived."""
 
-    def __init__(self, broker: Broker, keys: Keys, group_size: int) -> None:
-        self._broker, self._keys, self.group_size = broker, keys, group_size
+    def __init__(self, broker: Broker, keys: Keys) -> None:
+        self._broker, self._keys = broker, keys
         self.groups: dict[int, PendingGroup] = {}
         self.complete: list[int] = []
         """Tickets of complete groups, in the order in which they became complete."""
@@ -71,12 +70,10 @@ class StreamJoin:
             DEAD: OffsetReader(broker, keys.dead, DeadLetter),
         }
 
-    def expect(self, tickets: list[Outstanding]) -> None:
+    def expect(self, tickets: Iterable[Ticket]) -> None:
         """Open groups for tickets that have been issued."""
-        for item in tickets:
-            size = item.group_size or self.group_size
-            group = PendingGroup(item.ticket, item.step, group_size=size, ticket_min_version=item.min_version)
-            self.groups.setdefault(item.ticket, group)
+        for ticket in tickets:
+            self.groups.setdefault(ticket.ticket, PendingGroup.of(ticket))
 
     def observe(self) -> None:
         """Tell Prometheus how many groups are how far, a few times between two looks of it."""

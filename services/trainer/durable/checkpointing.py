@@ -359,12 +359,11 @@ def settled_positions(state: TrainerState | None) -> dict[StreamName, str]:
     """Up to these ids, a run that continues from a checkpoint (or from its start) replays nothing."""
     if state is None:
         return dict.fromkeys(ALIGNED, START)
-    first_ticket = _first_open_ticket(state)
     return {
-        StreamName.PROMPTS: entry_id_of(first_ticket - 1) if first_ticket else START,
+        StreamName.PROMPTS: entry_id_of(_first_open_ticket(state) - 1),
         StreamName.TRAJECTORIES: state.positions[TRAJECTORIES],
         StreamName.SCORES: state.positions[SCORES],
-        StreamName.COMMITS: entry_id_of(state.version - 1) if state.version else START,
+        StreamName.COMMITS: entry_id_of(state.version - 1),
     }
 
 

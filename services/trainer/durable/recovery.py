@@ -89,7 +89,7 @@ def restore_checkpoint(
     scheduler.restore(state.scheduler)
     join.restore(state.positions, state.intake["high_water"], state.intake["trails"])
     join.num_trajectories = int(state.counters["trajectories"])
-    join.expect(list(scheduler.outstanding.values()))
+    join.expect(scheduler.outstanding.values())
     policy.load_state(checkpoint.folder)
     log.info("checkpoint restored", version=state.version)
     dropped = [(ticket, index, reason) for ticket, index, reason in state.intake["dropped"]]
@@ -140,7 +140,7 @@ class Replayer:
             self.scheduler.prompts.take_commit(commit)
         await on_disk(self.context, self.journal.cut, version + len(commits))
         adopted = await self.scheduler.adopt_issued(history)
-        self.join.expect(list(self.scheduler.outstanding.values()))
+        self.join.expect(self.scheduler.outstanding.values())
         reported = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
         self.scheduler.prompts.forget_reported(reported)
         replaced = [ticket.replaces for ticket in adopted if ticket.replaces >= 0]

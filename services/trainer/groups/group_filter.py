@@ -13,7 +13,7 @@ import numpy as np
 from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.streams import Entry, id_order
 from tidemill.common.wire.arrays import Int32
-from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory, fault_of
+from tidemill.common.wire.messages import Score, ScoreStatus, Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
     PrecomputedTokens,
     Sample,
@@ -63,6 +63,12 @@ class PendingGroup:
     """What was computed of the trajectories while they waited for their scores, by index."""
     precomputed_for: int = -1
     """The step for which that was done."""
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> "PendingGroup":
+        """Of a ticket that was issued just now."""
+        size, min_version = ticket.group_size, ticket.min_version
+        return cls(ticket.ticket, ticket.step, group_size=size, ticket_min_version=min_version)
 
     @property
     def is_generated(self) -> bool:

@@ -136,8 +136,8 @@ async def test_an_evaluation_waits_for_what_the_operator_put_back(broker, keys, 
     await answer(broker, keys, 1)
     assert not (await asyncio.wait({evaluating}, timeout=1.0))[0], "the other sample is not all of it"
     await answer(broker, keys, 0)
-    (result,) = await asyncio.wait_for(evaluating, 120)
-    assert (result.num_samples, result.num_failed) == (2, 0)
+    result = (await asyncio.wait_for(evaluating, 120))["held"]
+    assert (result["num_samples"], result["num_failed"]) == (2, 0)
 
 
 async def answer(broker, keys: Keys, ticket: int) -> None:

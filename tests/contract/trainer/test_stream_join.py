@@ -28,7 +28,7 @@ def make(broker: Broker, keys: Keys) -> Callable[..., StreamJoin]:
     """An join of groups of two that expects some tickets."""
 
     def make(*tickets: int) -> StreamJoin:
-        join = StreamJoin(broker, keys, group_size=2)
+        join = StreamJoin(broker, keys)
         join.expect(outstanding(*tickets))
         return join
 

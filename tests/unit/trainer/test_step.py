@@ -377,8 +377,8 @@ async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():
     """After Redis has lost its tail, other tokens may arrive under the same key."""
     config = config_of(2)
     runner = runner_of(config, policy_of(config))
-    join = StreamJoin(Broker.__new__(Broker), Keys("unit"), SIZE)
-    join.expect(outstanding(0))
+    join = StreamJoin(Broker.__new__(Broker), Keys("unit"))
+    join.expect(outstanding(0, group_size=SIZE))
     join.groups[0].trajectories |= group_of(0).trajectories
     assert await runner.precompute.compute_waiting(join.groups.values(), 0, 1)
     assert not await runner.precompute.compute_waiting(join.groups.values(), 0, 1), "precomputed once"
