@@ -43,7 +43,7 @@ from tidemill.common.wire.messages import (
 from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.batch.reconciler import delete_results
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
-from tidemill.services.trainer.durable.checkpointing import Trimmer
+from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.groups.samples import num_sampled
 from tidemill.services.trainer.metrics.step_metrics import component_values
 

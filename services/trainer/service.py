@@ -24,10 +24,11 @@ from tidemill.services.trainer.batch.reconciler import Reconciler, RunStreams
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
-from tidemill.services.trainer.durable.checkpointing import Checkpointer, Trimmer
+from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import CommitJournal
 from tidemill.services.trainer.durable.memory_watch import MemoryWatch
 from tidemill.services.trainer.durable.recovery import Replayer, restore_checkpoint
+from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.durable.waiting import on_disk, until_stored
 from tidemill.services.trainer.evaluation import Evaluator
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
@@ -118,7 +119,7 @@ async def _train_policy(
             assembler.limit.begin_step(reason for _, _, reason in assembler.dropped)
             for ticket in replayer.skipped:
                 await assembler.drop(ticket, "lost: its ticket", version)
-            checkpointer = Checkpointer(context, store, runner, streams, recorder, trimmer, restored)
+            checkpointer = Checkpointer(context, store, runner, streams, recorder, trimmer)
             memory = MemoryWatch(context, checkpointer)
             background.append(context.start(memory.watch(), "memory watch"))
             weights, best, diagnostics = await on_disk(context, _resume_outputs, context)

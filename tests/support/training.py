@@ -21,8 +21,10 @@ from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
+from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
+from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.groups.group_filter import PendingGroup
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepRunner
@@ -64,6 +66,11 @@ def make_score(ticket: int, index: int, value: float | None = 1.0, **fields: Any
 def make_parts(broker: Broker, keys: Keys, config: RunConfig) -> tuple[Scheduler, StreamJoin]:
     join = StreamJoin(broker, keys)
     return Scheduler(broker, keys, config, make_plan(config), join.expect), join
+
+
+def make_trimmer(context: ServiceContext) -> Trimmer:
+    """A trimmer without a trainer around it."""
+    return Trimmer(context, Reconciler(context.broker, context.keys, Scheduler.__new__(Scheduler)))
 
 
 def outstanding(*tickets: int, **fields: Any) -> list[Ticket]:

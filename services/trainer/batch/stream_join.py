@@ -9,7 +9,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -21,7 +20,6 @@ from tidemill.common.streams import (
     Garbled,
     LettersAbout,
     OffsetReader,
-    Rung,
     Trail,
     id_before,
     id_order,
@@ -156,9 +154,14 @@ class StreamJoin:
         unread = [await read_raw(self._broker, key, f"({end}", count=1) for key, end in ends.items()]
         return not any(unread)
 
-    def trails(self) -> dict[str, list[Rung]]:
-        """Per stream, some of what was read: tells whether a position can still be relied on."""
-        return {stream: reader.trail.sure for stream, reader in self._readers.items()}
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint, besides the positions. `trails` are some of what was read of each stream: they
+        tell whether a position can still be relied on."""
+        return {
+            "high_water": self.high_water(),
+            "trails": {name: [list(rung) for rung in r.trail.sure] for name, r in self._readers.items()},
+            "num_trajectories": self.num_trajectories,
+        }
 
     def seen(self) -> dict[str, str]:
         """Per stream, how far it is read."""
@@ -169,18 +172,14 @@ class StreamJoin:
         for stream, entry_id in seen.items():
             self._readers[stream].trail.trust(entry_id)
 
-    def restore(
-        self,
-        positions: dict[str, str],
-        high_water: dict[str, str],
-        trails: Mapping[str, list[Rung]] = MappingProxyType({}),
-    ) -> None:
+    def restore(self, positions: Mapping[str, str], state: Mapping[str, Any]) -> None:
         """Continue reading at a checkpoint's positions, or below them where Redis has lost its tail since."""
         for stream, old in self._readers.items():
-            first = positions.get(stream, START)
+            first, trails = positions.get(stream, START), state["trails"]
             trail = Trail(trails[stream]) if stream in trails else None
             self._readers[stream] = OffsetReader(old.broker, old.key, old.message_type, first, trail)
-        self._seen_up_to = dict(high_water)
+        self._seen_up_to = dict(state["high_water"])
+        self.num_trajectories = int(state["num_trajectories"])
 
     async def standing_positions(self) -> dict[StreamName, str]:
         """Where a replay begins to read: at the positions, or below where Redis has lost its tail since."""

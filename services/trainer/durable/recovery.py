@@ -87,8 +87,7 @@ def restore_checkpoint(
     state, scheduler, join = checkpoint.state, streams.scheduler, streams.join
     scheduler.prompts.restore(state.data)
     scheduler.restore(state.scheduler)
-    join.restore(state.positions, state.intake["high_water"], state.intake["trails"])
-    join.num_trajectories = int(state.counters["trajectories"])
+    join.restore(state.positions, state.intake)
     join.expect(scheduler.outstanding.values())
     policy.load_state(checkpoint.folder)
     log.info("checkpoint restored", version=state.version)

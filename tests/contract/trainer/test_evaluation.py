@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.training import lose_tail, make_context, make_score, messages, trainer_config
+from tests.support.training import lose_tail, make_context, make_score, make_trimmer, messages, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.redis.broker import Broker
@@ -18,7 +18,6 @@ from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Ticket
 from tidemill.services.trainer import evaluation
 from tidemill.services.trainer.batch.prompts import Prompt
-from tidemill.services.trainer.durable.checkpointing import Trimmer
 from tidemill.services.trainer.evaluation import Evaluations, Evaluator
 
 EVAL = Lane.EVAL
@@ -36,7 +35,7 @@ def make(broker: Broker, keys: Keys) -> Callable[..., Evaluator]:
     def make(a: int = 2, b: int = 1, **evaluation: Any) -> Evaluator:
         config = trainer_config(evaluation={"samples": 2, "temperature": 0.7, **evaluation})
         context = make_context(broker, keys, config)
-        return Evaluator(context, {"a": prompts(a), "b": prompts(b)}, Trimmer(context))
+        return Evaluator(context, {"a": prompts(a), "b": prompts(b)}, make_trimmer(context))
 
     return make
 

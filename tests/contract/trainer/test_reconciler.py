@@ -26,13 +26,13 @@ from tidemill.common.wire.messages import Commit, Ticket, Trajectory, WeightMani
 from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import StreamJoin
-from tidemill.services.trainer.durable.checkpointing import Trimmer
 from tidemill.services.trainer.durable.commits import (
     CommitJournal,
     append_commit,
     read_commits,
     restore_commits,
 )
+from tidemill.services.trainer.durable.trimming import Trimmer
 
 DIGEST = "0" * 32
 

@@ -161,7 +161,7 @@ class TestDeadLetters:
             await wait_until(lambda: len(join.dead) == 2)
         join.close(0)
         restarted = make(1)
-        restarted.restore(join.positions(), join.high_water())
+        restarted.restore(join.positions(), join.state() | {"trails": {}})
         async with reading(restarted):
             await wait_until(lambda: list(restarted.dead) == [1])
 
@@ -181,7 +181,7 @@ class TestPositions:
             needed = [e for g in join.groups.values() for e in g.trajectory_ids.values()]
             assert all(id_order(entry_id) > id_order(positions[TRAJECTORIES]) for entry_id in needed)
             restarted = make(*join.groups)
-            restarted.restore(positions, join.high_water())
+            restarted.restore(positions, join.state() | {"trails": {}})
             async with reading(restarted):
                 await wait_until(lambda r=restarted: len(r.complete) == len(r.groups))
             join.close(settled)
@@ -195,7 +195,7 @@ class TestPositions:
             await read_all(broker, keys, join)
         join.close(1)
         restarted, before = make(0), duplicates(TRAJECTORIES)
-        restarted.restore(join.positions(), join.high_water())
+        restarted.restore(join.positions(), join.state() | {"trails": {}})
         restarted.num_trajectories = join.num_trajectories
         async with reading(restarted):
             await read_all(broker, keys, restarted)
@@ -366,10 +366,10 @@ class TestAfterRedisLostItsTail:
             await broker.execute("XADD", keys.trajectories(), "1700000600000-0", *flat)
             await wait_until(lambda: first.groups[0].trajectories)
         first.close(0)
-        positions, high_water, trails = first.positions(), first.high_water(), first.trails()
+        positions, state = first.positions(), first.state()
         await lose_tail(broker, keys.trajectories(), START)
         second: Any = make(0)
-        second.restore(positions, high_water, trails)
+        second.restore(positions, state)
         async with reading(second):
             await broker.execute("XADD", keys.trajectories(), "1700000000000-0", *flat)
             await wait_until(lambda: second.groups[0].trajectories)
