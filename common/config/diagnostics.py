@@ -1,8 +1,9 @@
 """The checks of a step's numbers: healthy range, what it means to leave it, and what to do then."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tidemill.common.config.section import Section
 
@@ -30,7 +31,7 @@ class HealthyRange(Section):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One number that is watched. `name` stands in `trainer.diagnostics.healthy` and in Prometheus."""
+    """One number that is watched. `name` stands in `trainer.diagnostics` and in Prometheus."""
 
     name: str
     metric: str
@@ -41,12 +42,6 @@ class Check:
     problem_low: str = ""
     """Where the number can leave at both ends: what it means when it is too low."""
     advice_low: str = ""
-
-    def problem_for(self, is_low: bool) -> str:
-        return self.problem_low if is_low and self.problem_low else self.problem
-
-    def advice_for(self, is_low: bool) -> str:
-        return self.advice_low if is_low and self.advice_low else self.advice
 
 
 CHECKS = (
@@ -216,25 +211,17 @@ CHECKS = (
 """All checks, in the order in which they are shown."""
 
 
-class DiagnosticsConfig(Section):
-    """Warnings in plain words when a number of the step stays outside of its healthy range."""
+def _are_checks(ranges: dict[str, HealthyRange]) -> dict[str, HealthyRange]:
+    known = [check.name for check in CHECKS]
+    if unknown := [name for name in ranges if name not in known]:
+        raise ValueError(f"there is no check {', '.join(unknown)}; the checks are {', '.join(known)}")
+    return ranges
 
-    enabled: bool = True
-    """Watch the step metrics and warn."""
-    patience_steps: int = Field(3, ge=1, le=10_000)
-    """So many steps in a row outside make a warning, so many in a row inside end it: one step is noise."""
-    healthy: dict[str, HealthyRange] = Field(default_factory=dict)
-    """Other ranges than those of docs/metrics.md, by check: `{entropy: {low: 0.002}, clipped: {}}` has no
-    upper bound for the entropy and never warns of clipping."""
 
-    @field_validator("healthy")
-    @classmethod
-    def _are_checks(cls, healthy: dict[str, HealthyRange]) -> dict[str, HealthyRange]:
-        known = [check.name for check in CHECKS]
-        if unknown := [name for name in healthy if name not in known]:
-            raise ValueError(f"there is no check {', '.join(unknown)}; the checks are {', '.join(known)}")
-        return healthy
+Ranges = Annotated[dict[str, HealthyRange], AfterValidator(_are_checks)]
+"""By the name of a check: the healthy range in place of the one above."""
 
-    def range_of(self, check: Check) -> HealthyRange:
-        """The healthy range of a check in this run."""
-        return self.healthy.get(check.name, check.healthy)
+
+def checks_with(ranges: Ranges) -> list[Check]:
+    """All checks, some of them with other ranges."""
+    return [replace(check, healthy=ranges.get(check.name, check.healthy)) for check in CHECKS]

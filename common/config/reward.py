@@ -166,12 +166,8 @@ class RewardConfig(RewardLimits, FunctionConfig):
     it computes; 1 runs one at a time."""
     min_group_size: int = Field(2, ge=1, le=4096)
     """With `drop_sample`: a group with fewer scored samples is replaced."""
-    drain_s: float = Field(8.0, ge=0.0, le=3600.0)
-    """Grace period of a stopping worker, in seconds; what is not scored by then is handed back."""
     delay_s: tuple[float, float] | None = None
     """Benchmarks only: sleep uniformly between these seconds before scoring."""
-    metrics_port: int = Field(0, ge=0, le=65535)
-    """Port of /metrics and /healthz; 0 takes a free one."""
 
     @property
     def named(self) -> dict[str, NamedRewardConfig]:

@@ -127,8 +127,6 @@ class RolloutConfig(Section):
     vllm: VllmConfig = VllmConfig()
     transformers: TransformersConfig = TransformersConfig()
     simulated: SimulatedConfig = SimulatedConfig()
-    metrics_port: int = Field(0, ge=0, le=65535)
-    """Port of /metrics and /healthz; 0 takes a free one."""
 
     @property
     def engine_traits(self) -> EngineTraits:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.diagnostics import DiagnosticsConfig
+from tidemill.common.config.diagnostics import Ranges
 from tidemill.common.config.section import Section
 
 
@@ -51,13 +51,12 @@ class EvaluationConfig(Section):
     """Held-out prompts, on a lane of their own."""
 
     every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 evaluates only at the start and the end."""
+    """Steps between evaluations; 0 evaluates only at the start and the end. The final model always is."""
     at_start: bool = True
     """Evaluate the starting model."""
-    at_end: bool = True
-    """Evaluate the final model."""
     samples: int = Field(1, ge=1, le=1024)
-    """Completions for each prompt; results are averaged (avg@k)."""
+    """Completions for each prompt; results are averaged (avg@k), and pass@k is estimated without bias for
+    k = 2, 4, 8, ..."""
     temperature: float = Field(0.0, ge=0.0, le=10.0)
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -70,26 +69,25 @@ class EvaluationConfig(Section):
     """Take only the first rows of each set."""
     success_threshold: float = 0.5
     """A score of at least this counts as solved in `accuracy` and pass@k."""
-    pass_k: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = ()
-    """Other k than `samples` for which pass@k is estimated without bias; none above `samples`."""
     keep_best: str = Field("score", pattern=rf"^$|^(.+/)?({'|'.join(BEST_METRICS)}|pass_at_[0-9]+)$")
-    """The version that is best by this metric keeps its weights: `score`, `accuracy`, `pass_at_k` or
-    `pass_at_4` (a k of `pass_k`), averaged over the datasets, or of one dataset as `DATASET/METRIC`. Empty
-    keeps none."""
+    """The version that is best by this metric keeps its weights: `score`, `accuracy`, `pass_at_k` (k is
+    `samples`) or `pass_at_4` (2, 4, 8, ... below it), averaged over the datasets, or of one dataset as
+    `DATASET/METRIC`. Empty keeps none. An evaluation in which more than 2% of a set's samples have no score
+    is no candidate: its mean is over other samples than those it would be compared with."""
 
-    max_failed_share: float = Field(0.02, ge=0.0, le=1.0)
-    """An evaluation in which a larger share of a set's samples has no score is recorded, and is no candidate
-    for `keep_best`: its mean is over other samples than those it would be compared with."""
+    @property
+    def pass_k(self) -> list[int]:
+        """The k below `samples` for which pass@k is estimated."""
+        return [1 << n for n in range(1, (self.samples - 1).bit_length())]
 
     @model_validator(mode="after")
     def _k_has_samples(self) -> "EvaluationConfig":
-        if too_large := [k for k in self.pass_k if k > self.samples]:
-            raise ValueError(
-                f"pass_k {too_large} exceeds samples ({self.samples}): pass@k needs at least k samples"
-            )
         name = self.keep_best.rpartition("/")[2]
         if name not in ("", *BEST_METRICS) and int(name.removeprefix("pass_at_")) not in self.pass_k:
-            raise ValueError(f"keep_best is {self.keep_best!r}, but pass_k {list(self.pass_k)} has no such k")
+            raise ValueError(
+                f"keep_best is {self.keep_best!r}: pass@k is known for k = 2, 4, 8, ... below samples "
+                f"({self.samples})"
+            )
         return self
 
 
@@ -140,7 +138,9 @@ class TrainerConfig(Section):
     """Train LoRA adapters instead of the model's own weights (`pip install 'tidemill[lora]'`); null trains
     all weights, `{}` takes the defaults."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    diagnostics: Ranges = Field(default_factory=dict)
+    """Other healthy ranges than those of docs/metrics.md, by check: `{entropy: {low: 0.002}, clipped: {}}`
+    has no upper bound for the entropy and never warns of clipping."""
     simulated: SimulatedPolicyConfig = SimulatedPolicyConfig()
     micro_batch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
     """Most tokens (prompt plus completion) in one forward pass, of each rank. `auto` is 16,384; on a GPU as
@@ -185,15 +185,11 @@ class TrainerConfig(Section):
     """Checkpoints kept."""
     reissue_after_s: float = Field(15.0, gt=0.0, le=86_400.0)
     """A ticket that no stream holds any more is issued again after this time without progress."""
-    tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
-    loggers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
-    """Trackers that get every metric besides metrics.jsonl: `pip install 'tidemill[wandb]'` and so on. Their
-    addresses and keys come from their own environment variables."""
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    """What gets every metric besides metrics.jsonl: events in the run's folder, or trackers (`pip install
+    'tidemill[wandb]'` and so on), whose addresses and keys come from their own environment variables."""
     logger_project: str = Field("tidemill", min_length=1, max_length=128)
     """Project (MLflow: experiment) of the run in the trackers; the run has its own id there."""
-    metrics_port: int = Field(0, ge=0, le=65535)
-    """Port of /metrics and /healthz; 0 takes a free one."""
 
     @model_validator(mode="after")
     def _ranks_can_share(self) -> "TrainerConfig":

@@ -41,7 +41,7 @@ class HttpEndpoint:
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}. "
-                "Set metrics_port to a free port, or to 0 to take any."
+                "Set --metrics-port to a free port, or to 0 to take any."
             ) from None
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]

@@ -150,7 +150,6 @@ def run_service(
     role: str,
     describe: str,
     load: Callable[[], ServiceMain],
-    port_of: Callable[[RunConfig], int],
     *,
     program: Program | None = None,
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None,
@@ -169,7 +168,7 @@ def run_service(
     options = parser.parse_args()
     configure_logs(role, options.name)
     try:
-        return run_main(_serve(role, options, load, port_of))
+        return run_main(_serve(role, options, load))
     except (TidemillError, BaseExceptionGroup) as error:
         cause = first_cause(error)
         if not isinstance(cause, TidemillError):
@@ -188,7 +187,7 @@ def _parser(role: str, program: Program, describe: str) -> argparse.ArgumentPars
     parser.add_argument("--run", required=True, metavar="RUN_ID", help="id of the run to serve")
     default_name = f"{role}-{socket.gethostname()}-{os.getpid()}"
     parser.add_argument("--name", default=default_name, help="name of this worker (default: %(default)s)")
-    parser.add_argument("--metrics-port", type=int, help="port of /metrics and /healthz (default: config)")
+    parser.add_argument("--metrics-port", type=int, default=0, help="port of /metrics and /healthz; 0: any")
     parser.add_argument(
         "--set",
         action="append",
@@ -199,12 +198,7 @@ def _parser(role: str, program: Program, describe: str) -> argparse.ArgumentPars
     return parser
 
 
-async def _serve(
-    role: str,
-    options: argparse.Namespace,
-    load: Callable[[], ServiceMain],
-    port_of: Callable[[RunConfig], int],
-) -> int:
+async def _serve(role: str, options: argparse.Namespace, load: Callable[[], ServiceMain]) -> int:
     keys = Keys(options.run)
     broker = await Broker.connect()
     try:
@@ -215,8 +209,7 @@ async def _serve(
         if role in WORKER_ROLES and await has_finished(broker, keys, config.trainer.steps):
             log.info("the run is finished: nothing is left to do", run=keys.run_id)
             return 0
-        port = port_of(config) if options.metrics_port is None else options.metrics_port
-        endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
+        endpoint = HttpEndpoint(options.metrics_port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
         run_dir = runs_dir() / keys.run_id
         streams = config.streams

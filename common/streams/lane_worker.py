@@ -33,9 +33,6 @@ Result = TypeVar("Result")
 class LaneWorker(ABC, Generic[M]):
     """Takes messages of one lane until the context says stop. Subclasses say what is done with them."""
 
-    drain_s = 0.0
-    """How long running work may take once the service stops."""
-
     def __init__(
         self, context: ServiceContext, lane: Lane, key: str, group: str, message_type: type[M]
     ) -> None:
@@ -166,7 +163,7 @@ class LaneWorker(ABC, Generic[M]):
         self._stop_reading()
         if self.running:
             log.info("draining", lane=self.lane.value, in_flight=len(self.running))
-            grace_s = self.drain_s if self.context.failure is None else 0
+            grace_s = self.context.config.streams.drain_s if self.context.failure is None else 0
             _, late = await asyncio.wait(self.running, timeout=grace_s)
             for task in late:
                 task.cancel()

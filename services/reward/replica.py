@@ -18,7 +18,6 @@ def main() -> int:
         "replica",
         "Serves one replica of a judge or reward model to a run. What follows `--` goes to the server.",
         _load,
-        lambda _: 0,
         program=Program.REPLICA,
         add_arguments=_add_arguments,
     )

@@ -145,7 +145,6 @@ class RewardLane(LaneWorker[Trajectory]):
         quarantine: Quarantine | None = None,
     ) -> None:
         super().__init__(context, lane, context.keys.trajectories(lane), REWARD_GROUP, Trajectory)
-        self.drain_s = context.config.reward.drain_s
         self.scorer, self.counts = scorer, counts
         self.groups = GroupScoring(
             self.consumer, context, lane, scorer.reward, post_processing, counts.published

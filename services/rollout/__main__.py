@@ -18,6 +18,5 @@ if __name__ == "__main__":
             "rollout",
             "Generate completions for tickets, following the newest weights.",
             load,
-            lambda config: config.rollout.metrics_port,
         )
     )

@@ -42,7 +42,6 @@ class RolloutWorker(LaneWorker[Ticket]):
         super().__init__(context, lane, context.keys.prompts(lane), ROLLOUT_GROUP, Ticket)
         self.generator = GroupGenerator(context, lane, self.consumer, engine, follower, player)
         self.max_groups = context.config.rollout.max_groups_in_flight
-        self.drain_s = context.config.streams.drain_s
         metrics.GROUP_SLOTS.labels(lane).set(self.max_groups)
 
     @property

@@ -35,7 +35,6 @@ if __name__ == "__main__":
             "trainer",
             "Issue tickets, train on scored groups, commit each step and announce its weights.",
             load,
-            lambda config: config.trainer.metrics_port,
             add_arguments=add_arguments,
         )
     )

@@ -96,11 +96,9 @@ class Evaluator:
         """Whether `version` is to be evaluated."""
         if not self.prompts:
             return False
-        if version == num_steps:
-            return self.config.at_end
         if version == 0:
             return self.config.at_start
-        return self.config.every > 0 and version % self.config.every == 0
+        return version == num_steps or (self.config.every > 0 and version % self.config.every == 0)
 
     async def evaluate(self, version: int) -> Evaluations:
         """Issue the tickets of `version`, wait for every sample, and sum up by dataset. Nothing where the

@@ -105,9 +105,7 @@ async def _train_policy(
     version = join.version = restored + len(commits)
     evaluations = (await read_state(context.broker, context.keys)).get("evaluations") or []
     # Before trackers open: what is on record then and not sent is sent first.
-    recorder = await on_disk(
-        context, Recorder, context.run_dir, config.tensorboard, version, journal.find, evaluations
-    )
+    recorder = await on_disk(context, Recorder, context.run_dir, version, journal.find, evaluations)
     with recorder:
         await asyncio.to_thread(_attach_loggers, context, recorder)
         background = [context.start(join.read(name), f"reader of {name}") for name in STREAMS]
@@ -161,15 +159,13 @@ def _attach_loggers(context: ServiceContext, recorder: Recorder) -> None:
 def _resume_outputs(context: ServiceContext) -> tuple[WeightStore, BestVersion, Diagnostics]:
     """What follows from the records of the steps and evaluations before."""
     trainer, records = context.config.trainer, read_records(context.run_dir / METRICS_FILE)
-    ranges, evaluation = trainer.diagnostics, trainer.evaluation
+    ranges = trainer.diagnostics
     if trainer.policy == "simulated":
-        ranges = ranges.model_copy(
-            update={"healthy": {**ranges.healthy, "entropy": HealthyRange()}}
-        )  # delays have none
-    best = BestVersion(context.run_dir, evaluation.keep_best, records, evaluation.max_failed_share)
+        ranges = ranges | {"entropy": HealthyRange()}  # delays have none
+    best = BestVersion(context.run_dir, trainer.evaluation.keep_best, records)
     publisher = build_publisher(context.config.weights.url, context.keys.run_id)
     weights = WeightStore(context.run_dir, context.config.weights, publisher)
-    return weights, best, Diagnostics.resumed(ranges, records)
+    return weights, best, Diagnostics(ranges).resume(records)
 
 
 def _report(beat: Heartbeat, trainer: Trainer) -> None:

@@ -39,7 +39,7 @@ OVERRIDES = (
     "rollout.workers=2",
     "reward.workers=2",
     "streams.lease_s=5",
-    "trainer.tensorboard=false",
+    "trainer.loggers=[]",
     "streams.archive.segment_mb=0.05",
 )
 TIGHT = ("streams.archive.segment_mb=0.002", "trainer.checkpoint_every=25")

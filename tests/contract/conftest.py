@@ -43,7 +43,7 @@ def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..
                 "groups_per_step": GROUPS,
                 "group_size": SIZE,
                 "checkpoint_every": 4,
-                "tensorboard": False,
+                "loggers": [],
                 **trainer,
             },
             "streams": {"trim": trims, "archive": {"enabled": archives, "segment_mb": 0.004}},

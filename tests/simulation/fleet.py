@@ -85,7 +85,7 @@ class Fleet:
         )
 
         async def main() -> int:
-            return await service._serve(member.role, options, LOADERS[member.role], lambda _: 0)
+            return await service._serve(member.role, options, LOADERS[member.role])
 
         member.process = self.world.start(member.name, member.role, main, self._ended, member.wall_offset_s)
 

@@ -51,7 +51,7 @@ def start_second_trainer(world: World, fleet: Fleet) -> None:
     options = argparse.Namespace(run=world.run_id, name="second", metrics_port=0, set=[], config=None)
 
     async def main() -> int:
-        return await service._serve("trainer", options, LOADERS["trainer"], lambda _: 0)
+        return await service._serve("trainer", options, LOADERS["trainer"])
 
     _start(world, fleet, "second", "trainer", main)
 

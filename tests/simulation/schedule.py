@@ -86,7 +86,7 @@ class Setup:
                 "keep_checkpoints": self.keep_checkpoints,
                 "keep_weights": 2,
                 "reissue_after_s": REISSUE_AFTER_S,
-                "tensorboard": False,
+                "loggers": [],
                 "simulated": {"group_s": 0.2, "update_s": 0.1},
                 "evaluation": {"every": 2, "samples": 1},
             },
@@ -98,7 +98,7 @@ class Setup:
             },
         }
         if self.sample_s > LEASE_S:
-            tree["reward"] |= {"delay_s": [0.0, self.sample_s], "drain_s": 1.0}
+            tree["reward"] |= {"delay_s": [0.0, self.sample_s]}
             tree["streams"]["drain_s"] = 1.0
         if self.per_group:
             tree["reward"]["per"] = "group"

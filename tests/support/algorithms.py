@@ -28,7 +28,7 @@ async def trains_above_its_start(
             "trainer.mini_batches=2",
             "trainer.max_staleness=0",
             "trainer.checkpoint_every=100",
-            "trainer.tensorboard=false",
+            "trainer.loggers=[]",
             "trainer.evaluation={every: 0, max_prompts: 128, temperature: 1.0}",
             "trainer.optimizer={lr: 2.0e-4}",
             f"trainer.algorithm={algorithm}",

@@ -139,7 +139,7 @@ def simulated_config(folder: Path, **overrides: Any) -> RunConfig:
             "groups_per_step": 4,
             "group_size": 4,
             "checkpoint_every": 2,
-            "tensorboard": False,
+            "loggers": [],
         },
         "streams": {"lease_s": 2.0, "trim": False, "archive": {"enabled": False}},
     }

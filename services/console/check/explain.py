@@ -116,7 +116,7 @@ def _length(findings: Findings) -> str:
         for name, is_on in (
             ("at the start", evaluation.at_start),
             (f"every {evaluation.every} steps", evaluation.every > 0),
-            ("at the end", evaluation.at_end),
+            ("at the end", True),
         )
         if is_on
     ]

@@ -18,8 +18,8 @@ from tidemill.services.console.convert.script import Unknown
 from tidemill.services.console.convert.table import OptionRow, OptionTable, Verdict, lookup
 
 WIDTH = 108
-TRACKERS = ("wandb", "mlflow", "trackio")
-NO_TRACKER = ("none", "all", "console", "tensorboard", "file")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+NO_TRACKER = ("none", "all", "console", "file")
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 """What an option of theirs that we lack may be without anything being lost."""
 NO_EFFECT = "without effect beside the other options"
@@ -231,10 +231,10 @@ def _comment(text: str, first: str, later: str) -> list[str]:
 
 
 def loggers(draft: Draft, option: str, given: Any) -> list[str] | None:
-    """The trackers among theirs that we know; TensorBoard is always on."""
+    """The trackers among theirs that we know."""
     names = [given] if isinstance(given, str) else list(given or ())
     if others := [name for name in names if name not in (*TRACKERS, *NO_TRACKER)]:
-        draft.say("lost", option, f"{', '.join(others)}: not among wandb, mlflow, trackio and TensorBoard")
+        draft.say("lost", option, f"{', '.join(others)}: not among {', '.join(TRACKERS)}")
     return [name for name in names if name in TRACKERS] or None
 
 

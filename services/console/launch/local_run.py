@@ -98,13 +98,12 @@ class LocalRun:
         """Run the processes, with the view, until the run is over."""
         await publish_config(broker, self.keys, self.config)
         self._ran_before_s = float((await read_state(broker, self.keys)).get("ran_s", 0.0))
-        streams, reward = self.config.streams, self.config.reward
         self._supervisor = Supervisor(
             self.specs,
             env=service_environment(url, self.folder.runs),
             logs=self.folder.logs,
             guard=guard,
-            grace_s=max(streams.drain_s, reward.drain_s) + GRACE_MARGIN_S,
+            grace_s=self.config.streams.drain_s + GRACE_MARGIN_S,
             is_finished=lambda: self._is_finished(broker),
             on_event=lambda text: self._view.event(text),
         )

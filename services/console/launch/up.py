@@ -34,7 +34,6 @@ from tidemill.services.console.processes.placement import gpus_here, place
 from tidemill.services.console.processes.service import (
     ServiceSpec,
     exporter_spec,
-    metrics_ports,
     service_specs,
 )
 from tidemill.services.console.run.folder import RunFolder, folder_of_runs, nearest
@@ -77,8 +76,8 @@ def prepare(
     changes = _check_changes(options, config, folder)
     specs = list(specs_of(config))
     if options.metrics_port is not None:
+        _check_port(options.metrics_port)
         specs.append(exporter_spec(config, options.metrics_port))
-    _check_ports(specs)
     resume_command = options.command(config.run_id, resume=True)
     is_live = options.live and console.is_terminal
     for line in placement:
@@ -157,25 +156,14 @@ async def _is_known(url: str, run_id: str) -> bool:
         await broker.close()
 
 
-def _check_ports(specs: Sequence[ServiceSpec]) -> None:
-    """Find a port in use before anything starts."""
+def _check_port(port: int) -> None:
+    """Find the exporter's port in use before anything starts."""
     host = os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1")
-    users: dict[int, str] = {}
-    for name, port in metrics_ports(specs).items():
-        if port in users:
-            raise ConfigError(
-                f"{name} and {users[port]} would both serve metrics on port {port}; give the sections "
-                "metrics_port values further apart (each worker takes the next one), or 0 for free ports."
-            )
-        users[port] = name
-        try:
-            with socket.create_server((host, port)):
-                pass
-        except (OSError, OverflowError) as error:
-            number = getattr(error, "errno", None)
-            reason = os.strerror(number) if number else error
-            setting = "--metrics-port" if name == "exporter" else f"{name.partition('-')[0]}.metrics_port"
-            raise ConfigError(
-                f"{name} cannot serve metrics on {host}:{port}: {reason}. Set {setting} to a free port, or "
-                "to 0 to take any."
-            ) from None
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the exporter cannot serve metrics on {host}:{port}: {error.strerror}. Set --metrics-port to a "
+            "free port, or to 0 to take any."
+        ) from None

@@ -25,7 +25,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 TAIL_BYTES = 8192
 TAIL_LINES = 15
-PORT_OPTIONS = ("--metrics-port", "--port")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """For processes that only wait, or whose jobs start processes of their own."""
 
@@ -46,17 +45,14 @@ class ServiceSpec:
 
 def service_specs(config: RunConfig) -> list[ServiceSpec]:
     """The trainer, and as many rollout and reward workers, and servers of rewards, as the config wants."""
-    specs = [_worker(config, "trainer", "trainer", config.trainer.metrics_port, config.trainer.num_threads)]
+    specs = [_worker(config, "trainer", "trainer", config.trainer.num_threads, config.trainer.gpus)]
     for index in range(config.rollout.workers):
-        port, threads = _port(config.rollout.metrics_port, index), config.rollout.num_threads
-        specs.append(
-            _worker(config, "rollout", f"rollout-{index}", port, threads, _engine_gpus(config, index))
-        )
+        threads, gpus = config.rollout.num_threads, _engine_gpus(config, index)
+        specs.append(_worker(config, "rollout", f"rollout-{index}", threads, gpus))
     for index in range(config.reward.workers):
         # Reward functions run in processes of their own: one thread each, or they fight over the cores.
         threads = 0 if "OMP_NUM_THREADS" in os.environ else 1
-        port = _port(config.reward.metrics_port, index)
-        specs.append(_worker(config, "reward", f"reward-{index}", port, threads))
+        specs.append(_worker(config, "reward", f"reward-{index}", threads))
     # All code rewards of a run share one queue, and the workers of the one that wants the most.
     sandboxes = [reward.sandbox.workers for reward in config.reward.named.values() if reward.sandbox]
     for index in range(max(sandboxes, default=0)):
@@ -79,18 +75,9 @@ def exporter_spec(config: RunConfig, port: int) -> ServiceSpec:
     return ServiceSpec("exporter", "exporter", tuple(command))
 
 
-def metrics_ports(specs: Sequence[ServiceSpec]) -> dict[str, int]:
-    """The fixed ports that the processes will take, by name."""
-    ports = {spec.name: int(spec.command[-1]) for spec in specs if spec.command[-2] in PORT_OPTIONS}
-    return {name: port for name, port in ports.items() if port}
-
-
-def _worker(
-    config: RunConfig, role: str, name: str, port: int, threads: int, gpus: Sequence[int] = ()
-) -> ServiceSpec:
+def _worker(config: RunConfig, role: str, name: str, threads: int, gpus: Sequence[int] = ()) -> ServiceSpec:
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    env |= _visible(config.trainer.gpus if role == "trainer" else gpus)
-    return _spec(config, Program[role.upper()], role, name, ("--metrics-port", str(port)), env)
+    return _spec(config, Program[role.upper()], role, name, env=env | _visible(gpus))
 
 
 def _spec(
@@ -103,11 +90,6 @@ def _spec(
 ) -> ServiceSpec:
     command = (*run_own(program, "--run", config.run_id, "--name", name), *words)
     return ServiceSpec(name, role, command, env or {}, ends_run=role == "trainer")
-
-
-def _port(first: int, index: int) -> int:
-    """Workers of one machine cannot share a port: they take it and those that follow. 0 is any."""
-    return first + index if first else 0
 
 
 def _engine_gpus(config: RunConfig, index: int) -> Sequence[int]:

@@ -7,7 +7,7 @@ from tidemill.common.process.service import ServiceMain, run_service
 
 def main() -> int:
     """Run one sandbox worker; returns its exit code."""
-    return run_service("jobs.sandbox", "Runs code of a run's completions apart from it.", _load, lambda _: 0)
+    return run_service("jobs.sandbox", "Runs code of a run's completions apart from it.", _load)
 
 
 def _load() -> ServiceMain:

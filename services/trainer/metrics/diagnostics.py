@@ -1,23 +1,25 @@
 """Watches the numbers of each step and says in plain words what is wrong, since when, and what to do.
 
-A warning begins when a number was outside of its healthy range for `patience_steps` steps in a row, and ends
+A warning begins when a number was outside of its healthy range for `PATIENCE_STEPS` steps in a row, and ends
 when it was inside for as many; each is said once. What is known follows from the steps on record alone, so a
 trainer that resumes goes on with the same warnings.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any
 
 import structlog
 
-from tidemill.common.config.diagnostics import CHECKS, Check, DiagnosticsConfig, HealthyRange
+from tidemill.common.config.diagnostics import Check, HealthyRange, Ranges, checks_with
 from tidemill.common.run.state import STEP, Record
 from tidemill.common.telemetry import metrics
 
 log = structlog.get_logger(__name__)
 
+PATIENCE_STEPS = 3
+"""One step is noise."""
 MAX_WARNINGS = 100
 """Kept for people, the newest; ended ones go first."""
 
@@ -59,21 +61,24 @@ class _Course:
 class Diagnostics:
     """The checks of one run: `observe` every step, in order."""
 
-    config: DiagnosticsConfig
+    ranges: InitVar[Ranges]
+    patience_steps: int = PATIENCE_STEPS
     warnings: list[Warned] = field(default_factory=list)
     """All that were said, oldest first."""
     _courses: dict[str, _Course] = field(default_factory=dict)
+    _checks: list[Check] = field(init=False)
 
-    @classmethod
-    def resumed(cls, config: DiagnosticsConfig, records: Iterable[Record]) -> "Diagnostics":
-        """In the state after the steps on record; says nothing again."""
-        diagnostics = cls(config)
+    def __post_init__(self, ranges: Ranges) -> None:
+        self._checks = checks_with(ranges)
+
+    def resume(self, records: Iterable[Record]) -> "Diagnostics":
+        """Itself in the state after the steps on record; says nothing again."""
         for record in records:
             if record["kind"] == STEP:
-                diagnostics._judge(record["step"], record)
-        for check in CHECKS if config.enabled else ():
-            diagnostics._show(check, diagnostics._course(check))
-        return diagnostics
+                self._judge(record["step"], record)
+        for check in self._checks:
+            self._show(check, self._course(check))
+        return self
 
     def observe(self, step: int, numbers: Mapping[str, Any]) -> list[Warned]:
         """Check one step; returns the warnings that began or ended with it, after logging them."""
@@ -90,11 +95,9 @@ class Diagnostics:
         return [asdict(warning) for warning in self.warnings]
 
     def _judge(self, step: int, numbers: Mapping[str, Any]) -> list[Warned]:
-        if not self.config.enabled:
-            return []
         return [
             warning
-            for check in CHECKS
+            for check in self._checks
             if check.metric in numbers
             if (warning := self._judge_one(check, step, numbers[check.metric], numbers)) is not None
         ]
@@ -103,7 +106,7 @@ class Diagnostics:
         self, check: Check, step: int, value: float | None, numbers: Mapping[str, Any]
     ) -> Warned | None:
         number = math.nan if value is None else float(value)  # a record has null for what is not finite
-        healthy, course = self.config.range_of(check), self._course(check)
+        healthy, course = check.healthy, self._course(check)
         if healthy.holds(number):
             course.num_inside, course.num_outside = course.num_inside + 1, 0
             return self._end(check, course, step)
@@ -117,14 +120,15 @@ class Diagnostics:
     def _begin(
         self, check: Check, course: _Course, step: int, number: float, numbers: Mapping[str, Any]
     ) -> Warned | None:
-        if course.num_outside < self.config.patience_steps:
+        if course.num_outside < self.patience_steps:
             return None
         since = step - course.num_outside + 1
-        healthy = self.config.range_of(check)
-        is_low = healthy.low is not None and number < healthy.low
-        advice = time_advice(numbers) if check.name == "waiting" else check.advice_for(is_low)
-        problem = check.problem_for(is_low)
-        text = f"{problem}: {check.metric} is {number:.4g}, healthy is {_shown(healthy)}"
+        problem, advice = check.problem, check.advice
+        if check.problem_low and check.healthy.low is not None and number < check.healthy.low:
+            problem, advice = check.problem_low, check.advice_low
+        if check.name == "waiting":
+            advice = time_advice(numbers)
+        text = f"{problem}: {check.metric} is {number:.4g}, healthy is {_shown(check.healthy)}"
         course.warning = Warned(check.name, check.metric, since, _plain(course.worst), text, advice)
         self._keep(course.warning)
         self._show(check, course)
@@ -132,7 +136,7 @@ class Diagnostics:
 
     def _end(self, check: Check, course: _Course, step: int) -> Warned | None:
         warning = course.warning
-        if warning is None or course.num_inside < self.config.patience_steps:
+        if warning is None or course.num_inside < self.patience_steps:
             return None
         warning.until_step, course.warning = step - course.num_inside + 1, None
         self._show(check, course)

@@ -1,4 +1,4 @@
-"""Keeps what a run measured: `metrics.jsonl` for programs, TensorBoard and trackers for people.
+"""Keeps what a run measured: `metrics.jsonl`, which trackers follow.
 
 Invariant: each step, and each evaluation of a version on a set, is recorded once. A trainer that resumes at
 version v trains the steps from v on again, so opening the recorder cuts those lines off first, together with
@@ -13,48 +13,34 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import structlog
 
 from tidemill.common.files import append_whole, storage_errors, write_atomically
 from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, Record, read_records
 from tidemill.common.wire.messages import Commit
-from tidemill.services.trainer.metrics.trackers import Sender, numbers_of
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from tidemill.services.trainer.metrics.trackers import Sender
 
 log = structlog.get_logger(__name__)
-
-TENSORBOARD_FOLDER = "tensorboard"
-"""Below the run's folder."""
-FLUSH_S = 10
-"""Longest time a TensorBoard event waits in memory, in seconds."""
 
 
 class Recorder:
     """Appends records of one run. Opens the files on construction; `close` when the run ends.
 
-    Lifecycle: `Recorder(run_dir, tensorboard=True, resume_at=v)`, then `step` and `evaluation` in any order,
+    Lifecycle: `Recorder(run_dir, resume_at=v)`, then `step` and `evaluation` in any order,
     `sync` before each checkpoint, `close`.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        tensorboard: bool,
         resume_at: int = 0,
         commit_of: Callable[[int], Commit | None] = lambda _: None,
         evaluations: Iterable[Record] = (),
     ) -> None:
-        """Args:
-        run_dir: the run's folder.
-        tensorboard: whether to write for TensorBoard too.
-        resume_at: the version that the trainer is at.
-        commit_of: the commit of a step, None where nobody has it; for steps that the file has lost.
-        evaluations: those that the run's state knows, for those that the file has lost.
-        """
+        """`resume_at` is the version that the trainer is at; `commit_of` gives the commit of a step, or None
+        where nobody has it; `evaluations` are those that the run's state knows."""
         self.path = run_dir / METRICS_FILE
         kept = _restored(self.path, resume_at, commit_of, evaluations)
         self._next_step = max((r["step"] + 1 for r in kept if r["kind"] == STEP), default=0)
@@ -63,11 +49,6 @@ class Recorder:
         with storage_errors("metrics", self.path):
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
         self._senders: list[Sender] = []
-        self._board = _open_board(run_dir / TENSORBOARD_FOLDER, resume_at) if tensorboard else None
-        for record in self.evaluations:
-            # TensorBoard forgets everything from `resume_at` on, also the evaluations that are still good.
-            if record["version"] == resume_at:
-                self._show(record)
 
     def attach(self, sender: Sender) -> None:
         """Have a tracker follow the records; it is closed with the recorder."""
@@ -97,15 +78,13 @@ class Recorder:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and close both files."""
+        """Flush and close the file, and end what follows it."""
         if self._file.closed:
             return
         try:
             self.sync()
         finally:
             self._file.close()
-            if self._board is not None:
-                self._board.close()
             for sender in self._senders:
                 sender.close()
 
@@ -120,21 +99,8 @@ class Recorder:
     def _append(self, record: Record) -> None:
         with storage_errors("metrics", self.path):
             append_whole(self._file, _line(record))
-        self._show(record)
         for sender in self._senders:
             sender.wake()
-
-    def _show(self, record: Record) -> None:
-        """Pass the numbers on to TensorBoard, which is a convenience: when it fails, the run goes on."""
-        if self._board is None:
-            return
-        numbers, at = numbers_of(record)
-        try:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, at, walltime=record["time"])
-        except OSError as error:
-            log.warning("TensorBoard events are off: they cannot be written", error=str(error))
-            self._board = None
 
 
 def record_of(head: Record, metrics: Mapping[str, float | None], at: float | None = None) -> Record:
@@ -190,13 +156,3 @@ def _restored(
         write_atomically(path, content)
         log.info("metrics.jsonl restored", version=resume_at, lines=len(kept), lines_before=len(records))
     return kept
-
-
-def _open_board(folder: Path, resume_at: int) -> "SummaryWriter | None":
-    from torch.utils.tensorboard import SummaryWriter
-
-    try:
-        return SummaryWriter(log_dir=str(folder), purge_step=resume_at, flush_secs=FLUSH_S)
-    except OSError as error:
-        log.warning("TensorBoard events are off: the folder cannot be written", error=str(error))
-        return None

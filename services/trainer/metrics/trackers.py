@@ -1,5 +1,5 @@
-"""Weights & Biases, MLflow and trackio: each gets a run's records once, in a thread that can never stop the
-run.
+"""TensorBoard, Weights & Biases, MLflow and trackio: each gets a run's records once, in a thread that can
+never stop the run.
 
 `logger-<name>.json` in the run's folder says what was sent and which run of the tracker it went to. A trainer
 that resumes sends what metrics.jsonl has beyond that. Of steps that are trained again, the tracker keeps the
@@ -14,7 +14,6 @@ import json
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +43,25 @@ class TrackedRun:
 class Tracker(NamedTuple):
     """One open run of a tracker. Any exception switches it off, and the training goes on."""
 
-    log: Callable[[Numbers, int], object]
-    """Sends numbers of a step or version; names of evaluations begin with `eval/`."""
+    log: Callable[[Numbers, int, float], object]
+    """Sends numbers, the step or version that they are of, and their time in seconds; names of evaluations
+    begin with `eval/`."""
     close: Callable[[], object]
     """Sends what is left."""
+
+
+def open_tensorboard(run: TrackedRun) -> Tracker:
+    """Event files in the run's folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SummaryWriter(log_dir=str(run.run_dir / "tensorboard"))
+
+    def send(numbers: Numbers, at: int, time_s: float) -> None:
+        for name, value in numbers.items():
+            board.add_scalar(name, value, at, walltime=time_s)
+        board.flush()  # what counts as sent must not be lost with the process
+
+    return Tracker(send, board.close)
 
 
 def open_wandb(run: TrackedRun) -> Tracker:
@@ -64,7 +78,7 @@ def open_wandb(run: TrackedRun) -> Tracker:
     )
     session.define_metric("train/global_step")
     session.define_metric("*", step_metric="train/global_step")
-    return Tracker(lambda numbers, at: session.log(_row(numbers, at)), session.finish)
+    return Tracker(lambda numbers, at, _: session.log(_row(numbers, at)), session.finish)
 
 
 def open_trackio(run: TrackedRun) -> Tracker:
@@ -74,7 +88,7 @@ def open_trackio(run: TrackedRun) -> Tracker:
     session = trackio.init(
         project=run.project, name=run.run_id, config=dict(run.config), resume="allow", embed=False
     )
-    return Tracker(lambda numbers, at: session.log(_row(numbers, at), step=at), session.finish)
+    return Tracker(lambda numbers, at, _: session.log(_row(numbers, at), step=at), session.finish)
 
 
 def open_mlflow(run: TrackedRun) -> Tracker:
@@ -93,17 +107,16 @@ def open_mlflow(run: TrackedRun) -> Tracker:
     run_id = run.state["run_id"]
     client.update_run(run_id, status="RUNNING")  # `close` ended it; a resumed one goes on
 
-    def send(numbers: Numbers, at: int) -> None:
-        now_ms = int(time.time() * 1000)
-        metrics = [
-            Metric(re.sub(r"[^\w\-. /]", "_", name), value, now_ms, at) for name, value in numbers.items()
-        ]
+    def send(numbers: Numbers, at: int, time_s: float) -> None:
+        named = {re.sub(r"[^\w\-. /]", "_", name): value for name, value in numbers.items()}
+        metrics = [Metric(name, value, int(1000 * time_s), at) for name, value in named.items()]
         client.log_batch(run_id, metrics=metrics)
 
     return Tracker(send, lambda: client.set_terminated(run_id))
 
 
 TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": open_tensorboard,
     "wandb": open_wandb,
     "mlflow": open_mlflow,
     "trackio": open_trackio,
@@ -128,21 +141,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 CLOSE_S = 20.0
 """How long the end of a run waits for what is not sent yet."""
 FIELDS_OF_RECORD = frozenset(("kind", "step", "version", "time", "set"))
-
-
-def numbers_of(record: Record) -> tuple[dict[str, float], int]:
-    """The numbers of a record by the names that people see, and the step or version that they are of."""
-    prefix = _prefix(record)
-    numbers = {
-        prefix + name: value
-        for name, value in record.items()
-        if name not in FIELDS_OF_RECORD and isinstance(value, int | float)
-    }
-    return numbers, record["version" if prefix else "step"]
-
-
-def _prefix(record: Record) -> str:
-    return "" if record["kind"] == STEP else f"eval/{record['set']}/"
 
 
 class Sender:
@@ -199,12 +197,22 @@ class Sender:
             lines = file.read().split(b"\n")
         for line in lines[:-1]:  # what follows the last end of a line may be half of one
             if (record := parse_record(line)) is not None:
-                numbers, at = numbers_of(record)
-                if at >= self._next.get(_prefix(record), 0):
-                    tracker.log(numbers, at)
-                    self._next[_prefix(record)] = at + 1
-                    self._write_position()
+                self._send(tracker, record)
             self._offset += len(line) + 1
+
+    def _send(self, tracker: Tracker, record: Record) -> None:
+        is_step = record["kind"] == STEP
+        prefix, at = ("", record["step"]) if is_step else (f"eval/{record['set']}/", record["version"])
+        if at < self._next.get(prefix, 0):
+            return
+        numbers = {
+            prefix + name: value
+            for name, value in record.items()
+            if name not in FIELDS_OF_RECORD and isinstance(value, int | float)
+        }
+        tracker.log(numbers, at, record["time"])
+        self._next[prefix] = at + 1
+        self._write_position()
 
     def _read_position(self) -> None:
         try:

@@ -1,7 +1,7 @@
 """The best evaluated version: its weights are never pruned, and `best.json` says which it is.
 
 Only what is alike is compared: evaluations over as many samples of the same sets (where a resumed run takes
-others, the best starts again), of which hardly any has failed (`max_failed_share`).
+others, the best starts again), of which hardly any has failed (`MAX_FAILED_SHARE`).
 
 What is best follows from the evaluations on record and the weights on the disk, so nothing is lost with a
 process: a trainer that resumes finds the same version, and `best.json` is written for people and tools.
@@ -24,6 +24,9 @@ from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions, ve
 
 log = structlog.get_logger(__name__)
 
+MAX_FAILED_SHARE = 0.02
+"""A set of which more samples have no score has a mean over other samples than those it is compared with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Best:
@@ -38,11 +41,9 @@ class Best:
 class BestVersion:
     """Follows one run's evaluations. Without a metric it keeps nothing."""
 
-    def __init__(
-        self, run_dir: Path, metric: str, records: Iterable[Record], max_failed_share: float = 1.0
-    ) -> None:
+    def __init__(self, run_dir: Path, metric: str, records: Iterable[Record]) -> None:
         """`records` are those that a resume has left; of their versions, only those with weights count."""
-        self.path, self.metric, self._max_failed_share = run_dir / BEST_FILE, metric, max_failed_share
+        self.path, self.metric = run_dir / BEST_FILE, metric
         self._sizes: dict[str, float] = {}
         """Samples of each set in the evaluation of the best."""
         self.best: Best | None = None
@@ -92,13 +93,13 @@ class BestVersion:
         """Whether so few samples have failed in each set that its mean can be compared."""
         for name, row in results.items():
             share = (row.get("num_failed") or 0.0) / max(_size(row), 1.0)
-            if share > self._max_failed_share:
+            if share > MAX_FAILED_SHARE:
                 log.warning(
                     "not compared with the best version: too many samples of its evaluation have no score",
                     version=version,
                     dataset=name,
                     failed_share=round(share, 4),
-                    allowed=self._max_failed_share,
+                    allowed=MAX_FAILED_SHARE,
                 )
                 return False
         return True

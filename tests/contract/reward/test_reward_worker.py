@@ -318,7 +318,7 @@ async def test_stopping_hands_back_what_does_not_finish_in_time(
 ) -> None:
     stuck, trajectories = GatedReward(), [make_trajectory(ticket) for ticket in range(3)]
     await append(broker, keys.trajectories(), *trajectories)
-    async with start(stuck, reward={"drain_s": 0.05}, streams={"lease_s": 1.0}):
+    async with start(stuck, streams={"lease_s": 1.0, "drain_s": 0.05}):
         await wait_until(lambda: len(stuck.started) == 3)
     assert stuck.cancelled.total() == 3
     next_worker = GatedReward()

@@ -71,7 +71,7 @@ def make(tmp_path: Path, model: Path) -> Any:
                 "groups_per_step": GROUPS,
                 "group_size": 2,
                 "checkpoint_every": 4,
-                "tensorboard": False,
+                "loggers": [],
                 "algorithm": {"filter_zero_variance": True},
                 **trainer,
             },

@@ -161,10 +161,8 @@ def test_a_port_in_use_is_found_before_anything_starts(config: Path) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            TidemillError, match=f"rollout-0 cannot serve metrics on 127.0.0.1:{port}"
-        ) as caught:
-            run_up(UpOptions(config, (f"rollout.metrics_port={port}",), run_id="busy"))
+        with pytest.raises(TidemillError, match=f"cannot serve metrics on 127.0.0.1:{port}") as caught:
+            run_up(UpOptions(config, run_id="busy", metrics_port=port))
     assert caught.value.exit_code == 2
     assert not (config.parents[1] / "runs").exists()
 

@@ -23,7 +23,7 @@ async def test_a_run_trains_on_all_segments_of_an_agents_sessions_and_leaves_no_
             "trainer.groups_per_step=2",
             "trainer.group_size=4",
             "trainer.mini_batches=1",
-            "trainer.tensorboard=false",
+            "trainer.loggers=[]",
             "trainer.evaluation={every: 0, max_prompts: 8}",
             "streams.lease_s=5",
             "rollout.environment={use: agent, agent: 'tests.support.forking_agent:forking'}",

@@ -43,7 +43,7 @@ def config_of(teacher: Path) -> RunConfig:
             f"trainer.steps={STEPS}",
             "trainer.groups_per_step=64",
             "trainer.checkpoint_every=100",
-            "trainer.tensorboard=false",
+            "trainer.loggers=[]",
             "trainer.evaluation={every: 0, temperature: 0.0, max_prompts: 96}",
             "streams.trim=false",
         ],

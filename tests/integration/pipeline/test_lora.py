@@ -29,7 +29,7 @@ async def test_adapters_train_arith_and_survive_a_killed_trainer(tmp_path: Path)
             "trainer.max_staleness=0",
             "trainer.checkpoint_every=2",
             "trainer.keep_weights=100",
-            "trainer.tensorboard=false",
+            "trainer.loggers=[]",
             "trainer.deterministic=true",
             "trainer.evaluation={every: 0, max_prompts: 128, temperature: 1.0}",
             "trainer.lora={rank: 32, alpha: 32}",

@@ -42,8 +42,7 @@ async def test_sessions_survive_the_death_of_their_environment_and_of_their_work
             f"trainer.steps={STEPS}",
             f"trainer.groups_per_step={GROUPS}",
             f"trainer.group_size={SIZE}",
-            "trainer.evaluation.at_start=false",
-            "trainer.evaluation.at_end=false",
+            "data.eval={}",
             "streams.lease_s=2",
         ],
     )

@@ -17,7 +17,6 @@ async def test_services_stop_also_while_redis_is_away(tmp_path: Path) -> None:
         rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.1},
         trainer__simulated={"group_s": 0.05},
         streams__drain_s=1.0,
-        reward__drain_s=1.0,
     )
     roles = ("rollout", "reward", "trainer")
 

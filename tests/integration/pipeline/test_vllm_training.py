@@ -31,7 +31,7 @@ def _config() -> RunConfig:
             "trainer.groups_per_step=16",
             "trainer.group_size=8",
             "trainer.keep_weights=100",
-            "trainer.tensorboard=false",
+            "trainer.loggers=[]",
             "trainer.evaluation.every=1",
             "trainer.evaluation.temperature=1.0",
             "trainer.evaluation.max_prompts=16",

@@ -59,7 +59,8 @@ class Worker:
         urls = [server.url for server in servers]
         asked = {"model": "m", "base_urls": urls, "patience_s": 20.0, **(asked or {})}
         reward = {"timeout_s": 20.0, "backoff_s": 0.01, "judge": judge, **named}
-        config = make_config(reward={"rewards": {"judge": reward}, "drain_s": 1.0}, servers={"judge": asked})
+        streams = {"drain_s": 1.0}
+        config = make_config(reward={"rewards": {"judge": reward}}, streams=streams, servers={"judge": asked})
         self.context = ServiceContext(
             "reward", "w1", self.keys, config, self.broker, Path(), Activity("reward")
         )

@@ -368,7 +368,7 @@ async def test_a_function_that_will_not_be_cancelled_does_not_keep_a_stopping_wo
                 except asyncio.CancelledError:
                     pass
         """,
-        drain_s=0.2,
+        streams={"drain_s": 0.2},
     )
     await append(broker, KEYS.trajectories(), make_trajectory(1))
     worker = await start()

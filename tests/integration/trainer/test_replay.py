@@ -54,8 +54,8 @@ def arith(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Commit]]
             "trainer.group_size=4",
             "trainer.checkpoint_every=9",
             "trainer.keep_checkpoints=1",
-            "trainer.tensorboard=false",
-            "trainer.evaluation={at_start: false, at_end: false}",
+            "trainer.loggers=[]",
+            "data.eval={}",
             "streams.trim=false",
         ],
     )

@@ -9,7 +9,7 @@ import yaml
 from tests.support.trajectories import make_config
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.options import UpOptions
-from tidemill.services.console.processes.service import exporter_spec, metrics_ports, service_specs
+from tidemill.services.console.processes.service import exporter_spec, service_specs
 from tidemill.services.console.run.folder import RunFolder, find_run
 
 
@@ -60,16 +60,9 @@ def test_a_run_has_one_trainer_and_as_many_workers_as_configured() -> None:
     assert specs[1].env == {"OMP_NUM_THREADS": "3"} and specs[0].env == {}
 
 
-def test_workers_of_one_machine_take_ports_in_a_row() -> None:
-    config = make_config(run_id="r", rollout={"workers": 2, "metrics_port": 9100})
-    assert metrics_ports(service_specs(config)) == {"rollout-0": 9100, "rollout-1": 9101}
-
-
-def test_the_exporter_of_a_run_is_a_process_with_a_port_that_must_be_free() -> None:
+def test_the_exporter_of_a_run_is_a_process() -> None:
     spec = exporter_spec(make_config(run_id="r"), 9109)
     assert spec.command[1:] == ("-m", "tidemill.services.console.exporter", "r", "--port", "9109")
-    assert metrics_ports([spec]) == {"exporter": 9109}
-    assert metrics_ports([exporter_spec(make_config(run_id="r"), 0)]) == {}
 
 
 def test_the_command_to_resume_can_be_copied() -> None:

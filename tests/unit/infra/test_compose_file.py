@@ -12,7 +12,6 @@ import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
 
-from tidemill.common.config.reward import RewardConfig
 from tidemill.common.config.run import StreamsConfig
 from tidemill.common.process.programs import ROOT
 
@@ -126,7 +125,7 @@ def test_logs_are_rotated() -> None:
 
 
 def test_the_grace_period_fits_draining_and_a_checkpoint() -> None:
-    drain_s = max(StreamsConfig().drain_s, RewardConfig().drain_s)
+    drain_s = StreamsConfig().drain_s
     for name in ("trainer", *SCALED):
         grace = with_defaults(SERVICES[name]["stop_grace_period"])
         assert int(grace.removesuffix("s")) >= drain_s + CHECKPOINT_S, name

@@ -112,7 +112,7 @@ async def test_a_worker_that_comes_too_late_has_nothing_to_do(broker, keys, redi
 
     late = argparse.Namespace(run=keys.run_id, name="late", set=[], config=None, metrics_port=0)
     with capture_logs() as lines:
-        assert await service._serve(role, late, load, lambda _: 0) == 0
+        assert await service._serve(role, late, load) == 0
     assert lines[-1]["event"] == "the run is finished: nothing is left to do"
 
 
@@ -134,4 +134,4 @@ async def test_a_service_that_is_stopped_while_it_waits_ends_without_an_error(
         context.raise_failure()
 
     stopped = argparse.Namespace(run=keys.run_id, name="t", set=[], config=None, metrics_port=0)
-    assert await service._serve("trainer", stopped, lambda: serve, lambda _: 0) == 0
+    assert await service._serve("trainer", stopped, lambda: serve) == 0

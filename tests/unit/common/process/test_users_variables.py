@@ -52,7 +52,7 @@ def test_a_service_is_hidden_from_other_processes_of_its_user_before_it_does_any
         "import sys; from tidemill.common.process import service; sys.argv[1:] = ['--run', 'x']\n"
         f"async def serve(*_):\n    {DUMPABLE}\n    return 0\n"
         "service._serve = serve\n"
-        "sys.exit(service.run_service('reward', '', lambda: None, lambda _: 0))"
+        "sys.exit(service.run_service('reward', '', lambda: None))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "0\n"

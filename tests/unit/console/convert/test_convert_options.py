@@ -98,7 +98,7 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
       "servers": {"reward_model": {"model": "m", "local": {}}}}),
     ("verl", {"data.val_files": ["/d/gsm8k/test.parquet", "/d/aime.parquet"]},
      {"data.eval": {"gsm8k": "/d/gsm8k/test.parquet", "aime": "/d/aime.parquet"},
-      "trainer.evaluation.every": 0, "trainer.evaluation.at_end": False}),
+      "trainer.evaluation.every": 0}),
     ("verl", {"data.val_files": "a.parquet", R + "val_kwargs.do_sample": True,
               R + "val_kwargs.temperature": 0.6, R + "val_kwargs.top_p": 0.7,
               R + "val_kwargs.top_k": 20, R + "val_kwargs.n": 4},

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.training import trainer_config
-from tidemill.common.config.diagnostics import DiagnosticsConfig, HealthyRange
+from tidemill.common.config.diagnostics import HealthyRange
 from tidemill.common.errors import ConfigError
 from tidemill.common.telemetry import metrics
 from tidemill.services.trainer.metrics.diagnostics import MAX_WARNINGS, Diagnostics, time_advice
@@ -15,7 +15,7 @@ GAP = "logprob_gap/mean"
 
 
 def diagnostics(patience: int = 2, **ranges: Any) -> Diagnostics:
-    return Diagnostics(DiagnosticsConfig(patience_steps=patience, healthy=ranges))
+    return Diagnostics(ranges, patience_steps=patience)
 
 
 def said(watch: Diagnostics, metric: str, values: list[float | None]) -> list[tuple[int, int | None]]:
@@ -68,7 +68,7 @@ def test_the_worst_value_of_a_low_bound_is_the_lowest() -> None:
 
 def test_a_resumed_trainer_goes_on_with_the_warnings_and_says_none_again() -> None:
     records = [{"kind": "step", "step": step, GAP: 0.5} for step in range(5)]
-    watch = Diagnostics.resumed(DiagnosticsConfig(patience_steps=2), records)
+    watch = diagnostics(2).resume(records)
     assert watch.observe(5, {GAP: 0.5}) == []
     assert [(item["check"], item["since_step"]) for item in watch.as_state()] == [("logprob_gap", 0)]
     gauge = metrics.UNHEALTHY.labels("logprob_gap")
@@ -84,9 +84,8 @@ def test_the_advice_about_waiting_is_about_the_longest_wait() -> None:
     assert "tidemill status" in time_advice({})
 
 
-def test_a_range_without_bounds_and_a_run_without_diagnostics_say_nothing() -> None:
+def test_a_range_without_bounds_says_nothing() -> None:
     assert said(diagnostics(1, logprob_gap=HealthyRange()), GAP, [9.0, math.nan]) == []
-    assert Diagnostics(DiagnosticsConfig(enabled=False, patience_steps=1)).observe(0, {GAP: 9.0}) == []
 
 
 def test_warnings_are_bounded_and_ended_ones_go_first() -> None:
@@ -99,5 +98,5 @@ def test_warnings_are_bounded_and_ended_ones_go_first() -> None:
 
 def test_what_is_no_range_of_a_check_is_refused() -> None:
     for healthy in ({"entropy": {"low": 2, "high": 1}}, {"entrpy": {"low": 1}}):
-        with pytest.raises(ConfigError, match=r"trainer\.diagnostics\.healthy"):
-            trainer_config(diagnostics={"healthy": healthy})
+        with pytest.raises(ConfigError, match=r"trainer\.diagnostics"):
+            trainer_config(diagnostics=healthy)

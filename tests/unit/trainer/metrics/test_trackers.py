@@ -30,7 +30,8 @@ class Memory:
         run.state.setdefault("opened_as", run.run_id)
         return Tracker(self.log, self.close)
 
-    def log(self, numbers: Any, at: int) -> None:
+    def log(self, numbers: Any, at: int, time_s: float) -> None:
+        assert time_s > 1.7e9
         self.may_go_on.wait(60)
         if at == self.fails_at:
             raise ConnectionError("no route to host")
@@ -43,7 +44,7 @@ def record_steps(
     run_dir: Path, open_tracker: Any, steps: range, name: str = "wandb", resume_at: int | None = None
 ) -> None:
     """A trainer that records steps and the evaluations of the versions they make, then ends."""
-    with Recorder(run_dir, tensorboard=False, resume_at=steps.start if resume_at is None else resume_at) as r:
+    with Recorder(run_dir, resume_at=steps.start if resume_at is None else resume_at) as r:
         run = TrackedRun("run-1", run_dir, "tidemill", {"trainer": {"steps": 4}}, {})
         r.attach(Sender(name, open_tracker, run))
         for step in steps:
@@ -70,7 +71,7 @@ def test_steps_that_are_trained_again_are_not_sent_again(tmp_path: Path) -> None
 def test_a_logger_that_joins_late_or_was_away_gets_what_it_lacks(tmp_path: Path) -> None:
     tracker = Memory()
     tracker.fails_at = 2
-    with Recorder(tmp_path, tensorboard=False) as record:
+    with Recorder(tmp_path) as record:
         for step in range(2):
             record.step(step, NUMBERS)
     record_steps(tmp_path, tracker.open, range(2, 4))
@@ -124,6 +125,17 @@ def test_a_tracker_finds_its_own_state_again(tmp_path: Path) -> None:
 def test_a_logger_that_is_not_installed_is_a_mistake_with_its_remedy() -> None:
     with pytest.raises(ConfigError, match=r"names absent_tracker, which is not.*pip install 'tidemill\["):
         check_loggers(["json", "absent_tracker"])
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record_steps(tmp_path, TRACKERS["tensorboard"], range(3), name="tensorboard")
+    record_steps(tmp_path, TRACKERS["tensorboard"], range(2, 4), name="tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward")] == [0, 1, 2, 3]
+    assert [event.step for event in events.Scalars("eval/test/score")] == [1, 2, 3, 4]
 
 
 def test_wandb_offline_gets_the_names_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

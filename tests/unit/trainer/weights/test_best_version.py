@@ -93,8 +93,7 @@ def test_without_a_metric_nothing_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("evaluation", "reason"),
     [
-        ({"pass_k": [4], "samples": 2, "temperature": 1.0}, "needs at least k samples"),
-        ({"keep_best": "pass_at_4"}, "has no such k"),
+        ({"keep_best": "pass_at_4", "samples": 4}, "below samples"),
         ({"keep_best": "mean_length"}, "keep_best"),
         ({"keep_best": "nowhere/score"}, "names the dataset 'nowhere'"),
     ],
@@ -110,17 +109,16 @@ def result(score: float, num_samples: int, num_failed: int = 0) -> dict[str, dic
 
 def test_an_evaluation_with_too_many_failures_is_no_candidate(tmp_path: Path) -> None:
     """The mean over what a broken judge left says nothing about the version."""
-    best = BestVersion(tmp_path, "score", [], max_failed_share=0.05)
+    best = BestVersion(tmp_path, "score", [])
     best.consider(0, result(0.9, 4, 96))
     assert best.best is None
-    best.consider(1, result(0.5, 95, 5))
-    best.consider(2, result(0.8, 94, 6))
+    best.consider(1, result(0.5, 98, 2))
+    best.consider(2, result(0.8, 97, 3))
     assert best.in_use == {1}
     weights(tmp_path, 1, 2)
     records = [{"kind": "evaluation", "version": v, "set": "test"} | r["test"] for v, r in (
-        (1, result(0.5, 95, 5)), (2, result(0.8, 94, 6)))]  # fmt: skip
-    assert BestVersion(tmp_path, "score", records, max_failed_share=0.05).in_use == {1}
-    assert BestVersion(tmp_path, "score", records, max_failed_share=1.0).in_use == {2}
+        (1, result(0.5, 98, 2)), (2, result(0.8, 97, 3)))]  # fmt: skip
+    assert BestVersion(tmp_path, "score", records).in_use == {1}
 
 
 def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
