@@ -107,7 +107,7 @@ class ArchiveJobs:
             while True:
                 await asyncio.sleep(POLL_S)
                 await self.on_progress()
-                await asyncio.to_thread(job.refresh)  # type: ignore[no-untyped-call]
+                await asyncio.to_thread(job.refresh)
                 status = job.get_status(refresh=False)
                 if status not in (JobStatus.QUEUED, JobStatus.STARTED):
                     return status == JobStatus.FINISHED
