@@ -27,7 +27,7 @@ from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import CommitJournal
 from tidemill.services.trainer.durable.memory_watch import MemoryWatch
-from tidemill.services.trainer.durable.recovery import Replayer, restore_checkpoint
+from tidemill.services.trainer.durable.recovery import Replayer
 from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.durable.waiting import on_disk, until_stored
 from tidemill.services.trainer.evaluation import Evaluator
@@ -96,13 +96,8 @@ async def _train_policy(
     journal = await on_disk(context, CommitJournal, context.run_dir)
     await until_stored(context, lambda: reconciler.begin(context))
     replayer = Replayer(context, runner, streams, journal)
-    await until_stored(context, replayer.repair_archive)
-    can_start_over = await replayer.archived.begins_at_start()
-    restored, dropped, needed = await runner.thread.call(
-        restore_checkpoint, store, runner.policy, streams, can_start_over
-    )
-    commits = await replayer.take_over(restored, dropped, needed)
-    version = join.version = restored + len(commits)
+    commits = await replayer.take_over(store)
+    version = join.version = replayer.version
     evaluations = (await read_state(context.broker, context.keys)).get("evaluations") or []
     # Before trackers open: what is on record then and not sent is sent first.
     recorder = await on_disk(context, Recorder, context.run_dir, version, journal.find, evaluations)

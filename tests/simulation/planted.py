@@ -253,9 +253,9 @@ PLANTED = (
     ),
     Mutant(
         "the last entry of a key wins",
-        f"{BATCH}/stream_join.py",
-        "        if index in ids or index >= group.group_size:",
-        "        if index >= group.group_size or (index in ids and group.is_complete):",
+        "services/trainer/groups/group_filter.py",
+        "        if index in ids or index >= self.group_size:",
+        "        if index >= self.group_size or (index in ids and self.is_complete):",
     ),
     Mutant(
         "a reader goes on where it was after a loss",

@@ -102,11 +102,7 @@ class StreamJoin:
 
     async def read(self, stream: str) -> None:
         """Follow one of the streams for ever; a ticket in the dead letters never completes by itself."""
-        takers: dict[str, Callable[[Any], None]] = {
-            TRAJECTORIES: self._take_trajectory,
-            SCORES: self._take_score,
-            DEAD: self._take_dead,
-        }
+        take: Callable[[Any], None] = self._take_dead if stream == DEAD else self._take
         while True:
             reader = self._readers[stream]
             for entry in await reader.read(READ_COUNT, BLOCK_S):
@@ -117,7 +113,7 @@ class StreamJoin:
                 if isinstance(entry, Garbled):
                     await self._take_garbled(stream, entry)
                 else:
-                    takers[stream](entry)
+                    take(entry)
 
     def reread(self, epoch: int = 0) -> None:
         """Forget what has arrived of groups that no step has taken, and read it again.
@@ -212,50 +208,23 @@ class StreamJoin:
         elif self._is_new(SCORES, entry.entry_id):  # no worker reads scores, so the trainer adds the letter
             await self._letters.bury_unread(entry, "trainer")
 
-    def _take_trajectory(self, entry: Entry[Trajectory]) -> None:
-        sample = entry.message
-        if self._is_new(TRAJECTORIES, entry.entry_id):
+    def _take(self, entry: Entry[Trajectory] | Entry[Score]) -> None:
+        """Join an entry with its group. The first entry of a key wins; late ones of settled tickets are only
+        counted, but not those read a second time after a restart."""
+        sample = entry.message if isinstance(entry.message, Trajectory) else None
+        if sample and self._is_new(TRAJECTORIES, entry.entry_id):
             self.num_trajectories += 1
-        group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
-        if group is not None and sample.index not in group.trajectories:
-            self._choose_score(group, sample)
-        if group is not None and self._join(group, TRAJECTORIES, entry):
-            group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
-            group.is_ahead |= sample.max_version > self.version
-
-    def _take_score(self, entry: Entry[Score]) -> None:
-        score = entry.message
-        group = self._group_of(score.ticket, SCORES, entry.entry_id)
-        if group is None:
-            return
-        trajectory, first = group.trajectories.get(score.index), group.scores.get(score.index)
-        if trajectory is not None and not score.is_of(trajectory.tokens_digest):
-            self._refuse(entry.entry_id, score)
-        elif (
-            trajectory is None
-            and first is not None
-            and not score.is_of(first.tokens_digest)
-            and len(group.other_scores) < group.group_size  # whatever is in the stream, memory is bounded
-        ):
-            group.other_scores.append(entry)
-        else:
-            self._join(group, SCORES, entry)
-
-    def _choose_score(self, group: PendingGroup, sample: Trajectory) -> None:
-        """Of the scores that came before their trajectory, keep the first one of its tokens."""
-        came = [entry for entry in group.other_scores if entry.message.index == sample.index]
-        first = group.scores.get(sample.index)
-        if first is not None and not first.is_of(sample.tokens_digest):
-            self._refuse(group.score_ids.pop(sample.index), group.scores.pop(sample.index))
-            if fitting := [entry for entry in came if entry.message.is_of(sample.tokens_digest)]:
-                group.scores[sample.index] = fitting[0].message
-                group.score_ids[sample.index] = fitting[0].entry_id
-        group.other_scores = [entry for entry in group.other_scores if entry not in came]
-
-    def _refuse(self, entry_id: str, score: Score) -> None:
-        """Drop the reward of other tokens than those that the key has here."""
-        self._count_duplicate(SCORES, entry_id)
-        log.warning("score of other tokens refused", ticket=score.ticket, index=score.index)
+        group = self.groups.get(entry.message.ticket)
+        refused = [entry] if group is None else group.take(entry)
+        for one in refused:
+            stream = TRAJECTORIES if isinstance(one.message, Trajectory) else SCORES
+            if self._is_new(stream, one.entry_id):
+                metrics.DUPLICATES_DROPPED.labels(stream).inc()
+        if group is not None and not any(one is entry for one in refused):
+            group.is_ahead |= sample is not None and sample.max_version > self.version
+            if group.is_complete:
+                self.complete.append(group.ticket)
+            self.changed.set()
 
     def _take_dead(self, entry: Entry[DeadLetter]) -> None:
         if entry.message.origin not in ("prompts", "trajectories"):
@@ -268,34 +237,6 @@ class StreamJoin:
         if group is not None and not group.is_taken:
             self.dead.setdefault(group.ticket, (entry.entry_id, entry.message.error))
             self.changed.set()
-
-    def _join(self, group: PendingGroup, stream: str, entry: Entry[Trajectory] | Entry[Score]) -> bool:
-        """Take an entry in; returns whether it is the first of its key."""
-        message, index = entry.message, entry.message.index
-        ids = group.trajectory_ids if stream == TRAJECTORIES else group.score_ids
-        if index in ids or index >= group.group_size:
-            self._count_duplicate(stream, entry.entry_id)
-            return False
-        ids[index] = entry.entry_id
-        if isinstance(message, Trajectory):
-            group.trajectories[index] = message
-        else:
-            group.scores[index] = message
-        if group.is_complete:
-            self.complete.append(group.ticket)
-        self.changed.set()
-        return True
-
-    def _group_of(self, ticket: int, stream: str, entry_id: str) -> PendingGroup | None:
-        group = self.groups.get(ticket)
-        if group is None:
-            self._count_duplicate(stream, entry_id)
-        return group
-
-    def _count_duplicate(self, stream: str, entry_id: str) -> None:
-        """Late entries of settled tickets count too, but not those read a second time after a restart."""
-        if self._is_new(stream, entry_id):
-            metrics.DUPLICATES_DROPPED.labels(stream).inc()
 
     def _is_new(self, stream: str, entry_id: str) -> bool:
         return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))

@@ -19,8 +19,7 @@ from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.replay.__main__ import check_committed
-from tidemill.services.trainer.replay.session import Session
-from tidemill.services.trainer.replay.steps import compare_step
+from tidemill.services.trainer.replay.steps import StepReplay, compare_step
 
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.01}}
 TWO_REWARDS = {"rewards": {"right": {"function": "gsm8k"}, "short": {"function": "math", "weight": 0.5}}}
@@ -113,14 +112,14 @@ def rewards(ticket: int, index: int) -> dict[str, float] | None:
     return None if one is None else {"right": one, "short": float(index % 2)}
 
 
-def session_of(context: Any) -> Session:
+def session_of(context: Any) -> StepReplay:
     history = History(context.keys.run_id, context.run_dir, context.broker)
     policy = open_policy(context.config)
-    return Session(history, context.config, context.run_dir, policy, PolicyThread(), lambda _: None)
+    return StepReplay(history, context.config, context.run_dir, policy, PolicyThread(), lambda _: None)
 
 
 async def replayed(context: Any, *steps: int) -> list[dict[str, Any]]:
-    return [compare_step(step) async for step in session_of(context).steps(steps)]
+    return [compare_step(step, context.config) async for step in session_of(context).steps(steps)]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
