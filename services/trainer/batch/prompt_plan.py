@@ -6,7 +6,7 @@ resumed run issues the same prompts.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import lcm
 from typing import Any
@@ -179,7 +179,7 @@ class PromptPlan:
         if self._curriculum is not None:
             self._curriculum.take_commit(commit)
 
-    def forget_reported(self, tickets: Set[int]) -> None:
+    def forget_reported(self, tickets: Iterable[int]) -> None:
         """Commits have reported these replaced groups."""
         if self._curriculum is not None:
             self._curriculum.forget_reported(tickets)

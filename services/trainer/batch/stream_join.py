@@ -38,7 +38,7 @@ BLOCK_S = 1.0
 READ_COUNT = 256
 OBSERVE_S = 1.0
 
-STREAMS = TRAJECTORIES, SCORES, DEAD = "trajectories", "scores", "dead"
+STREAMS = TRAJECTORIES, SCORES, DEAD = StreamName.TRAJECTORIES, StreamName.SCORES, StreamName.DEAD
 
 
 class StreamJoin:
@@ -60,12 +60,10 @@ class StreamJoin:
         self._observed_at = -math.inf
         self.epoch = 0
         """The reconciler's epoch in which its positions are valid."""
-        self._seen_up_to: dict[str, str] = {}
+        self._seen_up_to: Mapping[StreamName, str] = {}
         self._letters = LettersAbout(broker, keys, keys.scores())
-        self._readers: dict[str, OffsetReader[Any]] = {
-            TRAJECTORIES: OffsetReader(broker, keys.trajectories(), Trajectory),
-            SCORES: OffsetReader(broker, keys.scores(), Score),
-            DEAD: OffsetReader(broker, keys.dead, DeadLetter),
+        self._readers: dict[StreamName, OffsetReader[Any]] = {
+            name: OffsetReader(broker, name.key(keys), name.message_type) for name in STREAMS
         }
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
@@ -100,7 +98,7 @@ class StreamJoin:
         self.changed.clear()
         return True
 
-    async def read(self, stream: str) -> None:
+    async def read(self, stream: StreamName) -> None:
         """Follow one of the streams for ever; a ticket in the dead letters never completes by itself."""
         take: Callable[[Any], None] = self._take_dead if stream == DEAD else self._take
         while True:
@@ -134,13 +132,13 @@ class StreamJoin:
         self._letters = LettersAbout(self._broker, self._keys, self._keys.scores())
         self.epoch = epoch
 
-    def positions(self) -> dict[str, str]:
+    def positions(self) -> dict[StreamName, str]:
         """Per stream, a position below every entry that an outstanding group has taken in."""
         # A dead letter that has not been acted on is read again.
         dead = [entry_id for entry_id, _ in self.dead.values()]
         return self._low_water(self.groups.values()) | {DEAD: self._below(DEAD, dead)}
 
-    def high_water(self) -> dict[str, str]:
+    def high_water(self) -> dict[StreamName, str]:
         """Per stream, the newest entry seen: what lies below it is not new when it is read again."""
         return {stream: self._readers[stream].position for stream in (TRAJECTORIES, SCORES)}
 
@@ -159,16 +157,16 @@ class StreamJoin:
             "num_trajectories": self.num_trajectories,
         }
 
-    def seen(self) -> dict[str, str]:
+    def seen(self) -> dict[StreamName, str]:
         """Per stream, how far it is read."""
         return {stream: reader.safe_position for stream, reader in self._readers.items()}
 
-    def trust(self, seen: Mapping[str, str]) -> None:
+    def trust(self, seen: Mapping[StreamName, str]) -> None:
         """Until it was `seen` so far, no other server has taken over."""
         for stream, entry_id in seen.items():
             self._readers[stream].trail.trust(entry_id)
 
-    def restore(self, positions: Mapping[str, str], state: Mapping[str, Any]) -> None:
+    def restore(self, positions: Mapping[StreamName, str], state: Mapping[str, Any]) -> None:
         """Continue reading at a checkpoint's positions, or below them where Redis has lost its tail since."""
         for stream, old in self._readers.items():
             first, trails = positions.get(stream, START), state["trails"]
@@ -184,21 +182,21 @@ class StreamJoin:
             reader = self._readers[name]
             standing = await Trail(reader.trail.sure).last_standing(self._broker, reader.key)
             trimmed = id_before(await trimmed_below(self._broker, self._keys.state, reader.key))
-            found[StreamName(name)] = min(reader.position, max(standing, trimmed, key=id_order), key=id_order)
+            found[name] = min(reader.position, max(standing, trimmed, key=id_order), key=id_order)
         return found
 
-    def _low_water(self, groups: Iterable[PendingGroup]) -> dict[str, str]:
+    def _low_water(self, groups: Iterable[PendingGroup]) -> dict[StreamName, str]:
         groups = list(groups)
         trajectories = [entry_id for group in groups for entry_id in group.trajectory_ids.values()]
         scores = [entry_id for group in groups for entry_id in group.score_ids.values()]
         scores += [entry.entry_id for group in groups for entry in group.other_scores]
         return {TRAJECTORIES: self._below(TRAJECTORIES, trajectories), SCORES: self._below(SCORES, scores)}
 
-    def _below(self, stream: str, entry_ids: list[str]) -> str:
+    def _below(self, stream: StreamName, entry_ids: list[str]) -> str:
         """The position from which all of `entry_ids` would be read again."""
         return id_before(min(entry_ids, key=id_order)) if entry_ids else self._readers[stream].safe_position
 
-    async def _take_garbled(self, stream: str, entry: Garbled) -> None:
+    async def _take_garbled(self, stream: StreamName, entry: Garbled) -> None:
         if stream == DEAD:
             log.error("a dead letter cannot be decoded", entry=entry.entry_id, error=entry.error)
             return
@@ -238,5 +236,5 @@ class StreamJoin:
             self.dead.setdefault(group.ticket, (entry.entry_id, entry.message.error))
             self.changed.set()
 
-    def _is_new(self, stream: str, entry_id: str) -> bool:
+    def _is_new(self, stream: StreamName, entry_id: str) -> bool:
         return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))

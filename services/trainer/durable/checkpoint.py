@@ -32,6 +32,7 @@ from tidemill.common.files import (
     write_atomically,
 )
 from tidemill.common.run.weight_files import folder_versions, version_name
+from tidemill.common.wire.keys import StreamName
 
 log = structlog.get_logger(__name__)
 
@@ -63,7 +64,7 @@ class TrainerState(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
     version: int = Field(ge=0, description="committed steps")
-    positions: dict[str, str] = Field(
+    positions: dict[StreamName, str] = Field(
         default_factory=dict, description="stream -> id of the last entry that this state has taken in"
     )
     scheduler: dict[str, Any] = Field(default_factory=dict, description="tickets issued and outstanding")
@@ -72,7 +73,7 @@ class TrainerState(BaseModel):
 
     @field_validator("positions")
     @classmethod
-    def _are_entry_ids(cls, positions: dict[str, str]) -> dict[str, str]:
+    def _are_entry_ids(cls, positions: dict[StreamName, str]) -> dict[StreamName, str]:
         for stream, entry_id in positions.items():
             if not _ENTRY_ID.match(entry_id):
                 raise ValueError(

@@ -32,7 +32,7 @@ from tidemill.common.streams.trimming import KEPT_COMMITS, newest_begin
 from tidemill.common.telemetry import metrics
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import RunStreams
-from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES
+from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, STREAMS, TRAJECTORIES
 from tidemill.services.trainer.durable.archived_history import ALIGNED
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
 from tidemill.services.trainer.durable.trimming import Trimmer
@@ -141,8 +141,8 @@ class Checkpointer:
         if self.context.config.streams.trim and self.trimmer.archives and is_sure:
             positions, scheduler = join.positions(), self.streams.scheduler
             below = {
-                StreamName.TRAJECTORIES: positions[TRAJECTORIES],
-                StreamName.SCORES: positions[SCORES],
+                TRAJECTORIES: positions[TRAJECTORIES],
+                SCORES: positions[SCORES],
                 StreamName.PROMPTS: entry_id_of(min(scheduler.outstanding, default=scheduler.next_ticket)),
                 StreamName.COMMITS: entry_id_of(max(0, version - KEPT_COMMITS)),
             }
@@ -185,8 +185,8 @@ class Checkpointer:
         positions = await self._positions(oldest, epoch)
         keep_from = max(0, oldest.version - self.context.config.trainer.keep_weights)
         below = {
-            StreamName.TRAJECTORIES: positions[TRAJECTORIES],
-            StreamName.SCORES: positions[SCORES],
+            TRAJECTORIES: positions[TRAJECTORIES],
+            SCORES: positions[SCORES],
             StreamName.PROMPTS: entry_id_of(_first_open_ticket(oldest)),
             StreamName.WEIGHTS: entry_id_of(keep_from),
         }
@@ -194,7 +194,7 @@ class Checkpointer:
         if not self.trimmer.archives:
             below[StreamName.COMMITS] = await self._journalled(oldest.version - KEPT_COMMITS)
             dead = min(dead, await newest_begin(self.context.broker, self.context.keys.dead), key=id_order)
-        below[StreamName.DEAD] = dead
+        below[DEAD] = dead
         await self.trimmer.release(below, epoch, is_urgent)
 
     async def _journalled(self, wanted: int) -> str:
@@ -205,12 +205,12 @@ class Checkpointer:
         is_held = bool(first) and id_order(entry_id_of(held.start)) <= id_order(first[0][0])
         return entry_id_of(wanted) if is_held and 0 < wanted <= held.stop else START
 
-    async def _positions(self, state: TrainerState, epoch: int) -> dict[str, str]:
+    async def _positions(self, state: TrainerState, epoch: int) -> dict[StreamName, str]:
         """From where this checkpoint would read: below its positions, where Redis has lost its tail since."""
         if self._epochs.get(state.version) == epoch:
             return state.positions
         positions, trails = dict(state.positions), state.intake["trails"]
-        for stream in (StreamName.TRAJECTORIES, StreamName.SCORES, StreamName.DEAD):
+        for stream in STREAMS:
             key, trail = stream.key(self.context.keys), Trail(trails.get(stream))
             standing = await trail.last_standing(self.context.broker, key)
             positions[stream] = min(positions.get(stream, START), standing, key=id_order)
@@ -223,8 +223,8 @@ def settled_positions(state: TrainerState | None) -> dict[StreamName, str]:
         return dict.fromkeys(ALIGNED, START)
     return {
         StreamName.PROMPTS: entry_id_of(_first_open_ticket(state) - 1),
-        StreamName.TRAJECTORIES: state.positions[TRAJECTORIES],
-        StreamName.SCORES: state.positions[SCORES],
+        TRAJECTORIES: state.positions[TRAJECTORIES],
+        SCORES: state.positions[SCORES],
         StreamName.COMMITS: entry_id_of(state.version - 1),
     }
 

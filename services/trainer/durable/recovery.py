@@ -225,7 +225,8 @@ class Replayer:
         policy, config = self.runner.policy, self.context.config.trainer
         digest = policy.digest()
         if digest == commit.digest:
-            return log.info("step replayed, same weights", step=commit.step)
+            log.info("step replayed, same weights", step=commit.step)
+            return
         names = {"loss", "grad_norm", "entropy"} & commit.metrics.keys() & numbers.keys()
         size = weight_difference(policy, self.context.run_dir, commit) or {
             name: f"{commit.metrics[name]:.9g} then, {numbers[name]:.9g} now" for name in sorted(names)

@@ -23,7 +23,6 @@ from tidemill.common.history import GroupCursor, History, MissingRecordsError, S
 from tidemill.common.process.activity import Activity
 from tidemill.common.streams import Entry, entry_id_of
 from tidemill.common.wire.messages import Commit
-from tidemill.services.trainer.batch.stream_join import SCORES, TRAJECTORIES
 from tidemill.services.trainer.durable.checkpoint import read_checkpoint
 from tidemill.services.trainer.durable.recovery import open_cursor, pending_groups, weight_difference
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
@@ -101,11 +100,11 @@ class StepReplay:
         commit = await self.history.commit(self.version - 1)
         is_same = commit is None or await self.thread.call(self.policy.digest) == commit.digest
         self.first_difference = None if is_same else self.version - 1
-        names = {StreamName.TRAJECTORIES: TRAJECTORIES, StreamName.SCORES: SCORES}
-        positions = {stream: state.positions[name] for stream, name in names.items()}
         outstanding = {int(item[0]) for item in state.scheduler["outstanding"]}
         first_new = int(state.scheduler["next_ticket"])
-        return open_cursor(self.history, self.config, positions, lambda n: n >= first_new or n in outstanding)
+        return open_cursor(
+            self.history, self.config, state.positions, lambda n: n >= first_new or n in outstanding
+        )
 
     async def _commits(self, first: int, last: int) -> AsyncIterator[Commit]:
         expected = first
