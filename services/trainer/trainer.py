@@ -34,7 +34,7 @@ from tidemill.common.process.heartbeats import DAMAGED_VERSION, read_heartbeats
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.state import FINISHED, RUNNING, finish_state, update_state
 from tidemill.common.run.weight_files import read_chain, verified_files
-from tidemill.common.streams import Mark, MarkLostError, entry_id_of, read_newest
+from tidemill.common.streams import Mark, MarkLostError, entry_id_of, id_order, last_id, read_newest
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
 from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
@@ -138,7 +138,9 @@ class Trainer:
             during = self.context.activity.during
             with during(WRITING):
                 manifest = await self._write_weights(await self._compare_weights(), during)
-        if self._must_evaluate(self.version - 1) and not await self.reconciler.is_announced(self.version):
+        newest = id_order(await last_id(self.context.broker, self.context.keys.weights))
+        # Before newer weights are announced: workers would go on with its samples under those.
+        if self._must_evaluate(self.version - 1) and newest < id_order(entry_id_of(self.version)):
             self._start_evaluation(self.version - 1)
             await self._finish_evaluation()
         await self._announce(manifest)
@@ -188,7 +190,8 @@ class Trainer:
         # Before anything else is written: others may wait for memory that only a checkpoint frees.
         is_saved = await self.memory.after_step(self._save)
         self.weights_work.start(self._write_and_announce(state), f"weights of version {self.version}")
-        self._observe(commit, result)
+        observe_step(commit, result)
+        metrics.DISK_FREE_SHARE.set(free_share(self.context.run_dir))
         every = self.config.checkpoint_every
         is_due = every > 0 and self.version % every == 0
         if is_due and not is_saved and self.version < self.config.steps:
@@ -234,12 +237,8 @@ class Trainer:
                 mark = await self.reconciler.mark()
 
     async def _restore_commits(self, below: int | None = None) -> None:
-        broker, keys, is_trimmed = (
-            self.context.broker,
-            self.context.keys,
-            self.context.config.streams.trims_commits,
-        )
-        await restore_commits(broker, keys, self.journal, below, is_trimmed=is_trimmed)
+        broker, keys, streams = self.context.broker, self.context.keys, self.context.config.streams
+        await restore_commits(broker, keys, self.journal, below, is_trimmed=streams.trims_commits)
 
     async def _save(self) -> None:
         """Have a checkpoint before anything else is done."""
@@ -253,21 +252,18 @@ class Trainer:
         numbers = step_metrics(step, result, num_dropped, step_time_s, threshold)
         numbers |= self.scheduler.prompts.metrics()
         numbers["trainer_idle_share"] = self.context.activity.idle_share()
-        numbers |= self._stage_times()
+        # Seconds in each state since the commit before: where the time of the step went.
+        before, self._totals = self._totals, self.context.activity.totals()
+        spent = {state: seconds - before.get(state, 0.0) for state, seconds in self._totals.items()}
+        total_s = sum(spent.values())
+        waited_s = sum(s for state, s in spent.items() if state.startswith(WAIT))
+        numbers |= {f"time/{state.replace(':', '_')}_s": s for state, s in spent.items() if s > 0}
+        numbers["time/wait_share"] = waited_s / total_s if total_s else 0.0
         if step == 0:
             # The first step waits for engines to start: that is warming up, not idling.
             self.context.activity.reset()
             self._totals = {}
         return numbers
-
-    def _stage_times(self) -> dict[str, float]:
-        """Seconds in each state since the commit before: where the time of the step went."""
-        before, self._totals = self._totals, self.context.activity.totals()
-        spent = {state: seconds - before.get(state, 0.0) for state, seconds in self._totals.items()}
-        total_s = sum(spent.values())
-        waited_s = sum(s for state, s in spent.items() if state.startswith(WAIT))
-        numbers = {f"time/{state.replace(':', '_')}_s": s for state, s in spent.items() if s > 0}
-        return numbers | {"time/wait_share": waited_s / total_s if total_s else 0.0}
 
     async def _compare_weights(self) -> WeightState:
         """What the policy's thread pays for a version."""
@@ -306,8 +302,7 @@ class Trainer:
 
     async def _announce(self, manifest: WeightManifest) -> None:
         """Tell the rollout workers, and start the version's evaluation where one is due."""
-        self.reconciler.change_manifest(manifest)
-        await self.reconciler.announce()
+        await self.reconciler.announce(manifest)
         if self._must_evaluate(manifest.version):
             self._start_evaluation(manifest.version)
         await self._report(status=RUNNING)
@@ -344,8 +339,7 @@ class Trainer:
 
     async def _write_again(self, manifest: WeightManifest) -> None:
         begin = partial(self.weights.begin_again, manifest, self.runner.policy)
-        self.reconciler.change_manifest(await self._written(begin, self.weights_work.during))
-        await self.reconciler.announce()
+        await self.reconciler.announce(await self._written(begin, self.weights_work.during))
 
     async def _announced_weights(self) -> WeightManifest | None:
         """The manifest of this very version, where it was announced and its bytes are whole. Where a replay
@@ -415,14 +409,3 @@ class Trainer:
             "warnings": self.diagnostics.as_state(),
             "best": self.best.as_state(),
         }
-
-    def _observe(self, commit: Commit, result: StepResult) -> None:
-        observe_step(commit, result)
-        metrics.DISK_FREE_SHARE.set(free_share(self.context.run_dir))
-        log.info(
-            "step committed",
-            step=commit.step,
-            reward=round(commit.metrics["reward"], 4),
-            staleness=commit.metrics["staleness/max"],
-            seconds=round(commit.metrics["step_time_s"], 2),
-        )

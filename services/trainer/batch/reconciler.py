@@ -183,17 +183,14 @@ class Reconciler:
         server, replication = await self.broker.info("server"), await self.broker.info("replication")
         return f"{server['run_id']} {replication.get('master_replid', '')}"
 
-    async def is_announced(self, version: int) -> bool:
-        """Whether the rollout workers know of `version`, or of a newer one."""
-        newest = await last_id(self.broker, self.keys.weights)
-        return id_order(newest) >= id_order(entry_id_of(version))
-
-    async def announce(self) -> bool:
-        """Announce the newest version; False where the stream has it already.
+    async def announce(self, manifest: WeightManifest | None = None) -> bool:
+        """Announce this version, or the newest one again; False where the stream has it already.
 
         A version that an earlier trainer has announced is announced once more: so workers that hold a newer
         one of a lost history learn that the run is here again.
         """
+        if manifest is not None:
+            self.manifest, self._announced_as = manifest.model_copy(update={"term": self.term}), ""
         if self.manifest is None:
             return False
         while True:
@@ -240,10 +237,6 @@ class Reconciler:
         )
         letters = dict.fromkeys((entry.entry_id for entry in lost), b"")
         await take_back(self.broker, self.keys, key, letters, entry_id_of(version - 1))
-
-    def change_manifest(self, manifest: WeightManifest) -> None:
-        """Announce this one from now on."""
-        self.manifest, self._announced_as = manifest.model_copy(update={"term": self.term}), ""
 
     async def learn_started_versions(self, groups: Iterable[PendingGroup]) -> None:
         """Ask at which version incomplete groups were started: no token of theirs will be older."""

@@ -86,7 +86,11 @@ class Scheduler:
         async for entry in history.scan(StreamName.PROMPTS, Selection(entry_id_of(self.next_ticket))):
             if isinstance(entry, Entry) and isinstance(ticket := entry.message, Ticket):
                 if ticket.ticket == self.next_ticket:
-                    self._adopt(ticket)
+                    self.prompts.adopt(ticket)
+                    self.num_replacements += ticket.replaces >= 0
+                    self.outstanding.pop(ticket.replaces, None)
+                    self.outstanding[ticket.ticket] = ticket
+                    self.next_ticket += 1
                     adopted.append(ticket)
                 else:
                     orphans.append(Entry(entry.entry_id, ticket))
@@ -151,14 +155,6 @@ class Scheduler:
         for number, step, replaces, row, saved in state["outstanding"]:
             outcome, fields = saved and outcome_of(saved), self.prompts.fields_of_row(number, row)
             self.outstanding[number] = self._make(number, step, replaces, outcome, fields)
-
-    def _adopt(self, ticket: Ticket) -> None:
-        self.prompts.adopt(ticket)
-        if ticket.replaces >= 0:
-            self.num_replacements += 1
-            self.outstanding.pop(ticket.replaces, None)
-        self.outstanding[ticket.ticket] = ticket
-        self.next_ticket = ticket.ticket + 1
 
     async def _issue(self, tickets: list[Ticket]) -> list[Ticket]:
         if not tickets:

@@ -160,9 +160,9 @@ class Replayer:
     async def _restore_commits(self, version: int) -> None:
         """Give Redis back the commits that the checkpoint of `version` covers."""
         broker, keys = self.context.broker, self.context.keys
-        if self.journal.next_step < version:  # damaged: Redis may have them all
+        if (first := self.journal.steps.stop) < version:  # damaged: Redis may have them all
             try:
-                known = await read_commits(broker, keys, self.journal.next_step, self.archived.read())
+                known = await read_commits(broker, keys, first, self.archived.read())
             except TidemillError as error:
                 log.error("the run's history has a hole, which the journal cannot fill", problem=str(error))
                 known = []

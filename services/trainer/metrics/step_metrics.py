@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import get_args
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from tidemill.common.telemetry import metrics
@@ -18,6 +19,8 @@ from tidemill.services.trainer.algorithm.losses.totals import loss_metrics
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample, num_sampled
 from tidemill.services.trainer.step import StepResult
+
+log = structlog.get_logger(__name__)
 
 BYTES_OF_A_TOKEN = 4
 """Of an id, and of a logprob."""
@@ -263,6 +266,13 @@ def observe_step(commit: Commit, result: StepResult) -> None:
                     metrics.STAGE_SECONDS.labels("reward_queue").observe(queued_s[index])
     for staleness, count in tokens.items():
         metrics.TRAINED_TOKENS.labels(staleness).inc(count)
+    log.info(
+        "step committed",
+        step=commit.step,
+        reward=round(commit.metrics["reward"], 4),
+        staleness=commit.metrics["staleness/max"],
+        seconds=round(commit.metrics["step_time_s"], 2),
+    )
 
 
 def _observe_stages(trajectory: Trajectory, score: Score, committed_at: float) -> None:
