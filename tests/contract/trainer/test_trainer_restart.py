@@ -168,8 +168,8 @@ async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_befor
         order.append(("commit", arguments[2].version))
         await append_commit(*arguments)
 
-    async def note_announcement(reconciler: Reconciler) -> bool:
-        is_new = await announce(reconciler)
+    async def note_announcement(reconciler: Reconciler, *manifest: WeightManifest) -> bool:
+        is_new = await announce(reconciler, *manifest)
         if is_new:
             order.append(("announce", reconciler.manifest.version))
         return is_new
