@@ -68,8 +68,8 @@ class Size:
                 "sigma": SIGMA,
                 "tokens": MEDIAN_TOKENS,
                 "vocab_size": 32,
-                "capacity": SLOTS,
             },
+            rollout__max_num_seqs=SLOTS,
             rollout__max_groups_in_flight=GROUPS_HELD,
             reward__kwargs={
                 "shortest_s": REWARD_SHARES[0] * mean_s,

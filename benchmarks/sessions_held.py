@@ -113,6 +113,7 @@ def _config(folder: Path, groups: int) -> RunConfig:
             "rollout": {
                 "engine": "simulated",
                 "simulated": {"tokens": 16, "group_s": ENGINE_S, "vocab_size": 32},
+                "max_num_seqs": 65536,
                 "sampling": {"max_tokens": 16},
                 "max_groups_in_flight": groups + 1,
                 "environment": {"use": f"{folder}/slow.py:Slow", "max_turns": TURNS},

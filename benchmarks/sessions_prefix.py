@@ -105,7 +105,8 @@ def _config(folder: Path) -> RunConfig:
                 "engine": "vllm",
                 "num_threads": 1,
                 "sampling": {"max_tokens": TURN_TOKENS},
-                "vllm": {"max_num_seqs": 64, "enforce_eager": True, "extra": {"block_size": 32}},
+                "max_num_seqs": 64,
+                "vllm": {"enforce_eager": True, "extra": {"block_size": 32}},
                 "environment": {"use": f"{folder}/words.py:Words", "max_turns": TURNS},
             },
         }

@@ -73,7 +73,8 @@ def run_config(folder: Path, load: Load, vllm: dict[str, Any]) -> RunConfig:
         "rollout": {
             "engine": "vllm",
             "sampling": {"max_tokens": load.completion},
-            "vllm": {"max_num_seqs": load.requests, "gpu_memory_utilization": 0.8, **vllm},
+            "max_num_seqs": load.requests,
+            "vllm": {"gpu_memory_utilization": 0.8, **vllm},
         },
     }
     return RunConfig.model_validate(tree)

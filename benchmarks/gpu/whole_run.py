@@ -60,7 +60,8 @@ def write_config(folder: Path, dry: bool, one_gpu: bool) -> Path:
             "engine": "vllm",
             "num_threads": int(dry),
             "sampling": {"max_tokens": tokens},
-            "vllm": {"max_num_seqs": 16 if dry else 256, "enforce_eager": dry},
+            "max_num_seqs": 16 if dry else 256,
+            "vllm": {"enforce_eager": dry},
         },
         "reward": {"function": str(Path(__file__).with_name("rewards.py")) + ":compute_score"},
         "trainer": {

@@ -32,14 +32,12 @@ class EnvironmentConfig(Section):
     structured_output: Literal["sample", "refuse"] = "sample"
     """An agent that asks for a form of the answer (`response_format`, a forced call): sample freely, as it is
     trained, and let the agent validate; or refuse the request."""
-    on_program_error: Literal["fault", "truncated", "value"] = "fault"
+    on_program_error: Literal["fault", "truncated"] | float = "fault"
     """What an exception of the agent's program means, once the model has answered it: a fault, and the
-    session is played again; a truncated session, scored by what was said; or one with `program_error_value`.
-    Of classes by which frameworks say that the model was wrong (docs/sessions.md), `fault` truncates too.
-    Exceptions of the machine, such as OSError, are faults always."""
-    program_error_value: float | None = None
-    """The own reward of a session whose program failed, or was ended at a limit, where `on_program_error` is
-    `value`."""
+    session is played again; a truncated session, scored by what was said; or one with this number as its own
+    reward, as where the program was ended at a limit. Of classes by which frameworks say that the model was
+    wrong (docs/sessions.md), `fault` truncates too. Exceptions of the machine, such as OSError, are faults
+    always."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of what `use` names; of an OpenEnv server, see docs/sessions.md."""
     call_format: CallFormat = "auto"
@@ -66,6 +64,11 @@ class EnvironmentConfig(Section):
     """Most processes of one worker in which blocking environments and tools run."""
 
     @property
+    def program_error_value(self) -> float | None:
+        """The own reward of a session whose program failed; None where it has none."""
+        return self.on_program_error if isinstance(self.on_program_error, float) else None
+
+    @property
     def is_single_turn(self) -> bool:
         """Whether there is nothing that answers the model."""
         return self.use == SINGLE_TURN
@@ -81,12 +84,6 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 "use: agent needs `agent`: a function such as my_agent.py:run, "
                 "or a command such as `$ python my_agent.py`"
-            )
-        if (self.on_program_error == "value") != (self.program_error_value is not None):
-            raise ValueError(
-                "program_error_value and on_program_error: value belong together; give both, or neither "
-                f"(on_program_error is {self.on_program_error}, program_error_value is "
-                f"{self.program_error_value})"
             )
         if self.use.startswith(OPENENV) and not re.match(r"https?://[^/]", self.use.removeprefix(OPENENV)):
             raise ValueError(

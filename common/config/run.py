@@ -171,7 +171,9 @@ class RunConfig(Section):
     @property
     def shared_turn_s(self) -> float | None:
         """Longest turn of an engine on GPUs that it has in turn with others; None where there are none."""
-        return self.rollout.gpu_turn_s if self.rollout.takes_gpu_turns or self._shares_gpus() else None
+        return (
+            self.rollout.gpu_turn_s if self.rollout.trainer_gpus == "turns" or self._shares_gpus() else None
+        )
 
     def _shares_gpus(self) -> bool:
         return any(one.local and one.local.shares_rollout_gpus for one in self.servers.values())

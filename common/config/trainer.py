@@ -26,6 +26,7 @@ class LoraConfig(Section):
 
 BEST_METRICS = ("score", "accuracy", "pass_at_k")
 """Of an evaluation; more is better."""
+PASS_K = (2, 4, 8, 10, 16, 32, 64, 100, 128, 256, 512)
 
 
 class OptimizerConfig(Section):
@@ -56,7 +57,7 @@ class EvaluationConfig(Section):
     """Evaluate the starting model."""
     samples: int = Field(1, ge=1, le=1024)
     """Completions for each prompt; results are averaged (avg@k), and pass@k is estimated without bias for
-    k = 2, 4, 8, ..."""
+    k = 2, 4, 8, 10, 16, 32, 64, 100, ..."""
     temperature: float = Field(0.0, ge=0.0, le=10.0)
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -71,22 +72,22 @@ class EvaluationConfig(Section):
     """A score of at least this counts as solved in `accuracy` and pass@k."""
     keep_best: str = Field("score", pattern=rf"^$|^(.+/)?({'|'.join(BEST_METRICS)}|pass_at_[0-9]+)$")
     """The version that is best by this metric keeps its weights: `score`, `accuracy`, `pass_at_k` (k is
-    `samples`) or `pass_at_4` (2, 4, 8, ... below it), averaged over the datasets, or of one dataset as
+    `samples`) or `pass_at_4` (2, 4, 8, 10, 16, ... below it), averaged over the datasets, or of one as
     `DATASET/METRIC`. Empty keeps none. An evaluation in which more than 2% of a set's samples have no score
     is no candidate: its mean is over other samples than those it would be compared with."""
 
     @property
     def pass_k(self) -> list[int]:
         """The k below `samples` for which pass@k is estimated."""
-        return [1 << n for n in range(1, (self.samples - 1).bit_length())]
+        return [k for k in PASS_K if k < self.samples]
 
     @model_validator(mode="after")
     def _k_has_samples(self) -> "EvaluationConfig":
         name = self.keep_best.rpartition("/")[2]
         if name not in ("", *BEST_METRICS) and int(name.removeprefix("pass_at_")) not in self.pass_k:
             raise ValueError(
-                f"keep_best is {self.keep_best!r}: pass@k is known for k = 2, 4, 8, ... below samples "
-                f"({self.samples})"
+                f"keep_best is {self.keep_best!r}: with samples {self.samples}, pass@k is estimated for k in "
+                f"{self.pass_k}"
             )
         return self
 

@@ -119,18 +119,17 @@ def status(options: StatusOptions) -> None:
     if options.fails_on_warning and not options.report:
         raise ConfigError("--fail-on-warning goes with --report.")
     if options.watch:
-        from tidemill.services.console.status.attach import watch
+        from tidemill.services.console.status.dashboard import watch
 
-        watch(options.run_id, options.runs_dir)
+        watch(options)
     elif options.report:
         from tidemill.services.console.status.report import show_report
 
-        fails = options.fails_on_warning
-        raise typer.Exit(show_report(options.run_id, options.as_json, options.runs_dir, fails))
+        raise typer.Exit(show_report(options))
     else:
-        from tidemill.services.console.status.attach import show_status
+        from tidemill.services.console.status.dashboard import show_status
 
-        show_status(options.run_id, options.as_json, options.runs_dir)
+        show_status(options)
 
 
 @command(app, "Example: tidemill export arith-20260131-120000 --version best -o my-model")
@@ -152,7 +151,7 @@ def diff(options: DiffOptions) -> None:
     Compares step by step what both were trained on and what came out, and stops at the first step that
     differs by more than rounding. Exits with 0 when there is none, and 1 when there is.
     """
-    from tidemill.services.console.compare.commands import show_diff
+    from tidemill.services.console.compare.diff import show_diff
 
     raise typer.Exit(show_diff(options))
 
@@ -217,7 +216,7 @@ def trace(options: TraceOptions) -> None:
     """
     from tidemill.services.console.records.trace import show_trace
 
-    show_trace(options, options.sample, options.lane)
+    show_trace(options)
 
 
 @command(app, "Example: tidemill step 412 arith-1 --full")
@@ -228,7 +227,7 @@ def step(options: StepOptions) -> None:
     """
     from tidemill.services.console.records.step import show_step
 
-    show_step(options, options.number)
+    show_step(options)
 
 
 @command(app, "Example: tidemill timeline --from-step 40 --to-step 45 -o trace.json")
@@ -263,7 +262,7 @@ def tail(options: TailOptions) -> None:
     """
     from tidemill.services.console.records.streams import show_tail
 
-    show_tail(options, options.stream, options, options.limit, options.follow)
+    show_tail(options)
 
 
 @command(streams, "Examples: tidemill streams show  ·  tidemill streams show trajectories 412.3", "show")
@@ -282,7 +281,7 @@ def show_entry(options: EntryOptions) -> None:
             f"`tidemill streams tail {options.stream}` shows the newest."
         )
     else:
-        show_entries(options, options.stream, options.entry, options.lane)
+        show_entries(options)
 
 
 @command(streams, "Example: tidemill streams grep 'as an AI' --ignore-case --reward 0.8.. -n 20")
@@ -291,12 +290,9 @@ def grep(options: GrepOptions) -> None:
 
     Exits with 1 where nothing was found.
     """
-    from tidemill.services.console.records.search import show_hits
+    from tidemill.services.console.records.streams import show_hits
 
-    has_found = show_hits(
-        options, options.pattern, options, options.streams, options.ignore_case, options.limit
-    )
-    raise typer.Exit(0 if has_found else 1)
+    raise typer.Exit(0 if show_hits(options) else 1)
 
 
 @command(
@@ -307,14 +303,11 @@ def show_dead(options: ShowDeadOptions) -> None:
 
     One letter is shown with the message that died, decoded where that is possible.
     """
-    from tidemill.services.console.dead import commands
+    from tidemill.services.console.dead import entries
 
     if len(options.ids) > 1:
         raise ConfigError("one letter is shown at a time; without an ID all are listed.")
-    if options.ids:
-        commands.show_one(options, options.as_json, options.with_hex)
-    else:
-        commands.show_list(options, options.as_json, options.limit)
+    entries.show_dead(options)
 
 
 @command(dead, "Example: tidemill dead requeue --all --stream prompts:eval")
@@ -324,17 +317,17 @@ def requeue(options: DeadChoice) -> None:
     Refuses, with the reason, what can no longer matter: the trainer replaces the group of a dead ticket or
     trajectory by a fresh one. Exits with 1 when a letter that was named could not be put back.
     """
-    from tidemill.services.console.dead import commands
+    from tidemill.services.console.dead.requeue import change_entries
 
-    raise typer.Exit(commands.requeue_entries(options))
+    raise typer.Exit(change_entries(options))
 
 
 @command(dead, "Example: tidemill dead drop --all --error 'schema 2' --yes")
 def drop(options: DropOptions) -> None:
     """Remove dead letters for good, after asking. Those that the trainer has yet to act on are kept."""
-    from tidemill.services.console.dead import commands
+    from tidemill.services.console.dead.requeue import change_entries
 
-    raise typer.Exit(commands.drop_entries(options, options.is_sure))
+    raise typer.Exit(change_entries(options))
 
 
 app.add_typer(streams, name="streams", help="What a run has written: show, follow, search.")

@@ -76,7 +76,7 @@ async def _train(context: ServiceContext) -> None:
     evaluator = Evaluator(context, evaluation, trimmer)
     thread = PolicyThread()
     async with AsyncExitStack() as sharing:
-        if context.config.rollout.takes_gpu_turns:
+        if context.config.rollout.trainer_gpus == "turns":
             await sharing.enter_async_context(thread.taking_turns(GpuLock(lock_files()), context.activity))
         policy = thread.policy = await thread.call(open_policy, context.config, context.run_dir)
         try:

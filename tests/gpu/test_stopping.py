@@ -53,9 +53,13 @@ if __name__ == "__main__":
 def test_a_worker_ends_when_it_is_asked_and_not_by_its_engines_end(
     tmp_path: Path, how: str, state: str
 ) -> None:
-    vllm = {"max_num_seqs": 4, "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    vllm = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
     dtype = {"dtype": "float32" if IS_DRY else "bfloat16", "max_model_len": 128}
-    config = run_config(gpu_model(tmp_path / "model"), model=dtype, rollout={"engine": "vllm", "vllm": vllm})
+    config = run_config(
+        gpu_model(tmp_path / "model"),
+        model=dtype,
+        rollout={"engine": "vllm", "max_num_seqs": 4, "vllm": vllm},
+    )
     (tmp_path / "config.json").write_text(config.model_dump_json())
     (tmp_path / "worker.py").write_text(PROGRAM)
     command = [sys.executable, str(tmp_path / "worker.py"), str(tmp_path / "config.json"), how]

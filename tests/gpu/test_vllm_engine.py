@@ -49,8 +49,8 @@ async def engine(folders: list[Path]) -> AsyncIterator[VllmEngine]:
         rollout={
             "engine": "vllm",
             "sampling": {"max_tokens": 100},
+            "max_num_seqs": 16,
             "vllm": {
-                "max_num_seqs": 16,
                 "gpu_memory_utilization": 0.3,
                 "enforce_eager": IS_DRY,
                 "extra": {"enable_sleep_mode": not IS_DRY},

@@ -41,7 +41,6 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 )
 async def engine(request: pytest.FixtureRequest, chain: Chain) -> AsyncIterator[VllmEngine]:
     vllm = {
-        "max_num_seqs": 8,
         "gpu_memory_utilization": 0.3,
         "enforce_eager": IS_DRY,
         "tensor_parallel_size": request.param,
@@ -49,7 +48,7 @@ async def engine(request: pytest.FixtureRequest, chain: Chain) -> AsyncIterator[
     config = run_config(
         chain.run_dir / "model",
         model={"dtype": "bfloat16", "max_model_len": 128},
-        rollout={"engine": "vllm", "num_threads": 1, "vllm": vllm},
+        rollout={"engine": "vllm", "num_threads": 1, "max_num_seqs": 8, "vllm": vllm},
     )
     engine = build_engine(config, "test-worker")
     assert isinstance(engine, VllmEngine)

@@ -14,7 +14,7 @@ from tidemill.common.run.state import FINISHED, read_config
 from tidemill.common.streams import Entry, read_range
 from tidemill.common.wire.messages import DeadLetter
 from tidemill.services.console.dead.entries import decode_dead
-from tidemill.services.console.dead.requeue import Requeuer, TicketEnds
+from tidemill.services.console.dead.requeue import Requeuer
 from tidemill.services.console.status.snapshot import SnapshotReader
 
 
@@ -34,8 +34,7 @@ def operate(world: World, fleet: Fleet) -> None:
             reader = await Status.attach(broker, world.run_id)
             await reader.read()
             config = await read_config(broker, world.keys)
-            ends = await TicketEnds.read(broker, world.keys, world.folder / world.run_id)
-            requeuer = Requeuer(broker, world.keys, config, ends)
+            requeuer = await Requeuer.open(broker, world.keys, config, world.folder / world.run_id)
             for entry in await read_range(broker, world.keys.dead, DeadLetter):
                 if isinstance(entry, Entry):
                     await requeuer.put_back(decode_dead(entry, config.streams.max_message_mb << 20))

@@ -26,6 +26,7 @@ def vllm_config(
     max_model_len: int,
     environment: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
+    max_num_seqs: int = 256,
     **vllm: Any,
 ) -> RunConfig:
     """A run whose engine is vLLM, on one thread."""
@@ -36,6 +37,7 @@ def vllm_config(
             "rollout": {
                 "engine": "vllm",
                 "num_threads": 1,
+                "max_num_seqs": max_num_seqs,
                 "sampling": {"max_tokens": 24},
                 "vllm": {"enforce_eager": True} | vllm,
                 "environment": environment or {},

@@ -168,7 +168,7 @@ def _check_gpus(config: RunConfig) -> None:
         raise ConfigError(
             "; ".join(overlaps)
             + ". Give each process GPUs of its own, or leave gpus out: `tidemill up` deals them out. To "
-            "share on purpose: rollout.gpu_turns, rollout.shares_trainer_gpus, or a reward model's local."
+            "share on purpose: rollout.trainer_gpus, or a reward model's local."
             "shares_rollout_gpus"
         )
     named = {".".join(field): gpus for field, gpus in named_gpus(config).items()}

@@ -18,17 +18,9 @@ from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.services.console.options import ReplayOptions
-from tidemill.services.console.run.history import RunAccess, open_history
-from tidemill.services.console.text.tree import (
-    Node,
-    jsonable,
-    note,
-    part,
-    print_tree,
-    shown,
-    table,
-    terminal,
-)
+from tidemill.services.console.run.history import open_history
+from tidemill.services.console.text import tree
+from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
 
 HEADLINES = ("loss", "grad_norm", "reward", "entropy", "learning_rate")
 """Metrics that are shown in any case, in this order."""
@@ -63,20 +55,16 @@ def _start_name(version: int) -> str:
 
 def result_tree(result: dict[str, Any], shows_all: bool = False) -> Node:
     """The verdict on one step, and its numbers."""
-    words, style = _verdict(result)
+    num_different = sum(not row["equal"] for row in result["metrics"])
+    what = f"{num_different} metrics differ" if num_different else "the advantages differ"
+    words, style = f"the same weights, but {what}", "yellow"
+    if result["equal"]:
+        words, style = "bit-identical", "bold green"
+    elif not result["digest"]["equal"]:
+        words, style = "differs from what was recorded", "bold red"
     verdict = note(f"step {result['step']}, which made version {result['version']}: {words}", style)
     remarks = (note(line, "dim") for line in _remarks(result, shows_all))
     return part("", verdict, table(_number_rows(result, shows_all)), remarks)
-
-
-def _verdict(result: dict[str, Any]) -> tuple[str, str]:
-    if result["equal"]:
-        return "bit-identical", "bold green"
-    num_different = sum(not row["equal"] for row in result["metrics"])
-    if not result["digest"]["equal"]:
-        return "differs from what was recorded", "bold red"
-    what = f"{num_different} metrics differ" if num_different else "the advantages differ"
-    return f"the same weights, but {what}", "yellow"
 
 
 def _number_rows(result: dict[str, Any], shows_all: bool) -> Iterator[dict[str, Any]]:
@@ -90,13 +78,8 @@ def _number_rows(result: dict[str, Any], shows_all: bool) -> Iterator[dict[str, 
             outcome = _outcome(row["equal"], f" by {row['difference']:.3g}")
             yield {"metric": name, "recorded": recorded, "replayed": replayed, "outcome": outcome}
     digest = result["digest"]
-    recorded, replayed = digest["recorded"][:12], digest["replayed"][:12]
-    yield {
-        "metric": "digest",
-        "recorded": recorded,
-        "replayed": replayed,
-        "outcome": _outcome(digest["equal"]),
-    }
+    short = {name: digest[name][:12] for name in ("recorded", "replayed")}
+    yield {"metric": "digest", **short, "outcome": _outcome(digest["equal"])}
 
 
 def _outcome(is_equal: bool, by: str = "") -> Node:
@@ -123,7 +106,7 @@ def _remarks(result: dict[str, Any], shows_all: bool) -> Iterator[str]:
             "trainer.keep_checkpoints keeps more of them (docs/debugging.md says what they cost)"
         )
     if weights := result.get("weights"):
-        numbers = (f"{name.replace('_', ' ')} {shown(value)}" for name, value in weights.items())
+        numbers = (f"{name.replace('_', ' ')} {tree.shown(value)}" for name, value in weights.items())
         yield f"weights, against those on the disk: {', '.join(numbers)}"
 
 
@@ -172,7 +155,9 @@ async def _replay(options: ReplayOptions, steps: list[int]) -> list[dict[str, An
         results = []
         bar, take = _start_progress(steps, options.as_json)
         with bar, tempfile.TemporaryFile() as messages:
-            async for event in _events(_command(access, steps), access.address, messages):
+            command = run_own(Program.REPLAY, "--run", access.run_id, "--run-dir", str(access.folder.path))
+            command += ["--steps", ",".join(map(str, steps))]
+            async for event in _events(command, access.address, messages):
                 if event["kind"] == "result":
                     results.append(event)
                 elif event["kind"] == "error":
@@ -180,13 +165,10 @@ async def _replay(options: ReplayOptions, steps: list[int]) -> list[dict[str, An
                     raise kind(event["message"])
                 take(event)
             if len(results) < len(steps):
-                raise TidemillError(f"the replay ended before its last step: {_last_line(messages)}")
+                messages.seek(0)
+                *_, last = ["it said nothing", *messages.read().decode(errors="replace").strip().splitlines()]
+                raise TidemillError(f"the replay ended before its last step: {last}")
         return results
-
-
-def _command(access: RunAccess, steps: list[int]) -> list[str]:
-    command = run_own(Program.REPLAY, "--run", access.run_id, "--run-dir", str(access.folder.path))
-    return [*command, "--steps", ",".join(map(str, steps))]
 
 
 async def _events(command: list[str], address: str, messages: IO[bytes]) -> AsyncIterator[dict[str, Any]]:
@@ -205,9 +187,3 @@ async def _events(command: list[str], address: str, messages: IO[bytes]) -> Asyn
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-
-
-def _last_line(messages: IO[bytes]) -> str:
-    messages.seek(0)
-    lines = messages.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"

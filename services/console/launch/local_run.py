@@ -37,9 +37,8 @@ from tidemill.services.console.processes.service import ServiceSpec, service_env
 from tidemill.services.console.processes.supervisor import Ending, RunOutcome, Supervisor
 from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
 from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
-from tidemill.services.console.status.report import print_report, write_report
+from tidemill.services.console.status.report import print_report, summarise, write_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
-from tidemill.services.console.status.summary import failures, summarise, summary_tree
 
 log = structlog.get_logger(__name__)
 
@@ -199,15 +198,14 @@ class LocalRun:
     async def _summarise(self, broker: Broker, ran_s: float) -> int:
         folder, idle = self.folder, self._rollout_idle
         records = read_records(folder.path / METRICS_FILE)
-        summary = await summarise(
+        tree = await summarise(
             broker, self.keys, self.config, folder.path, records, wall_s=ran_s, rollout_idle=idle
         )
-        problems = failures(summary, self.config)
         verdict = self._verdict or self.snapshot.bottleneck
-        tree = summary_tree(summary, problems) | {"bottleneck": verdict.as_dict() if verdict else None}
+        tree["bottleneck"] = verdict.as_dict() if verdict else None
         write_report(folder, tree, records)
         print_report(self.console, folder, tree)
-        return 1 if problems else 0
+        return 0 if tree["ok"] else 1
 
     async def _say(self, broker: Broker, **state: Any) -> None:
         """Write into the run's state, unless Redis is away."""

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tidemill.services.console.processes.supervisor import ServiceStatus
-from tidemill.services.console.status.render import dashboard, evaluation_line, step_line, warning_line
+from tidemill.services.console.status.dashboard import dashboard, evaluation_line, step_line, warning_line
 from tidemill.services.console.status.snapshot import RunSnapshot
 
 MAX_EVENTS = 5

@@ -2,7 +2,7 @@
 
 Every rank of the trainer, every engine (`rollout.vllm.tensor_parallel_size` each) and every local server gets
 GPUs of its own, in this order, from those that nobody has named. What is named stays. On a machine
-with one GPU the trainer and vLLM take turns on it (`rollout.gpu_turns`).
+with one GPU the trainer and vLLM take turns on it (`rollout.trainer_gpus`).
 """
 
 import os
@@ -45,7 +45,7 @@ def wanted_gpus(config: RunConfig) -> dict[Field, int]:
     wanted: dict[Field, int] = {}
     if trainer.policy == "transformers" and not trainer.device.startswith("cpu"):
         wanted[TRAINER] = trainer.num_ranks
-    if rollout.uses_gpus:
+    if rollout.engine_traits.loads_model:
         wanted[ROLLOUT] = rollout.workers * rollout.vllm.tensor_parallel_size
     for name, servers in config.servers.items():
         local = servers.local
@@ -64,7 +64,7 @@ def find_overlaps(config: RunConfig) -> list[str]:
             problems.append("trainer.gpus names a GPU twice")
         for gpu in dict.fromkeys(gpus):
             owner = owners.setdefault(gpu, field)
-            is_asked = (owner, field) == (TRAINER, ROLLOUT) and config.rollout.on_trainer_gpus
+            is_asked = (owner, field) == (TRAINER, ROLLOUT) and config.rollout.trainer_gpus != "auto"
             if owner != field and not is_asked:
                 problems.append(f"GPU {gpu} is in {_dotted(owner)} and in {_dotted(field)}")
     return problems
@@ -83,11 +83,11 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
             "(trainer.num_ranks): each has one of its own"
         )
     if _has_one_for_both(config, here, wanted):
-        config = _with(config, ("rollout", "gpu_turns"), "on")
-    elif len(here) == 1 and {TRAINER, ROLLOUT} <= wanted.keys() and not named[ROLLOUT]:
+        config = _with(config, ("rollout", "trainer_gpus"), "turns")
+    elif len(here) == 1 and {TRAINER, ROLLOUT} <= wanted.keys() and config.rollout.trainer_gpus == "auto":
         # The trainer cannot see which processes share its GPU.
-        config = _with(config, ("rollout", "shares_trainer_gpus"), True)
-    if config.rollout.on_trainer_gpus:
+        config = _with(config, ("rollout", "trainer_gpus"), "shared") if not named[ROLLOUT] else config
+    if config.rollout.trainer_gpus != "auto":
         wanted.pop(ROLLOUT, None)
     missing = {field: count for field, count in wanted.items() if count and not named.get(field)}
     free = [gpu for gpu in here if not any(gpu in gpus for gpus in named.values())]
@@ -96,11 +96,11 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
         return config, _too_few(config, here, missing, len(free))
     for field, count in missing.items():
         config, free = _with(config, field, tuple(free[:count])), free[count:]
-    if config.rollout.on_trainer_gpus:
+    if config.rollout.trainer_gpus != "auto":
         config = _shared(config)
     given = [f"{_dotted(field[:-1])} {_list(gpus)}" for field, gpus in named_gpus(config).items() if gpus]
     unused = [f"{_list(free)} unused"] if free else []
-    turns = [TURNS] if config.rollout.takes_gpu_turns else []
+    turns = [TURNS] if config.rollout.trainer_gpus == "turns" else []
     return config, [f"GPUs: {', '.join([*given, *unused])}", *turns] if given else []
 
 
@@ -110,10 +110,9 @@ TURNS = "trainer and rollout workers take turns on the trainer's GPUs: one compu
 def _has_one_for_both(config: RunConfig, here: Sequence[int], wanted: dict[Field, int]) -> bool:
     """Whether trainer and engines have one GPU in all, and nothing is said of how they share it."""
     rollout = config.rollout
-    is_open = rollout.gpu_turns == "auto" and not rollout.shares_trainer_gpus
     are_small = wanted.get(TRAINER) == 1 == rollout.vllm.tensor_parallel_size and rollout.workers > 0
     is_one = len(here) == 1 and rollout.engine_traits.reserves_gpu_memory
-    return is_open and is_one and are_small and not rollout.gpus
+    return rollout.trainer_gpus == "auto" and is_one and are_small and not rollout.gpus
 
 
 def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], num_free: int) -> list[str]:
@@ -121,7 +120,7 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], 
     if not here or not missing:
         return []
     if len(here) == 1:
-        if config.rollout.takes_gpu_turns:
+        if config.rollout.trainer_gpus == "turns":
             others = ", ".join(_dotted(field[:-1]) for field in missing if field != TRAINER)
             return [f"one GPU: {TURNS}; {others} on it at once with either"]
         share = config.rollout.vllm.gpu_memory_utilization
@@ -132,7 +131,7 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], 
     raise ConfigError(
         f"the run wants {sum(missing.values())} GPUs ({parts}), and {num_free} of the {len(here)} here are "
         "free. Lower trainer.num_ranks, rollout.workers or rollout.vllm.tensor_parallel_size, or set "
-        "rollout.shares_trainer_gpus; `tidemill check` says what fits"
+        "rollout.trainer_gpus; `tidemill check` says what fits"
     )
 
 

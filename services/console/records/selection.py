@@ -11,9 +11,8 @@ from tidemill.common.streams.selection import Range
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.options import SelectionOptions
 
-_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|w)\w*\s+ago", re.IGNORECASE)
-_UNIT_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
-_WITHOUT_LANES = ("weights", "commits", "dead")
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])\w*\s+ago", re.IGNORECASE)
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _CARRIERS: dict[str, tuple[str, ...]] = {
     "ticket": ("prompts", "trajectories", "scores", "commits", "dead"),
     "step": ("prompts", "trajectories", "scores", "commits"),
@@ -22,49 +21,52 @@ _CARRIERS: dict[str, tuple[str, ...]] = {
     "worker": ("trajectories", "scores", "dead"),
 }
 """Which streams can be selected by what: their messages carry it, or those they belong to."""
+_A_RANGE = "A..B with both its ends, A.., ..B, or one number"
+_A_TIME = "a time such as 2026-01-31T12:00 or '10m ago', or two of them as A..B"
 
 
-def check_fits(options: SelectionOptions, stream: StreamName) -> None:
-    """Refuse what no message of the stream can be selected by.
-
-    Raises:
-        ConfigError: such an option is given.
-    """
-    base = stream.removesuffix(":eval")
-    for name, carriers in _CARRIERS.items():
-        if getattr(options, name) and base not in carriers:
-            fitting = ", ".join(carriers)
-            raise ConfigError(f"--{name} does not apply to the stream {stream}; it does to {fitting}.")
-
-
-def selection_of(options: SelectionOptions) -> Selection:
-    """What they select.
+def selection_of(options: SelectionOptions, *streams: StreamName) -> Selection:
+    """What the options select in these streams.
 
     Raises:
-        ConfigError: one of them cannot be read; the message says which, and what it should look like.
+        ConfigError: one of them cannot be read, or no message of a stream can be selected by it; the message
+            says which, and what would be right.
     """
+    for stream in streams:
+        for name, carriers in _CARRIERS.items():
+            if getattr(options, name) and stream.of(Lane.TRAIN) not in carriers:
+                fitting = ", ".join(carriers)
+                raise ConfigError(f"--{name} does not apply to the stream {stream}; it does to {fitting}.")
+    now = time.time()
     return Selection(
         tickets=_range("ticket", options.ticket, _count),
         steps=_range("step", options.step, _count),
         versions=_range("version", options.version, _count),
         rewards=_range("reward", options.reward, float),
-        times=_times(options.time),
+        times=_range("time", options.time, lambda text: _moment(text, now), _A_TIME, is_open=True),
         worker=options.worker,
     )
 
 
-def _range(name: str, text: str, parse: Callable[[str], float]) -> Range | None:
+def _range(
+    name: str, text: str, parse: Callable[[str], float], expected: str = _A_RANGE, is_open: bool = False
+) -> Range | None:
     """The range that an option gives; None of an empty text.
+
+    Args:
+        name: of the option, for the error.
+        text: what was given.
+        parse: reads one end.
+        expected: what should be given, for the error.
+        is_open: whether `A` alone means `A..`.
 
     Raises:
         ConfigError: it is none, or it holds nothing.
     """
     try:
-        found = parse_range(text, parse)
+        found = parse_range(text, parse, is_open)
     except ValueError:
-        raise ConfigError(
-            f"--{name} {text!r} is not understood. Give A..B with both its ends, A.., ..B, or one number."
-        ) from None
+        raise ConfigError(f"--{name} {text!r} is not understood. Give {expected}.") from None
     low, high = found or (None, None)
     if low is not None and high is not None and low > high:
         first, _, last = text.partition("..")
@@ -72,15 +74,15 @@ def _range(name: str, text: str, parse: Callable[[str], float]) -> Range | None:
     return found
 
 
-def parse_range(text: str, parse: Callable[[str], float] = float) -> Range | None:
+def parse_range(text: str, parse: Callable[[str], float] = float, is_open: bool = False) -> Range | None:
     """`A..B`, `A..`, `..B` or `A`; None where neither end is given.
 
     Raises:
         ValueError: an end cannot be parsed.
     """
-    first, dots, last = text.partition("..")
-    low = parse(first.strip()) if first.strip() else None
-    high = (parse(last.strip()) if last.strip() else None) if dots else low
+    first, dots, last = (part.strip() for part in text.partition(".."))
+    low = parse(first) if first else None
+    high = low if not (dots or is_open) else parse(last) if last else None
     return None if low is None and high is None else (low, high)
 
 
@@ -90,14 +92,13 @@ def parse_stream(text: str, lane: str = "") -> StreamName:
     Raises:
         ConfigError: there is no such stream or lane.
     """
-    parse_lane(lane or Lane.TRAIN)
-    name = text.strip().lower()
-    if lane == Lane.EVAL and name not in _WITHOUT_LANES and not name.endswith(":eval"):
-        name += ":eval"
+    wanted = parse_lane(lane or Lane.TRAIN)
     try:
-        found = StreamName(name)
+        found = StreamName(text.strip().lower())
     except ValueError:
         raise ConfigError(f"there is no stream {text!r}. There are {', '.join(StreamName)}.") from None
+    if wanted is Lane.EVAL and found in (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES):
+        return found.of(wanted)
     if lane == Lane.TRAIN and found.lane is Lane.EVAL:
         raise ConfigError(f"the stream {found} is of the lane eval, but --lane train was given.")
     return found
@@ -121,16 +122,12 @@ def parse_sample(text: str) -> tuple[int, int | None]:
     Raises:
         ConfigError: it is neither.
     """
-    ticket, dot, index = text.partition(".")
-    if not _is_number(ticket) or (dot and not _is_number(index)):
+    found = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?", text)
+    if found is None:
         raise ConfigError(
             f"{text!r} is no ticket: give its number, such as 412, or that of one of its samples, as 412.3."
         )
-    return int(ticket), int(index) if dot else None
-
-
-def _is_number(text: str) -> bool:
-    return text.isdecimal() and text.isascii()
+    return int(found[1]), int(found[2]) if found[2] else None
 
 
 def _count(text: str) -> float:
@@ -138,21 +135,6 @@ def _count(text: str) -> float:
     if number < 0:
         raise ValueError(text)
     return number
-
-
-def _times(text: str) -> Range | None:
-    if text and ".." not in text:
-        text += ".."
-    now = time.time()
-    try:
-        return _range("time", text, lambda part: _moment(part, now))
-    except ConfigError as error:
-        if "holds nothing" in str(error):
-            raise
-        raise ConfigError(
-            f"--time {text.removesuffix('..')!r} is not understood. Give a time such as 2026-01-31T12:00 or "
-            "'10m ago', or two of them as A..B."
-        ) from None
 
 
 def _moment(text: str, now: float) -> float:

@@ -1,8 +1,8 @@
-"""What a step was made of: what went in, in which micro-batches, where its time went, and what came out."""
+"""`tidemill step`: what went into a step, in which micro-batches, where its time went, and what came out."""
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,12 @@ import numpy as np
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, StreamName
 from tidemill.common.history.groups import advantages_of, dropped_groups, left_out
-from tidemill.common.history.records import STAGES, SampleFacts, StepRecord, ends, read_step
+from tidemill.common.history.records import STAGES, StepRecord, ends, read_step
 from tidemill.common.history.sessions import SessionFacts
 from tidemill.common.process.activity import times_of
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.options import ViewOptions
+from tidemill.services.console.options import StepOptions
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.formats import NOTHING, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
@@ -35,9 +35,21 @@ OUTCOMES = (
 def step_tree(record: StepRecord, is_full: bool = False) -> Node:
     commit = record.commit
     took_s = commit.finished_at - commit.started_at
+    against = "its advantages fall where its rewards rise; see tidemill trace"
     shown = commit.groups if is_full else commit.groups[:MAX_GROUPS]
     more = len(commit.groups) - len(shown)
     passes = f", {commit.passes} times over" if commit.passes > 1 else ""
+    micro_batches = (
+        {
+            "mini-batch": batch.mini_batch,
+            "micro-batch": batch.micro_batch,
+            "samples": len(batch.keys),
+            "groups": len({ticket for ticket, _ in batch.keys}),
+            "prompt tokens": batch.num_prompt_tokens,
+            "completion tokens": batch.num_tokens,
+        }
+        for batch in record.micro_batches()
+    )
     return part(
         f"step {commit.step}  version {commit.step} → {commit.version}",
         Node("begun", f"{when(commit.started_at)}, {took(took_s)}"),
@@ -45,13 +57,13 @@ def step_tree(record: StepRecord, is_full: bool = False) -> Node:
             "what went in",
             _input_lines(record),
             table(_group_row(record, ticket) for ticket in shown),
-            (_reversed_note(ticket) for ticket in record.reversed_groups),
+            (note(f"ticket {t}: {against} {t}", "bold red") for t in record.reversed_groups),
             [note(f"… {more:,} more groups; --full shows all", "dim")] if more else [],
         ),
-        part(f"in which micro-batches{passes}", table(_micro_batch_rows(record))),
+        part(f"in which micro-batches{passes}", table(micro_batches)),
         part(
             "where the time went",
-            table(_time_rows(commit)),
+            time_table(commit.metrics),
             table(_stage_rows(record), {"median": "s", "90 %": "s", "longest": "s"}),
             _slowest_lines(record),
         ),
@@ -76,7 +88,10 @@ def _input_lines(record: StepRecord) -> Iterator[Node]:
         yield Node("staleness", shares)
     samples = [(sample_name(ticket, index), reason) for ticket, index, reason in left_out(commit)]
     for label, noun, drops in (("dropped", "group", dropped_groups(commit)), ("left out", "sample", samples)):
-        for reason, names in _by_reason(drops).items():
+        by_reason: dict[str, list[str]] = {}
+        for what, reason in drops:
+            by_reason.setdefault(reason, []).append(str(what))
+        for reason, names in by_reason.items():
             listed = ", ".join(names[:MAX_DROPPED]) + (", …" if len(names) > MAX_DROPPED else "")
             yield Node(label, f"{reason}: {plural(len(names), noun)} ({listed})")
 
@@ -114,46 +129,24 @@ def _staleness_words(commit: Commit) -> str:
     return f"of tokens, in steps  {'  '.join(found)}" if found else ""
 
 
-def _by_reason(drops: Iterable[tuple[object, str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for what, reason in drops:
-        found.setdefault(reason, []).append(str(what))
-    return found
-
-
-def _reversed_note(ticket: int) -> Node:
-    words = f"ticket {ticket}: its advantages fall where its rewards rise; see tidemill trace {ticket}"
-    return note(words, "bold red")
-
-
 def _group_row(record: StepRecord, ticket: int) -> dict[str, Any]:
     samples = record.group(ticket)
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     advantages = advantages_of(record.commit, ticket).values()
+    versions = {version for sample in samples for version in sample.versions}
+    counts = sorted(Counter(rewards).items())
+    counted = "  ".join(f"{count}× {value:.4g}" for value, count in counts)
     return {
         "ticket": ticket,
         "samples": len(samples),
-        "rewards": _counted(rewards),
+        "rewards": counted if len(counts) <= 3 else f"{counts[0][0]:.4g} … {counts[-1][0]:.4g}",
         "mean": float(np.mean(rewards)) if rewards else None,
         "advantages": f"{min(advantages):.3g} … {max(advantages):.3g}" if advantages else None,
-        "versions": _versions(samples),
+        "versions": " … ".join(map(str, sorted({min(versions), max(versions)}))) if versions else "",
         "tokens": sum(sample.num_tokens for sample in samples),
         "complete": _relative(record.complete_at(ticket) - record.commit.started_at if samples else None),
         "by": ", ".join(sorted({sample.worker for sample in samples})),
     }
-
-
-def _counted(rewards: Sequence[float]) -> str:
-    """Few different rewards with their counts, many with their range."""
-    counts = Counter(rewards)
-    if len(counts) <= 3:
-        return "  ".join(f"{count}× {value:.4g}" for value, count in sorted(counts.items()))
-    return f"{min(counts):.4g} … {max(counts):.4g}"
-
-
-def _versions(samples: Sequence[SampleFacts]) -> str:
-    found = {version for sample in samples for version in sample.versions}
-    return " … ".join(map(str, sorted({min(found), max(found)}))) if found else ""
 
 
 def _relative(seconds: float | None) -> str:
@@ -163,30 +156,21 @@ def _relative(seconds: float | None) -> str:
     return f"{took(-seconds)} before" if seconds < 0 else f"{took(seconds)} after"
 
 
-def _micro_batch_rows(record: StepRecord) -> Iterator[dict[str, Any]]:
-    for batch in record.micro_batches():
-        yield {
-            "mini-batch": batch.mini_batch,
-            "micro-batch": batch.micro_batch,
-            "samples": len(batch.keys),
-            "groups": len({ticket for ticket, _ in batch.keys}),
-            "prompt tokens": batch.num_prompt_tokens,
-            "completion tokens": batch.num_tokens,
-        }
-
-
-def _time_rows(commit: Commit) -> Iterator[dict[str, Any]]:
+def time_table(metrics: Mapping[str, float]) -> Node:
     """The trainer's own time by what it did, most first."""
-    spent = times_of(commit.metrics)
+    spent = times_of(metrics)
+    if (rest_s := metrics.get("step_time_s", 0.0) - sum(spent.values())) > 0:
+        spent["waiting and all else"] = rest_s
     total_s = sum(spent.values()) or 1.0
-    for name, seconds in sorted(spent.items(), key=lambda item: -item[1]):
-        share = seconds / total_s
-        yield {
+    return table(
+        {
             "trainer": name.replace(":", " "),
             "time": Node("time", seconds, "s"),
-            "share": Node("share", share, "share"),
-            " ": "█" * round(BAR_WIDTH * share),
+            "share": Node("share", seconds / total_s, "share"),
+            " ": "█" * round(BAR_WIDTH * seconds / total_s),
         }
+        for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
+    )
 
 
 def _stage_rows(record: StepRecord) -> Iterator[dict[str, Any]]:
@@ -256,7 +240,7 @@ def step_json(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def show_step(view: ViewOptions, step: int) -> None:
+def show_step(options: StepOptions) -> None:
     """What went into a step, where its time went, and what came out.
 
     Raises:
@@ -264,14 +248,14 @@ def show_step(view: ViewOptions, step: int) -> None:
     """
 
     async def look() -> None:
-        async with open_history(view.run_id, view.runs_dir) as access:
-            record = await read_step(access.history, step)
+        async with open_history(options.run_id, options.runs_dir) as access:
+            record = await read_step(access.history, options.number)
             if record is None:
-                raise ConfigError(await _absence(access.history, step))
-        if view.as_json:
+                raise ConfigError(await _absence(access.history, options.number))
+        if options.as_json:
             print(json.dumps(step_json(record)))
         else:
-            print_tree(terminal(), step_tree(record, view.is_full), view.is_full)
+            print_tree(terminal(), step_tree(record, options.is_full), options.is_full)
 
     run_main(look())
 

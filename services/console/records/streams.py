@@ -1,89 +1,53 @@
-"""`tidemill streams`: look at what a run has written, in Redis or in the archive alike."""
+"""`tidemill streams`: look at what a run has written, and search it, in Redis or in the archive alike.
+
+Results come as they are found. A prompt is searched once for each ticket, though each sample carries it.
+"""
 
 import asyncio
 import contextlib
 import json
+import re
 import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Record, Selection, StreamName, StreamSummary
+from tidemill.common.history.sessions import num_completion_tokens, session_facts
 from tidemill.common.history.windows import near_tickets
 from tidemill.common.process.programs import run_main
 from tidemill.common.streams import group_status, last_id
-from tidemill.common.streams.entries import entry_id_of, id_after
+from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after
+from tidemill.common.streams.selection import said_in, texts_in
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
-from tidemill.common.wire.messages import Commit, Message, Ticket, Trajectory, WeightManifest
-from tidemill.services.console.options import SelectionOptions, ViewOptions
-from tidemill.services.console.records.search import selected_records
-from tidemill.services.console.records.selection import check_fits, parse_sample, parse_stream, selection_of
-from tidemill.services.console.records.tables import record_json, record_tree, records_table
+from tidemill.common.wire.messages import (
+    Commit,
+    DeadLetter,
+    Lane,
+    Message,
+    Score,
+    Ticket,
+    Trajectory,
+    WeightManifest,
+)
+from tidemill.services.console.options import EntryOptions, GrepOptions, TailOptions, ViewOptions
+from tidemill.services.console.records.selection import parse_sample, parse_stream, selection_of
+from tidemill.services.console.records.trace import session_parts
 from tidemill.services.console.run.history import RunAccess, open_history
-from tidemill.services.console.text.formats import size
+from tidemill.services.console.text.formats import number, plural, printable, sample_name, size
 from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
 
 GROUPS = {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}
 """Consumer groups by what they consume."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """One stream of a run, with its consumer group where it has one."""
-
-    summary: StreamSummary
-    group: str = ""
-    pending: int | None = None
-    """Entries that a consumer holds."""
-    lag: int | None = None
-    """Entries that no consumer has been given; None where that is not known."""
-
-    @property
-    def age_s(self) -> float | None:
-        """Since the newest message was made."""
-        return time.time() - self.summary.last_time if self.summary.last_time else None
-
-    def as_tree(self) -> dict[str, Any]:
-        summary = asdict(self.summary)
-        readers = {"group": self.group, "pending": self.pending, "lag": self.lag}
-        return {"stream": summary.pop("name").value, **summary, "age_s": self.age_s, **readers}
-
-
-def _extent_row(extent: Extent) -> dict[str, Any]:
-    summary, readers = extent.summary, None
-    if extent.group:
-        lag = "not known how many" if extent.lag is None else f"{extent.lag:,}"
-        readers = f"{extent.group}: {extent.pending:,} held, {lag} to come"
-    return {
-        "stream": summary.name.value,
-        "entries": summary.entries,
-        "in Redis": _amount(summary.redis_entries, summary.redis_bytes),
-        "archived": _amount(summary.archived_entries, summary.archived_bytes),
-        "first": summary.first_id,
-        "last": summary.last_id,
-        "newest": Node("newest", summary.last_time, "time"),
-        "age": Node("age", extent.age_s, "s"),
-        "readers": readers,
-    }
-
-
-def _amount(entries: int, num_bytes: int) -> str:
-    return f"{entries:,} ({size(num_bytes)})" if entries else ""
-
-
-async def _with_readers(history: History, summary: StreamSummary) -> Extent:
-    key, group = summary.name.key(history.keys), GROUPS.get(summary.name.message_type, "")
-    status = await group_status(history.broker, key, group) if history.broker and group else None
-    if status is None or history.broker is None:
-        return Extent(summary)
-    # A group that has read to the end lags behind by nothing, also where the server cannot count.
-    lag = 0 if status.last_delivered == await last_id(history.broker, key) else status.lag
-    return Extent(summary, group, status.pending, lag)
-
-
-POLL_S = 0.5
 NUMBERED: dict[type[Message], str] = {Ticket: "ticket", Commit: "step", WeightManifest: "version"}
 """Messages whose entry ids are their numbers."""
+POLL_S = 0.5
+WHOLE_TICKET = -1
+"""The index that stands for all samples of a ticket."""
 
 
 def show_list(view: ViewOptions) -> None:
@@ -91,93 +55,87 @@ def show_list(view: ViewOptions) -> None:
 
     async def look() -> None:
         async with open_history(view.run_id, view.runs_dir) as access:
-            found = [await _with_readers(access.history, one) for one in await access.history.summary()]
-            if view.as_json:
-                print(json.dumps([jsonable(extent.as_tree()) for extent in found], indent=2))
-                return
+            extents = [await _extent(access.history, one) for one in await access.history.summary()]
+        if view.as_json:
+            print(json.dumps(jsonable(extents), indent=2))
+        else:
             source = note(f"run {access.run_id}, read from {access.source}", "dim")
-            print_tree(terminal(), part("", table(map(_extent_row, found)), source))
+            print_tree(terminal(), part("", table(map(_extent_row, extents)), source))
 
     run_main(look())
 
 
-def show_tail(view: ViewOptions, stream: str, options: SelectionOptions, limit: int, follows: bool) -> None:
+async def _extent(history: History, summary: StreamSummary) -> dict[str, Any]:
+    """One stream with its consumer group: `pending` are entries that a consumer holds, `lag` those that no
+    consumer has been given, None where that is not known."""
+    key, group = summary.name.key(history.keys), GROUPS.get(summary.name.message_type, "")
+    status = await group_status(history.broker, key, group) if history.broker and group else None
+    pending = lag = None
+    if status is None or history.broker is None:
+        group = ""
+    else:
+        # A group that has read to the end lags behind by nothing, also where the server cannot count.
+        is_at_end = status.last_delivered == await last_id(history.broker, key)
+        pending, lag = status.pending, 0 if is_at_end else status.lag
+    numbers = asdict(summary)
+    age_s = time.time() - summary.last_time if summary.last_time else None
+    readers = {"group": group, "pending": pending, "lag": lag}
+    return {"stream": numbers.pop("name").value, **numbers, "age_s": age_s, **readers}
+
+
+def _extent_row(extent: dict[str, Any]) -> dict[str, Any]:
+    amounts = {}
+    for title, where in (("in Redis", "redis"), ("archived", "archived")):
+        entries, num_bytes = extent[f"{where}_entries"], extent[f"{where}_bytes"]
+        amounts[title] = f"{entries:,} ({size(num_bytes)})" if entries else ""
+    lag = "not known how many" if extent["lag"] is None else f"{extent['lag']:,}"
+    return {
+        "stream": extent["stream"],
+        "entries": extent["entries"],
+        **amounts,
+        "first": extent["first_id"],
+        "last": extent["last_id"],
+        "newest": Node("newest", extent["last_time"], "time"),
+        "age": Node("age", extent["age_s"], "s"),
+        "readers": f"{extent['group']}: {extent['pending']:,} held, {lag} to come" if extent["group"] else "",
+    }
+
+
+def show_tail(options: TailOptions) -> None:
     """The newest entries that are selected, oldest of them first; then those that come, until Ctrl-C."""
-    name = parse_stream(stream, options.lane)
-    check_fits(options, name)
+    name = parse_stream(options.stream, options.lane)
+    selection = selection_of(options, name)
 
     async def look() -> None:
-        async with open_history(view.run_id, view.runs_dir) as access:
-            if follows and access.is_over:
+        async with open_history(options.run_id, options.runs_dir) as access:
+            if options.follow and access.is_over:
                 raise ConfigError(f"run {access.run_id} is over: nothing will come. Leave out --follow.")
-            selection = selection_of(options)
             records: list[Record] = []
             async for record in selected_records(access.history, name, selection, newest_first=True):
                 records.append(record)
-                if len(records) == limit:
+                if len(records) == options.limit:
                     break
             records.reverse()
-            _print_records(view, name, records)
-            if follows:
-                await _follow(view, access, name, selection, records)
+            _print_records(options, name, records)
+            if options.follow:
+                await _follow(options, access, name, selection, records)
 
     with contextlib.suppress(KeyboardInterrupt):
         run_main(look())
 
 
-def show_entries(view: ViewOptions, stream: str, what: str, lane: str) -> None:
-    """One entry in full, by its id, its number, or its sample."""
-    name = parse_stream(stream, lane)
-    selection = _wanted(name, what)
-
-    async def look() -> None:
-        async with open_history(view.run_id, view.runs_dir) as access:
-            near = selection
-            if selection.tickets is not None:
-                first, last = (int(end or 0) for end in selection.tickets)
-                near = replace(await near_tickets(access.history, name, first, last), index=selection.index)
-            records = [record async for record in access.history.scan(name, near)]
-            if not records and near != selection:
-                records = [record async for record in access.history.scan(name, selection)]
-            if not records:
-                raise ConfigError(
-                    f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "
-                    "`tidemill streams show` says from where to where each stream goes."
-                )
-            for record in records:
-                if view.as_json:
-                    print(json.dumps(record_json(name, record)))
-                else:
-                    print_tree(terminal(), record_tree(name, record), view.is_full)
-
-    run_main(look())
-
-
-def _wanted(stream: StreamName, what: str) -> Selection:
-    """The selection behind an id, a number or a sample.
-
-    Raises:
-        ConfigError: it is none that the stream has.
-    """
-    first, dash, rest = what.partition("-")
-    if dash and first.isdecimal() and rest.isdecimal():
-        return Selection(first_id=what, last_id=what)
-    if stream.message_type in NUMBERED and what.isdecimal():
-        entry_id = entry_id_of(int(what))
-        return Selection(first_id=entry_id, last_id=entry_id)
-    if stream.message_type in NUMBERED:
-        number = NUMBERED[stream.message_type]
-        raise ConfigError(
-            f"{what!r} is no entry of {stream}: give an id such as 13-0, or a {number} such as 12."
-        )
-    ticket, index = parse_sample(what)
-    return Selection(tickets=(ticket, ticket), index=index)
-
-
 async def _follow(
     view: ViewOptions, access: RunAccess, stream: StreamName, selection: Selection, shown: list[Record]
 ) -> None:
-    """Whatever is appended from now on, as it comes."""
+    """Print what is appended from now on, as it comes.
+
+    Args:
+        view: how to print.
+        access: the run.
+        stream: what to follow.
+        selection: which of its entries to print.
+        shown: what was printed already.
+    """
     last = shown[-1].entry_id if shown else "0-0"
     if not shown:  # what the selection left out is not looked at again and again
         async for record in access.history.scan(stream, newest_first=True):
@@ -196,7 +154,346 @@ async def _follow(
 def _print_records(view: ViewOptions, stream: StreamName, records: list[Record]) -> None:
     if view.as_json:
         for record in records:
-            print(json.dumps(record_json(stream, record)), flush=True)
+            print(json.dumps(_record_json(stream, record)), flush=True)
     else:
-        found = records_table(records) if records else note(f"nothing of {stream} is selected", "dim")
+        rows = table(map(_row, records), UNITS)
+        found = rows if records else note(f"nothing of {stream} is selected", "dim")
         print_tree(terminal(), part("", found), view.is_full)
+
+
+def show_entries(options: EntryOptions) -> None:
+    """One entry in full, by its id, its number, or its sample.
+
+    Raises:
+        ConfigError: the stream has no such entry.
+    """
+    name, what = parse_stream(options.stream, options.lane), options.entry
+    selection = _wanted(name, what)
+
+    async def look() -> None:
+        async with open_history(options.run_id, options.runs_dir) as access:
+            near = selection
+            if selection.tickets is not None:
+                first, last = (int(end or 0) for end in selection.tickets)
+                near = replace(await near_tickets(access.history, name, first, last), index=selection.index)
+            records = [record async for record in access.history.scan(name, near)]
+            if not records and near != selection:
+                records = [record async for record in access.history.scan(name, selection)]
+        if not records:
+            raise ConfigError(
+                f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "
+                "`tidemill streams show` says from where to where each stream goes."
+            )
+        for record in records:
+            if options.as_json:
+                print(json.dumps(_record_json(name, record)))
+            else:
+                print_tree(terminal(), _record_tree(name, record), options.is_full)
+
+    run_main(look())
+
+
+def _wanted(stream: StreamName, what: str) -> Selection:
+    """The selection behind an id, a number or a sample.
+
+    Raises:
+        ConfigError: it is none that the stream has.
+    """
+    first, dash, rest = what.partition("-")
+    entry_id = what if dash and first.isdecimal() and rest.isdecimal() else ""
+    if not entry_id and (name := NUMBERED.get(stream.message_type)):
+        if not what.isdecimal():
+            raise ConfigError(
+                f"{what!r} is no entry of {stream}: give an id such as 13-0, or a {name} such as 12."
+            )
+        entry_id = entry_id_of(int(what))
+    if entry_id:
+        return Selection(first_id=entry_id, last_id=entry_id)
+    ticket, index = parse_sample(what)
+    return Selection(tickets=(ticket, ticket), index=index)
+
+
+async def selected_records(
+    history: History, stream: StreamName, selection: Selection, newest_first: bool = False
+) -> AsyncIterator[Record]:
+    """What the selection selects, as it is found; what only another stream knows is asked there first."""
+    lane, kind = stream.lane, stream.message_type
+    near = Selection(tickets=selection.tickets, steps=selection.steps)
+    own, other = selection, None
+    if kind is Trajectory and selection.rewards:
+        own = replace(selection, rewards=None)
+        other, near = StreamName.SCORES.of(lane), replace(near, rewards=selection.rewards)
+    elif kind is Score and selection.versions:
+        own = replace(selection, versions=None)
+        other, near = StreamName.TRAJECTORIES.of(lane), replace(near, versions=selection.versions)
+    elif kind is Score and selection.steps:
+        # A step's tickets are no range: those that replaced others have later numbers.
+        other = StreamName.PROMPTS.of(lane)
+    allowed: set[tuple[int, int]] = set()
+    if other is not None:
+        allowed = {_key(r.message) async for r in history.scan(other, near) if isinstance(r, Entry)}
+        if not allowed:
+            return
+        first, last = min(allowed)[0], max(allowed)[0]
+        low, high = own.tickets or (None, None)
+        span = (first if low is None else max(first, low), last if high is None else min(last, high))
+        own = replace(own, tickets=span)
+    async for record in history.scan(stream, own, newest_first):
+        if other is None:
+            yield record
+        elif isinstance(record, Entry):
+            ticket, index = _key(record.message)
+            if not allowed.isdisjoint(((ticket, index), (ticket, WHOLE_TICKET))):
+                yield record
+
+
+def _key(message: Message) -> tuple[int, int]:
+    """The ticket and the index of a message, where it is of one sample only."""
+    return getattr(message, "ticket", -1), getattr(message, "index", WHOLE_TICKET)
+
+
+AROUND = 40
+"""Characters shown on each side of what was found."""
+MOST_SHOWN = 3
+"""Places shown of one text; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One text in which the pattern was found."""
+
+    stream: StreamName
+    entry: Entry[Message]
+    field: str
+    text: str
+    places: list[tuple[int, int]]
+
+
+def show_hits(options: GrepOptions) -> bool:
+    """`tidemill streams grep`: print what is found, as it is found; returns whether there was anything.
+
+    Raises:
+        ConfigError: the pattern is none, or an option does not apply to a stream.
+    """
+    try:
+        pattern = re.compile(options.pattern, re.IGNORECASE if options.ignore_case else 0)
+    except re.error as error:
+        raise ConfigError(
+            f"{options.pattern!r} is no regular expression: {error}. Write a backslash before each of "
+            ". * + ? ( ) [ ] { } | ^ $ \\ to find the character itself."
+        ) from None
+    names = [parse_stream(name, options.lane) for name in options.streams or ("trajectories", "scores")]
+    selection = selection_of(options, *names)
+
+    async def look() -> bool:
+        num_found = 0
+        async with open_history(options.run_id, options.runs_dir) as access:
+            async for hit in _hits(access.history, names, selection, pattern):
+                _print_hit(options, hit)
+                num_found += 1
+                if num_found == options.limit:
+                    break
+        if not num_found and not options.as_json:
+            Console(stderr=True).print(f"nothing was found in {' and '.join(names)}", style="dim")
+        return num_found > 0
+
+    try:
+        return run_main(look())
+    except KeyboardInterrupt:
+        return False
+
+
+async def _hits(
+    history: History, streams: list[StreamName], selection: Selection, pattern: re.Pattern[str]
+) -> AsyncIterator[Hit]:
+    prompts_seen: set[tuple[Lane, int]] = set()
+    for stream in streams:
+        async for record in selected_records(history, stream, selection):
+            if isinstance(record, Entry):
+                for name, text in _texts(record.message, stream.lane, pattern, prompts_seen):
+                    if places := [match.span() for match in pattern.finditer(text)]:
+                        yield Hit(stream, record, name, text, places)
+
+
+def _texts(
+    message: Message, lane: Lane, pattern: re.Pattern[str], prompts_seen: set[tuple[Lane, int]]
+) -> Iterator[tuple[str, str]]:
+    """The texts of a message with their names."""
+    if isinstance(message, Trajectory | Ticket) and (lane, message.ticket) not in prompts_seen:
+        prompts_seen.add((lane, message.ticket))
+        yield "prompt", message.prompt_text
+    if isinstance(message, Trajectory):
+        said = list(said_in(message.session.messages)) if message.session else []
+        yield from said
+        # A session's text is its messages again, as the model's tokens.
+        if not any(pattern.search(text) for _, text in said):
+            yield "completion", message.text
+    elif isinstance(message, Score | DeadLetter):
+        yield "error", message.error
+        if isinstance(message, Score):
+            yield from texts_in("detail", message.detail)
+    elif isinstance(message, Commit):
+        yield from (("dropped", f"{ticket}.{index} {why}") for ticket, index, why in message.dropped)
+
+
+def _print_hit(view: ViewOptions, hit: Hit) -> None:
+    message, text = hit.entry.message, hit.text
+    if view.as_json:
+        found = {
+            "stream": hit.stream.value,
+            "id": hit.entry.entry_id,
+            "ticket": getattr(message, "ticket", None),
+            "index": getattr(message, "index", None),
+            "field": hit.field,
+            "matches": [{"start": a, "end": b, "text": text[a:b]} for a, b in hit.places],
+            "text": text,
+        }
+        print(json.dumps(found), flush=True)
+        return
+    notes = ""
+    if isinstance(message, Trajectory):
+        notes = f"  step {message.step}  version {_versions(message)}  {printable(message.worker, 24)}"
+    elif isinstance(message, Score):
+        notes = f"  {message.status.value}  {number(message.value)}  {printable(message.worker, 24)}"
+    elif isinstance(message, Ticket | Commit):
+        notes = f"  step {message.step}"
+    console, name = terminal(), _sample(message) if hasattr(message, "ticket") else hit.entry.entry_id
+    head = Text.assemble((hit.stream.value, "dim"), "  ", (name, "bold"), "  ", (hit.field, "cyan"))
+    console.print(head.append(notes, "dim"), soft_wrap=True)
+    shown = hit.places if view.is_full else hit.places[:MOST_SHOWN]
+    for place in shown:
+        console.print(_snippet(text, *place), soft_wrap=True)
+    if len(shown) < len(hit.places):
+        console.print(Text(f"    and {len(hit.places) - len(shown):,} more; --full shows all", "dim"))
+
+
+def _snippet(text: str, first: int, last: int) -> Text:
+    found = text[first:last]
+    if len(found) > 4 * AROUND:
+        found = found[: 2 * AROUND] + "…" + found[-2 * AROUND :]
+    return Text.assemble(
+        "    ",
+        "…" if first > AROUND else "",
+        printable(text[max(0, first - AROUND) : first]),
+        (printable(found) or "·", "bold red"),
+        printable(text[last : last + AROUND]),
+        "…" if last + AROUND < len(text) else "",
+    )
+
+
+TEXTS = ("prompt_text", "text")
+"""Fields that are shown after the others, with their line breaks."""
+UNITS = dict.fromkeys(("issued", "finished", "scored", "announced", "died"), "time") | {
+    "took": "s", "latency": "s", "written": "s", "size": "bytes"
+}  # fmt: skip
+
+
+def _record_json(stream: StreamName, record: Record) -> dict[str, Any]:
+    """An entry of a stream for programs: all of it."""
+    tree: dict[str, Any] = {"stream": stream.value, "id": record.entry_id}
+    if isinstance(record, Garbled):
+        fields = {name.decode(errors="replace"): value.hex() for name, value in record.fields.items()}
+        return tree | {"error": record.error, "fields_hex": fields}
+    return tree | {"kind": record.message.kind, "message": jsonable(record.message)}
+
+
+def _record_tree(stream: StreamName, record: Record) -> Node:
+    """An entry for people: every field, then its session and its texts."""
+    name = f"{stream} {record.entry_id}"
+    if isinstance(record, Garbled):
+        fields = (Node(name.decode(errors="replace"), value) for name, value in record.fields.items())
+        problem = note(f"{name} cannot be decoded: {record.error}", "yellow")
+        return part("", problem, part("its bytes", fields))
+    message = record.message
+    values = message.model_dump()
+    session = session_parts(message) if isinstance(message, Trajectory) and values.pop("session") else ()
+    texts = [(name, values.pop(name)) for name in TEXTS if values.get(name)]
+    shown = (part(name.replace("_", " "), Node("", text, "text")) for name, text in texts)
+    return part(name, (Node(name, value) for name, value in values.items()), session, shown)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """An entry as a row of the table of its stream."""
+    if isinstance(record, Garbled):
+        error = Node("error", f"cannot be decoded: {record.error}", style="yellow")
+        return {"id": record.entry_id, "error": error}
+    return {"id": record.entry_id} | _ROWS[type(record.message)](record.message)
+
+
+def _versions(trajectory: Trajectory) -> str:
+    """The versions that produced its tokens: `12`, or `12 → 13`; those of forks after `|`."""
+    rows = [" → ".join(str(version) for version, _ in segment.spans) for segment in trajectory.segments]
+    return " | ".join(dict.fromkeys(rows))
+
+
+def _sample(message: Message) -> str:
+    return sample_name(getattr(message, "ticket", -1), getattr(message, "index", -1))
+
+
+def _trajectory_row(made: Trajectory) -> dict[str, Any]:
+    facts, num_tokens = session_facts(made), sum(num_completion_tokens(made))
+    return {
+        "sample": _sample(made),
+        "step": made.step,
+        "versions": _versions(made),
+        "tokens": f"{num_tokens}, {plural(len(facts.turns), 'turn')}" if facts else num_tokens,
+        "end": made.session.end if made.session else made.finish,
+        "worker": made.worker,
+        "finished": made.finished_at,
+        "took": made.finished_at - made.started_at,
+        "completion": made.text,
+    }
+
+
+_ROWS: dict[type[Message], Callable[[Any], dict[str, Any]]] = {
+    Ticket: lambda ticket: {
+        "ticket": ticket.ticket,
+        "step": ticket.step,
+        "needs version": ticket.min_version,
+        "samples": ticket.group_size,
+        "replaces": ticket.replaces if ticket.replaces >= 0 else None,
+        "issued": ticket.issued_at,
+        "prompt": ticket.prompt_text,
+    },
+    Trajectory: _trajectory_row,
+    Score: lambda score: {
+        "sample": _sample(score),
+        "status": score.status.value,
+        "value": score.value,
+        "attempts": score.attempts,
+        "latency": score.latency_s,
+        "worker": score.worker,
+        "scored": score.scored_at,
+        "components, error": score.error
+        or "  ".join(f"{name} {number(value)}" for name, value in score.components.items()),
+    },
+    WeightManifest: lambda manifest: {
+        "version": manifest.version,
+        "announced": manifest.announced_at,
+        "kind": f"delta to {manifest.parent}" if manifest.is_delta else "full",
+        "files": len(manifest.files),
+        "size": manifest.num_bytes,
+        "changed": f"{manifest.share_changed:.2%}" if manifest.share_changed >= 0.0 else None,
+        "written": manifest.encode_s,
+        "digest": manifest.digest,
+    },
+    Commit: lambda commit: {
+        "step": commit.step,
+        "groups": len(commit.groups),
+        "dropped": len(commit.dropped),
+        "reward": commit.metrics.get("reward"),
+        "loss": commit.metrics.get("loss"),
+        "took": commit.finished_at - commit.started_at,
+        "finished": commit.finished_at,
+        "digest": commit.digest,
+    },
+    DeadLetter: lambda dead: {
+        "from": dead.origin,
+        "sample": _sample(dead),
+        "attempts": dead.attempts,
+        "worker": dead.worker,
+        "died": dead.died_at,
+        "error": dead.error,
+    },
+}
+"""What people look for first in each kind of message: its row in a table."""

@@ -9,10 +9,9 @@ and its writing of weights have times of their own; the other shares are among t
 import heapq
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -27,6 +26,7 @@ from tidemill.common.wire.messages import Commit, Lane, TrajectoryKey, WeightMan
 from tidemill.services.console.options import TimelineOptions
 from tidemill.services.console.run.folder import nearest
 from tidemill.services.console.run.history import open_history
+from tidemill.services.console.text.formats import sample_name, size
 from tidemill.services.console.text.tree import terminal
 
 IN_FLIGHT_STEPS = 2
@@ -85,6 +85,11 @@ async def read_stretch(history: History, first: int, last: int, max_staleness: i
 
 
 Event = dict[str, Any]
+Track = tuple[str, str]
+"""A process, and what it does there."""
+TICKETS, TO_SCORE = ("queue: tickets", "tickets"), ("queue: to be scored", "samples")
+TO_TRAIN = ("queue: to be trained", "groups")
+STEPS, GROUPS = ("trainer", "steps"), ("trainer", "groups")
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -92,21 +97,21 @@ class Trace:
     """A trace under construction. Times are given in seconds since 1970, and kept in whole microseconds."""
 
     begin_s: float
-    slices: dict[str, dict[str, list[Event]]] = field(default_factory=dict)
-    """By process, by track; they may overlap."""
-    moments: list[tuple[str, str, Event]] = field(default_factory=list)
+    slices: dict[Track, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    """They may overlap."""
+    moments: list[Event] = field(default_factory=list)
+    """On the track of the steps."""
     paths: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
     """The slices that a sample goes through, by its name."""
 
     def us(self, at_s: float) -> int:
-        """A time as the trace has it."""
         return max(0, round((at_s - self.begin_s) * 1e6))
 
-    def slice(self, place: tuple[str, str], name: str, begin_s: float, end_s: float, **args: Any) -> Event:
-        """Something that took time, none where it would end before it begins. `place`: process, track."""
+    def slice(self, track: Track, name: str, begin_s: float, end_s: float, **args: Any) -> Event:
+        """Something that took time; none where it would end before it begins."""
         begin_us = self.us(begin_s)
         item = _complete(name, begin_us, max(begin_us, self.us(end_s)), args)
-        self.slices.setdefault(place[0], {}).setdefault(place[1], []).append(item)
+        self.slices[track].append(item)
         return item
 
     def child(self, parent: Event, name: str, begin_s: float, end_s: float, **args: Any) -> None:
@@ -116,30 +121,30 @@ class Trace:
         begin_us = min(max(self.us(begin_s), least), end_us)
         parts.append(_complete(name, begin_us, min(max(self.us(end_s), begin_us), end_us), args))
 
-    def moment(self, place: tuple[str, str], name: str, at_s: float, **args: Any) -> None:
+    def moment(self, name: str, at_s: float, **args: Any) -> None:
         """Something that took no time."""
-        self.slices.setdefault(place[0], {}).setdefault(place[1], [])
-        self.moments.append((*place, {"ph": "i", "s": "t", "name": name, "ts": self.us(at_s), "args": args}))
+        self.moments.append({"ph": "i", "s": "t", "name": name, "ts": self.us(at_s), "args": args})
 
     def events(self) -> Iterator[Event]:
-        threads: dict[tuple[str, str], tuple[int, int]] = {}
-        for pid, (process, tracks) in enumerate(self.slices.items(), 1):
-            yield _metadata("process_name", pid, 0, {"name": process})
-            yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
-            tid = 1
-            for track, items in tracks.items():
-                threads[process, track] = pid, tid
-                num_lanes = _lay_out(items, pid, tid)
-                for lane in range(num_lanes):
-                    name = track if num_lanes == 1 else f"{track}, lane {lane + 1}"
-                    yield _metadata("thread_name", pid, tid + lane, {"name": name})
-                tid += num_lanes
-                for item in items:
-                    where = {"pid": pid, "tid": item["tid"]}
-                    for one in (item, *item["parts"]):
-                        yield {name: value for name, value in one.items() if name != "parts"} | where
-        for process, track, event in self.moments:
-            yield event | dict(zip(("pid", "tid"), threads[process, track], strict=True))
+        pids: dict[str, int] = {}
+        num_threads: Counter[int] = Counter()
+        for process, track in self.slices:
+            pid = pids.setdefault(process, len(pids) + 1)
+            if not num_threads[pid]:
+                yield _metadata("process_name", pid, 0, {"name": process})
+                yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
+            items, tid = self.slices[process, track], num_threads[pid] + 1
+            num_lanes = _lay_out(items, pid, tid)
+            num_threads[pid] += num_lanes
+            for lane in range(num_lanes):
+                name = track if num_lanes == 1 else f"{track}, lane {lane + 1}"
+                yield _metadata("thread_name", pid, tid + lane, {"name": name})
+            for item in items:
+                where = {"pid": pid, "tid": item["tid"]}
+                for one in (item, *item["parts"]):
+                    yield {name: value for name, value in one.items() if name != "parts"} | where
+            if (process, track) == STEPS:
+                yield from (event | {"pid": pid, "tid": tid} for event in self.moments)
         for number, (name, items) in enumerate(self.paths.items(), 1):
             yield from _arrows(number, name, items)
 
@@ -185,53 +190,35 @@ def _arrows(number: int, name: str, items: list[Event]) -> Iterator[Event]:
         yield {"ph": phase, "name": name, "cat": "sample", "id": number} | point | end
 
 
-TICKETS, TO_SCORE, TO_TRAIN = (
-    ("queue: tickets", "tickets"),
-    ("queue: to be scored", "samples"),
-    ("queue: to be trained", "groups"),
-)
-STEPS, GROUPS = ("trainer", "steps"), ("trainer", "groups")
-
-
 def build(stretch: Stretch) -> Trace:
     """The whole trace of a stretch."""
     trace = Trace(stretch.begin_s)
-    tickets = _draw_waiting_tickets(trace, stretch)
+    begun: dict[int, SampleFacts] = {}
+    for sample in sorted(stretch.samples.values(), key=lambda s: s.started_at):
+        if sample.issued_at and sample.started_at:
+            begun.setdefault(sample.key[0], sample)
+    tickets = {  # from their issue until a worker begins them
+        ticket: trace.slice(
+            TICKETS, f"ticket {ticket}", first.issued_at, first.started_at, taken_by=first.worker
+        )
+        for ticket, first in begun.items()
+    }
     for key, sample in sorted(stretch.samples.items()):
         if key[0] in tickets:
-            trace.paths[_name(key)].append(tickets[key[0]])
-        trace.paths[_name(key)] += _draw_sample(trace, sample)
+            trace.paths[sample_name(*key)].append(tickets[key[0]])
+        trace.paths[sample_name(*key)] += _draw_sample(trace, sample)
     for sample in stretch.evaluated.values():
         list(_draw_sample(trace, sample, "evaluation "))
     for step in stretch.steps():
         _draw_step(trace, step)
     for manifest in stretch.manifests:
-        trace.moment(STEPS, f"version {manifest.version} announced", manifest.announced_at)
+        trace.moment(f"version {manifest.version} announced", manifest.announced_at)
     return trace
-
-
-def _name(key: TrajectoryKey) -> str:
-    return f"{key[0]}.{key[1]}"
-
-
-def _draw_waiting_tickets(trace: Trace, stretch: Stretch) -> dict[int, Event]:
-    """Each ticket from its issue until a worker begins it."""
-    begun: dict[int, SampleFacts] = {}
-    for (ticket, _), sample in stretch.samples.items():
-        if sample.issued_at and sample.started_at:
-            known = begun.get(ticket)
-            begun[ticket] = sample if known is None or sample.started_at < known.started_at else known
-    return {
-        ticket: trace.slice(
-            TICKETS, f"ticket {ticket}", sample.issued_at, sample.started_at, taken_by=sample.worker
-        )
-        for ticket, sample in begun.items()
-    }
 
 
 def _draw_sample(trace: Trace, sample: SampleFacts, what: str = "") -> Iterator[Event]:
     """A sample through generation, waiting and reward; yields the slices."""
-    name = f"{what}{_name(sample.key)}"
+    name = what + sample_name(*sample.key)
     if sample.started_at:
         oldest, newest = sample.versions
         version = str(newest) if oldest == newest else f"{oldest} to {newest}"
@@ -294,11 +281,11 @@ def _draw_step(trace: Trace, record: StepRecord) -> None:
         training = trace.slice(GROUPS, f"ticket {ticket}", begin_s, commit.finished_at, step=commit.step)
         for sample in record.group(ticket):
             if sample.key in trained:
-                trace.paths[_name(sample.key)] += [waiting, training, step]
+                trace.paths[sample_name(*sample.key)] += [waiting, training, step]
     for ticket, index, reason in commit.dropped:
-        name = f"ticket {ticket}" if index == WHOLE_GROUP else f"{ticket}.{index}"
+        name = f"ticket {ticket}" if index == WHOLE_GROUP else sample_name(ticket, index)
         at_s = record.complete_at(ticket) or commit.finished_at
-        trace.moment(STEPS, f"{name} dropped: {reason}", at_s, step=commit.step)
+        trace.moment(f"{name} dropped: {reason}", at_s, step=commit.step)
 
 
 def write_timeline(options: TimelineOptions) -> None:
@@ -321,23 +308,16 @@ def write_timeline(options: TimelineOptions) -> None:
             return build(stretch), f"{steps} of run {access.run_id}"
 
     trace, words = run_main(look())
+    num_events = 0
     with aside_file(output, "the timeline") as aside:
-        num_events = _write(aside, trace)
+        with aside.open("w", encoding="utf-8") as file:  # one event a line
+            file.write('{"traceEvents": [')
+            for num_events, event in enumerate(trace.events(), 1):
+                line = json.dumps(event, separators=(",", ":"), allow_nan=False)
+                file.write((",\n" if num_events > 1 else "\n") + line)
+            file.write("\n]}\n")
         publish_file(aside, output)
     console = terminal()
-    size = f"{num_events:,} events, {output.stat().st_size / 1e6:,.1f} MB"
-    console.print(Text(f"{nearest(output.resolve())}: {words}, {size}"), soft_wrap=True)
+    written = f"{num_events:,} events, {size(output.stat().st_size)}"
+    console.print(Text(f"{nearest(output.resolve())}: {words}, {written}"), soft_wrap=True)
     console.print(Text("open it at https://ui.perfetto.dev", "dim"), soft_wrap=True)
-
-
-def _write(path: Path, trace: Trace) -> int:
-    """One event a line; returns how many."""
-    num_events = 0
-    with path.open("w", encoding="utf-8") as file:
-        file.write('{"traceEvents": [')
-        for event in trace.events():
-            line = json.dumps(event, separators=(",", ":"), allow_nan=False)
-            file.write((",\n" if num_events else "\n") + line)
-            num_events += 1
-        file.write("\n]}\n")
-    return num_events

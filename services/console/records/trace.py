@@ -1,7 +1,7 @@
-"""What became of a ticket, and of one of its samples."""
+"""`tidemill trace`: what became of a ticket and of one of its samples; a session turn by turn."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,14 +9,21 @@ import numpy as np
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, StreamName
 from tidemill.common.history.records import GroupRecord, Place, SampleRecord, ends, read_group
-from tidemill.common.history.sessions import num_completion_tokens, read_session, session_facts
+from tidemill.common.history.sessions import (
+    SessionFacts,
+    TurnRecord,
+    calls_of,
+    num_completion_tokens,
+    read_session,
+    session_facts,
+    text_of,
+)
 from tidemill.common.process.programs import run_main
 from tidemill.common.streams.selection import texts_in
 from tidemill.common.wire.arrays import Float64
 from tidemill.common.wire.messages import Lane, Score, Ticket, Trajectory
-from tidemill.services.console.options import ViewOptions
+from tidemill.services.console.options import TraceOptions
 from tidemill.services.console.records.selection import parse_lane, parse_sample
-from tidemill.services.console.records.session import session_parts
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.formats import NOTHING, number, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
@@ -185,6 +192,87 @@ def _places(places: list[Place]) -> str:
     return "; ".join(dict.fromkeys(f"mini {place.mini_batch}, micro {place.micro_batch}" for place in places))
 
 
+STYLES = {"assistant": "bold", "tool": "cyan"}
+
+
+def session_parts(made: Trajectory) -> Iterator[Node]:
+    """A session's numbers, its turns side by side, its forks, and what was said; nothing of a single turn."""
+    facts, record = session_facts(made), read_session(made)
+    if facts is None:
+        return
+    turns = table(map(_turn_row, record.turns), {"engine": "s", "environment": "s"})
+    forks = (
+        note(
+            f"fork {place}: {len(fork.prompt_ids):,} tokens of prompt, {len(fork.completion_ids):,} after "
+            f"it, {int(fork.mask.sum()):,} of them trained"
+        )
+        for place, fork in enumerate(made.forks, 1)
+    )
+    yield part("session", _session_lines(made, facts), turns, forks)
+    if record.unplaced and record.turns and record.turns[0].said is None:
+        yield note("which turn said which message is not known", "dim")
+    for message in record.unplaced:
+        yield from _message_lines(message)
+    for turn in record.turns:
+        if turn.said is not None:
+            messages = (turn.said, *turn.answers)
+            yield part(f"turn {turn.number}", *(_message_lines(message) for message in messages))
+
+
+def _session_lines(made: Trajectory, facts: SessionFacts) -> Iterator[Node]:
+    session = made.session
+    assert session is not None
+    trained, others = num_completion_tokens(made)
+    yield Node("environment", session.environment)
+    end = "ended by itself" if session.end == "done" else f"truncated by {session.end}"
+    forks = f", {plural(len(made.forks), 'fork')}" if made.forks else ""
+    yield Node("turns", f"{len(facts.turns)}{forks}, {end}")
+    yield Node("tokens", f"{trained:,} of the model, {others:,} of the environment")
+    engine, environment = took(facts.engine_s), took(facts.environment_s)
+    yield Node("time", f"{engine} in the engine, {environment} in the environment")
+    if session.reward is not None:
+        yield Node("reward", f"{number(session.reward)} from the environment")
+    if session.num_faults:
+        tries = plural(session.num_faults, "attempt")
+        yield Node("faults", f"{tries} before this one ended in an environment's fault")
+    for label, values in (("histories", session.histories), ("metrics", session.metrics)):
+        if values:
+            yield Node(label, "  ".join(f"{name} {number(value)}" for name, value in values.items()))
+
+
+def _turn_row(record: TurnRecord) -> dict[str, Any]:
+    turn = record.turn
+    wrong = f", {turn.num_wrong_calls} wrong" if turn.num_wrong_calls else ""
+    return {
+        "turn": record.number,
+        "segment": record.segment,
+        "version": " → ".join(map(str, record.versions)),
+        "tokens": turn.num_tokens,
+        "end": turn.finish,
+        "before it": turn.num_prompt_tokens,
+        "cached": turn.num_cached_tokens if turn.num_cached_tokens >= 0 else None,
+        "engine": turn.engine_s,
+        "calls": f"{turn.num_calls}{wrong}" if turn.num_calls else None,
+        "answer": record.num_answer_tokens or None,
+        "environment": turn.environment_s or None,
+        "reward": turn.reward,
+    }
+
+
+def _message_lines(message: Mapping[str, Any]) -> Iterator[Node]:
+    role = str(message.get("role", "?"))
+    name = f" {message['name']}" if message.get("name") else ""
+    head = {"assistant": "model"}.get(role, role) + name
+    thought, said = text_of(message.get("reasoning_content")), text_of(message.get("content"))
+    calls = calls_of(message)
+    if thought:
+        yield Node(f"{head} thinks", thought, "text", style="dim")
+    if said or not (calls or thought):
+        yield Node(head, said or "(empty)", "text", style=STYLES.get(role, ""))
+    for called, arguments in calls:
+        yield Node(f"{head} calls", f"{called}({arguments})", "text", style="magenta")
+
+
 def group_json(group: GroupRecord, index: int | None = None) -> dict[str, Any]:
     """For programs: everything, or with one of the samples only; sessions also turn by turn."""
     samples = [
@@ -197,28 +285,28 @@ def group_json(group: GroupRecord, index: int | None = None) -> dict[str, Any]:
     return {**jsonable(group), "samples": samples, **more}
 
 
-def show_trace(view: ViewOptions, what: str, lane: str) -> None:
+def show_trace(options: TraceOptions) -> None:
     """Everything that became of `TICKET` or `TICKET.INDEX`.
 
     Raises:
         ConfigError: it is neither, or the run has no such ticket or sample.
     """
-    ticket, index = parse_sample(what)
-    wanted_lane = parse_lane(lane)
+    ticket, index = parse_sample(options.sample)
+    lane = parse_lane(options.lane)
 
     async def look() -> None:
-        async with open_history(view.run_id, view.runs_dir) as access:
-            group = await read_group(access.history, ticket, wanted_lane)
+        async with open_history(options.run_id, options.runs_dir) as access:
+            group = await read_group(access.history, ticket, lane)
             if not (group.ticket or group.samples or group.letters or group.commit):
-                raise ConfigError(await _absence(access.history, ticket, wanted_lane))
+                raise ConfigError(await _absence(access.history, ticket, lane))
         sample = next((sample for sample in group.samples if sample.index == index), None)
         if index is not None and sample is None:
             made = ", ".join(str(sample.index) for sample in group.samples) or "none"
             raise ConfigError(f"ticket {ticket} has no sample {index} in the streams; it has {made}.")
-        if view.as_json:
+        if options.as_json:
             print(json.dumps(group_json(group, index)))
         else:
-            print_tree(terminal(), group_tree(group, sample), view.is_full)
+            print_tree(terminal(), group_tree(group, sample), options.is_full)
 
     run_main(look())
 

@@ -1,19 +1,45 @@
-"""The end of a run: summary.json, the picture, and a table for people."""
+"""What a run came to: summary.json, the picture, and a table for people.
+
+All of it is computed from the run's commits rather than from what a process says about itself. Commits that
+were trimmed are in the archive, so this can be computed again at any time, and it is what proves that nothing
+was lost and nothing trained twice:
+
+* a ticket is lost when it was issued and no commit trained its group or says why it was dropped;
+* a trajectory of a trained group is lost when its commit neither trained it nor says why it was left out;
+* a trajectory is duplicated when it was trained more than once, in one step or in several.
+"""
 
 import json
+import math
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from tidemill.common.config import RunConfig
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.files import StorageError, write_atomically
+from tidemill.common.history import History, StreamName
+from tidemill.common.history.groups import TicketOutcomes, dropped_groups, left_out
 from tidemill.common.process.programs import run_main
+from tidemill.common.redis.broker import Broker
 from tidemill.common.run.plots import plot_learning_curve
-from tidemill.common.run.state import METRICS_FILE, has_finished, read_config, read_records, read_state
+from tidemill.common.run.state import (
+    EVALUATION,
+    METRICS_FILE,
+    has_finished,
+    read_config,
+    read_records,
+    read_state,
+)
 from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, TrajectoryKey
+from tidemill.services.console.options import StatusOptions
 from tidemill.services.console.run.folder import (
     PICTURE_FILE,
     SUMMARY_FILE,
@@ -23,12 +49,238 @@ from tidemill.services.console.run.folder import (
     nearest,
 )
 from tidemill.services.console.run.history import MissingHistoryError, open_history
-from tidemill.services.console.status.summary import NOTHING_LEARNED, failures, summarise, summary_tree
 from tidemill.services.console.text.formats import printable_block
 from tidemill.services.console.text.tree import Node, jsonable, part, print_tree
 
+ROUNDING = 1e-9
+"""0.7 - 0.3 is a gain of 0.4, whatever floating point says."""
+MIN_STEPS = 9
+"""Of a run whose reward is judged: three in each third."""
+NUM_ERRORS = 2.0
+"""Standard errors by which a reward must have moved to be more than noise."""
 FEW_STEPS = 5
 """With fewer, most of the time is that of the start."""
+
+
+@dataclass(slots=True)
+class RunSummary:
+    run_id: str
+    steps: int = 0
+    """Committed steps."""
+    eval_before: float | None = None
+    """Mean score of the first evaluation, over its datasets."""
+    eval_after: float | None = None
+    """Mean score of the last evaluation, over its datasets."""
+    reward_first: float | None = None
+    """Mean reward of the first step."""
+    reward_last: float | None = None
+    """Mean reward of the last step."""
+    max_staleness_seen: int = 0
+    """Greatest staleness of a trained token, in steps."""
+    tokens_per_s: float | None = None
+    """Completion tokens trained per second of training time."""
+    trainer_idle_share: float | None = None
+    """Share of the trainer's time spent waiting, after the first step."""
+    rollout_idle_share: float | None = None
+    """The same of the rollout workers, on average."""
+    trajectories_generated: int = 0
+    trajectories_trained: int = 0
+    lost: int = 0
+    """Trajectories issued that no commit accounts for."""
+    duplicated_in_training: int = 0
+    sessions: dict[str, float] = field(default_factory=dict)
+    """Mean turns, the environment's share of tokens and of time, the share that a limit truncated, and the
+    number of faults; empty for single turns."""
+    wall_s: float = 0.0
+    """Time `tidemill up` has run, over all its starts; without it, the time from first step to last."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Trajectories left out, by reason."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Any] | None = None
+    """The best evaluated version, whose weights are kept: version, metric, value, weights."""
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    """Numbers of the steps that left their healthy range: what, since when, until when, what to do."""
+    reward_curve: list[float] = field(default_factory=list)
+    """Mean reward of every step."""
+
+
+async def summarise(
+    broker: Broker,
+    keys: Keys,
+    config: RunConfig,
+    run_dir: Path,
+    records: Iterable[Mapping[str, Any]],
+    *,
+    wall_s: float,
+    rollout_idle: float | None,
+) -> dict[str, Any]:
+    """Read a run's commits, wherever they are, and its state, and sum them up: the tree of summary.json.
+
+    Args:
+        broker: the run's Redis.
+        keys: of the run.
+        config: of the run: its group size, and what is expected of it.
+        run_dir: the run's folder.
+        records: those of metrics.jsonl.
+        wall_s: the time that `tidemill up` has run; 0 where nothing watched.
+        rollout_idle: what the rollout workers last said.
+    """
+    state = await read_state(broker, keys)
+    summary = RunSummary(keys.run_id, wall_s=round(wall_s, 3), rollout_idle_share=rollout_idle)
+    totals = CommitTotals(summary, config.trainer.group_size)
+    async for commit in History(keys.run_id, run_dir, broker).messages(StreamName.COMMITS, Commit):
+        totals.add(commit)
+    totals.finish(int(state.get("tickets_issued", 0)))
+    summary.trajectories_generated = int(state.get("trajectories_seen", 0))
+    # The last commit's is that of the training; the state's may be that of a process which only resumed.
+    if summary.trainer_idle_share is None:
+        summary.trainer_idle_share = state.get("trainer_idle_share")
+    recorded = [record for record in records if record["kind"] == EVALUATION]
+    summary.evaluations = merge_evaluations(state.get("evaluations") or [], recorded)
+    summary.best = state.get("best")
+    summary.warnings = list(state.get("warnings") or [])
+    if summary.evaluations:
+        ends = (summary.evaluations[0], summary.evaluations[-1])
+        scores = (mean_score(summary.evaluations, end["version"]) for end in ends)
+        summary.eval_before, summary.eval_after = scores
+    return summary_tree(summary, config)
+
+
+class CommitTotals:
+    """Adds up commits one by one, holding keys but not the commits."""
+
+    def __init__(self, summary: RunSummary, group_size: int) -> None:
+        self.summary, self.group_size = summary, group_size
+        self.trained: Counter[TrajectoryKey] = Counter()
+        self.outcomes = TicketOutcomes()
+        self.steps: set[int] = set()
+        self.tokens, self.seconds = 0.0, 0.0
+        self.sessions: defaultdict[str, float] = defaultdict(float)
+        """Sums over steps of the metrics of sessions; `steps` is how many have them."""
+        self.started_at, self.finished_at = math.inf, 0.0
+        """When the first step began and the last one ended."""
+
+    def add(self, commit: Commit) -> None:
+        summary, keys, metrics = self.summary, commit.trained_keys, commit.metrics
+        self.trained.update(keys)
+        self.steps.add(commit.step)
+        self.started_at = min(self.started_at, commit.started_at)
+        self.finished_at = max(self.finished_at, commit.finished_at)
+        self.outcomes.add(commit)
+        drops = [(reason, self._size_of(commit, ticket)) for ticket, reason in dropped_groups(commit)]
+        drops += [(reason, 1) for *_, reason in left_out(commit)]
+        for reason, count in drops:
+            summary.dropped[reason] = summary.dropped.get(reason, 0) + count
+        accounted = {*keys, *((ticket, index) for ticket, index, _ in left_out(commit))}
+        for ticket in commit.groups:
+            size = self._size_of(commit, ticket)
+            summary.lost += sum((ticket, index) not in accounted for index in range(size))
+        if "sessions/mean_turns" in metrics:
+            self.sessions["steps"] += 1
+            for name, value in metrics.items():
+                if name.startswith("sessions/") and name != "sessions/ended_done":
+                    self.sessions[name.removeprefix("sessions/")] += value
+        if "reward" in metrics:
+            summary.reward_first = metrics["reward"] if summary.reward_first is None else summary.reward_first
+            summary.reward_last = metrics["reward"]
+            summary.reward_curve.append(round(metrics["reward"], 6))
+        summary.max_staleness_seen = max(summary.max_staleness_seen, int(metrics.get("staleness/max", 0)))
+        self.tokens += metrics.get("completion_tokens", 0.0)
+        self.seconds += metrics.get("step_time_s", 0.0)
+        summary.trainer_idle_share = metrics.get("trainer_idle_share", summary.trainer_idle_share)
+
+    def _size_of(self, commit: Commit, ticket: int) -> int:
+        return commit.sizes.get(str(ticket), self.group_size)
+
+    def finish(self, tickets_issued: int) -> None:
+        """Complete the summary, given how many tickets there were."""
+        summary = self.summary
+        missing = sum(ticket not in self.outcomes for ticket in range(tickets_issued))
+        summary.steps = len(self.steps)
+        summary.lost += missing * self.group_size
+        summary.duplicated_in_training = sum(count > 1 for count in self.trained.values())
+        summary.trajectories_trained = len(self.trained)
+        if self.steps and not summary.wall_s:
+            summary.wall_s = round(self.finished_at - self.started_at, 3)
+        if self.seconds:
+            summary.tokens_per_s = round(self.tokens / self.seconds, 3)
+        if not (steps := self.sessions.get("steps")):
+            return
+        sums, waited_s = self.sessions, self.sessions["engine_s"] + self.sessions["environment_s"]
+        numbers = {
+            "mean_turns": sums["mean_turns"] / steps,
+            "environment_tokens_share": sums["environment_tokens_share"] / steps,
+            "environment_time_share": sums["environment_s"] / waited_s if waited_s else 0.0,
+            "truncated_share": sum(v for name, v in sums.items() if name.startswith("ended_")) / steps,
+            "faults": sums["faults"],
+        }
+        summary.sessions = {name: round(value, 4) for name, value in numbers.items()}
+
+
+def merge_evaluations(
+    state: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Evaluations of the run's state and those that only metrics.jsonl still knows, oldest first."""
+    merged = {(item["version"], item["set"]): dict(item) for item in [*records, *state]}
+    return [merged[key] for key in sorted(merged)]
+
+
+def mean_score(evaluations: Sequence[Mapping[str, Any]], version: int) -> float | None:
+    """Mean score of one version over its datasets; None where no sample of it was scored."""
+    scores = [e.get("score") for e in evaluations if e["version"] == version]
+    known = [score for score in scores if score is not None and score == score]
+    return sum(known) / len(known) if known else None
+
+
+def failures(summary: RunSummary, config: RunConfig) -> list[str]:
+    """What the run should have done and did not, one line each."""
+    trainer, gain = config.trainer, config.expect.eval_gain
+    found = []
+    if summary.steps != trainer.steps:
+        found.append(f"{summary.steps} of {trainer.steps} steps have a commit")
+    if summary.lost:
+        found.append(f"{summary.lost} trajectories were issued and never accounted for; expected 0")
+    if summary.duplicated_in_training:
+        found.append(f"{summary.duplicated_in_training} trajectories were trained more than once; expected 0")
+    if summary.max_staleness_seen > trainer.max_staleness:
+        found.append(
+            f"a token of staleness {summary.max_staleness_seen} was trained on; "
+            f"trainer.max_staleness is {trainer.max_staleness}"
+        )
+    if gain is not None:
+        before, after = summary.eval_before, summary.eval_after
+        if before is None or after is None:
+            found.append(f"expect.eval_gain is {gain:g}, but no evaluation has a score")
+        elif after - before < gain - ROUNDING:
+            found.append(f"the evaluation went from {before:.3f} to {after:.3f}; expected a gain of {gain:g}")
+    return found
+
+
+def summary_tree(summary: RunSummary, config: RunConfig) -> dict[str, Any]:
+    """The summary as plain values, with the verdict."""
+    problems, (verdict, text) = failures(summary, config), learning_of(summary)
+    learning = {"verdict": verdict, "text": text}
+    return {**asdict(summary), "ok": not problems, "failures": problems, "learning": learning}
+
+
+def learning_of(summary: RunSummary) -> tuple[str, str]:
+    """Whether the reward rose, by its first and last third, and that in words; neither where all steps have
+    the same reward, as where a teacher is what is learned from."""
+    curve = summary.reward_curve
+    if curve and len(curve) < MIN_STEPS:
+        return "too_short", f"too short to tell: {len(curve)} steps, and at least {MIN_STEPS} are compared"
+    if not curve or max(curve) == min(curve):
+        return "", ""
+    third = len(curve) // 3
+    first, last = curve[:third], curve[-third:]
+    before, after = statistics.fmean(first), statistics.fmean(last)
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
+    moved = f"from {before:.3f} in the first third of the steps to {after:.3f} in the last"
+    if abs(after - before) <= NUM_ERRORS * error:
+        return "nothing", f"ran correctly, learned nothing: the reward went {moved}, within its noise"
+    return ("learned", f"the reward rose {moved}") if after > before else ("fell", f"the reward fell {moved}")
+
+
 ROWS = (
     ("steps", "steps", ""),
     ("eval_before", "evaluation before", ""),
@@ -54,10 +306,8 @@ SESSION_ROWS = (
 )
 """Fields of a summary with their labels and units."""
 
-Records = Sequence[Mapping[str, Any]]
 
-
-def write_report(folder: RunFolder, tree: Mapping[str, Any], records: Records) -> None:
+def write_report(folder: RunFolder, tree: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
     """Write summary.json, and reward.png from the records of metrics.jsonl, into the run's folder."""
     plain = json.dumps(jsonable(tree), indent=2, allow_nan=False) + "\n"
     write_atomically(folder.summary, plain)
@@ -100,7 +350,7 @@ def verdict_lines(tree: Mapping[str, Any]) -> Iterator[Node]:
         yield Node("ok", "everything that was expected of the run holds", style="bold green")
     learning = tree.get("learning") or {}
     if learning.get("text"):
-        style = "yellow" if learning["verdict"] == NOTHING_LEARNED else "dim"
+        style = "yellow" if learning["verdict"] == "nothing" else "dim"
         yield Node("learning", learning["text"], style=style)
 
 
@@ -127,9 +377,7 @@ def spell_lines(warnings: Iterable[Mapping[str, Any]]) -> list[str]:
     return [f"{text} ({'; '.join(steps)}). {advice}" for (text, advice), steps in found.items()]
 
 
-def show_report(
-    run_id: str | None, as_json: bool, runs_dir: Path | None, fails_on_warning: bool = False
-) -> int:
+def show_report(options: StatusOptions) -> int:
     """Print the report of a finished run, and keep it in the run's folder; returns the exit code.
 
     Where its streams are gone, or in the archive alone, the report that the folder keeps is shown.
@@ -138,26 +386,30 @@ def show_report(
         TidemillError: nothing is left of the run, or it has not finished.
     """
     log_nothing()
-    folder = find_run(run_id, runs_dir)
-    console, note = Console(highlight=False), ""
+    folder, console, note = find_run(options.run_id, options.runs_dir), Console(highlight=False), ""
     records = read_records(folder.path / METRICS_FILE)
     tree = run_main(_tree_of(folder, records))
-    if tree is not None:
-        note = _keep(folder, tree, records)
+    if tree is not None and not folder.path.is_dir():
+        note = f"not kept: {folder.path} is not on this machine"
+    elif tree is not None:
+        try:
+            write_report(folder, tree, records)
+        except StorageError as error:
+            note = f"not kept: {error}"
     elif (tree := read_report(folder)) is None:
         raise ConfigError(
             f"run {folder.run_id}: its archive alone is left, and no {SUMMARY_FILE}; `tidemill streams show "
             f"{folder.run_id}` shows what there is."
         )
-    if as_json:
+    if options.as_json:
         print(json.dumps(tree, indent=2))
     else:
         print_report(console, folder, tree)
         console.print(note, style="dim", soft_wrap=True)
-    return 1 if tree.get("failures") or (fails_on_warning and tree.get("warnings")) else 0
+    return 1 if tree.get("failures") or (options.fails_on_warning and tree.get("warnings")) else 0
 
 
-async def _tree_of(folder: RunFolder, records: Records) -> dict[str, Any] | None:
+async def _tree_of(folder: RunFolder, records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The report from the streams; None where the run's Redis and its data are gone."""
     try:
         async with open_history(folder) as access:
@@ -172,22 +424,10 @@ async def _tree_of(folder: RunFolder, records: Records) -> dict[str, Any] | None
                     "is doing."
                 )
             ran_s = float(state.get("ran_s", 0.0))
-            summary = await summarise(
+            return await summarise(
                 broker, keys, config, folder.path, records, wall_s=ran_s, rollout_idle=None
             )
-            return summary_tree(summary, failures(summary, config))
     except (BrokerError, MissingHistoryError):
         if not folder.summary.exists():
             raise
         return None
-
-
-def _keep(folder: RunFolder, tree: dict[str, Any], records: Records) -> str:
-    """Write the report where the run's folder is seen from here; returns what to say if it is not."""
-    if not folder.path.is_dir():
-        return f"not kept: {folder.path} is not on this machine"
-    try:
-        write_report(folder, tree, records)
-    except StorageError as error:
-        return f"not kept: {error}"
-    return ""

@@ -1,13 +1,12 @@
-"""A run as its folder alone tells it: for runs whose Redis is not there any more."""
+"""A run at one time: from its Redis, or from its folder alone where its Redis is not there any more."""
 
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tidemill.common.config import RunConfig
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
@@ -22,8 +21,8 @@ from tidemill.common.wire.messages import Commit
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.status.bottleneck import (
     RATE_STEPS,
+    ROLES,
     Bottleneck,
-    Evidence,
     find_bottleneck,
     gather_evidence,
 )
@@ -131,9 +130,7 @@ class RunSnapshot:
     @property
     def tokens_per_s(self) -> float | None:
         """Completion tokens trained per second, over the last steps."""
-        recent = [p.metrics for p in self.points if p.step > 0][-RATE_STEPS:] or [
-            p.metrics for p in self.points
-        ]
+        recent = [p.metrics for p in self.points if p.step > 0 or len(self.points) == 1][-RATE_STEPS:]
         seconds = sum(metrics.get("step_time_s", 0.0) for metrics in recent)
         return sum(m.get("completion_tokens", 0.0) for m in recent) / seconds if seconds else None
 
@@ -143,20 +140,16 @@ class RunSnapshot:
         return sum(shares) / len(shares) if shares else None
 
     @property
-    def evidence(self) -> Evidence:
-        """Where the time goes, as far as it is known."""
-        return gather_evidence(
+    def bottleneck(self) -> Bottleneck | None:
+        """Which stage makes the run slow; None while nothing tells."""
+        evidence = gather_evidence(
             [point.metrics for point in self.points if point.step > 0],
             self.workers,
             max_staleness=self.max_staleness,
             since_commit_s=self.at - self.points[-1].finished_at if self.points else 0.0,
             remembered=self.remembered,
         )
-
-    @property
-    def bottleneck(self) -> Bottleneck | None:
-        """Which stage makes the run slow; None while nothing tells."""
-        return find_bottleneck(self.evidence)
+        return find_bottleneck(evidence)
 
     def as_dict(self) -> dict[str, Any]:
         """For programs: the last step's metrics, and everything that is not a curve."""
@@ -174,7 +167,7 @@ class RunSnapshot:
             "eta_s": self.eta_s,
             "tokens_per_s": self.tokens_per_s,
             "bottleneck": verdict.as_dict() if (verdict := self.bottleneck) else None,
-            "idle": {role: self.idle_share(role) for role in ("trainer", "rollout", "reward")},
+            "idle": {role: self.idle_share(role) for role in ROLES},
             "queues": [asdict(queue) for queue in self.queues],
             "dead_letters": self.num_dead,
             "jobs": self.jobs,
@@ -206,28 +199,29 @@ class SnapshotReader:
     async def read(self) -> RunSnapshot:
         """The run as it is now."""
         await self._follow_commits()
-        keys = self.keys
+        keys, broker = self.keys, self.broker
         queues = [
             await self._queue(StreamName.PROMPTS, ROLLOUT_GROUP),
             await self._queue(StreamName.TRAJECTORIES, REWARD_GROUP),
-            QueueDepth("scores", await length(self.broker, keys.scores()), None, 0),
+            QueueDepth("scores", await length(broker, keys.scores()), None, 0),
         ]
-        evaluation = [
-            await self._queue(StreamName.PROMPTS_EVAL, ROLLOUT_GROUP),
-            await self._queue(StreamName.TRAJECTORIES_EVAL, REWARD_GROUP),
-        ]
-        queues += [queue for queue in evaluation if queue.waiting or queue.held]
+        for name, group in (
+            (StreamName.PROMPTS_EVAL, ROLLOUT_GROUP),
+            (StreamName.TRAJECTORIES_EVAL, REWARD_GROUP),
+        ):
+            queue = await self._queue(name, group)
+            queues += [queue] if queue.waiting or queue.held else []
         return RunSnapshot(
             keys.run_id,
             self.steps,
             self.max_staleness,
-            state=await read_state(self.broker, keys),
+            state=await read_state(broker, keys),
             points=list(self._points),
             queues=queues,
-            workers=await read_heartbeats(self.broker, keys),
-            num_dead=await length(self.broker, keys.dead),
+            workers=await read_heartbeats(broker, keys),
+            num_dead=await length(broker, keys.dead),
             jobs=await self._jobs(),
-            memory=await read_memory(self.broker),
+            memory=await read_memory(broker),
         )
 
     async def _jobs(self) -> dict[str, dict[str, int]]:
@@ -281,30 +275,25 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
         raise ConfigError(
             f"{folder.path} holds no run: it has no config.yaml. Give the folder of runs with --runs-dir."
         )
-    points = read_points(folder)[-MAX_POINTS:]
     records = read_records(folder.path / METRICS_FILE)
-    state = {"status": "stopped", "evaluations": [r for r in records if r["kind"] == EVALUATION]}
+    evaluations = [record for record in records if record["kind"] == EVALUATION]
     snapshot = RunSnapshot(
         folder.run_id,
         config.trainer.steps,
         config.trainer.max_staleness,
-        state=state,
-        points=points,
+        state={"status": "stopped", "evaluations": evaluations},
+        points=points_of(records)[-MAX_POINTS:],
         remembered=(read_report(folder) or {}).get("bottleneck") or {},
     )
-    return snapshot, _words(folder, config)
-
-
-def _words(folder: RunFolder, config: RunConfig) -> str:
     versions = folder_versions(folder.path / CHECKPOINTS_FOLDER)
     kept = f"newest checkpoint: version {versions[-1]}" if versions else "no checkpoint yet"
-    return f"its Redis is not there: read from {folder.path} ({METRICS_FILE}; {kept})"
+    return snapshot, f"its Redis is not there: read from {folder.path} ({METRICS_FILE}; {kept})"
 
 
-def read_points(folder: RunFolder) -> list[StepPoint]:
-    """All steps that metrics.jsonl has. A resumed run may have written one twice: the last line stands."""
+def points_of(records: Iterable[Mapping[str, Any]]) -> list[StepPoint]:
+    """All steps of metrics.jsonl. A resumed run may have written one twice: the last line stands."""
     found: dict[int, StepPoint] = {}
-    for record in read_records(folder.path / METRICS_FILE):
+    for record in records:
         if record["kind"] == STEP:
             numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
             found[int(record["step"])] = StepPoint(int(record["step"]), numbers, numbers.get("time", 0.0))

@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import csv
-import io
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
@@ -12,15 +10,14 @@ from urllib.parse import urlencode
 import yaml
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from tidemill.common.run.state import CONFIG_FILE
 from tidemill.common.wire.keys import RUN_ID
-from tidemill.services.console.web.catalog import RunLine
-from tidemill.services.console.web.curves import differing, flatten, line_of
-from tidemill.services.console.web.formats import sendable
-from tidemill.services.console.web.metric_files import EVALUATION_PREFIX, Series, columns_of
-from tidemill.services.console.web.site import Site
+from tidemill.services.console.web.curves import EVALUATION_PREFIX, Columns, Series, line_of
+from tidemill.services.console.web.runs import ListedRun
+from tidemill.services.console.web.site import Site, csv_file, flatten
+from tidemill.services.console.web.texts import sendable
 
 MAX_RUNS = 8
 MAX_METRICS = 12
@@ -29,11 +26,12 @@ FIRST_RUNS = 4
 """That are shown where the address names none."""
 FIRST_METRICS = ("reward", "kl", "entropy", "completions/mean_length", "grad_norm")
 """That are shown where the address names none, after the score of the first evaluation set."""
-SCORE = "/score"
 AXES = {"step": "step", "time": "time since the first step"}
 MOST_SMOOTHING = 0.99
 LEAST_HOURS = 3
 """From here on, time is shown in hours."""
+ABSENT = "\u2013"
+"""What a config does not have: of another release, or of a section that is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +50,15 @@ class CompareQuery:
         """The query of an address; what cannot be understood is left out."""
         runs = dict.fromkeys(name for name in values.getlist("run") if RUN_ID.fullmatch(name))
         metrics = dict.fromkeys(name[:MAX_NAME_CHARACTERS] for name in values.getlist("metric") if name)
-        try:
+        smoothing, x = 0.0, values.get("x", "")
+        with contextlib.suppress(ValueError):
             smoothing = float(values.get("smooth", "0"))
-        except ValueError:
-            smoothing = 0.0
-        smoothing = min(MOST_SMOOTHING, smoothing) if smoothing > 0 else 0.0
-        x = values.get("x", "step")
-        text = values.get("text", "")[:MAX_NAME_CHARACTERS]
         return cls(
-            tuple(runs)[:MAX_RUNS], tuple(metrics)[:MAX_METRICS], smoothing, x if x in AXES else "step", text
+            tuple(runs)[:MAX_RUNS],
+            tuple(metrics)[:MAX_METRICS],
+            min(MOST_SMOOTHING, smoothing) if smoothing > 0 else 0.0,
+            x if x in AXES else "step",
+            values.get("text", "")[:MAX_NAME_CHARACTERS],
         )
 
     @property
@@ -75,11 +73,12 @@ class CompareQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComparedRuns:
     """What is known of the runs that were asked for."""
 
     query: CompareQuery
-    lines: list[RunLine]
+    """With the runs that are there, and the metrics that are shown."""
+    lines: list[ListedRun]
     """All runs that there are."""
     absent: tuple[str, ...]
     """Asked for, and not there."""
@@ -88,88 +87,80 @@ class Comparison:
     names: list[str]
     """Every number that any of the runs has."""
 
-    @property
-    def runs(self) -> list[str]:
-        """Those that are there, in the order of the address."""
-        return list(self.series)
 
-    @property
-    def is_live(self) -> bool:
-        """Whether there may be news."""
-        return any(line.status == "running" for line in self.lines if line.run_id in self.series)
-
-    @property
-    def longest_s(self) -> float:
-        """Seconds until the last value of any of them."""
-        lasts = (one.last for found in self.series.values() for one in found.values())
-        return max((last[2] for last in lasts if last), default=0.0)
-
-
-async def _read(site: Site, request: Request) -> Comparison:
-    query = CompareQuery.parse(request.query_params)
-    lines = await site.catalog.lines()
+async def _read(site: Site, request: Request) -> ComparedRuns:
+    query, catalog = CompareQuery.parse(request.query_params), site.catalog
+    lines = await catalog.lines()
     known = {line.run_id for line in lines}
-    names_runs, names_metrics = "run" in request.query_params, "metric" in request.query_params
-    wanted = query.runs if names_runs else tuple(line.run_id for line in lines[:FIRST_RUNS])
-    chosen = tuple([run for run in wanted if run in known or await site.catalog.exists(run)])
-    names_of_runs = await asyncio.gather(*(names_of(site, run) for run in chosen))
-    names = sorted({name for names in names_of_runs for name in names})
-    metrics = query.metrics if names_metrics else _first_metrics(names)
-    series = await asyncio.gather(*(series_of(site, run, metrics) for run in chosen))
-    absent = tuple(run for run in wanted if run not in chosen)
-    query = replace(query, runs=chosen, metrics=metrics)
-    return Comparison(query, lines, absent, dict(zip(chosen, series, strict=True)), names)
+    wanted = query.runs
+    if "run" not in request.query_params:
+        wanted = tuple(line.run_id for line in lines[:FIRST_RUNS])
+    runs = tuple([run for run in wanted if run in known or await catalog.exists(run)])
+    found = await asyncio.gather(*(_names(site, run) for run in runs))
+    names, metrics = sorted({name for names in found for name in names}), query.metrics
+    if "metric" not in request.query_params:
+        scores = [n for n in names if n.startswith(EVALUATION_PREFIX) and n.endswith("/score")][:1]
+        first = (FIRST_METRICS[0], *scores, *FIRST_METRICS[1:])
+        metrics = tuple(name for name in first if name in names)
+    series = await asyncio.gather(*(_series(site, run, metrics) for run in runs))
+    query = replace(query, runs=runs, metrics=metrics)
+    absent = tuple(run for run in wanted if run not in runs)
+    return ComparedRuns(query, lines, absent, dict(zip(runs, series, strict=True)), names)
 
 
-def _first_metrics(names: Sequence[str]) -> tuple[str, ...]:
-    scores = [name for name in names if name.startswith(EVALUATION_PREFIX) and name.endswith(SCORE)]
-    return tuple(name for name in (FIRST_METRICS[0], *scores[:1], *FIRST_METRICS[1:]) if name in names)
-
-
-async def names_of(site: Site, run: str) -> list[str]:
-    """Every number that a run has."""
-    found = await asyncio.to_thread(site.metric_files.names, site.catalog.runs / run)
-    if not found and (watched := await site.catalog.get(run)):
-        return sorted({name for point in watched.index.steps.values() for name in point.metrics})
-    return found
-
-
-async def series_of(site: Site, run: str, metrics: Sequence[str]) -> dict[str, Series]:
-    """Numbers of a run, from its folder, or from its streams where it has none here."""
-    if await asyncio.to_thread(site.metric_files.names, site.catalog.runs / run):
-        return await asyncio.to_thread(site.metric_files.series, site.catalog.runs / run, metrics)
+async def _names(site: Site, run: str) -> list[str]:
+    """Every number that a run has, in its folder, or else in its streams."""
+    if found := await asyncio.to_thread(site.metric_files.names, site.catalog.runs / run):
+        return found
     watched = await site.catalog.get(run)
-    columns = columns_of(watched.index.steps.values() if watched else ())
+    return sorted(
+        {name for point in watched.index.steps.values() for name in point.metrics} if watched else ()
+    )
+
+
+async def _series(site: Site, run: str, metrics: Sequence[str]) -> dict[str, Series]:
+    """Numbers of a run, from its folder, or from its streams where it has none here."""
+    folder = site.catalog.runs / run
+    if await asyncio.to_thread(site.metric_files.names, folder):
+        return await asyncio.to_thread(site.metric_files.series, folder, metrics)
+    watched = await site.catalog.get(run)
+    columns = Columns.of(watched.index.steps.values() if watched else ())
     return {name: columns.series(name) for name in metrics}
 
 
 async def _config(site: Site, run: str) -> dict[str, Any]:
     """The config as the folder has it, whichever release wrote it, else as Redis has it; empty: not known."""
-
-    def read() -> dict[str, Any]:
-        text = (site.catalog.runs / run / CONFIG_FILE).read_text(encoding="utf-8")
-        return flatten(yaml.safe_load(text))
-
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-        return await asyncio.to_thread(read)
+        text = await asyncio.to_thread((site.catalog.runs / run / CONFIG_FILE).read_text, "utf-8")
+        return flatten(await asyncio.to_thread(yaml.safe_load, text))
     watched = await site.catalog.get(run)
     return flatten(watched.config.model_dump(mode="json")) if watched and watched.config else {}
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Fields in which configs differ, with the value of each; the run's id is none of them.
+
+    A config of which nothing is known differs in nothing.
+    """
+    fields = dict.fromkeys(name for config in configs for name in config if name != "run_id")
+    rows = [(name, [config.get(name, ABSENT) for config in configs]) for name in fields]
+    known = [place for place, config in enumerate(configs) if config]
+    return [(name, values) for name, values in rows if any(values[at] != values[known[0]] for at in known)]
 
 
 async def page(site: Site, request: Request) -> Response:
     """The page: what can be chosen, the plots' places, and both tables."""
     found = await _read(site, request)
-    configs = [await _config(site, run) for run in found.runs]
+    configs = [await _config(site, run) for run in found.series]
     words = found.query.text.casefold().split()
-    shown = {name for name in found.names if all(word in name.casefold() for word in words)}
-    return site.templates.response(
+    chosen = found.query.metrics
+    return site.response(
         "compare.html",
-        run=None,
         here="compare",
         found=found,
         query=found.query,
-        listed=[*found.query.metrics, *(name for name in found.names if name not in found.query.metrics)],
-        shown=shown,
+        listed=[*chosen, *(name for name in found.names if name not in chosen)],
+        shown={name for name in found.names if all(word in name.casefold() for word in words)},
         differences=differing(configs) if len(configs) > 1 else [],
         most_runs=MAX_RUNS,
         most_metrics=MAX_METRICS,
@@ -181,11 +172,12 @@ async def curves(site: Site, request: Request) -> Response:
     """The plots' points, thinned to what a screen can show."""
     found = await _read(site, request)
     query = found.query
-
-    unit, unit_s = ("hour", 3600.0) if found.longest_s > LEAST_HOURS * 3600 else ("minute", 60.0)
+    lasts = [one.last for series in found.series.values() for one in series.values()]
+    longest_s = max((last[2] for last in lasts if last), default=0.0)
+    unit, unit_s = ("hour", 3600.0) if longest_s > LEAST_HOURS * 3600 else ("minute", 60.0)
+    is_timed = query.x == "time"
 
     def trees() -> list[dict[str, Any]]:
-        is_timed = query.x == "time"
         return [
             {
                 "key": sendable(metric),
@@ -193,14 +185,15 @@ async def curves(site: Site, request: Request) -> Response:
                 "unit": "",
                 "x": unit if is_timed else "version" if metric.startswith(EVALUATION_PREFIX) else "step",
                 "lines": [
-                    line_of(run, found.series[run][metric], query.smoothing, unit_s if is_timed else 0.0)
-                    for run in found.runs
+                    line_of(run, series[metric], query.smoothing, unit_s if is_timed else 0.0)
+                    for run, series in found.series.items()
                 ],
             }
             for metric in query.metrics
         ]
 
-    return JSONResponse({"live": found.is_live, "charts": await asyncio.to_thread(trees)})
+    is_live = any(line.status == "running" for line in found.lines if line.run_id in found.series)
+    return JSONResponse({"live": is_live, "charts": await asyncio.to_thread(trees)})
 
 
 async def table(site: Site, request: Request) -> Response:
@@ -208,44 +201,12 @@ async def table(site: Site, request: Request) -> Response:
     found = await _read(site, request)
 
     def rows() -> Iterator[Sequence[Any]]:
-        for run in found.runs:
-            for metric, series in found.series[run].items():
-                columns = (column.tolist() for column in (series.x, series.time, series.y))
-                for x, time, y in zip(*columns, strict=True):
+        for run, numbers in found.series.items():
+            for metric, series in numbers.items():
+                for x, y, time in zip(*(column.tolist() for column in series), strict=True):
                     yield run, metric, int(x), round(time, 3), y
 
-    return csv_response("comparison", ("run", "metric", "step", "seconds", "value"), rows())
-
-
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-
-
-def csv_response(name: str, titles: Sequence[str], rows: Iterator[Sequence[Any]]) -> Response:
-    """Rows as CSV, part by part. Text that a spreadsheet would take for a formula is quoted."""
-
-    def cell(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        return sendable("'" + value if value.startswith(FORMULA_STARTS) else value)
-
-    def parts() -> Iterator[str]:
-        buffer = io.StringIO()
-        writer = csv.writer(buffer)
-        writer.writerow(map(cell, titles))
-        for number, row in enumerate(rows, 1):
-            writer.writerow(map(cell, row))
-            if number % 500 == 0:
-                yield buffer.getvalue()
-                buffer.seek(0)
-                buffer.truncate()
-        yield buffer.getvalue()
-
-    return StreamingResponse(parts(), media_type="text/csv", headers=attached(f"{name}.csv"))
-
-
-def attached(name: str) -> dict[str, str]:
-    """The header that makes a browser keep a file in place of showing it; names are ours, or ids of runs."""
-    return {"Content-Disposition": f'attachment; filename="{name}"'}
+    return csv_file("comparison", ("run", "metric", "step", "seconds", "value"), rows())
 
 
 SitePage = Callable[[Site, Request], Awaitable[Response]]

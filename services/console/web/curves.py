@@ -1,16 +1,132 @@
-"""Curves as a screen can show them: smoothed as TensorBoard does it, thinned so that no spike is lost."""
+"""Numbers of runs by step, and curves of them as a screen can show them.
+
+Guarantees: a line of metrics.jsonl is read once, when it is complete, and one that is no record costs no
+other; of a step that was written twice, the last line stands. Curves are smoothed as TensorBoard does it, and
+thinned so that no spike is lost.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import threading
+from array import array
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tidemill.services.console.web.metric_files import Numbers, Series
+from tidemill.common.run.state import METRICS_FILE, STEP, parse_record
+from tidemill.services.console.status.snapshot import StepPoint
 
+Numbers = NDArray[np.float64]
+
+EVALUATION_PREFIX = "eval/"
+"""Names of an evaluation's numbers: `eval/<set>/<number>`, as loggers have them."""
+NO_METRICS = frozenset({"kind", "step", "version", "set", "time"})
+MAX_KEPT_FILES = 16
 MAX_POINTS = 500
 """Of one line."""
+
+
+class Series(NamedTuple):
+    """One number of a run: `x` are steps, or versions of an evaluation; `time` is in seconds."""
+
+    x: Numbers
+    y: Numbers
+    time: Numbers
+
+    @property
+    def last(self) -> tuple[float, float, float] | None:
+        """The newest `x`, `y` and `time`."""
+        return (float(self.x[-1]), float(self.y[-1]), float(self.time[-1])) if len(self.x) else None
+
+
+@dataclass(slots=True)
+class Columns:
+    """What has been read of a run's numbers."""
+
+    inode: int = 0
+    position: int = 0
+    """Bytes that were read."""
+    began_at: float = math.inf
+    numbers: dict[str, "array[float]"] = field(default_factory=lambda: defaultdict(lambda: array("d")))
+    """By name: x, y and time of each line, one after the other."""
+
+    @classmethod
+    def of(cls, points: Iterable[StepPoint]) -> "Columns":
+        """The numbers of a run that has no file here."""
+        columns = cls()
+        for point in points:
+            columns.add({**point.metrics, "kind": STEP, "step": point.step, "time": point.finished_at})
+        return columns
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        is_step = record.get("kind") == STEP
+        prefix = "" if is_step else f"{EVALUATION_PREFIX}{record.get('set', '')}/"
+        x, at = record.get("step" if is_step else "version"), record.get("time")
+        if not (_is_finite(x) and _is_finite(at)):
+            return
+        self.began_at = min(self.began_at, at)
+        for name, value in record.items():
+            if name not in NO_METRICS and _is_finite(value):
+                self.numbers[prefix + name].extend((x, value, at))
+
+    def series(self, name: str) -> Series:
+        """One number; empty where there is none of this name."""
+        rows = np.array(self.numbers.get(name, ())).reshape(-1, 3)[::-1]
+        # The last of equal steps is the first of them from behind.
+        _, places = np.unique(rows[:, 0], return_index=True)
+        x, y, at = rows[places].T
+        return Series(x, y, at - self.began_at)
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class MetricFiles:
+    """Reads and keeps the numbers of many runs, also of those that are not open."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, Columns] = OrderedDict()
+        self._lock = threading.Lock()  # several requests read at once, each in a thread
+
+    def names(self, run_dir: Path) -> list[str]:
+        """Names of everything that the file has numbers of, in order."""
+        with self._lock:
+            return sorted(self._read(run_dir).numbers)
+
+    def series(self, run_dir: Path, names: Sequence[str]) -> dict[str, Series]:
+        """The named numbers; an empty series where the file has none."""
+        with self._lock:
+            columns = self._read(run_dir)
+            return {name: columns.series(name) for name in names}
+
+    def _read(self, run_dir: Path) -> Columns:
+        """What the file holds now: what has been appended is read, a file in its place from its beginning."""
+        columns = self._files.pop(run_dir, None) or Columns()
+        try:
+            with open(run_dir / METRICS_FILE, "rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != columns.inode or stat.st_size < columns.position:
+                    columns = Columns(stat.st_ino)
+                file.seek(columns.position)
+                data = file.read()
+        except OSError:
+            return Columns()
+        data = data[: data.rfind(b"\n") + 1]
+        columns.position += len(data)
+        for line in data.splitlines():
+            if (record := parse_record(line)) is not None:
+                columns.add(record)
+        self._files[run_dir] = columns
+        while len(self._files) > MAX_KEPT_FILES:
+            self._files.popitem(last=False)
+        return columns
 
 
 def smooth(y: Numbers, weight: float) -> Numbers:
@@ -28,7 +144,7 @@ def smooth(y: Numbers, weight: float) -> Numbers:
     return averages
 
 
-def thin(y: Numbers, most: int = MAX_POINTS) -> "np.ndarray[Any, np.dtype[np.intp]]":
+def thin(y: Numbers, most: int = MAX_POINTS) -> NDArray[np.intp]:
     """Places of at most `most` values: the first, the last, and least and greatest of each of equal parts."""
     count = len(y)
     if count <= most:
@@ -41,7 +157,7 @@ def thin(y: Numbers, most: int = MAX_POINTS) -> "np.ndarray[Any, np.dtype[np.int
     return np.array(sorted(places))
 
 
-def line_of(label: str, series: Series, smoothing: float, unit_s: float = 0.0) -> dict[str, Any]:
+def line_of(label: str, series: Series, smoothing: float = 0.0, unit_s: float = 0.0) -> dict[str, Any]:
     """A line as JSON: `[x, y]` pairs, and as `raw` those before smoothing. `unit_s`: of a time axis."""
     x = series.time / unit_s if unit_s else series.x
     line: dict[str, Any] = {"label": label, "points": _pairs(x, smooth(series.y, smoothing))}
@@ -56,26 +172,75 @@ def _pairs(x: Numbers, y: Numbers) -> list[list[float]]:
     return [[float(f"{a:.7g}"), float(f"{b:.6g}")] for a, b in pairs if math.isfinite(a)]
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A config's fields by dotted names; lists are values."""
-    if not isinstance(tree, Mapping) or not tree:
-        return {prefix.removesuffix("."): tree}
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= flatten(value, f"{prefix}{name}.")
-    return found
+class Chart(NamedTuple):
+    """One small picture: a title, and its lines by label and metric."""
+
+    key: str
+    title: str
+    lines: Mapping[str, str]
+    unit: str = ""
+    """"share" is drawn from 0 to 1."""
+    x: str = "step"
 
 
-ABSENT = "\u2013"
-"""What a config does not have: of another release, or of a section that is not there."""
+KL = {"KL to reference": "kl", "KL of rollout": "rollout_kl", "entropy": "entropy"}
+LENGTH = {"mean": "completions/mean_length", "longest": "completions/max_length"}
+IDLE = {"trainer": "trainer_idle_share", "rollout": "idle/rollout", "reward": "idle/reward"}
+LOST = {"failed scores": "scores/failed_ratio", "dropped groups": "groups_dropped_ratio"}
+SESSION = {"engine": "sessions/engine_s", "environment": "sessions/environment_s"}
+STAGES = {"generation": "generation_s", "wait for reward": "reward_queue_s", "score": "score_s"}
+CHARTS = (
+    Chart("reward", "Reward", {"mean": "reward", "std in groups": "reward_group_std"}),
+    Chart("loss", "Loss", {"loss": "loss"}),
+    Chart("kl", "KL and entropy", KL),
+    Chart("grad", "Gradient norm", {"norm": "grad_norm"}),
+    Chart("length", "Completion length, tokens", LENGTH),
+    Chart("staleness", "Staleness, steps", {"mean": "staleness/mean", "most": "staleness/max"}),
+    Chart("idle", "Idle shares", IDLE, "share"),
+    Chart("failed", "Failed, dropped, cut", LOST | {"cut completions": "completions/clipped_ratio"}, "share"),
+    Chart("turns", "Turns of a session", {"mean": "sessions/mean_turns"}),
+    Chart("session", "A session's time, seconds", SESSION),
+    Chart("time", "Step time, seconds", {"step": "step_time_s", "training": "time/train_s"}),
+    Chart("latency", "A completion's way, seconds", {k: f"stages/{v}" for k, v in STAGES.items()}),
+)
+SOURCE_CHARTS = (
+    ("source_reward", "Reward by source", "reward", ""),
+    ("source_passes", "Pass rate by source", "pass_rate", "share"),
+)
+"""Key, title, metric and unit of the charts with a line for each source."""
+MOST_SOURCES, MOST_EVALUATIONS = 8, 6
+"""Lines of these charts, and of that of evaluations."""
 
 
-def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Fields in which configs differ, with the value of each; the run's id is none of them.
+def chart_trees(
+    steps: Mapping[int, StepPoint], evaluations: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """All charts that have points, as JSON: `[x, y]` pairs by line; evaluations come second."""
+    columns = Columns.of(_with_idle(steps[step]) for step in sorted(steps))
+    for item in evaluations:
+        columns.add(item)
+    sets = list(dict.fromkeys(str(item.get("set", "")) for item in evaluations))[:MOST_EVALUATIONS]
+    scores = {name[:60]: f"{EVALUATION_PREFIX}{name}/score" for name in sets}
+    sources = sorted({name.split("/")[1] for name in columns.numbers if name.startswith("source/")})
+    by_source = (
+        Chart(key, title, {name: f"source/{name}/{metric}" for name in sources[:MOST_SOURCES]}, unit)
+        for key, title, metric, unit in SOURCE_CHARTS
+    )
+    evaluation = Chart("evaluation", "Evaluation", scores, x="version")
+    trees = []
+    for chart in (CHARTS[0], evaluation, *CHARTS[1:], *by_source):
+        lines = [line_of(label, columns.series(name)) for label, name in chart.lines.items()]
+        if shown := [line for line in lines if line["points"]]:
+            trees.append({**chart._asdict(), "lines": shown})
+    return trees
 
-    A config of which nothing is known differs in nothing.
-    """
-    fields = dict.fromkeys(name for config in configs for name in config if name != "run_id")
-    rows = [(name, [config.get(name, ABSENT) for config in configs]) for name in fields]
-    known = [place for place, config in enumerate(configs) if config]
-    return [(name, values) for name, values in rows if any(values[at] != values[known[0]] for at in known)]
+
+def _with_idle(point: StepPoint) -> StepPoint:
+    """The point, with shares of workers whose steps tell how busy they were, not how idle."""
+    metrics, found = point.metrics, {}
+    for role in ("rollout", "reward"):
+        capacity_s = metrics.get(f"stages/{role}_workers", 0.0) * metrics.get("step_time_s", 0.0)
+        busy_s = metrics.get(f"stages/{role}_busy_s")
+        if busy_s is not None and capacity_s > 0:
+            found[f"idle/{role}"] = max(0.0, 1.0 - busy_s / capacity_s)
+    return replace(point, metrics={**metrics, **found})

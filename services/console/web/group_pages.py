@@ -1,4 +1,4 @@
-"""The browser of groups, one group, and the tokens of one completion."""
+"""The browser of groups, one group, the tokens of one completion, and groups as files."""
 
 from typing import Any
 
@@ -8,34 +8,55 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tidemill.common.errors import TidemillError
-from tidemill.common.history.records import GroupRecord, read_group, read_trajectories
+from tidemill.common.history.records import GroupRecord, SampleRecord, read_group, read_trajectories
 from tidemill.common.history.sessions import num_completion_tokens
 from tidemill.common.wire.messages import Lane, Trajectory
 from tidemill.common.wire.segments import Segment
-from tidemill.services.console.records.trace import group_tree
-from tidemill.services.console.web.formats import TokenTexts, sendable
-from tidemill.services.console.web.group_index import STATES, GroupRow
-from tidemill.services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
-from tidemill.services.console.web.site import Page, Site, history_of
-from tidemill.services.console.web.watched_run import WatchedRun
+from tidemill.services.console.records.trace import group_json, group_tree
+from tidemill.services.console.web.groups import (
+    EXTRA_STATES,
+    PAGE_ROWS,
+    STATES,
+    GroupQuery,
+    GroupRow,
+    number_of,
+)
+from tidemill.services.console.web.runs import WatchedRun
+from tidemill.services.console.web.site import Page, Site, csv_file, history_of, json_file
+from tidemill.services.console.web.texts import TokenTexts, sendable
 
 MAX_SHOWN_SAMPLES = 32
 """Completions on one page of a group."""
-SAMPLE_SORTS = ("index", "reward", "length")
 MAX_PART_TOKENS = 2000
 MAX_TEXT_PART_CHARACTERS = 20_000
+
+
+def _by_reward(sample: SampleRecord) -> tuple[Any, ...]:
+    return sample.reward is None, -(sample.reward or 0.0), sample.index
+
+
+def _by_length(sample: SampleRecord) -> tuple[Any, ...]:
+    made = sample.trajectory
+    return -sum(num_completion_tokens(made)) if made else 1, sample.index
+
+
+SAMPLE_SORTS: dict[str, Any] = {
+    "index": lambda sample: sample.index,
+    "reward": _by_reward,
+    "length": _by_length,
+}
 
 
 async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
     """Groups, filtered and in order, a page at a time."""
     query = GroupQuery.parse(request.query_params)
-    found = query.select(run.index.rows(query.lane))
+    found = query.select(run.index)
     num_pages = max(1, -(-len(found) // PAGE_ROWS))
     page = min(query.page, num_pages)
-    return site.page(
+    return site.response(
         "groups.html",
-        run,
-        "groups",
+        run=run,
+        here="groups",
         query=query,
         rows=found[(page - 1) * PAGE_ROWS : page * PAGE_ROWS],
         num_found=len(found),
@@ -49,20 +70,20 @@ async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
 
 async def group(site: Site, run: WatchedRun, request: Request) -> Response:
     """One group, its completions side by side."""
-    row, lane = find_row(run, request)
+    row, lane = _find_row(run, request)
     problem, view = "", GroupRecord(row.ticket, lane)
     has_letters = not run.is_live or bool(run.snapshot and run.snapshot.num_dead)
     try:
         view = await read_group(history_of(run), row.ticket, lane, row.known_places(has_letters))
     except TidemillError as error:
         problem = str(error)
-    sort = request.query_params.get("sort", "index")
-    first = _number(request.query_params.get("first"), 0)
-    samples = sorted(view.samples, key=_SAMPLE_KEYS.get(sort, _SAMPLE_KEYS["index"]))
-    return site.page(
+    typed, first = request.query_params.get("sort", ""), number_of(request.query_params.get("first"))
+    sort = typed if typed in SAMPLE_SORTS else "index"
+    samples = sorted(view.samples, key=SAMPLE_SORTS[sort])
+    return site.response(
         "group.html",
-        run,
-        "groups",
+        run=run,
+        here="groups",
         view=view,
         recorded=group_tree(view),
         row=row,
@@ -71,8 +92,8 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
         shown=samples[first : first + MAX_SHOWN_SAMPLES],
         first=first,
         most=MAX_SHOWN_SAMPLES,
-        sort=sort if sort in SAMPLE_SORTS else "index",
-        sorts=SAMPLE_SORTS,
+        sort=sort,
+        sorts=tuple(SAMPLE_SORTS),
         has_texts=(await run.texts()).is_known,
         previous=row.ticket - 1 if run.index.get(row.ticket - 1, lane) else None,
         following=row.ticket + 1 if run.index.get(row.ticket + 1, lane) else None,
@@ -81,24 +102,23 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
 
 async def tokens(site: Site, run: WatchedRun, request: Request) -> Response:
     """A part of a completion's tokens: texts, ids, logprobs, versions, and which are trained."""
-    trajectory = await _trajectory(run, request)
-    first = _number(request.query_params.get("first"), 0)
-    count = min(MAX_PART_TOKENS, max(1, _number(request.query_params.get("count"), MAX_PART_TOKENS)))
-    number = _number(request.query_params.get("segment"), 0)
+    trajectory, typed = await _trajectory(run, request), request.query_params
+    count = min(MAX_PART_TOKENS, max(1, number_of(typed.get("count"), MAX_PART_TOKENS)))
+    number = number_of(typed.get("segment"))
     if number >= len(trajectory.segments):
         raise HTTPException(404, f"Completion {trajectory.index} has {len(trajectory.forks)} forks.")
-    return JSONResponse(token_part(trajectory.segments[number], await run.texts(), first, count))
+    segment, first = trajectory.segments[number], number_of(typed.get("first"))
+    return JSONResponse(_token_part(segment, await run.texts(), first, count))
 
 
 async def text(site: Site, run: WatchedRun, request: Request) -> Response:
     """A part of a completion's text, as it was recorded."""
-    trajectory = await _trajectory(run, request)
-    first = _number(request.query_params.get("first"), 0)
-    part = trajectory.text[first : first + MAX_TEXT_PART_CHARACTERS]
-    return JSONResponse({"next": first + len(part), "total": len(trajectory.text), "text": sendable(part)})
+    whole, first = (await _trajectory(run, request)).text, number_of(request.query_params.get("first"))
+    part = whole[first : first + MAX_TEXT_PART_CHARACTERS]
+    return JSONResponse({"next": first + len(part), "total": len(whole), "text": sendable(part)})
 
 
-def find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
+def _find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
     """The group of an address.
 
     Raises:
@@ -113,28 +133,14 @@ def find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
 
 
 async def _trajectory(run: WatchedRun, request: Request) -> Trajectory:
-    row, lane = find_row(run, request)
-    index = request.path_params["index"]
-    window = row.trajectories.ids
-    found = await read_trajectories(history_of(run), row.ticket, lane, window)
-    trajectory = next((made for made in found if made.index == index), None)
-    if trajectory is None:
-        raise HTTPException(404, f"Ticket {row.ticket} has no completion {index}.")
-    return trajectory
+    row, lane = _find_row(run, request)
+    for made in await read_trajectories(history_of(run), row.ticket, lane, row.trajectories):
+        if made.index == request.path_params["index"]:
+            return made
+    raise HTTPException(404, f"Ticket {row.ticket} has no completion {request.path_params['index']}.")
 
 
-def _length(made: Trajectory | None) -> int:
-    return sum(num_completion_tokens(made)) if made else -1
-
-
-_SAMPLE_KEYS: dict[str, Any] = {
-    "index": lambda sample: sample.index,
-    "reward": lambda sample: (sample.reward is None, -(sample.reward or 0.0), sample.index),
-    "length": lambda sample: (-_length(sample.trajectory), sample.index),
-}
-
-
-def token_part(segment: Segment, texts: TokenTexts, first: int, count: int) -> dict[str, Any]:
+def _token_part(segment: Segment, texts: TokenTexts, first: int, count: int) -> dict[str, Any]:
     """Tokens `first` to `first + count` of a segment's completion, as JSON. `turns` has the turn that made
     each token, -1 for the environment's; it is None for a single turn."""
     total = len(segment.completion_ids)
@@ -159,13 +165,53 @@ def token_part(segment: Segment, texts: TokenTexts, first: int, count: int) -> d
     }
 
 
-def _number(text: str | None, default: int) -> int:
-    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 10 else default
+def _row_tree(row: GroupRow) -> dict[str, Any]:
+    rewards, lengths = row.rewards, row.lengths
+    return {
+        "ticket": row.ticket,
+        "step": row.at_step,
+        "state": row.state,
+        "reward_mean": rewards.mean if rewards.count else None,
+        "reward_std": rewards.std if rewards.count else None,
+        "num_rewards": rewards.count,
+        "num_failed": row.num_failed,
+        "length_mean": lengths.mean if lengths.count else None,
+        "num_cut": row.num_cut,
+        "min_version": row.min_version,
+        "max_version": row.max_version,
+        "workers": " ".join(row.workers),
+        "finished_at": row.finished_at,
+        "dropped": row.dropped,
+        "prompt": row.prompt,
+    }
+
+
+async def groups_csv(site: Site, run: WatchedRun, request: Request) -> Response:
+    """All groups that the filters leave, with the beginnings of their prompts."""
+    found = GroupQuery.parse(request.query_params).select(run.index)
+    rows = (tuple(_row_tree(row).values()) for row in found)
+    return csv_file(f"{run.run_id}-groups", tuple(_row_tree(GroupRow(0))), rows)
+
+
+async def groups_json(site: Site, run: WatchedRun, request: Request) -> Response:
+    found = GroupQuery.parse(request.query_params).select(run.index)
+    return json_file(f"{run.run_id}-groups", [_row_tree(row) for row in found])
+
+
+async def whole_group(site: Site, run: WatchedRun, request: Request) -> Response:
+    """Everything that is recorded of a group, as `tidemill trace --json` prints it."""
+    row, lane = _find_row(run, request)
+    found = await read_group(history_of(run), row.ticket, lane, row.known_places(True))
+    kind = "eval-group" if lane is Lane.EVAL else "group"
+    return json_file(f"{run.run_id}-{kind}-{row.ticket}", group_json(found))
 
 
 ROUTES: dict[str, Page] = {
     "/run/{run}/groups": browser,
+    "/run/{run}/groups.csv": groups_csv,
+    "/run/{run}/groups.json": groups_json,
     "/run/{run}/{lane:lane}/{ticket:int}": group,
+    "/run/{run}/{lane:lane}/{ticket:int}.json": whole_group,
     "/run/{run}/{lane:lane}/{ticket:int}/{index:int}/tokens.json": tokens,
     "/run/{run}/{lane:lane}/{ticket:int}/{index:int}/text.json": text,
 }

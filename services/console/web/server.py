@@ -1,20 +1,33 @@
-"""`tidemill web`: serves the pages until Ctrl-C."""
+"""`tidemill web`: serves the pages until Ctrl-C, to those who may read them.
 
+Guarantees: nothing is written; a page is sent to nobody without the token where one is required; a site that
+a visitor happens to have open cannot read pages through the visitor's browser; nothing but the page's own
+files is loaded or run, whatever the text on the page holds.
+"""
+
+import base64
+import binascii
 import contextlib
 import functools
+import hmac
+import ipaddress
 import os
+import secrets
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.http_server import server_config
@@ -22,10 +35,134 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.options import WebOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
-from tidemill.services.console.web import compare_pages, group_pages, pages, run_files
-from tidemill.services.console.web.access import TOKEN_VARIABLE, Access, Gate, is_loopback
-from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web import compare_pages, group_pages, run_pages
+from tidemill.services.console.web.runs import Catalog
 from tidemill.services.console.web.site import FOLDER, Site
+
+TOKEN_VARIABLE = "TIDEMILL_WEB_TOKEN"
+LEAST_TOKEN_CHARACTERS = 16
+READING_METHODS = ("GET", "HEAD")
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": CONTENT_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+ASK = {"WWW-Authenticate": 'Basic realm="tidemill web: the token is the password", charset="UTF-8"'}
+"""Makes a browser ask for a name and a password, which it then sends with every request to this server."""
+CLOSE_S = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may read the pages of one server."""
+
+    token: str = ""
+    """Empty: everybody who reaches the port, which listens on this machine only."""
+    host_names: frozenset[str] = frozenset()
+    """Names, besides addresses and localhost, under which visitors may ask."""
+
+    @classmethod
+    def of(
+        cls, host: str, host_names: tuple[str, ...] = (), fixed_token: str = "", *, asks_always: bool = False
+    ) -> "Access":
+        """Rules for a server that listens on `host`; a fixed token is asked for on this machine too.
+
+        Raises:
+            ConfigError: the fixed token is one that can be guessed, or that no header can carry.
+        """
+        if fixed_token and (len(fixed_token) < LEAST_TOKEN_CHARACTERS or not fixed_token.isascii()):
+            raise ConfigError(
+                f"{TOKEN_VARIABLE} has {len(fixed_token)} characters; it needs {LEAST_TOKEN_CHARACTERS} or "
+                "more, all ASCII. `openssl rand -hex 24` makes a good one."
+            )
+        is_here = _is_loopback(host)
+        token = fixed_token or ("" if is_here and not asks_always else secrets.token_urlsafe(32))
+        own = () if is_here else (socket.gethostname(), socket.getfqdn())
+        return cls(token, frozenset(name.lower() for name in (host, *own, *host_names)))
+
+    def knows_host(self, header: str) -> bool:
+        """Whether a Host header is one that a visitor would type.
+
+        Under any other name, a page of somebody else's may have pointed its own name here (DNS rebinding).
+        """
+        name = header.strip().lower()
+        if name.startswith("["):
+            name = name[1:].partition("]")[0]
+        elif name.count(":") == 1:
+            name = name.partition(":")[0]
+        if name in ("localhost", *self.host_names):
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return bool(self.token) or address.is_loopback
+
+    def admits(self, authorization: str) -> bool:
+        """Whether this header has the token: `Bearer TOKEN`, or `Basic` with the token as the password."""
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() == "basic":
+            try:
+                given = base64.b64decode(given, validate=True).decode("utf-8", "replace").partition(":")[2]
+            except (binascii.Error, ValueError):
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        # In constant time: how long a comparison takes tells nothing of the token.
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens there."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class Gate:
+    """ASGI middleware that holds the rules; its headers go with every answer."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        answer = self._refusal(Headers(scope=scope), scope["method"]) or self.app
+        await answer(scope, receive, send_with_headers)
+
+    def _refusal(self, headers: Headers, method: str) -> Response | None:
+        if method not in READING_METHODS:
+            allowed = {"Allow": ", ".join(READING_METHODS)}
+            return PlainTextResponse("These pages are read only.\n", 405, allowed)
+        if not self.access.knows_host(headers.get("host", "")):
+            return PlainTextResponse(
+                "This server does not answer under that name. Use its address, or start it with "
+                "--allow-host NAME.\n",
+                421,
+            )
+        if self.access.token and not self.access.admits(headers.get("authorization", "")):
+            return PlainTextResponse("This page needs its token: give it as the password.\n", 401, ASK)
+        return None
 
 
 class LaneConvertor(Convertor[Lane]):
@@ -51,36 +188,32 @@ def create_app(catalog: Catalog, access: Access) -> Starlette:
         await catalog.close()
 
     async def missing(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        detail = error.detail if isinstance(error, HTTPException) else str(error)
-        what = "There is nothing at this address." if detail == "Not Found" else detail
-        return site.templates.response("missing.html", status, run=None, here="", what=what)
+        assert isinstance(error, HTTPException)
+        is_plain = error.detail == "Not Found"
+        what = "There is nothing at this address." if is_plain else error.detail
+        return site.response("missing.html", error.status_code, what=what)
 
     async def away(request: Request, error: Exception) -> Response:
-        return site.templates.response("missing.html", 503, run=None, here="", what=str(error))
+        return site.response("missing.html", 503, what=str(error))
 
     async def broken(request: Request, error: Exception) -> Response:
         return PlainTextResponse(f"This page failed: {type(error).__name__}.\n", 500)
 
     async def runs(request: Request) -> Response:
-        return await pages.runs(site)
+        lines = await catalog.lines()
+        return site.response("runs.html", here="runs", lines=lines, folder=str(catalog.runs))
 
-    run_pages = pages.ROUTES | group_pages.ROUTES | run_files.ROUTES
     return Starlette(
         routes=[
             Mount("/static", StaticFiles(directory=FOLDER / "static"), name="static"),
             Route("/", runs),
             *(Route(path, functools.partial(page, site)) for path, page in compare_pages.ROUTES.items()),
-            *(site.route(path, page) for path, page in run_pages.items()),
+            *(site.route(path, page) for path, page in (run_pages.ROUTES | group_pages.ROUTES).items()),
         ],
         middleware=[Middleware(Gate, access=access)],
         exception_handlers={HTTPException: missing, TidemillError: away, Exception: broken},
         lifespan=lifespan,
     )
-
-
-CLOSE_S = 3
-EVERYWHERE = ("0.0.0.0", "::")
 
 
 def serve(options: WebOptions) -> None:
@@ -95,8 +228,7 @@ def serve(options: WebOptions) -> None:
 
 async def _serve(options: WebOptions) -> None:
     listener = _listen(options.host, options.port)
-    catalog = Catalog(folder_of_runs(options.runs_dir))
-    path = ""
+    catalog, path = Catalog(folder_of_runs(options.runs_dir)), ""
     if options.run_id is not None:
         run_id = find_run(options.run_id, catalog.runs).run_id
         if await catalog.get(run_id) is None:
@@ -105,11 +237,16 @@ async def _serve(options: WebOptions) -> None:
                 "with --runs-dir."
             )
         path = f"run/{run_id}"
-    port = listener.getsockname()[1]
     names, fixed = tuple(options.host_names), os.environ.get(TOKEN_VARIABLE, "").strip()
     access = Access.of(options.host, names, fixed, asks_always=options.asks_token)
-    shown_token = "" if fixed else access.token
-    print(_greeting(options.host, port, path, shown_token), flush=True)
+    name = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
+    shown = f"[{name}]" if ":" in name else name
+    print(f"Pages to look at: http://{shown}:{listener.getsockname()[1]}/{path}")
+    if access.token and not fixed:
+        print(f"Browsers ask for a name and a password: any name, and this token: {access.token}")
+    if not _is_loopback(options.host):
+        print("Others reach this port. Who has the token may read everything; it is sent unencrypted.")
+    print("Ctrl-C ends the pages only; runs go on.", flush=True)
     config = server_config(
         create_app(catalog, access),
         lifespan="auto",
@@ -134,15 +271,3 @@ def _listen(host: str, port: int) -> socket.socket:
             "--port."
         ) from None
     return listener
-
-
-def _greeting(host: str, port: int, path: str, token: str) -> str:
-    name = socket.gethostname() if host in EVERYWHERE else host
-    shown = f"[{name}]" if ":" in name else name
-    lines = [f"Pages to look at: http://{shown}:{port}/{path}"]
-    if token:
-        lines.append(f"Browsers ask for a name and a password: any name, and this token: {token}")
-    if not is_loopback(host):
-        lines.append("Others reach this port. Who has the token may read everything; it is sent unencrypted.")
-    lines.append("Ctrl-C ends the pages only; runs go on.")
-    return "\n".join(lines)

@@ -16,7 +16,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.common.config.run import RunConfig
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import VersionSpan
 
@@ -165,11 +164,6 @@ class StopTexts:
         self._num_seen = len(token_ids)
         self.is_reached = any(stop in text for stop in self._texts)
         return self.is_reached
-
-
-def sampling_seed(config: RunConfig) -> int:
-    """The seed of the engine's sampling: its own, else the run's."""
-    return config.seed if config.rollout.seed is None else config.rollout.seed
 
 
 def check_length(request: GenerationRequest, max_model_len: int) -> None:

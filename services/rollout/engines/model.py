@@ -144,19 +144,18 @@ def _unusable(path: str, reason: str, error: Exception) -> str:
     return f"model.path {path} cannot be used: {reason}{detail}. Give the folder of a Hugging Face model"
 
 
-def load_model(model: ModelConfig, device: str) -> Any:
-    """Load `model.path` for inference; `auto` takes the first GPU, else the CPU.
+def load_model(model: ModelConfig) -> Any:
+    """Load `model.path` for inference, on the first GPU, else the CPU.
 
     Raises:
-        ConfigError: the device is not there, or the folder does not hold all of the model's weights.
+        ConfigError: the folder does not hold all of the model's weights.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     is_local = Path(model.path).is_dir()
     try:
         hf_config = AutoConfig.from_pretrained(model.path, local_files_only=is_local)

@@ -23,7 +23,6 @@ from tidemill.services.rollout.engines.engine import (
     check_ids,
     check_length,
     request_key,
-    sampling_seed,
     uniforms,
 )
 
@@ -36,8 +35,8 @@ class SimulatedEngine(Engine):
     def __init__(self, config: RunConfig, worker: str = "") -> None:
         self._options = config.rollout.simulated
         self._max_model_len = config.model.max_model_len
-        self._seed = sampling_seed(config)
-        self._slots = asyncio.Semaphore(self._options.capacity)
+        self._seed = config.seed
+        self._slots = asyncio.Semaphore(config.rollout.max_num_seqs)
         self._changes: list[tuple[float, int]] = []
         self.is_awake = True
 

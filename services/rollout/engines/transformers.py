@@ -24,7 +24,6 @@ from tidemill.services.rollout.engines.engine import (
     WeightUpdate,
     check_ids,
     request_key,
-    sampling_seed,
 )
 from tidemill.services.rollout.engines.model import (
     ModelEngine,
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
     from tidemill.services.rollout.engines.held_weights import HeldWeights
 
 Result = TypeVar("Result")
+GATHER_S = 0.02
+"""How long the first request of a batch waits to fill a batch."""
 
 
 @dataclass(slots=True)
@@ -59,8 +60,8 @@ class TransformersEngine(ModelEngine):
 
     def __init__(self, config: RunConfig, worker: str = "") -> None:
         self._config = config
-        self._options = config.rollout.transformers
-        self._seed = sampling_seed(config)
+        self._batch_size = config.rollout.max_num_seqs
+        self._seed = config.seed
         self._model: Any = None
         self._held: HeldWeights | None = None
         self._digest: Digest | None = None
@@ -155,8 +156,7 @@ class TransformersEngine(ModelEngine):
         while True:
             await self._gather()
             async with self._model_in_use:
-                size = self._options.max_batch_size
-                batch, self._queue = self._queue[:size], self._queue[size:]
+                batch, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
                 if not self._queue:
                     self._arrived.clear()
                 try:
@@ -173,8 +173,8 @@ class TransformersEngine(ModelEngine):
         if not self._queue:
             self._arrived.clear()
         await self._arrived.wait()
-        deadline = self._queue[0].since + self._options.gather_ms / 1000
-        while len(self._queue) < self._options.max_batch_size and (left := deadline - time.monotonic()) > 0:
+        deadline = self._queue[0].since + GATHER_S
+        while len(self._queue) < self._batch_size and (left := deadline - time.monotonic()) > 0:
             self._arrived.clear()
             try:
                 await asyncio.wait_for(self._arrived.wait(), left)
@@ -241,7 +241,7 @@ class TransformersEngine(ModelEngine):
         import torch
 
         torch.set_num_threads(num_threads)  # where torch was imported before, it has read another number
-        return load_model(self._config.model, self._options.device)
+        return load_model(self._config.model)
 
     def _running_model(self) -> Any:
         if self._model is None:

@@ -10,7 +10,7 @@ from tidemill.common.process.children import hide_memory
 from tidemill.common.process.programs import VLLM_EXTENSION
 from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
 from tidemill.common.run.model_overrides import for_vllm, with_overrides
-from tidemill.services.rollout.engines.engine import request_key, sampling_seed
+from tidemill.services.rollout.engines.engine import request_key
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -82,15 +82,15 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         "dtype": config.model.dtype,
         "max_model_len": config.model.max_model_len,
         "tensor_parallel_size": options.tensor_parallel_size,
-        "max_num_seqs": options.max_num_seqs,
+        "max_num_seqs": config.rollout.max_num_seqs,
         "enforce_eager": options.enforce_eager,
-        "enable_prefix_caching": options.prefix_caching,
+        "enable_prefix_caching": True,  # of a group's prompt; a new version reuses nothing of older ones
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
         "worker_extension_cls": VLLM_EXTENSION,
         # One stream of noise serves all requests of an engine; two workers must not share it.
-        "seed": request_key(sampling_seed(config), worker) >> 33,
+        "seed": request_key(config.seed, worker) >> 33,
     }
     if config.shared_turn_s is not None and not is_cpu():
         fields["enable_sleep_mode"] = True

@@ -184,18 +184,19 @@ class AgentPlayer:
         """What a session comes to whose program failed. Raises ProgramError: it is played again."""
         if session.limit:  # one branch of the program met it, also where others went on
             session.reach(session.limit)
-        policy, is_cut = self._section.on_program_error, session.end != "done"
-        is_models = error.cause == "model" or (policy != "fault" and error.cause == "unknown")
+        value, is_cut = self._section.program_error_value, session.end != "done"
+        is_replayed = self._section.on_program_error == "fault"
+        is_models = error.cause == "model" or (not is_replayed and error.cause == "unknown")
         if not session.histories.recorded or error.cause == "machine" or not (is_models or is_cut):
             raise error
         log.warning(
             "a program ended with an error, at a limit or because the model was wrong",
             end=session.end,
-            outcome="value" if policy == "value" else "truncated",
+            outcome="truncated" if value is None else "value",
             error=str(error).rstrip().splitlines()[-1],
         )
-        if policy == "value":
-            return Result(self._section.program_error_value, {PROGRAM_ERROR: 1.0})
+        if value is not None:
+            return Result(value, {PROGRAM_ERROR: 1.0})
         return Result(metrics={PROGRAM_ERROR: 1.0}, is_truncated=True)
 
 

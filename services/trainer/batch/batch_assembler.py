@@ -213,7 +213,7 @@ class BatchAssembler:
         self.context, self.trainer = context, context.config.trainer
         self.scheduler, self.join, self.reconciler = streams.scheduler, streams.join, streams.reconciler
         # In turns on a GPU nothing is computed before all groups are there: each time an engine would sleep.
-        self.takes_turns = context.config.rollout.takes_gpu_turns
+        self.takes_turns = context.config.rollout.trainer_gpus == "turns"
         self.group_filter, self.precompute = group_filter, None if self.takes_turns else precompute
         self.dropped: list[Dropped] = []
         self.limit = ReplacementLimit(self.trainer)

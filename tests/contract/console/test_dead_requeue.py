@@ -17,7 +17,7 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, Ticket, Trajectory
 from tidemill.services.console.dead.entries import DeadEntry, read_dead
-from tidemill.services.console.dead.requeue import Requeuer, RequeueResult, TicketEnds
+from tidemill.services.console.dead.requeue import Requeuer, RequeueResult
 from tidemill.services.console.options import DeadFilter
 
 EVERYTHING = DeadFilter()
@@ -26,11 +26,11 @@ CONFIG = trainer_config(streams__lease_s=1.0)
 
 
 async def letters(broker: Broker, keys: Keys, wanted: DeadFilter = EVERYTHING) -> list[DeadEntry]:
-    return await read_dead(scan(broker, keys.dead, DeadLetter), wanted, 1 << 20)
+    return await read_dead(scan(broker, keys.dead, DeadLetter), wanted, None)
 
 
 async def put_back(broker: Broker, keys: Keys) -> list[RequeueResult]:
-    requeuer = Requeuer(broker, keys, CONFIG, await TicketEnds.read(broker, keys))
+    requeuer = await Requeuer.open(broker, keys, CONFIG)
     return [await requeuer.put_back(letter) for letter in await letters(broker, keys)]
 
 
@@ -114,9 +114,8 @@ async def test_two_operators_at_once_put_a_message_back_once(broker, keys, origi
     if origin == "scores":
         await broker.execute("DEL", keys.dead)
         await write_letter(broker, keys, "scores", make_score(3, 0))
-    fates = await TicketEnds.read(broker, keys)
     (letter,) = await letters(broker, keys)
-    requeuers = [Requeuer(broker, keys, CONFIG, fates) for _ in range(4)]
+    requeuers = [await Requeuer.open(broker, keys, CONFIG) for _ in range(4)]
     verdicts = await asyncio.gather(*(requeuer.put_back(letter) for requeuer in requeuers))
     assert sorted(verdict.is_done for verdict in verdicts) == [False, False, False, True]
     assert "somebody has put it back" in next(v.words for v in verdicts if not v.is_done)
@@ -178,10 +177,10 @@ class TestWhatCanNoLongerMatter:
 async def test_a_letter_that_the_trainer_has_not_acted_on_is_kept(broker, keys):
     await dead_ticket(broker, keys)
     (letter,) = await letters(broker, keys)
-    requeuer = Requeuer(broker, keys, CONFIG, await TicketEnds.read(broker, keys))
+    requeuer = await Requeuer.open(broker, keys, CONFIG)
     assert "not replaced yet" in await requeuer.reason_to_keep(letter)
     await append_numbered(broker, keys.prompts(), [(9, make_ticket(9, step=3, replaces=3))])
-    requeuer = Requeuer(broker, keys, CONFIG, await TicketEnds.read(broker, keys))
+    requeuer = await Requeuer.open(broker, keys, CONFIG)
     assert await requeuer.reason_to_keep(letter) == ""
 
 

@@ -12,7 +12,7 @@ from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, rea
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.exporter.exporter import MetricsReader, _set_workers, as_json
-from tidemill.services.console.status.render import dashboard
+from tidemill.services.console.status.dashboard import dashboard
 from tidemill.services.console.status.snapshot import RunSnapshot
 
 ODD: dict[str, Any] = {

@@ -12,6 +12,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import FINISHED, RUNNING, update_state
 from tidemill.common.wire.keys import Keys
+from tidemill.services.console.options import StatusOptions
 from tidemill.services.console.status.report import show_report
 
 
@@ -27,7 +28,7 @@ async def finish(broker: Broker, keys: Keys, tickets_issued: int) -> None:
 
 
 async def report(runs: Path) -> int:
-    return await asyncio.to_thread(show_report, None, True, runs)
+    return await asyncio.to_thread(show_report, StatusOptions(None, as_json=True, runs_dir=runs))
 
 
 async def test_a_finished_run_is_reported_and_kept_in_its_folder(

@@ -18,8 +18,7 @@ from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import append, append_numbered, trim_before
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, Ticket, Trajectory
-from tidemill.services.console.compare.differences import Aspect
-from tidemill.services.console.compare.run_diff import DiffedRun, RunDiff, diff_runs
+from tidemill.services.console.compare.diff import Aspect, DiffedRun, RunDiff, diff_runs
 
 STEPS, GROUPS, SIZE = 5, 2, 2
 

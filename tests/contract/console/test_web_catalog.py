@@ -10,7 +10,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
 from tidemill.common.wire.keys import RUNS, Keys
-from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.runs import Catalog
 
 
 @pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)

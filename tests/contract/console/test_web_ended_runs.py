@@ -17,11 +17,10 @@ from tidemill.common.history import StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.keys import Keys
-from tidemill.services.console.web import watched_run
-from tidemill.services.console.web.access import Access
-from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web import runs
 from tidemill.services.console.web.curves import MAX_POINTS
-from tidemill.services.console.web.server import create_app
+from tidemill.services.console.web.runs import Catalog
+from tidemill.services.console.web.server import Access, create_app
 
 KEYS = Keys("ended")
 
@@ -63,12 +62,12 @@ async def leave_a_run(tmp_path: Path, *, archived: bool = False) -> EmbeddedRedi
 async def test_what_a_redis_left_is_shown_and_let_go_of_when_nobody_looks(
     site: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched_run, "REFRESH_STILL_S", 0.05)
+    monkeypatch.setattr(runs, "REFRESH_STILL_S", 0.05)
     redis = await leave_a_run(tmp_path)
     await shows(site, "/groups/0", "words of the judge")
     await shows(site, "/groups", "6 groups")
     await shows(site, "", "stopped")
-    monkeypatch.setattr(watched_run, "UNWATCHED_S", 0.0)
+    monkeypatch.setattr(runs, "UNWATCHED_S", 0.0)
 
     def is_free() -> bool:
         try:
@@ -79,7 +78,7 @@ async def test_what_a_redis_left_is_shown_and_let_go_of_when_nobody_looks(
         return True
 
     await wait_until(lambda: asyncio.to_thread(is_free), what="the run could be resumed")
-    monkeypatch.setattr(watched_run, "UNWATCHED_S", 90.0)
+    monkeypatch.setattr(runs, "UNWATCHED_S", 90.0)
     await shows(site, "/groups/1", "words of the judge")
 
 
@@ -98,12 +97,12 @@ async def test_a_run_of_which_only_the_archive_is_left_is_all_there(
 async def test_a_run_whose_config_is_not_understood_says_so_and_is_shown_once_it_is(
     site: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched_run, "RETRY_S", 0.05)
+    monkeypatch.setattr(runs, "RETRY_S", 0.05)
     write_folder(tmp_path, KEYS)
     config = tmp_path / "ended" / "config.yaml"
     good = config.read_text()
     config.write_text("trainer: {steps: -1, <b>: 2}")
-    await shows(site, "", "No news from this run")
+    await shows(site, "", "This run cannot be read now")
     assert "<b>" not in (await site.get("/groups")).text.partition("<main")[0]
     (tmp_path / "ended" / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "reward": 0.125}\n')
     config.write_text(good)

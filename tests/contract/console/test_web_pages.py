@@ -24,10 +24,9 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import append, append_numbered
 from tidemill.common.wire.keys import Keys
-from tidemill.services.console.web.access import CONTENT_POLICY, Access
-from tidemill.services.console.web.catalog import Catalog
-from tidemill.services.console.web.compare_pages import csv_response
-from tidemill.services.console.web.server import create_app
+from tidemill.services.console.web.runs import Catalog
+from tidemill.services.console.web.server import CONTENT_POLICY, Access, create_app
+from tidemill.services.console.web.site import csv_file
 
 # What differs between servers is hidden by `History`, and tested there.
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
@@ -51,7 +50,7 @@ async def site(
 
 
 async def _is_read(client: httpx.AsyncClient) -> bool:
-    answer = (await client.get("/news.json")).json()
+    answer = (await client.get("/changes.json")).json()
     return bool(answer["groups"]["train"] == 6 and answer["groups"]["eval"] == 1 and answer["steps"] == 2)
 
 
@@ -199,7 +198,7 @@ async def test_groups_go_out_as_csv_and_json_and_no_text_becomes_a_formula(site:
     whole = (await site.get("/groups/1.json")).json()
     assert whole["number"] == 1 and len(whole["samples"]) == 4
     assert whole["samples"][0]["trajectory"]["completion_ids"] == [5, 6, 7, 8, 9, 10]
-    parts = "".join([part async for part in csv_response("x", ("a",), iter([("=1+1", -2)])).body_iterator])
+    parts = "".join([part async for part in csv_file("x", ("a",), iter([("=1+1", -2)])).body_iterator])
     assert parts == "a\r\n'=1+1,-2\r\n"
 
 

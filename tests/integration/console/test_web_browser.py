@@ -134,7 +134,7 @@ async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(
     await append(broker, keys.trajectories(), completion(NUM_GROUPS - 1, 0, "the newest one"))
     async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing() as page:
         await settled(page, f"http://{base}/groups")
-        assert "50\u202f000 groups" in await text_of(page, "#news")
+        assert "50\u202f000 groups" in await text_of(page, "#changes")
         assert await page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
         await page.keyboard.press("j")
         await page.keyboard.press("j")
@@ -146,7 +146,7 @@ async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(
         await page.keyboard.press("j")
         assert await page.evaluate("document.activeElement.textContent") == str(NUM_SCORED - 1)
         await page.goto(f"http://{base}/groups?reward=3..3&step=..20")
-        assert "2 of 50\u202f000 groups" in await text_of(page, "#news")
+        assert "2 of 50\u202f000 groups" in await text_of(page, "#changes")
 
 
 async def test_a_group_is_read_with_keys_alone(

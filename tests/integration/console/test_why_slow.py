@@ -33,7 +33,10 @@ QUICK: dict[str, Any] = {
 }
 """Everything takes a little."""
 PLANTED: dict[str, dict[str, Any]] = {
-    "rollout": {"rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.8, "capacity": 4}},
+    "rollout": {
+        "rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.8},
+        "rollout__max_num_seqs": 4,
+    },
     "reward": {"reward__delay_s": (0.3, 0.5), "reward__max_in_flight": 2},
     "trainer": {"trainer__simulated": {"group_s": 0.6, "update_s": 0.8}},
     "environment": {

@@ -78,7 +78,8 @@ async def test_who_takes_over_half_done_groups_generates_only_what_is_missing(tm
     """No trainer: eight tickets, a worker that is killed half-way, and another one."""
     config = simulated_config(
         tmp_path,
-        rollout__simulated={"tokens": 4, "vocab_size": 32, "group_s": 0.4, "jitter": 1.0, "capacity": 2},
+        rollout__simulated={"tokens": 4, "vocab_size": 32, "group_s": 0.4, "jitter": 1.0},
+        rollout__max_num_seqs=2,
         streams__lease_s=1.0,
         trainer__max_staleness=1,
     )
@@ -88,7 +89,7 @@ async def test_who_takes_over_half_done_groups_generates_only_what_is_missing(tm
         half_done = await wait_until(lambda: _half_done(run))
         run.kill("first")
         before = {sample.key for sample in await messages(run.broker, run.keys.trajectories(), Trajectory)}
-        run.start("rollout", "second", "rollout.simulated.group_s=0", "rollout.simulated.capacity=100")
+        run.start("rollout", "second", "rollout.simulated.group_s=0", "rollout.max_num_seqs=100")
         await wait_until(lambda: _is_all_generated(run, 8 * SIZE))
         samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
         assert await run.stop("second") == 0

@@ -26,7 +26,7 @@ def _config() -> RunConfig:
         REPO / "examples/arith/config.yaml",
         [
             "rollout.engine=vllm",
-            "rollout.vllm.max_num_seqs=64",
+            "rollout.max_num_seqs=64",
             f"trainer.steps={STEPS}",
             "trainer.groups_per_step=16",
             "trainer.group_size=8",

@@ -117,7 +117,7 @@ WRONG_MODEL = function("raising_as_frameworks_do")
     [
         (WRONG_MODEL, {}, None, "length"),
         (WRONG_MODEL, {"on_program_error": "truncated"}, None, "length"),
-        (WRONG_MODEL, {"on_program_error": "value", "program_error_value": -1.0}, -1.0, "stop"),
+        (WRONG_MODEL, {"on_program_error": -1.0}, -1.0, "stop"),
         (function("raising_once_answered"), {"on_program_error": "truncated"}, None, "length"),
         (function("exiting_once_answered"), {"on_program_error": "truncated"}, None, "length"),
     ],
@@ -192,7 +192,7 @@ async def test_a_session_over_its_time_is_truncated_and_keeps_what_was_said() ->
         assert played.session.end == "timeout" and len(played.session.turns) == 1
 
 
-VALUE = {"on_program_error": "value", "program_error_value": -1.0}
+VALUE = {"on_program_error": -1.0}
 
 
 @pytest.mark.parametrize(("policy", "reward"), [({}, None), (VALUE, -1.0)])

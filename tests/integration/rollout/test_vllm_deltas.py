@@ -60,8 +60,9 @@ async def test_logprobs_after_deltas_are_those_of_the_weights(
     write_tokenizer(tmp_path / "model")
     chain = Chain(tmp_path / "run")
     chain.full(0, tmp_path / "model" / "model.safetensors")
-    vllm = {"max_num_seqs": 8, "enforce_eager": True, "tensor_parallel_size": num_ranks}
-    config = run_config(tmp_path / "model", rollout={"engine": "vllm", "num_threads": 1, "vllm": vllm})
+    vllm = {"enforce_eager": True, "tensor_parallel_size": num_ranks}
+    rollout = {"engine": "vllm", "num_threads": 1, "max_num_seqs": 8, "vllm": vllm}
+    config = run_config(tmp_path / "model", rollout=rollout)
     engine = build_engine(config, "w")
     assert isinstance(engine, VllmEngine)
     await engine.start()

@@ -47,7 +47,7 @@ async def test_the_engine_computes_with_the_overrides(rope: str, tmp_path: Path)
         filtered = await engine.generate(GenerationRequest("filtered", PROMPT, narrow))
     finally:
         await engine.close()
-    model = load_model(config.model, "cpu")
+    model = load_model(config.model)
 
     def logprobs(completion: list[int]) -> torch.Tensor:
         with torch.inference_mode():

@@ -13,7 +13,7 @@ import pytest
 from tidemill.common.config.reward_kinds import VerdictConfig
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import PromptFields
-from tidemill.services.console.web import chat, formats
+from tidemill.services.console.web import texts
 from tidemill.services.reward.builtin import exact_match, gsm8k, math_equivalence
 from tidemill.services.reward.remote.faults import RemoteFault
 from tidemill.services.reward.remote.verdict import make_verdict
@@ -69,7 +69,7 @@ def judged(text: str, **config: Any) -> None:
 
 
 def shown_prompt(text: str) -> None:
-    chat.prompt_messages(PromptFields.model_construct(prompt_text=text, extra={}))
+    texts.prompt_messages(PromptFields.model_construct(prompt_text=text, extra={}))
 
 
 READERS: dict[str, Callable[[str], Any]] = {
@@ -88,7 +88,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "verdict in a field": lambda text: judged(text, json_field="score"),
     "verdict of choices": lambda text: judged(text, choices={"yes": 1.0, "no": 0.0}),
     "sendable": codec.sendable,
-    "page of a sample": lambda text: formats.visible(text),
+    "page of a sample": lambda text: texts.visible(text),
     "page of a prompt": shown_prompt,
 }
 

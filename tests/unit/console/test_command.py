@@ -13,7 +13,7 @@ from tidemill.services.console.__main__ import app
 from tidemill.services.console.check.model_folder import inspect_model
 from tidemill.services.console.options import runs_here
 from tidemill.services.console.run.folder import RunFolder, find_run
-from tidemill.services.console.status.summary import RunSummary, learning_of
+from tidemill.services.console.status.report import RunSummary, learning_of
 
 
 def answer(*words: str) -> Any:
@@ -29,7 +29,9 @@ def test_the_version_is_said_and_shells_can_complete() -> None:
 def test_a_run_is_named_by_its_place_or_by_an_option_on_every_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.services.console.status.attach.show_status", lambda *given: print(given[0]))
+    monkeypatch.setattr(
+        "tidemill.services.console.status.dashboard.show_status", lambda given: print(given.run_id)
+    )
     monkeypatch.setattr(
         "tidemill.services.console.exports.weights.list_versions", lambda given: print(given.run_id)
     )

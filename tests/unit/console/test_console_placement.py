@@ -78,9 +78,9 @@ def test_what_is_named_stays_and_is_given_to_nobody_else() -> None:
 def test_without_gpus_or_with_one_everything_is_as_it_was() -> None:
     run = config({}, workers=2)
     assert place(run, []) == (run, [])
-    placed, said = place(config({}, workers=2, gpu_turns="off"), [3])
+    placed, said = place(config({}, workers=2, trainer_gpus="shared"), [3])
     assert placed.rollout.gpus == () and "all processes are on GPU 3 at once" in said[0]
-    assert placed.rollout.shares_trainer_gpus, "the trainer leaves room for the engine"
+    assert placed.rollout.trainer_gpus == "shared", "the trainer leaves room for the engine"
     assert "leaves 15%" in said[0]
     simulated = RunConfig.model_validate(
         {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"engine": "simulated"}}
@@ -90,8 +90,8 @@ def test_without_gpus_or_with_one_everything_is_as_it_was() -> None:
 
 
 def test_one_gpu_without_turns_is_shared_and_the_config_says_so() -> None:
-    run, _ = place(config(gpu_turns="off"), [3])
-    assert (run.trainer.gpus, run.rollout.gpus, run.rollout.shares_trainer_gpus) == ((3,), (3,), True)
+    run, _ = place(config(trainer_gpus="shared"), [3])
+    assert (run.trainer.gpus, run.rollout.gpus, run.rollout.trainer_gpus) == ((3,), (3,), "shared")
     assert place(run, [3])[0] == run, "resumed, it is the same"
 
 
@@ -107,11 +107,11 @@ def test_too_few_gpus_are_refused_with_what_to_lower() -> None:
 
 def test_a_gpu_belongs_to_one_unless_sharing_is_asked_for() -> None:
     assert find_overlaps(config(trainer=[0], gpus=[0])) == ["GPU 0 is in trainer.gpus and in rollout.gpus"]
-    assert find_overlaps(config(trainer=[0], gpus=[0], shares_trainer_gpus=True)) == []
+    assert find_overlaps(config(trainer=[0], gpus=[0], trainer_gpus="shared")) == []
     assert "servers.rm.local.gpus" in find_overlaps(config({"gpus": [1]}, gpus=[1]))[0]
     assert find_overlaps(config({"gpus": [7]}, trainer=[0], gpus=[1])) == []
     assert find_overlaps(config(trainer=[0, 0])) == ["trainer.gpus names a GPU twice"]
-    shared, _ = place(config(workers=2, shares_trainer_gpus=True), range(2))
+    shared, _ = place(config(workers=2, trainer_gpus="shared"), range(2))
     assert (shared.trainer.gpus, shared.rollout.gpus) == ((0,), (0, 0))
 
 
@@ -121,10 +121,10 @@ def test_one_gpu_is_taken_in_turns_and_several_where_that_is_asked_for() -> None
     assert said[0] == "GPUs: trainer 3, rollout 3" and "take turns" in said[1]
     assert place(run, [3]) == (run, said), "resumed, it is the same"
     beside, said = place(config({}, workers=2), [3])
-    assert beside.rollout.gpu_turns == "on" and "servers.rm.local on it at once" in said[0]
-    for given in ({"engine": "transformers"}, {"shares_trainer_gpus": True}, {"gpu_turns": "off"}):
+    assert beside.rollout.trainer_gpus == "turns" and "servers.rm.local on it at once" in said[0]
+    for given in ({"engine": "transformers"}, {"trainer_gpus": "shared"}):
         assert place(config(**given), [3])[0].shared_turn_s is None, given
-    many, _ = place(config(workers=2, gpu_turns="on", gpu_turn_s=0.5), range(4))
+    many, _ = place(config(workers=2, trainer_gpus="turns", gpu_turn_s=0.5), range(4))
     assert (many.trainer.gpus, many.rollout.gpus, many.shared_turn_s) == ((0,), (0, 0), 0.5)
     assert find_overlaps(many) == [] and place(config(), range(2))[0].shared_turn_s is None
 

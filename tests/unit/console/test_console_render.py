@@ -11,7 +11,7 @@ from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.redis.memory import MemoryUse
 from tidemill.services.console.launch.views import PlainView
 from tidemill.services.console.processes.supervisor import ServiceStatus
-from tidemill.services.console.status.render import dashboard, evaluation_line, sparkline, step_line
+from tidemill.services.console.status.dashboard import dashboard, evaluation_line, sparkline, step_line
 from tidemill.services.console.status.report import spell_lines
 from tidemill.services.console.status.snapshot import QueueDepth, RunSnapshot, StepPoint
 from tidemill.services.console.text.formats import duration

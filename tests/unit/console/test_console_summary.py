@@ -10,13 +10,15 @@ from rich.console import Console
 from tests.support.trajectories import make_config
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.run.folder import RunFolder
-from tidemill.services.console.status.report import FEW_STEPS, print_report, report_tree
-from tidemill.services.console.status.summary import (
+from tidemill.services.console.status.report import (
+    FEW_STEPS,
     CommitTotals,
     RunSummary,
     failures,
     mean_score,
     merge_evaluations,
+    print_report,
+    report_tree,
     summary_tree,
 )
 
@@ -28,11 +30,11 @@ def commit(step: int, groups: dict[int, list[int]], **fields: Any) -> Commit:
 
 
 def tally_of(*commits: Commit, tickets: int, group_size: int = 2) -> RunSummary:
-    tally = CommitTotals(group_size)
-    for item in commits:
-        tally.add(item)
     summary = RunSummary("run")
-    tally.write_into(summary, tickets)
+    totals = CommitTotals(summary, group_size)
+    for item in commits:
+        totals.add(item)
+    totals.finish(tickets)
     return summary
 
 
@@ -99,7 +101,7 @@ def test_the_numbers_of_sessions_are_summed_up_and_shown() -> None:
         "mean_turns": 3.5, "environment_tokens_share": 0.5, "environment_time_share": 0.75,
         "truncated_share": 0.25, "faults": 4.0,
     }  # fmt: skip
-    lines = {line.label: line.value for line in report_tree(summary_tree(summary, [])).children}
+    lines = {line.label: line.value for line in report_tree(summary_tree(summary, make_config())).children}
     assert (lines["turns a session"], lines["time in the environment"]) == (3.5, 0.75)
     assert tally_of(commit(0, {0: [0, 1]}), tickets=1).sessions == {}
 

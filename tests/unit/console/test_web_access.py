@@ -8,9 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.web.access import Access
-from tidemill.services.console.web.catalog import Catalog
-from tidemill.services.console.web.server import create_app
+from tidemill.services.console.web.runs import Catalog
+from tidemill.services.console.web.server import Access, create_app
 
 
 def client_of(access: Access, runs: Path, base: str = "http://127.0.0.1:8420") -> TestClient:

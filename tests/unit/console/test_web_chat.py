@@ -7,7 +7,7 @@ from tests.support.recorded_sessions import MESSAGES, as_session
 from tests.support.web_runs import completion, make_ticket
 from tidemill.common.history.records import SampleRecord
 from tidemill.common.history.sessions import read_session
-from tidemill.services.console.web.chat import message_of, prompt_messages, training_of
+from tidemill.services.console.web.texts import message_of, prompt_messages, training_of
 
 RENDERED = {
     "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi\nyou<|im_end|>\n"

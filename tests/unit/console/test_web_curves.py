@@ -8,9 +8,9 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from tidemill.services.console.status.snapshot import StepPoint
-from tidemill.services.console.web.compare_pages import MAX_METRICS, MAX_RUNS, CompareQuery
-from tidemill.services.console.web.curves import ABSENT, differing, flatten, line_of, smooth, thin
-from tidemill.services.console.web.metric_files import MetricFiles, Series, columns_of
+from tidemill.services.console.web.compare_pages import ABSENT, MAX_METRICS, MAX_RUNS, CompareQuery, differing
+from tidemill.services.console.web.curves import Columns, MetricFiles, Series, line_of, smooth, thin
+from tidemill.services.console.web.site import flatten
 
 NAMES = ["reward", "kl", "eval/held_out/score", "eval/held_out/rewards/game/mean", "none"]
 
@@ -77,7 +77,7 @@ def test_a_line_that_is_no_record_costs_no_other(tmp_path: Path) -> None:
 def test_a_run_without_a_file_has_no_numbers_or_those_of_its_commits(tmp_path: Path) -> None:
     assert MetricFiles().names(tmp_path) == [] and len(MetricFiles().series(tmp_path, ["kl"])["kl"].x) == 0
     points = [StepPoint(1, {"reward": 0.5, "time": 7.0}, 7.0), StepPoint(0, {"reward": 0.25}, 5.0)]
-    found = columns_of(points).series("reward")
+    found = Columns.of(points).series("reward")
     assert (found.x.tolist(), found.y.tolist(), found.time.tolist()) == ([0, 1], [0.25, 0.5], [0, 2])
 
 

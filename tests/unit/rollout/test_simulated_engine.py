@@ -48,13 +48,18 @@ def time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     return fake
 
 
-async def started_engine(seed: int = 0, **options: Any) -> simulated.SimulatedEngine:
+async def started_engine(seed: int = 0, max_num_seqs: int = 256, **options: Any) -> simulated.SimulatedEngine:
     config = RunConfig.model_validate(
         {
             "seed": seed,
             "model": {"path": "none", "max_model_len": 64},
             "data": {"train": "none", "max_prompt_tokens": 16},
-            "rollout": {"engine": "simulated", "simulated": options, "sampling": {"max_tokens": 32}},
+            "rollout": {
+                "engine": "simulated",
+                "max_num_seqs": max_num_seqs,
+                "simulated": options,
+                "sampling": {"max_tokens": 32},
+            },
         }
     )
     engine = build_engine(config)
@@ -132,7 +137,7 @@ async def test_a_load_takes_its_time_and_pauses_nothing(time: FakeTime) -> None:
 
 
 async def test_a_finished_completion_frees_a_slot_for_the_next(time: FakeTime) -> None:
-    engine = await started_engine(capacity=2, group_s=1.0)
+    engine = await started_engine(max_num_seqs=2, group_s=1.0)
     tasks = [asyncio.create_task(engine.generate(request(str(i)))) for i in range(3)]
     await time.move(1.0)
     assert [task.done() for task in tasks] == [True, True, False]
@@ -143,7 +148,7 @@ async def test_a_finished_completion_frees_a_slot_for_the_next(time: FakeTime) -
 
 
 async def test_a_cancelled_completion_frees_its_slot(time: FakeTime) -> None:
-    engine = await started_engine(capacity=1, group_s=1.0)
+    engine = await started_engine(max_num_seqs=1, group_s=1.0)
     first, second = (asyncio.create_task(engine.generate(request(name))) for name in "ab")
     await settle()
     first.cancel()

@@ -41,7 +41,7 @@ def make_engine(folder: Path, **options: Any) -> TransformersEngine:
         {
             "model": {"path": str(folder), "max_model_len": 64},
             "data": {"train": "none", "max_prompt_tokens": 16},
-            "rollout": {"engine": "transformers", "transformers": options, "sampling": {"max_tokens": 32}},
+            "rollout": {"engine": "transformers", **options, "sampling": {"max_tokens": 32}},
         }
     )
     engine = build_engine(config)
@@ -163,7 +163,7 @@ async def test_a_request_gets_the_same_tokens_in_any_batch(engine: TransformersE
 
 
 async def test_more_requests_than_a_batch_holds_are_all_served(folder: Path, model: LlamaForCausalLM) -> None:
-    engine = make_engine(folder, max_batch_size=5, gather_ms=0)
+    engine = make_engine(folder, max_num_seqs=5)
     await engine.start()
     for request, result in await generate_all(engine, make_requests(23)):
         assert_parity(model, request, result)
@@ -174,7 +174,7 @@ async def test_more_requests_than_a_batch_holds_are_all_served(folder: Path, mod
 async def test_a_load_waits_for_the_running_batch_and_the_next_one_has_the_new_weights(
     folder: Path, model: LlamaForCausalLM, new_weights: Path
 ) -> None:
-    engine = make_engine(folder, max_batch_size=8, gather_ms=0)
+    engine = make_engine(folder, max_num_seqs=8)
     await engine.start()
     running = asyncio.create_task(generate_all(engine, make_requests(24)))
     await asyncio.wait_for(engine.generate(make_requests(1)[0]), timeout=60)
@@ -278,7 +278,7 @@ async def test_a_request_may_fill_the_context(engine: TransformersEngine, model:
 
 
 async def test_cancelling_a_request_leaves_the_others_alone(folder: Path, model: LlamaForCausalLM) -> None:
-    engine = make_engine(folder, max_batch_size=4, gather_ms=0)
+    engine = make_engine(folder, max_num_seqs=4)
     await engine.start()
     requests = make_requests(12)
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
@@ -294,7 +294,7 @@ async def test_cancelling_a_request_leaves_the_others_alone(folder: Path, model:
 
 
 async def test_closing_fails_what_runs_and_what_waits(folder: Path) -> None:
-    engine = make_engine(folder, max_batch_size=4, gather_ms=0)
+    engine = make_engine(folder, max_num_seqs=4)
     await engine.start()
     tasks = [asyncio.create_task(engine.generate(request)) for request in make_requests(64)]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

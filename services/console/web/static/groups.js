@@ -2,18 +2,18 @@
 import { drawStrips } from "./strips.js";
 
 const POLL_MS = 3000;
-const news = document.getElementById("news");
+const changes = document.getElementById("changes");
 
 async function look() {
   if (document.hidden) return true;
   try {
-    const answer = await fetch(news.dataset.url);
+    const answer = await fetch(changes.dataset.url);
     if (!answer.ok) return true;
     const { live, groups } = await answer.json();
-    const more = groups[news.dataset.lane] - Number(news.dataset.known);
+    const more = groups[changes.dataset.lane] - Number(changes.dataset.known);
     if (more > 0) {
-      let link = news.querySelector("a");
-      if (!link) { link = document.createElement("a"); link.href = location.href; news.append(" · ", link); }
+      let link = changes.querySelector(".more"); // its other links lead to files
+      if (!link) { link = document.createElement("a"); link.className = "more"; link.href = location.href; changes.append(" · ", link); }
       link.textContent = `${more.toLocaleString()} more since: load again`;
     }
     return live;
@@ -25,4 +25,4 @@ async function follow() {
 }
 
 drawStrips();
-if (news) setTimeout(follow, POLL_MS);
+if (changes) setTimeout(follow, POLL_MS);

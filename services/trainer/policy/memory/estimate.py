@@ -202,7 +202,7 @@ def engine_take(config: RunConfig, model: Model, gpu_bytes: float, ways: int | N
     parts = {
         "weights": float(width * sizes.parameters) / ways,
         "activations and graphs": ENGINE_WORK_BYTES,
-        "logits": 8.0 * vllm.max_num_seqs * sizes.vocabulary,
+        "logits": 8.0 * config.rollout.max_num_seqs * sizes.vocabulary,
     }
     room = vllm.gpu_memory_utilization * gpu_bytes - sum(parts.values())
     return EngineTake(parts, room, kv_bytes(model.config, config.model.max_model_len, width, ways))

@@ -153,7 +153,7 @@ def _fit(config: RunConfig, model: Model, machine: Machine) -> Fit:
     engines = config.rollout.workers if generates else 0
     is_crowded = machine.gpus == 1 and ranks == 1 and engines == 1 == ways
     turns = ranks > 0 and engines > 0 and takes_turns(config, is_crowded)
-    shares = generates and not turns and (config.rollout.shares_trainer_gpus or is_crowded)
+    shares = generates and not turns and (config.rollout.trainer_gpus == "shared" or is_crowded)
     engine = engine_take(config, model, machine.gpu_bytes) if generates else None
     room = usable(machine.gpu_bytes)
     if shares:
@@ -194,10 +194,8 @@ def _fit(config: RunConfig, model: Model, machine: Machine) -> Fit:
 
 def takes_turns(config: RunConfig, has_one: bool) -> bool:
     """Whether trainer and engines have their GPUs in turn; `has_one`, where there is one for both."""
-    rollout = config.rollout
-    return rollout.takes_gpu_turns or (
-        has_one and rollout.gpu_turns == "auto" and not rollout.shares_trainer_gpus
-    )
+    asked = config.rollout.trainer_gpus
+    return asked == "turns" or (has_one and asked == "auto")
 
 
 def _fullest_host(config: RunConfig, model: Model, ranks: int, engines: int, ways: int, turns: bool) -> Take:
@@ -258,7 +256,7 @@ def _placements(config: RunConfig, model: Model, machine: Machine) -> Iterator[S
             return
         for percent in range(80, 5, -5):
             yield {**_shared(config), "rollout.vllm.gpu_memory_utilization": percent / 100}
-        yield {**_shared(config), "rollout.gpu_turns": "on"}
+        yield {**_shared(config), "rollout.trainer_gpus": "turns"}
         return
     ways = _ways(config, model, machine) if generates else 0
     half, most = machine.gpus // 2, machine.gpus - ways

@@ -41,9 +41,9 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
     gpu_bytes = float(torch.cuda.get_device_properties(device).total_memory)
     room = usable(gpu_bytes)
     rollout = config.rollout
-    if rollout.takes_gpu_turns:
+    if rollout.trainer_gpus == "turns":
         room -= ASLEEP_BYTES
-    elif rollout.shares_trainer_gpus and rollout.engine_traits.reserves_gpu_memory and rollout.workers:
+    elif rollout.trainer_gpus == "shared" and rollout.engine_traits.reserves_gpu_memory and rollout.workers:
         room -= rollout.vllm.gpu_memory_utilization * gpu_bytes
     tokens, recomputed, take = choose_passes(config, model, gpu_bytes, room)
     told = log.info if take.running <= room else log.warning

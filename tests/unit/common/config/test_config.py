@@ -259,7 +259,6 @@ def fields_without_documentation(model: type[BaseModel], where: str = "") -> lis
 
 def test_every_number_has_bounds_but_rewards() -> None:
     assert numbers_without_bounds(RunConfig) == [
-        "rollout.environment.program_error_value",
         "reward.failure_value",
         "trainer.evaluation.success_threshold",
     ]
@@ -295,11 +294,9 @@ def test_an_override_has_the_type_its_text_means(
 
 
 def test_an_override_reaches_into_sections_that_the_file_does_not_have(tmp_path: Path) -> None:
-    config = load_config(
-        write(tmp_path, MINIMAL), ["trainer.optimizer.lr=1e-5", "rollout.vllm.max_num_seqs=3"]
-    )
+    config = load_config(write(tmp_path, MINIMAL), ["trainer.optimizer.lr=1e-5", "rollout.max_num_seqs=3"])
     assert config.trainer.optimizer.lr == 1e-5
-    assert config.rollout.vllm.max_num_seqs == 3
+    assert config.rollout.max_num_seqs == 3
 
 
 def test_the_last_override_wins(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_what_does_not_fit_is_said_with_what_to_set():
     assert "holds 14.9 GiB when it starts" in whole.problems[-1]
     crowded = examine_fit(config_of({"num_ranks": 8}), model_of(), machine)
     assert crowded.problems == ("the run wants 9 GPUs (8 for the trainer, 1 for engines), and there are 8",)
-    at_once = config_of(gpu_turns="off")
+    at_once = config_of(trainer_gpus="shared")
     shared = examine_fit(at_once, model_of(1.0), Machine(1, 40 * GIB))
     assert shared.problems == (), "on one GPU the engine leaves a part to the trainer"
     full = examine_fit(config_of(), model_of(), Machine(8, 40 * GIB, host_bytes=1.0))
@@ -275,13 +275,15 @@ def test_in_turns_each_has_the_gpu_but_for_what_the_other_leaves_there():
     found = examine_fit(config_of(), model_of(1.0, big), machine)
     assert found.problems == () and found.takes_turns
     assert found.trainer is not None and 0.15 * 24 * GIB < found.trainer.peak < usable(24 * GIB) - 2 * GIB
-    at_once = examine_fit(config_of(gpu_turns="off"), model_of(1.0, big), machine)
+    at_once = examine_fit(config_of(trainer_gpus="shared"), model_of(1.0, big), machine)
     assert at_once.problems and not at_once.takes_turns
     assert found.host.always["weights of engines that sleep"] == pytest.approx(2e9 * 4 / 3)
     assert found.host.always["trainer outside of its turn"] == pytest.approx((4 + 8 + 2) * 1e9 * 4 / 3)
     full = examine_fit(config_of(vllm={"gpu_memory_utilization": 0.95}), model_of(1.0), machine)
     assert "leaves less than 2.0 GiB of 24.0" in full.problems[0]
-    several = examine_fit(config_of({"num_ranks": 2}, gpu_turns="on"), model_of(1.0), Machine(2, 40 * GIB))
+    several = examine_fit(
+        config_of({"num_ranks": 2}, trainer_gpus="turns"), model_of(1.0), Machine(2, 40 * GIB)
+    )
     assert several.problems == () and several.takes_turns
 
 
@@ -333,7 +335,7 @@ def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, t
     assert resumed.micro_batch_tokens == trainer.micro_batch_tokens, "a run keeps those of its start"
     assert not resumed.gradient_checkpointing
     memory.total_memory = 12 * GIB
-    shared = config_of(shares_trainer_gpus=True, vllm={"gpu_memory_utilization": 0.5})
+    shared = config_of(trainer_gpus="shared", vllm={"gpu_memory_utilization": 0.5})
     beside = passes.with_fitting_passes(shared).trainer
     assert beside.micro_batch_tokens < trainer.micro_batch_tokens, "who is on the GPU is told by the config"
     explicit = config_of({"micro_batch_tokens": 99, "gradient_checkpointing": False})

@@ -93,7 +93,7 @@ def test_without_a_metric_nothing_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("evaluation", "reason"),
     [
-        ({"keep_best": "pass_at_4", "samples": 4}, "below samples"),
+        ({"keep_best": "pass_at_4", "samples": 4}, "keep_best"),
         ({"keep_best": "mean_length"}, "keep_best"),
         ({"keep_best": "nowhere/score"}, "names the dataset 'nowhere'"),
     ],

@@ -1,24 +1,33 @@
-"""A snapshot for people: what was learned, where things stand, who waits for what.
+"""`tidemill status`: what a run has learned, where things stand, who waits for what; nothing is touched."""
 
-Pure functions of what they are given; they gather nothing.
-"""
-
+import asyncio
+import contextlib
+import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.common.errors import BrokerError, ConfigError, TidemillError
 from tidemill.common.process.activity import WAIT
 from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartbeat
+from tidemill.common.process.programs import run_main
 from tidemill.common.run.state import FINISHED
+from tidemill.services.console.options import StatusOptions
 from tidemill.services.console.processes.supervisor import ServiceStatus
-from tidemill.services.console.status.snapshot import RunSnapshot
+from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
+from tidemill.services.console.status.report import print_report, read_report
+from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder
 from tidemill.services.console.text.formats import NOTHING, duration, plural, printable, size
 from tidemill.services.console.text.tree import Node, lines_table, rows_table, table
 
+REFRESH_S = 1.0
+HINT = "Ctrl-C ends the watching; the run goes on"
 MAX_WARNINGS = 3
 """Warnings in the dashboard, the newest."""
 STATUS_STYLES = {"running": "green", "finished": "bold green", "failed": "bold red", "stopped": "yellow"}
@@ -39,6 +48,85 @@ PATIENCE_S = 3.0
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 22
 """With it the dashboard fits a terminal of 80 columns."""
+
+
+def show_status(options: StatusOptions) -> None:
+    """Print how the run is doing; where its Redis is gone, its summary or what its folder tells.
+
+    Raises:
+        TidemillError: neither Redis nor the run's folder can be had.
+    """
+    log_nothing()
+    folder, console = find_run(options.run_id, options.runs_dir), Console(highlight=False)
+    report = read_report(folder)
+    snapshot: RunSnapshot | None = None
+    try:
+        snapshot = run_main(_look(folder))
+    except TidemillError as error:
+        if report is None:
+            _print_folder(folder, options.as_json, error)
+            return
+    if snapshot is not None and options.as_json:
+        print(json.dumps(snapshot.as_dict(), indent=2))
+    elif snapshot is not None and (report is None or snapshot.status != FINISHED):
+        console.print(dashboard(snapshot))
+    elif report is not None and options.as_json:
+        print(json.dumps(report, indent=2))
+    elif report is not None:
+        print_report(console, folder, report)
+
+
+async def _look(folder: RunFolder) -> RunSnapshot:
+    async with connected(folder) as broker:
+        return await (await SnapshotReader.attach(broker, folder.run_id)).read()
+
+
+def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> None:
+    """A run that stopped, from its folder; why Redis was not asked comes last.
+
+    Raises:
+        TidemillError: the one that was given, where the folder does not hold the run.
+    """
+    if folder.config() is None:
+        raise error
+    snapshot, words = read_folder(folder)
+    if as_json:
+        print(json.dumps(snapshot.as_dict() | {"source": str(folder.path), "note": words}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(dashboard(snapshot))
+    console.print(Text(words, "yellow"), soft_wrap=True)
+    console.print(Text(str(error), "dim"), soft_wrap=True)
+
+
+def watch(options: StatusOptions) -> None:
+    """Show the live view until Ctrl-C, or until the run has finished."""
+    log_nothing()
+    folder, console = find_run(options.run_id, options.runs_dir), Console(highlight=False)
+    if not console.is_terminal:
+        raise ConfigError("--watch needs a terminal; leave it out, or take --json for programs.")
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            run_main(_watch(folder, console))
+        except (BrokerError, ConfigError) as error:
+            _print_folder(folder, False, error)  # nothing moves there: it is shown once
+
+
+async def _watch(folder: RunFolder, console: Console) -> None:
+    async with connected(folder) as broker:
+        reader = await SnapshotReader.attach(broker, folder.run_id)
+        snapshot = await reader.read()
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            pending: asyncio.Task[RunSnapshot] | None = None
+            while True:
+                # Redis may be away: then the last picture stays, and says how old it is.
+                pending = pending or asyncio.create_task(reader.read())
+                done, _ = await asyncio.wait({pending}, timeout=REFRESH_S)
+                if done:
+                    snapshot, pending = pending.result(), None
+                picture = dashboard(snapshot, hint=HINT, silent_s=time.time() - snapshot.at)
+                live.update(picture, refresh=True)
+                await asyncio.sleep(REFRESH_S if done else 0.0)
 
 
 def dashboard(
@@ -160,8 +248,13 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         shown = ", ".join(f"{states[state]:,} {word}" for state, word in words.items() if state in states)
         style = "bold red" if "failed" in states else ""
         yield Node(f"jobs, {JOB_WORDS.get(queue_name, queue_name)}", shown, style=style)
-    for name, count in sorted(_reward_failures(snapshot).items()):
-        yield Node(f"failed: {name}", f"{count:,.0f}", style="red")
+    failures: dict[str, float] = {}
+    for name, count in ((name, count) for beat in snapshot.workers for name, count in beat.counts.items()):
+        if name.startswith(FAILURES):
+            failures[name] = failures.get(name, 0) + count
+    for name, count in sorted(failures.items()):
+        reward, _, kind = name.removeprefix(FAILURES).rpartition(":")
+        yield Node(f"failed: {reward} ({kind})", f"{count:,.0f}", style="red")
     yield from _weights_lines(alive)
     if wrong := sum(beat.counts.get("weight_mismatches", 0) for beat in snapshot.workers):
         yield Node("engines with wrong weights", f"{wrong:,.0f} times, repaired", style="bold red")
@@ -186,18 +279,6 @@ def _weights_lines(alive: Sequence[Mapping[str, float]]) -> Iterator[Node]:
             yield Node(label, max(seconds), "s")
 
 
-def _reward_failures(snapshot: RunSnapshot) -> dict[str, float]:
-    """How often each reward failed for good, as `<reward> (<kind>)`, over all workers."""
-    totals: dict[str, float] = {}
-    for beat in snapshot.workers:
-        for name, count in beat.counts.items():
-            if name.startswith(FAILURES):
-                reward, _, kind = name.removeprefix(FAILURES).rpartition(":")
-                label = f"{reward} ({kind})"
-                totals[label] = totals.get(label, 0) + count
-    return totals
-
-
 def process_table(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus] | None = None) -> Node:
     """A row for each process that is supervised or has reported."""
     services, is_full = services or {}, snapshot.memory.is_full
@@ -213,9 +294,8 @@ def _process_row(
     beat: Heartbeat | None, service: ServiceStatus | None, is_redis_full: bool
 ) -> dict[str, Any]:
     """What a process does, by its heartbeat and by who started it."""
-    restarts = {0: "", 1: "restarted once"}.get(
-        count := service.restarts if service else 0, f"restarted {count} times"
-    )
+    count = service.restarts if service else 0
+    restarts = {0: "", 1: "restarted once"}.get(count, f"restarted {count} times")
     is_own = service is None or (beat is not None and beat.pid == service.pid)
     state, style = "", "yellow"
     if service is not None and service.state != "running":

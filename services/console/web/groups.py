@@ -1,0 +1,360 @@
+"""All groups of a run in memory, in step with its streams, and what a visitor asks of them.
+
+Guarantees: streams are read through `History`, each entry once; the loop goes on after every few entries; no
+more than `MAX_GROUPS` rows of a lane are kept, the newest, and how many were given up is counted. The address
+of a page says everything of a query, so that it can be kept and sent; what cannot be understood is ignored,
+and the page says so.
+"""
+
+import asyncio
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlencode
+
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.history.groups import dropped_groups, left_out
+from tidemill.common.history.sessions import num_completion_tokens
+from tidemill.common.history.windows import KnownPlaces
+from tidemill.common.streams.entries import Entry, id_after
+from tidemill.common.streams.selection import Range
+from tidemill.common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
+from tidemill.services.console.records.selection import parse_range
+from tidemill.services.console.status.snapshot import StepPoint
+
+MAX_TEXT_CHARACTERS = 1200
+"""Text of a group that can be searched: the beginnings of prompt, answer and completions."""
+MAX_PART_CHARACTERS = 240
+"""Of one of these."""
+MAX_KEPT_REWARDS = 32
+"""Rewards of single samples that a row keeps, to draw them."""
+MAX_WORKERS = 4
+MAX_GROUP_SIZE = 4096
+"""Of any ticket; a score may name any index."""
+MAX_GROUPS = 250_000
+"""Of each lane."""
+ENTRIES_AT_ONCE = 64
+"""Entries that are taken in before others get the loop."""
+STATES = ("issued", "generating", "generated", "scored", "trained", "dropped")
+
+
+@dataclass(slots=True)
+class Spread:
+    """Count, mean, standard deviation and extremes of numbers that come one by one."""
+
+    count: int = 0
+    mean: float = 0.0
+    _squares: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+
+    def add(self, value: float) -> None:
+        """Take one number in (Welford)."""
+        self.count += 1
+        delta = value - self.mean
+        self.mean += delta / self.count
+        self._squares += delta * (value - self.mean)
+        self.least, self.most = min(self.least, value), max(self.most, value)
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 of fewer than two."""
+        return math.sqrt(max(0.0, self._squares) / (self.count - 1)) if self.count > 1 else 0.0
+
+
+@dataclass(slots=True)
+class GroupRow:
+    """What is known of a ticket's group."""
+
+    ticket: int
+    step: int = -1
+    """The step it was issued for; -1 until the ticket or a trajectory was read."""
+    group_size: int = 0
+    issued_at: float = 0.0
+    finished_at: float = 0.0
+    """When its last completion so far was finished."""
+    rewards: Spread = field(default_factory=Spread)
+    lengths: Spread = field(default_factory=Spread)
+    kept_rewards: "array[float]" = field(default_factory=lambda: array("f"))
+    num_failed: int = 0
+    """Scores that failed or timed out."""
+    num_cut: int = 0
+    """Completions that reached the greatest length."""
+    workers: tuple[str, ...] = ()
+    min_version: int = -1
+    max_version: int = -1
+    trained_step: int = -1
+    dropped_step: int = -1
+    dropped: str = ""
+    """Why the whole group was left out."""
+    num_dropped: int = 0
+    """Single samples that were left out."""
+    prompt: str = ""
+    text: str = ""
+    """What can be searched, folded to one case."""
+    trajectories: tuple[str, str] | None = None
+    scores: tuple[str, str] | None = None
+    """First and last entry id of the part of the stream that holds its entries."""
+    _generated: int = 0
+    _scored: int = 0
+    """Bit sets of the indices seen."""
+
+    @property
+    def state(self) -> str:
+        """How far it has come, one of `STATES`."""
+        if self.trained_step >= 0:
+            return "trained"
+        if self.dropped:
+            return "dropped"
+        num_scored = self.rewards.count + self.num_failed
+        if num_scored and num_scored >= self.group_size:
+            return "scored"
+        if self.lengths.count and self.lengths.count >= self.group_size:
+            return "generated"
+        return "generating" if self.lengths.count or num_scored else "issued"
+
+    @property
+    def at_step(self) -> int:
+        """The step that trained on it, else the one it was issued for."""
+        return self.trained_step if self.trained_step >= 0 else self.step
+
+    def known_places(self, has_letters: bool) -> KnownPlaces:
+        """Where its entries are, and the step whose commit names it."""
+        step = self.trained_step if self.trained_step >= 0 else self.dropped_step
+        return KnownPlaces(self.trajectories, self.scores, step, has_letters)
+
+    def add_ticket(self, ticket: Ticket) -> None:
+        self.step, self.group_size, self.issued_at = ticket.step, ticket.group_size, ticket.issued_at
+        self._describe(ticket)
+
+    def add_trajectory(self, entry_id: str, trajectory: Trajectory) -> None:
+        """The first of an index counts."""
+        bit = 1 << trajectory.index
+        if self._generated & bit:
+            return
+        self._generated |= bit
+        self.step, self.group_size = trajectory.step, trajectory.group_size
+        self.trajectories = (self.trajectories or (entry_id,))[0], entry_id
+        self.lengths.add(sum(num_completion_tokens(trajectory)))
+        self.num_cut += trajectory.finish == "length"
+        self.finished_at = max(self.finished_at, trajectory.finished_at)
+        if trajectory.worker not in self.workers and len(self.workers) < MAX_WORKERS:
+            self.workers += (trajectory.worker[:100],)
+        least = trajectory.min_version
+        self.min_version = least if self.min_version < 0 else min(self.min_version, least)
+        self.max_version = max(self.max_version, trajectory.max_version)
+        self._describe(trajectory)
+        self._remember(trajectory.text)
+
+    def add_score(self, entry_id: str, score: Score) -> None:
+        """The first of an index counts."""
+        if score.index >= MAX_GROUP_SIZE or self._scored & 1 << score.index:
+            return
+        self._scored |= 1 << score.index
+        self.scores = (self.scores or (entry_id,))[0], entry_id
+        if score.status is not ScoreStatus.OK or score.value is None:
+            self.num_failed += 1
+            return
+        self.rewards.add(score.value)
+        if len(self.kept_rewards) < MAX_KEPT_REWARDS:
+            self.kept_rewards.append(score.value)
+
+    def _describe(self, source: Ticket | Trajectory) -> None:
+        if not self.prompt and source.prompt_text:
+            self.prompt = source.prompt_text[:MAX_PART_CHARACTERS]
+            self._remember(source.prompt_text)
+            if isinstance(source.ground_truth, str | int | float):
+                self._remember(str(source.ground_truth))
+
+    def _remember(self, text: str) -> None:
+        room = MAX_TEXT_CHARACTERS - len(self.text)
+        if text and room > 1:
+            self.text += "\n" + text[: min(room - 1, MAX_PART_CHARACTERS)].casefold()
+
+
+@dataclass(slots=True)
+class GroupIndex:
+    """Groups by lane and ticket, and steps by number."""
+
+    groups: dict[Lane, dict[int, GroupRow]] = field(default_factory=lambda: {lane: {} for lane in Lane})
+    """By when they were first seen."""
+    steps: dict[int, StepPoint] = field(default_factory=dict)
+    num_forgotten: int = 0
+    num_garbled: int = 0
+    is_complete: bool = False
+    """Whether everything that was there at the start has been read."""
+    max_groups: int = MAX_GROUPS
+    _positions: dict[StreamName, str] = field(default_factory=dict)
+    _order: dict[Lane, deque[int]] = field(default_factory=lambda: {lane: deque() for lane in Lane})
+    _floor: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(Lane, -1))
+    """Tickets up to here were given up."""
+
+    def get(self, ticket: int, lane: Lane = Lane.TRAIN) -> GroupRow | None:
+        return self.groups[lane].get(ticket)
+
+    async def follow(self, history: History) -> None:
+        """Read what is new in all streams."""
+        numbered = (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES)
+        num_new = 0
+        for name in (StreamName.COMMITS, *(name.of(lane) for lane in Lane for name in numbered)):
+            selection = Selection(first_id=self._positions.get(name, "-"))
+            async for record in history.scan(name, selection):
+                self._positions[name] = id_after(record.entry_id)
+                if isinstance(record, Entry):
+                    self.add(name.lane, record.entry_id, record.message)
+                else:
+                    self.num_garbled += 1
+                num_new += 1
+                if num_new % ENTRIES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        self.is_complete = True
+
+    def add(self, lane: Lane, entry_id: str, message: Message) -> None:
+        match message:
+            case Ticket():
+                self._row(message.ticket, lane).add_ticket(message)
+            case Trajectory():
+                self._row(message.ticket, lane).add_trajectory(entry_id, message)
+            case Score():
+                self._row(message.ticket, lane).add_score(entry_id, message)
+            case Commit():
+                self.steps[message.step] = StepPoint.of(message)
+                for ticket in message.groups:
+                    self._row(ticket, Lane.TRAIN).trained_step = message.step
+                for ticket, reason in dropped_groups(message):
+                    row = self._row(ticket, Lane.TRAIN)
+                    row.dropped_step, row.dropped = message.step, reason[:200]
+                    row.step = message.step if row.step < 0 else row.step
+                for ticket, _, _ in left_out(message):
+                    self._row(ticket, Lane.TRAIN).num_dropped += 1
+
+    def _row(self, ticket: int, lane: Lane) -> GroupRow:
+        """The row of a ticket; one that is kept nowhere where the ticket was given up."""
+        rows, order = self.groups[lane], self._order[lane]
+        row = rows.get(ticket)
+        if row is not None:
+            return row
+        row = GroupRow(ticket)
+        if ticket > self._floor[lane]:
+            rows[ticket] = row
+            order.append(ticket)
+            if len(order) > self.max_groups:
+                oldest = order.popleft()
+                del rows[oldest]
+                self._floor[lane] = max(self._floor[lane], oldest)
+                self.num_forgotten += 1
+        return row
+
+
+PAGE_ROWS = 100
+MAX_NEEDLE_CHARACTERS = 200
+EXTRA_STATES = {"failed": "with failed scores", "flat": "all rewards equal"}
+
+
+def _mean(spread: Spread) -> tuple[float, float] | None:
+    return (spread.mean, spread.mean) if spread.count else None
+
+
+RANGES: dict[str, Callable[[GroupRow], tuple[float, float] | None]] = {
+    "step": lambda row: (row.at_step, row.at_step),
+    "reward": lambda row: _mean(row.rewards),
+    "length": lambda row: _mean(row.lengths),
+    "version": lambda row: (row.min_version, row.max_version),
+}
+"""Filters on numbers, with the least and the greatest that a row has of them: they must overlap."""
+SORTS: dict[str, Callable[[GroupRow], float]] = {
+    "ticket": lambda row: row.ticket,
+    "step": lambda row: row.at_step,
+    "reward": lambda row: row.rewards.mean,
+    "std": lambda row: row.rewards.std,
+    "length": lambda row: row.lengths.mean,
+    "version": lambda row: row.min_version,
+    "time": lambda row: row.finished_at or row.issued_at,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupQuery:
+    """Filters, order and page, as an address has them."""
+
+    lane: Lane = Lane.TRAIN
+    ranges: Mapping[str, str] = field(default_factory=dict)
+    """As they were typed."""
+    state: str = ""
+    worker: str = ""
+    text: str = ""
+    sort: str = "ticket"
+    is_ascending: bool = False
+    page: int = 1
+
+    @classmethod
+    def parse(cls, values: Mapping[str, str]) -> "GroupQuery":
+        state, sort = values.get("state", ""), values.get("sort", "ticket")
+        return cls(
+            Lane.EVAL if values.get("lane") == Lane.EVAL else Lane.TRAIN,
+            {name: typed for name in RANGES if (typed := values.get(name, "").strip()[:60])},
+            state if state in (*STATES, *EXTRA_STATES) else "",
+            values.get("worker", "")[:MAX_NEEDLE_CHARACTERS],
+            values.get("text", "")[:MAX_NEEDLE_CHARACTERS],
+            sort if sort in SORTS else "ticket",
+            values.get("order") == "up",
+            max(1, number_of(values.get("page"), 1)),
+        )
+
+    @property
+    def misunderstood(self) -> list[str]:
+        """Names of the filters that are ignored."""
+        return [name for name, typed in self.ranges.items() if range_of(typed) is None]
+
+    def address(self, **changes: object) -> str:
+        """The query part of the address of this query with some things changed; defaults are left out."""
+        values: dict[str, object] = {
+            "lane": self.lane.value,
+            **self.ranges,
+            "state": self.state,
+            "worker": self.worker,
+            "text": self.text,
+            "sort": self.sort,
+            "order": "up" if self.is_ascending else "down",
+            "page": self.page,
+        }
+        defaults = {"lane": "train", "sort": "ticket", "order": "down", "page": 1}
+        changed = {**values, **changes}
+        return "?" + urlencode({k: v for k, v in changed.items() if v and v != defaults.get(k)})
+
+    def select(self, index: GroupIndex) -> list[GroupRow]:
+        """All rows that the filters leave, in order."""
+        ranges = {name: wanted for name, typed in self.ranges.items() if (wanted := range_of(typed))}
+        found = [row for row in index.groups[self.lane].values() if self._fits(row, ranges)]
+        key = SORTS[self.sort]
+        found.sort(key=lambda row: (key(row), row.ticket), reverse=not self.is_ascending)
+        return found
+
+    def _fits(self, row: GroupRow, ranges: Mapping[str, Range]) -> bool:
+        for name, (low, high) in ranges.items():
+            has = RANGES[name](row)
+            if has is None or (low is not None and has[1] < low) or (high is not None and has[0] > high):
+                return False
+        if self.state == "failed":
+            is_in_state = row.num_failed > 0
+        elif self.state == "flat":
+            is_in_state = row.rewards.count > 1 and row.rewards.least == row.rewards.most
+        else:
+            is_in_state = self.state in ("", row.state)
+        is_of_worker = not self.worker or any(self.worker in worker for worker in row.workers)
+        return is_in_state and is_of_worker and self.text.casefold() in row.text
+
+
+def range_of(typed: str) -> Range | None:
+    """`12`, `10..20`, `10..` or `..20`; None where it is neither."""
+    try:
+        return parse_range(typed)
+    except ValueError:
+        return None
+
+
+def number_of(typed: str | None, default: int = 0) -> int:
+    """A number of an address; the default where it is none."""
+    return int(typed) if typed and typed.isascii() and typed.isdigit() and len(typed) < 16 else default

@@ -1,0 +1,281 @@
+"""Pages of a run: its state, curves, steps, dead letters, config, logs, and its numbers as files.
+
+Guarantee: of the run's folder, only its config, its numbers and the plain files of `logs` are ever sent.
+"""
+
+import asyncio
+import os
+import re
+import stat
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+
+from tidemill.common.errors import TidemillError
+from tidemill.common.history import Selection, StreamName
+from tidemill.common.history.groups import WHOLE_GROUP, micro_batches_of
+from tidemill.common.run.state import METRICS_FILE, read_records
+from tidemill.common.wire.messages import Lane
+from tidemill.services.console.dead.entries import DeadEntry, dead_table, dead_tree, read_dead
+from tidemill.services.console.options import DeadFilter
+from tidemill.services.console.records.step import time_table
+from tidemill.services.console.status.dashboard import flow_lines, process_table
+from tidemill.services.console.status.snapshot import StepPoint, points_of
+from tidemill.services.console.text.tree import part, table
+from tidemill.services.console.web.curves import chart_trees
+from tidemill.services.console.web.groups import STATES, GroupRow, number_of
+from tidemill.services.console.web.runs import WatchedRun
+from tidemill.services.console.web.site import (
+    Page,
+    Site,
+    attached,
+    csv_file,
+    flatten,
+    history_of,
+    json_file,
+)
+from tidemill.services.console.web.texts import sendable
+
+RECENT_STEPS = 5
+PAGE_STEPS = 200
+MAX_DROPPED = 500
+PAGE_DEAD = 100
+MAX_DEAD = 10_000
+"""Dead letters that are looked through, the newest."""
+PART_BYTES = 96 << 10
+"""Of a log on one page."""
+MAX_TEXT_CHARACTERS = 200
+"""Of what a visitor searches for."""
+LOG_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+async def without_slash(site: Site, run: WatchedRun, request: Request) -> Response:
+    return RedirectResponse(request.url.path.rstrip("/"), 301)
+
+
+async def overview(site: Site, run: WatchedRun, request: Request) -> Response:
+    """A run: its state and its curves."""
+    return site.response("overview.html", run=run, here="overview", **_state(run))
+
+
+async def state(site: Site, run: WatchedRun, request: Request) -> Response:
+    """The part of the overview that changes all the time."""
+    return site.response("state.html", run=run, here="overview", **_state(run))
+
+
+def _state(run: WatchedRun) -> dict[str, Any]:
+    counts = Counter(row.state for row in run.index.groups[Lane.TRAIN].values())
+    steps = run.index.steps
+    return {
+        "snapshot": run.snapshot,
+        "flow": part("", flow_lines(run.snapshot)) if run.snapshot else None,
+        "processes": part("", process_table(run.snapshot)) if run.snapshot else None,
+        "counts": {name: counts[name] for name in STATES},
+        "num_eval": len(run.index.groups[Lane.EVAL]),
+        "recent": [steps[step] for step in sorted(steps)[-RECENT_STEPS:][::-1]],
+    }
+
+
+async def charts(site: Site, run: WatchedRun, request: Request) -> Response:
+    evaluations = run.snapshot.evaluations if run.snapshot else []
+    version = run.snapshot.version if run.snapshot else 0
+    trees = chart_trees(run.index.steps, evaluations)
+    return JSONResponse({"live": run.is_live, "version": version, "charts": trees})
+
+
+async def changes(site: Site, run: WatchedRun, request: Request) -> Response:
+    """Whether anything has changed, for pages that only say so."""
+    index = run.index
+    num_groups = {lane.value: len(index.groups[lane]) for lane in Lane}
+    is_live = run.is_live or not index.is_complete
+    return JSONResponse({"live": is_live, "groups": num_groups, "steps": len(index.steps)})
+
+
+async def steps(site: Site, run: WatchedRun, request: Request) -> Response:
+    """All steps, the newest first, a page at a time."""
+    numbers = sorted(run.index.steps, reverse=True)
+    num_pages = max(1, -(-len(numbers) // PAGE_STEPS))
+    page = min(max(1, number_of(request.query_params.get("page"), 1)), num_pages)
+    rows = [run.index.steps[number] for number in numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]]
+    return site.response("steps.html", run=run, here="steps", rows=rows, page=page, num_pages=num_pages)
+
+
+async def step(site: Site, run: WatchedRun, request: Request) -> Response:
+    """One step: what went in, in which micro-batches, where the time went, what came out."""
+    number = request.path_params["step"]
+    row = run.index.steps.get(number)
+    if row is None:
+        raise HTTPException(404, f"Step {number} has no commit yet.")
+    problem, commit = "", None
+    try:
+        commit = await history_of(run).commit(number)
+    except TidemillError as error:
+        problem = str(error)
+    topics: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for name, value in row.metrics.items():
+        topics[name.partition("/")[0] if "/" in name else ""].append({"metric": name, "value": value})
+    return site.response(
+        "step.html",
+        run=run,
+        here="steps",
+        row=row,
+        commit=commit,
+        groups=[run.index.get(ticket) or GroupRow(ticket) for ticket in commit.groups] if commit else [],
+        dropped=sorted(commit.dropped, key=lambda item: (item[1] != WHOLE_GROUP, item)) if commit else [],
+        micro_batches=list(micro_batches_of(commit)) if commit else [],
+        times=part("", time_table(row.metrics)),
+        numbers=part("", (part(topic or "step", table(topics[topic])) for topic in sorted(topics))),
+        problem=problem,
+        most_dropped=MAX_DROPPED,
+        previous=number - 1 if number - 1 in run.index.steps else None,
+        following=number + 1 if number + 1 in run.index.steps else None,
+    )
+
+
+async def dead(site: Site, run: WatchedRun, request: Request) -> Response:
+    """All dead letters, the newest first."""
+    text = _typed_text(request)
+    found = [
+        entry
+        for entry in await _read_dead(run)
+        if _has(text, f"{entry.content.error}\n{entry.content.worker}\n{entry.content.origin}")
+    ]
+    return site.response(
+        "dead.html",
+        run=run,
+        here="dead",
+        listed=part("", dead_table(found[:PAGE_DEAD])),
+        num_found=len(found),
+        text=text,
+        most=PAGE_DEAD,
+    )
+
+
+async def dead_one(site: Site, run: WatchedRun, request: Request) -> Response:
+    """One dead letter with the message that died."""
+    wanted = request.path_params["entry"]
+    found = next((entry for entry in await _read_dead(run) if entry.entry_id == wanted), None)
+    if found is None:
+        raise HTTPException(404, "There is no such dead letter: it may have been put back or dropped.")
+    return site.response("letter.html", run=run, here="dead", found=dead_tree(found))
+
+
+async def _read_dead(run: WatchedRun) -> list[DeadEntry]:
+    entries = history_of(run).scan(StreamName.DEAD, Selection(), newest_first=True)
+    return await read_dead(entries, DeadFilter(), run.config, MAX_DEAD)
+
+
+async def config(site: Site, run: WatchedRun, request: Request) -> Response:
+    """All fields of the run's config."""
+    text, fields = _typed_text(request), flatten(await _config_tree(run))
+    shown = [(name, value) for name, value in fields.items() if _has(text, f"{name} {value}")]
+    return site.response("config.html", run=run, here="config", text=text, fields=shown, num_all=len(fields))
+
+
+async def config_file(site: Site, run: WatchedRun, request: Request) -> Response:
+    """The config as it is written."""
+    text = yaml.safe_dump(await _config_tree(run), sort_keys=False, allow_unicode=True)
+    return Response(sendable(text), media_type="application/yaml", headers=attached(f"{run.run_id}.yaml"))
+
+
+async def _config_tree(run: WatchedRun) -> dict[str, Any]:
+    known = run.config or await asyncio.to_thread(run.folder.config)
+    if known is None:
+        raise HTTPException(404, "Neither the run's folder nor its Redis has a config.")
+    return known.model_dump(mode="json")
+
+
+def _typed_text(request: Request) -> str:
+    return request.query_params.get("text", "")[:MAX_TEXT_CHARACTERS]
+
+
+def _has(text: str, whole: str) -> bool:
+    return text.casefold() in whole.casefold()
+
+
+async def logs(site: Site, run: WatchedRun, request: Request) -> Response:
+    """The run's logs; of the one that is named, the newest lines or those before `end`."""
+    folder, name, shown = run.folder.logs, request.path_params.get("name"), None
+    found = await asyncio.to_thread(_listed, folder)
+    if name is not None and name not in dict(found):
+        raise HTTPException(404, "The run has no such log.")
+    if name is not None and request.query_params.get("file"):
+        kept_as = attached(f"{run.run_id}-{name}")
+        return FileResponse(folder / name, media_type="text/plain", headers=kept_as)
+    if name is not None:
+        end, text = number_of(request.query_params.get("end"), -1), _typed_text(request)
+        shown = await asyncio.to_thread(_read_part, folder / name, text, end)
+    return site.response("logs.html", run=run, here="logs", logs=found, log=shown)
+
+
+def _listed(folder: Path) -> list[tuple[str, int]]:
+    """Names and sizes of plain files with names as services have them; links lead elsewhere, and are none."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [(e.name, e.stat(follow_symlinks=False)) for e in entries if LOG_NAME.fullmatch(e.name)]
+    except OSError:
+        return []
+    return sorted((name, known.st_size) for name, known in found if stat.S_ISREG(known.st_mode))
+
+
+def _read_part(path: Path, text: str, last: int) -> dict[str, Any]:
+    """The lines with a text, from byte `first` to `end`, which is `last`, or the file's end where that is
+    negative."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = size if last < 0 else min(last, size)
+        first = max(0, end - PART_BYTES)
+        file.seek(first)
+        data = file.read(end - first)
+    if first and (cut := data.find(b"\n") + 1):
+        first, data = first + cut, data[cut:]
+    lines = data.decode("utf-8", "replace").removesuffix("\n").split("\n")
+    kept = [line for line in lines if _has(text, line)]
+    return {"name": path.name, "text": text, "first": first, "end": end, "size": size, "lines": kept}
+
+
+async def metrics_csv(site: Site, run: WatchedRun, request: Request) -> Response:
+    """Every number of every step, a column for each."""
+    points = await _points(run)
+    names = list(dict.fromkeys(name for point in points for name in point.metrics if name != "step"))
+    rows = ((point.step, *(point.metrics.get(name, "") for name in names)) for point in points)
+    return csv_file(f"{run.run_id}-metrics", ("step", *names), rows)
+
+
+async def metrics_json(site: Site, run: WatchedRun, request: Request) -> Response:
+    """The same as JSON, with evaluations."""
+    steps = [{**point.metrics, "step": point.step} for point in await _points(run)]
+    evaluations = run.snapshot.evaluations if run.snapshot else []
+    tree = {"run": run.run_id, "steps": steps, "evaluations": evaluations}
+    return json_file(f"{run.run_id}-metrics", tree)
+
+
+async def _points(run: WatchedRun) -> list[StepPoint]:
+    """Steps of the folder, and those that only the streams have."""
+    records = await asyncio.to_thread(read_records, run.folder.path / METRICS_FILE)
+    points = run.index.steps | {point.step: point for point in points_of(records)}
+    return [points[step] for step in sorted(points)]
+
+
+ROUTES: dict[str, Page] = {
+    "/run/{run}": overview,
+    "/run/{run}/": without_slash,
+    "/run/{run}/state.html": state,
+    "/run/{run}/charts.json": charts,
+    "/run/{run}/changes.json": changes,
+    "/run/{run}/steps": steps,
+    "/run/{run}/steps/{step:int}": step,
+    "/run/{run}/dead": dead,
+    "/run/{run}/dead/{entry}": dead_one,
+    "/run/{run}/config": config,
+    "/run/{run}/config.yaml": config_file,
+    "/run/{run}/logs": logs,
+    "/run/{run}/logs/{name}": logs,
+    "/run/{run}/metrics.csv": metrics_csv,
+    "/run/{run}/metrics.json": metrics_json,
+}

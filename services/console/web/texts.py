@@ -1,0 +1,217 @@
+"""How numbers, text, tokens and chats read on a page. Numbers may be None, or not finite."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import structlog
+from markupsafe import Markup, escape
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from tidemill.common.history.records import SampleRecord
+from tidemill.common.history.sessions import TurnRecord, calls_of, text_of
+from tidemill.common.run.dataset import PROMPT
+from tidemill.common.wire.messages import PromptFields
+from tidemill.services.console.text.formats import NOTHING
+
+log = structlog.get_logger(__name__)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number with so many significant digits at least; whole numbers as they are."""
+    if value is None or not math.isfinite(value):
+        return NOTHING if value is None else str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}".replace(",", "\u202f").replace("-", "−")
+    return f"{value:.{digits}g}".replace("-", "−")
+
+
+def signed(value: float | None) -> str:
+    """A number with its sign."""
+    return ("+" if value is not None and 0 < value < math.inf else "") + number(value, 3)
+
+
+def span(first: float | None, last: float | None) -> str:
+    """One number, or from the first to the last."""
+    return number(first) if first == last else f"{number(first)}–{number(last)}"
+
+
+UNSEEN = re.compile(
+    "(?:[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f])+"
+)
+"""Controls but tab and line feed, marks of direction, spaces without width, tags, halves of characters."""
+NAMES = (
+    "NUL", "SOH", "STX", "ETX", "EOT", "ENQ", "ACK", "BEL", "BS", "HT", "LF",
+    "VT", "FF", "CR", "SO", "SI", "DLE", "DC1", "DC2", "DC3", "DC4", "NAK",
+    "SYN", "ETB", "CAN", "EM", "SUB", "ESC", "FS", "GS", "RS", "US",
+)  # fmt: skip
+"""Of the control characters of ASCII, by code."""
+MARKS = dict(enumerate(NAMES)) | {0x7F: "DEL"}
+COUNTED_LIMIT = 600
+"""What is cut off at so many characters or more says how many are left."""
+
+
+def visible(text: object, limit: int = 0) -> Markup:
+    """Escaped text, cut off at `limit`, unseen characters in `<span class="ctl">`; neighbours share one."""
+    whole = "" if text is None else str(text)
+    shown = whole[:limit] if limit else whole
+    parts, position = [Markup()], 0
+    for match in UNSEEN.finditer(shown):
+        marks = " ".join(MARKS.get(ord(char), f"U+{ord(char):04X}") for char in match[0])
+        parts += [
+            escape(shown[position : match.start()]),
+            Markup('<span class="ctl">{}</span>').format(marks),
+        ]
+        position = match.end()
+    parts.append(escape(shown[position:]))
+    if left_out := len(whole) - len(shown):
+        parts.append(escape("…"))
+        if limit >= COUNTED_LIMIT:
+            parts.append(Markup('<span class="hint">{}</span>').format(f" {left_out:,} more characters"))
+    return Markup("").join(parts)
+
+
+def sendable(text: str) -> str:
+    """Text that JSON in UTF-8 can carry: halves of characters are replaced."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+TOKENIZER_FILE = "tokenizer.json"
+CONTEXT_TOKENS = 16
+"""Tokens before a part that are decoded with it: they may hold the first bytes of its first character."""
+MAX_PIECE_CHARACTERS = 2000
+
+
+class TokenTexts:
+    """The texts of a run's tokens; none where its tokenizer is not on this machine."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, model_folder: Path | None) -> "TokenTexts":
+        """Read `tokenizer.json` of a model's folder, if it is there and this release understands it."""
+        path = model_folder / TOKENIZER_FILE if model_folder else None
+        if path is None or not path.is_file():
+            return cls(None)
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises nothing narrower
+            log.warning("tokenizer cannot be read", path=str(path), error=str(error))
+            return cls(None)
+
+    @property
+    def is_known(self) -> bool:
+        return self._tokenizer is not None
+
+    def pieces(self, ids: Sequence[int], start: int, stop: int) -> list[str] | None:
+        """Texts of tokens `start` to `stop`, "" where a text comes with a later token; None: not known."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return None
+        first = max(0, start - CONTEXT_TOKENS)
+        stream = DecodeStream(skip_special_tokens=False)
+        pieces = []
+        for token in map(int, ids[first:stop]):
+            is_known = token >= 0 and tokenizer.id_to_token(token) is not None
+            pieces.append((stream.step(tokenizer, token) or "") if is_known else f"<{token}?>")
+        return [piece[:MAX_PIECE_CHARACTERS] for piece in pieces[start - first :]]
+
+
+TEMPLATE_MARKS = (
+    re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|$)", re.DOTALL),
+    re.compile(
+        r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)(?:<\|eot_id\|>|$)", re.DOTALL
+    ),
+    re.compile(r"<start_of_turn>(?P<role>\w+)\n(?P<text>.*?)(?:<end_of_turn>\n?|$)", re.DOTALL),
+    re.compile(
+        r"<\|(?P<role>system|user|assistant)\|>\n(?P<text>.*?)(?=<\|(?:system|user|assistant)\|>|$)",
+        re.DOTALL,
+    ),
+)
+"""How ChatML (Qwen), Llama 3, Gemma and Zephyr mark a message in a rendered prompt."""
+SPECIAL = re.compile(r"<[^<>\s]{1,40}>")
+"""Tokens such as that of the beginning; other text between messages means that these are not the marks."""
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
+    "model": "assistant", "developer": "system", "ipython": "tool", "function": "tool"
+}  # fmt: skip
+"""The four roles by their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message, ready to be shown."""
+
+    role: str
+    text: str
+    name: str = ""
+    """Of the tool that answers."""
+    thoughts: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    """Tools with their arguments, as indented JSON where they are JSON."""
+
+    @property
+    def kind(self) -> str:
+        """The role where it is one of the four: it chooses the colour."""
+        return ROLES.get(self.role, "other")
+
+
+def message_of(said: Mapping[str, Any]) -> ChatMessage:
+    text, name, thoughts = (text_of(said.get(key)) for key in ("content", "name", "reasoning_content"))
+    calls = tuple((called, _indented(arguments)) for called, arguments in calls_of(said))
+    return ChatMessage(str(said.get("role", "?")), text, name, thoughts, calls)
+
+
+def _indented(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), indent=1, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def prompt_messages(source: PromptFields) -> list[ChatMessage]:
+    """The messages of a prompt: as its template marks them, else as the row has them; empty for plain text.
+
+    The last one is left out where it only opens the model's answer.
+    """
+    for marks in TEMPLATE_MARKS:
+        found = [ChatMessage(match["role"], match["text"]) for match in marks.finditer(source.prompt_text)]
+        if found and not SPECIAL.sub("", marks.sub("", source.prompt_text)).strip():
+            return found[:-1] if found[-1].kind == "assistant" and not found[-1].text.strip() else found
+    said = source.extra.get(PROMPT)
+    if not isinstance(said, Sequence) or isinstance(said, str):
+        return []
+    return [message_of(item) for item in said if isinstance(item, Mapping)]
+
+
+class Training(NamedTuple):
+    """How much of something that the model said was trained."""
+
+    num_tokens: int
+    num_trained: int
+    why_not: str = ""
+    """In words; empty where a step has trained it."""
+
+
+def training_of(sample: SampleRecord, why_not: str, turn: TurnRecord | None = None) -> Training:
+    """Of a turn, or of the whole of a sample. `why_not`: why its group was not trained; empty if it was."""
+    made = sample.trajectory
+    if made is None:
+        return Training(0, 0)
+    if turn is None:
+        masks = [segment.mask for segment in made.segments]
+    else:
+        masks = [made.segments[turn.segment].mask[turn.turn.first : turn.turn.end]]
+    num_trained = sum(int(np.count_nonzero(mask)) for mask in masks)
+    if made.is_greedy:
+        why_not = "a baseline"
+    elif sample.left_out:
+        why_not = f"left out: {sample.left_out}"
+    return Training(sum(map(len, masks)), num_trained, why_not)
