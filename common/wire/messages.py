@@ -198,11 +198,13 @@ class Trajectory(PromptFields):
         return [self.spans, *(fork.spans for fork in self.forks)]
 
     def token_versions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """The version that produced each token of the first segment. Shape [T], int32."""
-        versions = np.empty(self.num_tokens, dtype=np.int32)
-        for version, first in self.spans:
-            versions[first:] = version
-        return versions
+        """The version that produced each completion token, over all segments. Shape [T], int32; of tokens
+        that no version produced, the version of those before them."""
+        found = []
+        for segment in self.segments:
+            lengths = np.diff([*(first for _, first in segment.spans), len(segment.completion_ids)])
+            found.append(np.repeat([version for version, _ in segment.spans], lengths))
+        return np.concatenate(found).astype(np.int32)
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:

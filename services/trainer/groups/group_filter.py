@@ -20,7 +20,6 @@ from tidemill.services.trainer.groups.samples import (
     Sample,
     make_sample,
     mask_of_whole_turns,
-    token_versions,
     with_teaching,
 )
 
@@ -184,7 +183,7 @@ class TrainableGroup:
     def trained_versions(self) -> list[Int32]:
         """For each sample, the version that produced each of its trained tokens. Shapes [A]."""
         records = self.source.trajectories
-        return [token_versions(records[sample.key[1]])[sample.mask] for sample in self.samples]
+        return [records[sample.key[1]].token_versions()[sample.mask] for sample in self.samples]
 
     def with_precomputed(self) -> "TrainableGroup":
         """The group whose samples have what was precomputed of its records."""
