@@ -16,6 +16,7 @@ from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, Delivery, Entry, append, id_order, last_id, read_range
+from tidemill.common.wire import codec
 from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
@@ -91,6 +92,12 @@ async def publish_group(
 async def messages(broker: Broker, key: str, kind: type[Message]) -> list[Any]:
     """Everything in a stream that can be decoded."""
     return [entry.message for entry in await read_range(broker, key, kind) if isinstance(entry, Entry)]
+
+
+async def append_at(broker: Broker, key: str, entry_id: str, message: Message) -> None:
+    """Append under an id that is not Redis's to choose."""
+    flat = [part for pair in codec.encode(message).items() for part in pair]
+    await broker.execute("XADD", key, entry_id, *flat)
 
 
 async def lose_tail(broker: Broker, key: str, last: str) -> None:
