@@ -31,19 +31,13 @@ class RewardLimits(Section):
     """Attempts before a score counts as failed; backoff in between."""
     backoff_s: float = Field(0.5, ge=0.0, le=600.0)
     """First pause between attempts, in seconds; doubles, with jitter. A server's Retry-After is respected."""
-    on_failure: Literal["drop_sample", "drop_group", "value"] = "drop_sample"
-    """What a failed reward means: leave the sample out, replace its group, or `failure_value`."""
-    failure_value: float | None = None
-    """The reward of a failed sample where `on_failure` is `value`."""
+    on_failure: Literal["drop_sample", "drop_group"] | float = "drop_sample"
+    """What a failed reward means: leave the sample out, replace its group, or this number as its reward."""
 
-    @model_validator(mode="after")
-    def _failure_value_fits(self) -> Self:
-        if (self.on_failure == "value") != (self.failure_value is not None):
-            raise ValueError(
-                "failure_value and on_failure: value belong together; give both, or neither "
-                f"(on_failure is {self.on_failure}, failure_value is {self.failure_value})"
-            )
-        return self
+    @property
+    def failure_value(self) -> float | None:
+        """The reward of a failed sample; None where it has none."""
+        return self.on_failure if isinstance(self.on_failure, float) else None
 
 
 class FunctionConfig(Section):
@@ -130,7 +124,7 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     def _check_teacher(self) -> None:
         if self.failure_value is not None:
             raise ValueError(
-                "on_failure: value cannot stand for a teacher's logprobs; take drop_sample or drop_group"
+                "on_failure: a number cannot stand for a teacher's logprobs; take drop_sample or drop_group"
             )
         if self.weight < 0:
             raise ValueError(
@@ -266,8 +260,6 @@ class RewardConfig(RewardLimits, FunctionConfig):
 def _with_limits(reward: Any, limits: dict[str, Any]) -> Any:
     if not isinstance(reward, dict):
         return reward
-    if "on_failure" in reward or "failure_value" in reward:
-        limits = {name: value for name, value in limits.items() if "fail" not in name}
     return {**limits, **reward}
 
 

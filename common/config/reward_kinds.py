@@ -211,5 +211,3 @@ class SandboxConfig(Section):
     """`require` runs nothing where bubblewrap can make no namespaces; `prefer` has only limits there."""
     packages: bool = False
     """Let the code import the packages that are installed beside this project, such as numpy."""
-    queue_s: float = Field(300.0, gt=0.0, le=86_400.0)
-    """How long a completion may wait for a free worker, in seconds."""

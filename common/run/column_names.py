@@ -7,13 +7,13 @@ from typing import Any
 from tidemill.common.errors import ConfigError
 
 PROMPTS = ("prompt", "messages", "question", "problem")
-"""Where `data.prompt_column` is left as it is, the first of these that a row has holds its prompt."""
+"""The first of these that a row has holds its prompt, where `data.columns` names none."""
 TRUTHS = ("reward_model.ground_truth", "ground_truth", "solution", "answer")
 """The first of these that a row has is its truth."""
 MAX_SHOWN_COLUMNS = 20
 
 
-def renamed(columns: Mapping[str, Any], names: Mapping[str, str], origin: str) -> dict[str, Any]:
+def renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) -> dict[str, Any]:
     """The columns, and those that `names` maps (ours to theirs) under our names too: an environment's `reset`
     takes a row as it was. `a.b` is `b` inside of `a`.
 
@@ -34,10 +34,9 @@ def renamed(columns: Mapping[str, Any], names: Mapping[str, str], origin: str) -
     return result
 
 
-def prompt_column_of(columns: Mapping[str, Any], wanted: str) -> str:
-    """The column with the prompt; `wanted` where it is none of those that are looked for by themselves."""
-    names = PROMPTS if wanted == PROMPTS[0] else (wanted,)
-    return next((name for name in names if columns.get(name) is not None), wanted)
+def prompt_column_of(columns: Mapping[str, Any]) -> str:
+    """The column with the prompt; `prompt` where there is none."""
+    return next((name for name in PROMPTS if columns.get(name) is not None), PROMPTS[0])
 
 
 def missing(

@@ -36,7 +36,7 @@ GSM8K_SOURCE = "openai/gsm8k"
 """verl's `data_source` for GSM8K."""
 
 PROMPT = "prompt"
-"""Where `extra` keeps the prompt of a row that is a chat."""
+"""The column with the prompt; and where `extra` keeps the prompt of a row that is a chat."""
 
 ChatMessage = dict[str, Any]
 """`role` and `content`, both text; what else a message holds goes to the chat template as it is."""
@@ -61,9 +61,8 @@ class Row:
 
 def read_dataset(
     paths: str | Path | Sequence[str | Path],
-    prompt_column: str = "prompt",
     max_rows: int | None = None,
-    names: Mapping[str, str] = NO_NAMES,
+    names: Mapping[Any, str] = NO_NAMES,
     needs_truth: bool = True,
 ) -> list[Row]:
     """Read all rows of one file or several, in order; only the first `max_rows` where that is given.
@@ -80,7 +79,7 @@ def read_dataset(
         for origin, columns in _read_columns(file):
             if max_rows is not None and len(rows) >= max_rows:
                 return rows
-            rows.append(parse_row(columns, prompt_column, len(rows), origin, names, needs_truth))
+            rows.append(parse_row(columns, len(rows), origin, names, needs_truth))
         if len(rows) == num_before:
             raise ConfigError(f"dataset {file} has no rows; give a file with at least one.")
     return rows
@@ -169,17 +168,16 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def parse_row(
     columns: dict[str, Any],
-    prompt_column: str,
     number: int,
     origin: str,
-    names: Mapping[str, str] = NO_NAMES,
+    names: Mapping[Any, str] = NO_NAMES,
     needs_truth: bool = True,
 ) -> Row:
     """A row of its columns. Raises ConfigError: it lacks something."""
-    columns = renamed(columns, names, origin) if names else columns
-    if _is_gsm8k(columns, prompt_column):
+    if names.get("prompt", prompt_column_of(columns)) == "question" and _has_gsm8k_answer(columns):
         return _parse_gsm8k(columns, number, origin)
-    column = prompt_column_of(columns, prompt_column)
+    columns = renamed(columns, names, origin) if names else columns
+    column = prompt_column_of(columns)
     if columns.get(column) is None:
         raise missing(origin, f"column {column!r} (the prompt)", columns)
     prompt = _parse_prompt(columns[column], column, origin)
@@ -191,7 +189,7 @@ def parse_row(
         raise _wrong(origin, "extra_info", "an object", info)
     known = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
     others = {name: value for name, value in columns.items() if name not in known and value is not None}
-    if column != prompt_column and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+    if column != PROMPT and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         # Data for fine-tuning: the last message is an answer, not the beginning of one.
         columns = {"answer": prompt[-1]["content"]} | columns
         prompt = prompt[:-1]
@@ -204,11 +202,10 @@ def parse_row(
     return Row(prompt, source or "", _sendable(ground_truth, origin, "ground_truth"), extra, number, origin)
 
 
-def _is_gsm8k(columns: Mapping[str, Any], prompt_column: str) -> bool:
+def _has_gsm8k_answer(columns: Mapping[str, Any]) -> bool:
     """GSM8K's own layout. A plain `answer` is not: it is the truth as it stands."""
-    if prompt_column_of(columns, prompt_column) != "question" or "####" not in str(columns.get("answer")):
-        return False
-    return columns.get("reward_model") is None and "ground_truth" not in columns
+    has_truth = columns.get("reward_model") is not None or "ground_truth" in columns
+    return "####" in str(columns.get("answer")) and not has_truth
 
 
 def _parse_gsm8k(columns: dict[str, Any], number: int, origin: str) -> Row:

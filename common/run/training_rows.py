@@ -48,13 +48,13 @@ def _read_source(data: "DataConfig", source: "SourceConfig") -> Sequence[Row]:
 
 
 def _read(paths: str | list[str], data: "DataConfig", max_rows: int | None) -> list[Row]:
-    return read_dataset(paths, data.prompt_column, max_rows, data.names, data.needs_truth)
+    return read_dataset(paths, max_rows, data.columns, data.needs_truth)
 
 
 def _parse(
     data: "DataConfig", source: "SourceConfig | None", columns: dict[str, Any], number: int, origin: str
 ) -> Row:
-    row = parse_row(columns, data.prompt_column, number, origin, data.names, data.needs_truth)
+    row = parse_row(columns, number, origin, data.columns, data.needs_truth)
     return row if source is None else _of_source(row, source)
 
 

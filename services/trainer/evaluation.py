@@ -226,7 +226,7 @@ class Evaluator:
 
     def _numbers(self, scores: list[list[Score]], samples: list[Trajectory]) -> dict[str, float]:
         """`scores` by prompt; those without a value are failed samples."""
-        threshold = self.config.success_threshold
+        threshold = self.context.config.trainer.algorithm.success_threshold
         by_prompt = [[score.value for score in row if score.value is not None] for row in scores]
         flat = [value for row in by_prompt for value in row]
         solved = [[value >= threshold for value in row] for row in by_prompt if row]

@@ -28,7 +28,7 @@ from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.sample import RewardSample
 
 _NOT_OF_THE_RESULT = {"weight", "applies_to", "timeout_s", "max_attempts", "backoff_s", "max_concurrent"}
-_NOT_OF_THE_RESULT |= {"on_failure", "failure_value", "cache", "sources"}
+_NOT_OF_THE_RESULT |= {"on_failure", "cache", "sources"}
 """Fields of a reward that do not change what it returns."""
 _OF_THE_RESULT: dict[str, Any] = {"base_urls": True, "model": True, "local": {"command", "args"}}
 """Fields of its servers that do."""

@@ -40,6 +40,8 @@ EXAMINE_S = 2.0
 LOST_S = 10.0
 """A job that runs on a worker that says nothing for this long is lost; a busy worker speaks every 2 s."""
 JOB_MARGIN_S = 30
+QUEUE_S = 300.0
+"""How long a completion may wait for a free worker."""
 """What a job may take beside the code's own limit before RQ kills it."""
 FAILURE_TTL_S = 3600
 RQ_RETRIES = 2
@@ -124,7 +126,7 @@ class SandboxJobs:
     async def _awaited(
         self, job_id: str, arguments: tuple[Any, ...], config: SandboxConfig
     ) -> dict[str, Any]:
-        limit_s = config.queue_s + config.total_s + JOB_MARGIN_S
+        limit_s = QUEUE_S + config.total_s + JOB_MARGIN_S
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         others = self._waiting.setdefault(job_id, [])
         others.append(future)

@@ -23,12 +23,15 @@ from tidemill.common.config.data import CurriculumConfig
 from tidemill.common.wire.messages import Commit, Outcome
 from tidemill.services.trainer.batch.prompts import PromptSource
 
+MEMORY = 0.5
+"""Weight of a prompt's rate until now when its next group is in."""
+
 
 class Tried(NamedTuple):
     """What became of one prompt until now."""
 
     rate: float
-    """Share of the samples that solve it; what is older counts less (`memory`)."""
+    """Share of the samples that solve it; what is older counts less (`MEMORY`)."""
     epoch: int
     """Of the source, when its last outcome came in."""
 
@@ -73,9 +76,9 @@ class Deck:
         place = self.prompts.place_of(row)
         if not num_scored or place is None:
             return
-        rate, memory = num_solved / num_scored, self.config.memory
+        rate = num_solved / num_scored
         if place in self.tried:
-            rate = memory * self.tried[place].rate + (1.0 - memory) * rate
+            rate = MEMORY * self.tried[place].rate + (1.0 - MEMORY) * rate
         self.tried[place] = Tried(rate, self._position // len(self.prompts))
         if self.config.hard < rate < self.config.easy:
             self._between.setdefault(place)

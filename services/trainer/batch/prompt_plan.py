@@ -116,9 +116,8 @@ class PromptPlan:
         if sources[0].name:
             parts = [(s.name, s.fingerprint, w, n) for s, w, n in zip(sources, weights, limits, strict=True)]
             self.fingerprint = xxhash.xxh3_128_hexdigest(repr(parts).encode())
-        common = SamplingParams(**config.rollout.sampling.model_dump())
-        own = [source.sampling.model_dump(exclude_none=True) for source in named] or [{}]
-        self._sampling = [common.model_copy(update=update) for update in own]
+        sampling = list(map(config.sampling_of, named)) or [config.rollout.sampling]
+        self._sampling = [SamplingParams(**own.model_dump()) for own in sampling]
         self._sizes = [config.group_size(source.name) for source in sources]
 
     def fields(self, number: int, min_version: int) -> dict[str, Any]:
@@ -171,7 +170,7 @@ class PromptPlan:
         return tuple(found[ticket] for ticket in sorted(found))
 
     def _outcome(self, ticket: Ticket, rewards: Sequence[float]) -> Outcome:
-        threshold = self._config.trainer.evaluation.success_threshold
+        threshold = self._config.trainer.algorithm.success_threshold
         return ticket.source, ticket.row, sum(reward >= threshold for reward in rewards), len(rewards)
 
     def take_commit(self, commit: Commit) -> None:

@@ -27,8 +27,8 @@ from tidemill.common.streams import (
     id_order,
     read_raw,
 )
+from tidemill.common.streams.log import KEPT_COMMITS, newest_begin
 from tidemill.common.streams.selection import StreamName
-from tidemill.common.streams.trimming import KEPT_COMMITS, newest_begin
 from tidemill.common.telemetry import metrics
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import RunStreams

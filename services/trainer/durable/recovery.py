@@ -5,24 +5,23 @@ mode the weights come out bit by bit. The digest in each commit shows it; a diff
 
 The order of a restart (`service.py` calls the parts):
 
-1. Repair the archive's manifest: everything below reads what it lists.
-2. Restore the newest whole checkpoint: model, tickets, positions.
-3. Note which server answers, and mark: a commit that the process before sent, and that is still on its way,
+1. Restore the newest whole checkpoint: model, tickets, positions.
+2. Note which server answers, and mark: a commit that the process before sent, and that is still on its way,
    finds its mark no more.
-4. Remove unexpected entries, and have the archive forget what Redis has lost: its ids may be given out again.
-5. Give Redis back the commits that the checkpoint covers, from the journal: the stream takes none behind
+3. Remove unexpected entries, and have the archive forget what Redis has lost: its ids may be given out again.
+4. Give Redis back the commits that the checkpoint covers, from the journal: the stream takes none behind
    later ones.
-6. Read the commits above the checkpoint, and see that all they were trained on is there, before anything is
+5. Read the commits above the checkpoint, and see that all they were trained on is there, before anything is
    trained.
-7. The journal takes these commits in and forgets all others: their records may be gone, so they did not
+6. The journal takes these commits in and forgets all others: their records may be gone, so they did not
    happen.
-8. Take over the tickets that the process before has issued; only then start the readers, which keep nothing
+7. Take over the tickets that the process before has issued; only then start the readers, which keep nothing
    that belongs to no outstanding ticket.
-9. Replay the commits; write and announce the version if the process before did not (parts 6 and 7 of a step).
+8. Replay the commits; write and announce the version if the process before did not (parts 6 and 7 of a step).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,12 +82,11 @@ class Replayer:
 
     async def take_over(self, store: CheckpointStore) -> list[Commit]:
         """Restore the newest checkpoint, and take in what an earlier process did after it: its commits, which
-        are returned, and the tickets it issued (parts 1 to 8).
+        are returned, and the tickets it issued (parts 1 to 7).
 
         Raises:
             TidemillError: there are commits that cannot be replayed. Nothing was trained yet.
         """
-        await until_stored(self.context, partial(self._when_free, self.archived.repair))
         can_start_over = await self.archived.begins_at_start()
         state = await self.runner.thread.call(self._restore_checkpoint, store, can_start_over)
         version, needed = state.version if state else 0, settled_positions(state)
@@ -173,18 +171,14 @@ class Replayer:
         await restore_commits(broker, keys, self.journal, version, is_trimmed=is_trimmed)
 
     async def _align(self, needed: Mapping[StreamName, str]) -> None:
-        """Have the archive forget what Redis has lost above the checkpoint."""
+        """Have the archive forget what Redis has lost above the checkpoint, once its writer, which takes
+        seconds, has released it. Raises StoppedError: the service must stop first."""
         try:
-            await self._when_free(partial(self.archived.align, needed))
+            while not await self.archived.align(needed):
+                if await self.context.unless_stopping(asyncio.sleep(PAUSE_S, result=True)) is None:
+                    raise StoppedError
         except ArchiveError as error:
             log.error("the archive cannot be held against Redis", problem=str(error))
-
-    async def _when_free(self, work: Callable[[], Awaitable[bool]]) -> None:
-        """Do something with the archive when its writer, which takes seconds, has released it. Raises
-        StoppedError: the service must stop first."""
-        while not await work():
-            if await self.context.unless_stopping(asyncio.sleep(PAUSE_S, result=True)) is None:
-                raise StoppedError
 
     async def replay(self, commits: Sequence[Commit], recorder: Recorder) -> None:
         """Train every commit again. Raises StoppedError: the service must stop; nothing was changed."""

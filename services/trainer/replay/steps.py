@@ -148,7 +148,7 @@ def compare_step(replayed: ReplayedStep, config: RunConfig) -> dict[str, Any]:
     """`equal` says whether everything that is compared is the same, bit by bit."""
     commit, result = replayed.commit, replayed.result
     num_dropped = sum(index < 0 for _, index, _ in commit.dropped)
-    now = step_metrics(commit.step, result, num_dropped, 0.0, config.trainer.evaluation.success_threshold)
+    now = step_metrics(commit.step, result, num_dropped, 0.0, config.trainer.algorithm.success_threshold)
     del now["step_time_s"]
     then = commit.metrics
     metrics = [

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from tests.support.histories import DIGESTS, commits, write_small_run
+from tests.support.numbered import append_numbered
 from tests.support.traces import problems_of
 from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import ConfigError
 from tidemill.common.history.records import STAGES, SampleFacts
-from tidemill.common.streams import append_numbered
 from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.console.records.timeline import Stretch, Trace
 

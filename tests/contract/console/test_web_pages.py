@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.conftest import SERVERS
+from tests.support.numbered import append_numbered
 from tests.support.waiting import wait_until
 from tests.support.web_runs import (
     SCRIPT,
@@ -22,7 +23,7 @@ from tests.support.web_runs import (
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import append, append_numbered
+from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.web.runs import Catalog
 from tidemill.services.console.web.server import CONTENT_POLICY, Access, create_app

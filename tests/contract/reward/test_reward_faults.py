@@ -57,17 +57,15 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", ["plain", "waits"])
-@pytest.mark.parametrize("policy", ["drop_sample", "drop_group", "value"])
+@pytest.mark.parametrize("policy", ["drop_sample", "drop_group", -0.5])
 async def test_what_a_function_does_wrong_has_the_outcome_of_its_policy_and_is_counted(
-    broker: Broker, keys: Keys, tmp_path: Path, name: str, policy: str
+    broker: Broker, keys: Keys, tmp_path: Path, name: str, policy: str | float
 ) -> None:
     path = tmp_path / "rewards.py"
     path.write_text(dedent(SOURCE))
     faults = FAULTS | ({"dies": (ScoreStatus.FAILED, "process of the reward")} if name == "plain" else {})
     texts = [*faults, "fine"]
     limits: dict[str, Any] = {"timeout_s": 2.0, "max_attempts": 1, "on_failure": policy}
-    if policy == "value":
-        limits["failure_value"] = -0.5
     rewards = {"mine": {"function": f"{path}:{name}", **limits}, "rule": {"function": "exact_match"}}
     async with worker(broker, keys, rewards=rewards, processes=2) as context:
         await append(
@@ -80,7 +78,7 @@ async def test_what_a_function_does_wrong_has_the_outcome_of_its_policy_and_is_c
     assert (made["fine"].status, made["fine"].value) == (ScoreStatus.OK, 1.0)
     for text, (status, reason) in faults.items():
         score = made[text]
-        if policy == "value":
+        if isinstance(policy, float):
             assert (score.status, score.value) == (ScoreStatus.OK, -0.5), text
             assert reason in score.detail["failures"]["mine"]
         else:

@@ -232,8 +232,7 @@ async def test_post_processing_that_fails_is_a_failure_of_that_reward_alone(
         "agent": {
             "function": f"{path}:Breaks",
             "max_attempts": 1,
-            "on_failure": "value",
-            "failure_value": 0.5,
+            "on_failure": 0.5,
         },
         "length": {"function": f"{path}:length"},
     }

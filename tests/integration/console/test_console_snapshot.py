@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config, update_state
-from tidemill.common.streams import Consumer, append, append_numbered
+from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Ticket, Trajectory
 from tidemill.services.console.status.report import summarise

@@ -182,7 +182,8 @@ async def test_without_workers_there_is_a_timeout_and_no_zero(
     jobs: SandboxJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "JOB_MARGIN_S", 1)
-    config = CONFIG.model_copy(update={"queue_s": 0.5, "total_s": 0.5})
+    monkeypatch.setattr(sandbox, "QUEUE_S", 0.5)
+    config = CONFIG.model_copy(update={"total_s": 0.5})
     with pytest.raises(AttemptError, match="no sandbox worker had a result") as caught:
         await SandboxReward(config, jobs).score(sample(DOUBLES))
     assert caught.value.is_timeout

@@ -61,7 +61,7 @@ def test_trainer_and_engine_have_the_model_of_an_edited_config(tmp_path: Path) -
     with torch.inference_mode():
         expected = load_model(edited, torch.device("cpu"))(IDS).logits
         trained = load_model(changed, torch.device("cpu"))(IDS).logits
-        sampled = load_for_engine(changed, "cpu")(IDS).logits
+        sampled = load_for_engine(changed)(IDS).logits
         plain = load_model(model(max_model_len=64), torch.device("cpu"))(IDS).logits
     assert torch.equal(trained, expected)
     assert torch.allclose(sampled, expected, atol=1e-5)

@@ -139,8 +139,6 @@ def test_own_names_hold_for_streamed_rows_and_sources(tmp_path: Path) -> None:
             "hi",
             "hi",
         )
-    with pytest.raises(ValueError, match="both name the prompt"):
-        DataConfig(train=path, columns=columns, prompt_column="text")
 
 
 def test_what_is_read_as_a_whole_is_not_streamed(tmp_path: Path) -> None:
