@@ -204,7 +204,8 @@ class Trajectory(PromptFields):
         for segment in self.segments:
             lengths = np.diff([*(first for _, first in segment.spans), len(segment.completion_ids)])
             found.append(np.repeat([version for version, _ in segment.spans], lengths))
-        return np.concatenate(found).astype(np.int32)
+        versions: np.ndarray[Any, np.dtype[np.int32]] = np.concatenate(found).astype(np.int32)
+        return versions
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
