@@ -213,6 +213,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "top entropy": {"top_entropy_quantile": 0.4, "importance": {"normalise": True, "high": 9.0}},
     "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.3, "low": -0.5}},
     "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.3}, "old_logprobs": "rollout"},
+    "vespo": {"loss": "vespo", "old_logprobs": "rollout"},
+    "a penalty of length": {"length_penalty": {"tokens": 0.25, "of": "successes"}},
+    **{
+        name: {"advantage": name}
+        for name in ("opo", "max_rl", "grpo_passk", "dr_grpo_passk", "grpo_batch", "scale_rl", "gpg")
+    },
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.3, "high": 3.0}},
 }
 
