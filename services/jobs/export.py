@@ -16,7 +16,7 @@ from typing import Any
 
 from tidemill.common.errors import ConfigError, TidemillError, WeightsError
 from tidemill.common.files import aside_folder, publish_folder
-from tidemill.common.run.model_overrides import overridden
+from tidemill.common.run.model_config import overridden
 from tidemill.common.run.state import BEST_FILE
 from tidemill.common.run.weight_files import (
     WEIGHTS_FOLDER,

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.chat_template import exact_attention
-from tidemill.common.run.rope import freeze_rope
+from tidemill.common.run.model_config import exact_attention, freeze_rope
 from tidemill.services.reward.model_server.options import Dtype, Head
 
 HEADS = {

@@ -16,9 +16,7 @@ from safetensors import SafetensorError
 
 from tidemill.common.config.run import ModelConfig, is_path
 from tidemill.common.errors import ConfigError, EngineError, WeightsError
-from tidemill.common.run.chat_template import exact_attention
-from tidemill.common.run.model_overrides import with_overrides
-from tidemill.common.run.rope import freeze_rope
+from tidemill.common.run.model_config import exact_attention, freeze_rope, with_overrides
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_ids, check_length
 

@@ -8,7 +8,7 @@ from tidemill.common.errors import ConfigError, EngineError
 from tidemill.common.process.children import hide_memory
 from tidemill.common.process.programs import VLLM_EXTENSION
 from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
-from tidemill.common.run.model_overrides import for_vllm, with_overrides
+from tidemill.common.run.model_config import for_vllm, with_overrides
 from tidemill.services.rollout.engines.engine import request_key, share_cores
 
 if TYPE_CHECKING:

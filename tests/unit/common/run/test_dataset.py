@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.rows import read_dataset
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
-from tidemill.common.run.dataset import Row, gsm8k_answer, read_dataset
-from tidemill.common.run.training_rows import read_training_rows
+from tidemill.common.run.dataset import Row, gsm8k_answer, read_training_rows
 
 SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
 

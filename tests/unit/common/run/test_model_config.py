@@ -11,7 +11,7 @@ import torch
 from tidemill.common.config import ModelConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
-from tidemill.common.run.model_overrides import for_vllm, overridden, with_overrides
+from tidemill.common.run.model_config import for_vllm, overridden, with_overrides
 from tidemill.services.console.check.model_folder import inspect_model
 from tidemill.services.rollout.engines.model import load_model as load_for_engine
 from tidemill.services.rollout.engines.model import open_model
