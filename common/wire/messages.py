@@ -8,7 +8,7 @@ Fields of a newer minor schema are ignored. Token ids travel end to end and are 
 import time
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import xxhash
@@ -100,16 +100,6 @@ class Claim(BaseModel):
     )
     num_bytes: int = Field(ge=0)
     digest: str = Field(pattern=r"^[0-9a-f]{32}$", description="xxh3-128 of the bytes")
-
-
-class Claims(Protocol):
-    """Finds what an entry has only a claim to."""
-
-    def resolve(self, message: Any) -> Any:
-        """The whole message; any other as it is."""
-
-    def check_in(self, sample: Any) -> Any:
-        """What to publish in its place."""
 
 
 class Trajectory(PromptFields):
