@@ -12,34 +12,32 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tidemill.common.config.algorithm_table import (
-    ADVANTAGES,
-    LOSSES,
-    AdvantageTraits,
-    LossTraits,
-    Preset,
-    with_preset,
-)
-from tidemill.common.config.corrections import Correction, with_correction
-from tidemill.common.config.losses import (
+from tidemill.common.config.algorithm_sections import (
     CovarianceConfig,
     DppoConfig,
-    ImportanceConfig,
-    RejectionConfig,
-    VespoConfig,
-)
-from tidemill.common.config.penalties import (
     EntropyControlConfig,
+    ImportanceConfig,
     KlConfig,
     KlControlConfig,
     LengthPenaltyConfig,
     OverlongConfig,
     ReferenceConfig,
+    RejectionConfig,
     RouterConfig,
     TeacherTermConfig,
     ValueConfig,
+    VespoConfig,
 )
-from tidemill.common.config.section import Section
+from tidemill.common.config.algorithm_table import (
+    ADVANTAGES,
+    LOSSES,
+    AdvantageTraits,
+    Correction,
+    LossTraits,
+    Preset,
+    with_named,
+)
+from tidemill.common.config.section import PathText, Section
 
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""
@@ -57,9 +55,9 @@ class AlgorithmConfig(Section):
 
     preset: Preset | None = None
     """Defaults of a published algorithm for the fields of this section; fields given beside it win."""
-    advantage: str = "grpo"
+    advantage: PathText = "grpo"
     """How much better a completion was than expected: a name of docs/algorithms.md, or `path.py:name`."""
-    loss: str = "ppo"
+    loss: PathText = "ppo"
     """What is made of advantages and probabilities: a name of docs/algorithms.md, or `path.py:name`."""
     normalisation: Literal["sequence", "token", "constant", "prompt", "sequence_sum"] = "token"
     """What sums over tokens are divided by: `sequence` is GRPO, `token` is DAPO, `constant` is Dr. GRPO,
@@ -128,7 +126,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, given: Any) -> Any:
-        return with_preset(with_correction(given)) if isinstance(given, dict) else given
+        return with_named(given) if isinstance(given, dict) else given
 
     @field_validator("advantage")
     @classmethod

@@ -2,12 +2,11 @@
 
 import math
 import re
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tidemill.common.config.section import Section
-from tidemill.common.config.servers import refuse_former_shape
+from tidemill.common.config.section import PathText, Section, Template
 
 SCORE = "score"
 """Name of the group in a verdict's regular expression, and of what a verdict is called in errors."""
@@ -31,7 +30,7 @@ class VerdictConfig(Section):
     """Lowest and highest number that is a verdict; any other is none."""
     to_unit: bool = False
     """Map `range` onto 0 to 1."""
-    function: str = ""
+    function: PathText = ""
     """`path.py:name` of a function from the judge's words to a number, or a dict with `score`."""
 
     @model_validator(mode="after")
@@ -68,26 +67,16 @@ class VerdictConfig(Section):
 class AskingConfig(Section):
     """Base of rewards that ask servers."""
 
-    kind: ClassVar[str]
-
     servers: str = Field(min_length=1)
     """Name of its servers in the section `servers`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_servers(cls, tree: Any) -> Any:
-        refuse_former_shape(cls.kind, tree)
-        return tree
 
 
 class JudgeConfig(AskingConfig):
     """A judge behind servers that speak the OpenAI API: hosted ones, or vLLM's of your own."""
 
-    kind: ClassVar[str] = "judge"
-
     api: Literal["chat", "completions"] = "chat"
     """`chat` sends the template's text as the user's message, `completions` as it is."""
-    template: str = ""
+    template: Template = ""
     """Jinja template of what the judge reads, or a file with it, relative to the config: from prompt and
     messages (the row's own), prompt_text (what the policy read), completion, conversation (messages and all
     that was said after them, calls of tools and their results too), ground_truth, extra, data_source, and
@@ -112,8 +101,6 @@ class JudgeConfig(AskingConfig):
 
 class RewardModelConfig(AskingConfig):
     """A classifier that scores sequences or tokens, behind vLLM's pooling API or this project's server."""
-
-    kind: ClassVar[str] = "model"
 
     head: Literal["sequence", "token"] = "sequence"
     """One score for the whole sequence (/classify), or one for every token (/pooling)."""
@@ -160,13 +147,11 @@ class TeacherConfig(AskingConfig):
     Its servers speak OpenAI's completions with `prompt_logprobs`: vLLM, or this project's model server.
     """
 
-    kind: ClassVar[str] = "teacher"
-
     prompt_column: str = ""
     """Column of the row with the prompt that the teacher reads in place of the policy's, text or chat
     messages: what only the teacher knows (self-distillation, arXiv 2601.19897). Empty: the policy's own
     prompt."""
-    template: str = ""
+    template: Template = ""
     """Or a Jinja template of it, or a file with one, from the same as a judge's: prompt, messages,
     ground_truth, extra, ..."""
     chat: bool = False

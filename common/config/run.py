@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 from tidemill.common.config.data import DataConfig, SourceConfig
 from tidemill.common.config.reward import RewardConfig, check_servers
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import PathText, Section
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
@@ -22,7 +22,7 @@ def is_path(model: str) -> bool:
 class ModelConfig(Section):
     """The starting model: version 0 of the run."""
 
-    path: str
+    path: PathText
     """Folder of a Hugging Face causal language model with its tokenizer (or a hub name)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass, in the trainer and in the engine. Master weights are float32."""

@@ -3,9 +3,9 @@
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import Section, resolved
 
 
 class LimitsConfig(Section):
@@ -101,27 +101,16 @@ class ServersConfig(Section):
             raise ValueError("an address is given twice")
         return tuple(url.rstrip("/") for url in urls)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _local_model_is_a_path(cls, tree: Any, info: ValidationInfo) -> Any:
+        """Only where they are local: others may call their model as a folder here is called."""
+        if not isinstance(tree, dict) or tree.get("local") is None or not isinstance(tree.get("model"), str):
+            return tree
+        return {**tree, "model": resolved(tree["model"], info)}
+
     @model_validator(mode="after")
     def _local_servers_have_a_model(self) -> Self:
         if self.local is not None and not self.model:
             raise ValueError("local servers need a model: its folder or hub name")
         return self
-
-
-FORMER = {"base_urls", "api_key_env", "limits", "routing", "hedge", "prices", "local_replicas", "served_name"}
-FORMER |= {"router_only", "gpus", "shares_rollout_gpus", "turn_s", "server"}
-"""Fields that judges, reward models and teachers had before they named servers."""
-
-
-def refuse_former_shape(kind: str, tree: Any) -> None:
-    """Refuse a judge, reward model or teacher that has the fields of its servers, as releases before had it.
-
-    Raises:
-        ValueError: it has.
-    """
-    if isinstance(tree, dict) and not tree.get("servers") and (given := sorted(FORMER.intersection(tree))):
-        raise ValueError(
-            f"{', '.join(given)}: servers are a section of their own since 0.1. Write servers: {{NAME: "
-            f"{{base_urls, model, api_key_env, limits, local}}}} "
-            f"and name them here: {kind}: {{servers: NAME, ...}}"
-        )
