@@ -62,8 +62,8 @@ class CurriculumConfig(Section):
         return self
 
 
-TRAIN_KINDS = FILE, FILES, SOURCES = "<file>", "<files>", "<sources>"
-"""What `data.train` can be. Pydantic puts them into the paths of its errors, where nobody expects them."""
+FILE, FILES, SOURCES = "<file>", "<files>", "<sources>"
+"""What `data.train` can be."""
 
 
 def _kind_of_train(given: Any) -> str:

@@ -9,11 +9,12 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from tidemill.common.config.data import TRAIN_KINDS
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError
 
+_TAG = re.compile(r"^(constrained-)?(float|int|str)$|[]>]$")
+"""What pydantic adds to a field's path: which part of a union was tried, or that a key is wrong."""
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
@@ -106,7 +107,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 def _explain(item: Any) -> str:
     """One pydantic error as a line: field, what is allowed, what was given."""
-    field = ".".join(str(part) for part in item["loc"] if part not in TRAIN_KINDS) or "config"
+    field = ".".join(str(part) for part in item["loc"] if not _TAG.search(str(part))) or "config"
     if item["type"] == "extra_forbidden":
         return f"{field}: no such field{_similar(item['loc'])}"
     if item["type"] == "missing":

@@ -6,17 +6,12 @@ all, complete.
 
 from collections.abc import Mapping
 from itertools import combinations
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
-from tidemill.common.config.reward_kinds import (
-    JudgeConfig,
-    RewardModelConfig,
-    SandboxConfig,
-    TeacherConfig,
-)
-from tidemill.common.config.section import PathText, Section
+from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
+from tidemill.common.config.section import NAME, PathText, Section
 from tidemill.common.config.servers import LocalServersConfig, ServersConfig
 
 KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
@@ -133,6 +128,8 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
 
 
 DEFAULT_FUNCTION = "gsm8k"
+RewardName = Annotated[str, StringConstraints(pattern=NAME)]
+Delay = Annotated[float, Field(ge=0.0, le=3600.0)]
 
 
 class RewardConfig(RewardLimits, FunctionConfig):
@@ -140,7 +137,7 @@ class RewardConfig(RewardLimits, FunctionConfig):
 
     function: PathText | None = None
     """A built-in (`gsm8k`, the default, `math`, `exact_match`), `path.py:name`, or `package.module:name`."""
-    rewards: dict[str, NamedRewardConfig] = Field(default_factory=dict, max_length=64)
+    rewards: dict[RewardName, NamedRewardConfig] = Field(default_factory=dict, max_length=64)
     """Several rewards by name, in place of `function`; the reward is their weighted sum."""
     group: PathText | None = None
     """What is done to the rewards of a training group when all are there: `rank`, `normalise`,
@@ -160,7 +157,7 @@ class RewardConfig(RewardLimits, FunctionConfig):
     it computes; 1 runs one at a time."""
     min_group_size: int = Field(2, ge=1, le=4096)
     """With `drop_sample`: a group with fewer scored samples is replaced."""
-    delay_s: tuple[float, float] | None = None
+    delay_s: tuple[Delay, Delay] | None = None
     """Benchmarks only: sleep uniformly between these seconds before scoring."""
 
     @property
@@ -210,16 +207,6 @@ class RewardConfig(RewardLimits, FunctionConfig):
         limits = {name: tree[name] for name in RewardLimits.model_fields if name in tree}
         return {**tree, "rewards": {name: _with_limits(reward, limits) for name, reward in rewards.items()}}
 
-    @field_validator("rewards")
-    @classmethod
-    def _names_are_short(cls, rewards: dict[str, NamedRewardConfig]) -> dict[str, NamedRewardConfig]:
-        for name in rewards:
-            if not name.replace("_", "").replace("-", "").isalnum() or len(name) > 64:
-                raise ValueError(
-                    f"a reward is called {name!r}; expected at most 64 letters, digits, '_' and '-'"
-                )
-        return rewards
-
     @model_validator(mode="after")
     def _is_one_way(self) -> "RewardConfig":
         if self.rewards and self.function:
@@ -248,13 +235,6 @@ class RewardConfig(RewardLimits, FunctionConfig):
                     f"{', '.join(sorted(shared)) or 'all data sources'}, and a sample has one teacher: give "
                     "each data sources of its own in applies_to"
                 )
-
-    @field_validator("delay_s")
-    @classmethod
-    def _delay_is_a_range(cls, delay_s: tuple[float, float] | None) -> tuple[float, float] | None:
-        if delay_s is not None and not 0.0 <= delay_s[0] <= delay_s[1] <= 3600.0:
-            raise ValueError("delay_s must be two numbers [shortest, longest] from 0 to 3600")
-        return delay_s
 
 
 def _with_limits(reward: Any, limits: dict[str, Any]) -> Any:

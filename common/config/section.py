@@ -1,7 +1,7 @@
 """The base of every configuration section: frozen, closed, documented; and what sections share."""
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +49,26 @@ PathText = Annotated[str, AfterValidator(resolved)]
 """A path, or a name with a path in it, relative to the config file."""
 Template = Annotated[str, AfterValidator(_read_template)]
 """A Jinja template, or a file with one, relative to the config file."""
+
+
+def _ascends(given: tuple[float, float]) -> tuple[float, float]:
+    if not given[0] < given[1]:
+        raise ValueError(f"must be [lowest, highest], got {list(given)}")
+    return given
+
+
+Range = Annotated[tuple[float, float], AfterValidator(_ascends)]
+"""Lowest and highest value."""
+NAME = r"^[A-Za-z0-9_-]{1,64}$"
+"""Names that a config gives to rewards and servers."""
+Rules = Iterator[tuple[object, str]]
+"""What fields have to fit: what is truthy where they do not, and the reason."""
+
+
+def refuse_broken(rules: Rules) -> None:
+    """Raise ValueError with the reason of the first rule that is broken."""
+    if reason := next((reason for is_broken, reason in rules if is_broken), ""):
+        raise ValueError(reason)
 
 
 def filled_in(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

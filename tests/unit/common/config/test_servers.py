@@ -37,7 +37,7 @@ LOCAL: dict[str, Any] = {"model": "m", "local": {}}
         ({}, {"s": {"base_urls": ["http://user:secret@h"]}}, "servers.s.base_urls"),
         ({}, {"s": {"base_urls": ["http://h", "http://h"]}}, "servers.s.base_urls"),
         ({"m": {"model": {**MODEL["model"], "token_reward": "mean", "head": "token"}}}, {"s": {}}, "m.model"),
-        ({"m": {"model": {**MODEL["model"], "normalise": "clip"}}}, {"s": {}}, "m.model"),
+        ({"m": {"model": {**MODEL["model"], "clip": [1.0, 0.0]}}}, {"s": {}}, "m.model.clip"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_field(
