@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
-from tidemill.common.config.section import NAME, PathText, Section
+from tidemill.common.config.section import PathText, Section
 from tidemill.common.config.servers import LocalServersConfig, ServersConfig
 
 KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
@@ -128,7 +128,7 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
 
 
 DEFAULT_FUNCTION = "gsm8k"
-RewardName = Annotated[str, StringConstraints(pattern=NAME)]
+RewardName = Annotated[str, StringConstraints(pattern=r"^[\w-]{1,64}$")]
 Delay = Annotated[float, Field(ge=0.0, le=3600.0)]
 
 

@@ -172,8 +172,6 @@ class SandboxConfig(Section):
     memory_mb: int = Field(512, ge=32, le=1 << 20)
     """Memory of one test, its child processes included, in MiB."""
     file_mb: int = Field(16, ge=1, le=1 << 16)
-    """Largest file, and where the kernel allows it all files together, in MiB."""
-    isolation: Literal["prefer", "require"] = "require"
-    """`require` runs nothing where bubblewrap can make no namespaces; `prefer` has only limits there."""
+    """Largest file, and all files together, in MiB."""
     packages: bool = False
     """Let the code import the packages that are installed beside this project, such as numpy."""

@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 from tidemill.common.config.data import DataConfig, SourceConfig
 from tidemill.common.config.reward import RewardConfig, check_servers
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
-from tidemill.common.config.section import NAME, PathText, Rules, Section, refuse_broken
+from tidemill.common.config.section import PathText, Rules, Section, refuse_broken
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
@@ -96,7 +96,7 @@ class ExpectConfig(Section):
 
 
 FILTERED = "rollout.sampling (top_p, top_k, min_p) filters, so that rollout logprobs lie above the policy's"
-ServersName = Annotated[str, StringConstraints(pattern=NAME)]
+ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class RunConfig(Section):

@@ -59,8 +59,6 @@ def _ascends(given: tuple[float, float]) -> tuple[float, float]:
 
 Range = Annotated[tuple[float, float], AfterValidator(_ascends)]
 """Lowest and highest value."""
-NAME = r"^[A-Za-z0-9_-]{1,64}$"
-"""Names that a config gives to rewards and servers."""
 Rules = Iterator[tuple[object, str]]
 """What fields have to fit: what is truthy where they do not, and the reason."""
 

@@ -58,7 +58,7 @@ class JobFunction(StrEnum):
 class Child(StrEnum):
     """Modules whose `main` runs users' code in a process of its own (`children.py`)."""
 
-    SCORING = "tidemill.services.reward.functions.processes.child"
+    SCORING = "tidemill.services.reward.functions.child"
     ENVIRONMENTS = "tidemill.services.rollout.environments.stages"
     AGENTS = "tidemill.services.rollout.environments.agent_host"
 

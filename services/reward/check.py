@@ -10,17 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tidemill.common.config import NamedRewardConfig, RewardConfig, RunConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig, RewardConfig, RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.dataset import PROMPT
-from tidemill.services.reward.functions.group_functions import load_group_function
-from tidemill.services.reward.functions.reward_function import TrlLog, trl_arguments
+from tidemill.services.reward.functions.reward_function import TrlLog, load_group_function, trl_arguments
 from tidemill.services.reward.functions.signature import Style
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.rewards.reward import REWARDS, FunctionReward, check_reward, load_checked
 from tidemill.services.reward.sample import RewardSample
+
+COMPLETION = "(the completion)"
+TEMPLATED = "(the prompt in the policy's chat template)"
 
 
 def check(request: Any) -> Answer:
@@ -71,12 +73,6 @@ def _check_columns(config: RewardConfig, row: dict[str, Any]) -> None:
             ) from None
 
 
-def _sample_of(row: dict[str, Any]) -> RewardSample:
-    """The row with an empty completion."""
-    truth, extra = row["ground_truth"], row["extra"]
-    return RewardSample((0, 0), False, row["data_source"], "", truth, extra, source=row.get("source", ""))
-
-
 async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> list[str]:
     """Call each reward that is a function, once; judges and models cost time and money, and need servers.
     Returns what came of it, a line each.
@@ -89,8 +85,7 @@ async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> list[str
         if reward.function is None or reward.router:
             lines.append(f"{name} was not called: only functions without a judge are")
             continue
-        function = load_checked(name, reward)
-        called = FunctionReward(function, reward.timeout_s, num_processes=1)
+        called = FunctionReward(load_checked(name, reward), reward.timeout_s, num_processes=1)
         try:
             outcome = await called.score(sample)
         except AttemptError as error:
@@ -100,12 +95,9 @@ async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> list[str
             ) from None
         finally:
             await called.close()
-        lines.append(f"{name} gave {outcome.value:g} for the first training row and an empty completion")
+        value = "None" if outcome.value is None else f"{outcome.value:g}"
+        lines.append(f"{name} gave {value} for the first training row and an empty completion")
     return lines
-
-
-COMPLETION = "(the completion)"
-TEMPLATED = "(the prompt in the policy's chat template)"
 
 
 def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
@@ -115,38 +107,37 @@ def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
         ConfigError: the template of a judge cannot be filled in for it.
     """
     prompt = row["prompt"]
-    extra = dict(row["extra"]) | ({PROMPT: prompt} if isinstance(prompt, list) else {})
+    extra = {**row["extra"], PROMPT: prompt} if isinstance(prompt, list) else row["extra"]
     own = prompt if isinstance(prompt, str) else ""
-    sample = RewardSample(
+    sample = _sample_of({**row, "extra": extra}, COMPLETION, TEMPLATED, own)
+    found = {}
+    for name, reward in run.reward.named.items():
+        reading = REWARDS[reward.kind].reading
+        if reading is None or not reward.scores_source(sample.data_source, sample.source):
+            continue
+        try:
+            found[name] = reading(name, reward, sample, run.servers[reward.servers])
+        except AttemptError as error:
+            if "train" in reward.lanes:
+                raise ConfigError(f"reward {name}: for the first training row, {error}") from None
+            found[name] = str(error)  # the rows of an evaluation may have other columns
+    return found
+
+
+def _sample_of(
+    row: dict[str, Any], completion: str = "", prompt_text: str = "", own_text: str = ""
+) -> RewardSample:
+    return RewardSample(
         (0, 0),
         False,
         row["data_source"],
-        COMPLETION,
+        completion,
         row["ground_truth"],
-        extra,
-        TEMPLATED,
-        own_text=own,
+        row["extra"],
+        prompt_text,
+        own_text=own_text,
         source=row.get("source", ""),
     )
-    asked = {
-        name: reward
-        for name, reward in run.reward.named.items()
-        if reward.servers and reward.scores_source(sample.data_source, sample.source)
-    }
-    return {
-        name: _reading(name, reward, sample, run.servers[reward.servers]) for name, reward in asked.items()
-    }
-
-
-def _reading(name: str, reward: NamedRewardConfig, sample: RewardSample, servers: ServersConfig) -> str:
-    reading = REWARDS[reward.kind].reading
-    assert reading is not None  # it names servers
-    try:
-        return reading(name, reward, sample, servers)
-    except AttemptError as error:
-        if "train" not in reward.lanes:
-            return str(error)  # the rows of an evaluation may have other columns
-        raise ConfigError(f"reward {name}: for the first training row, {error}") from None
 
 
 if __name__ == "__main__":

@@ -351,8 +351,8 @@ PLANTED = (
     Mutant(
         "a slot is not freed when a score is published",
         "services/reward/worker.py",
-        "        self.counts.settled(self.lane)\n        self._release()\n",
-        "        self.counts.settled(self.lane)\n",
+        "                self.counts.count(self.lane, unpublished=-1)\n                self._release()\n",
+        "                self.counts.count(self.lane, unpublished=-1)\n",
     ),
     Mutant(
         "an advantage has the sign of the group's other half",

@@ -10,8 +10,7 @@ from typing import Any
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
-from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.memory import MemoryUse, read_memory
+from tidemill.common.redis.broker import Broker, MemoryUse
 from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, read_config, read_records, read_state
 from tidemill.common.run.weight_files import folder_versions
 from tidemill.common.streams import OffsetReader, group_status, last_id, length, read_newest
@@ -221,7 +220,7 @@ class SnapshotReader:
             workers=await read_heartbeats(broker, keys),
             num_dead=await length(broker, keys.dead),
             jobs=await self._jobs(),
-            memory=await read_memory(broker),
+            memory=await broker.memory(),
         )
 
     async def _jobs(self) -> dict[str, dict[str, int]]:

@@ -38,7 +38,7 @@ from tidemill.common.history import GroupCursor, MissingRecordsError, StreamName
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.weight_files import read_chain, read_manifest, verified_files
 from tidemill.common.telemetry import metrics
-from tidemill.common.weights.whole import write_whole
+from tidemill.common.weights.delta import write_whole
 from tidemill.common.wire.messages import Commit, TrajectoryKey, fault_of
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import RunStreams

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.model_servers import dependencies_of
 from tests.support.reward_worker import num_pending, scores, worker
 from tests.support.scoring import Pool, obedient_functions
 from tests.support.trajectories import make_trajectory
-from tidemill.common.config.reward_kinds import JudgeConfig
+from tidemill.common.config import NamedRewardConfig
 from tidemill.common.process.heartbeats import FAILURES, Heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import append
@@ -167,8 +168,9 @@ async def test_reading_a_verdict_is_limited_and_holds_up_nothing(tmp_path: Path,
         said = {"sleeps": "within 0.5 s", "exits": "exit code 3", "interrupts": "KeyboardInterrupt"}
     verdict = {"regex": r"(?:a+)+$|\d"} if kind == "regex" else {"function": f"{path}:read"}
     calls = SaysItsCompletion()
-    config = JudgeConfig.model_validate({"servers": "s", "template": "{{ completion }}", "verdict": verdict})
-    judge = JudgeReward("j", config, calls, 0.5)  # type: ignore[arg-type]
+    tree = {"servers": "s", "template": "{{ completion }}", "verdict": verdict}
+    config = NamedRewardConfig.model_validate({"judge": tree, "timeout_s": 0.5})
+    judge = JudgeReward("j", config, dependencies_of(calls, processes=1, threads=1))
     sample = RewardSample((0, 0), False, "", "text", None)
     try:
         for calls.words, reason in said.items():

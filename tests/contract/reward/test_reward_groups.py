@@ -17,7 +17,7 @@ from tidemill.common.streams import Consumer, Delivery, append, ensure_group, gr
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Lane, ScoreStatus, Trajectory
 from tidemill.services.reward.outcome import RewardOutcome
-from tidemill.services.reward.rewards.group_scoring import GroupResult
+from tidemill.services.reward.rewards.groups import GroupResult
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.trainer.batch.reconciler import delete_results
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tidemill.common.process.heartbeats import Heartbeat
-from tidemill.common.redis.memory import MemoryUse
+from tidemill.common.redis.broker import MemoryUse
 from tidemill.services.console.launch.views import PlainView
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.status.dashboard import dashboard, evaluation_line, sparkline, step_line
