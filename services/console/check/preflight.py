@@ -146,7 +146,7 @@ def _look_at_model(findings: Findings) -> None:
 def _check_rewards(findings: Findings, rows: Rows, calls_reward: bool) -> None:
     row = _first_row(rows)
     found = check_reward(findings.config, row, calls_reward and row is not None)
-    findings.rewards, findings.reads = found.called, found.reads
+    findings.rewards, findings.reads = found["called"], found["reads"]
 
 
 def _first_row(rows: Rows) -> Row | None:

@@ -89,7 +89,7 @@ class RunFolder:
         """
         import yaml
 
-        from tidemill.common.config import parse_recorded
+        from tidemill.common.config import parse_config
 
         path = self.path / CONFIG_FILE
         try:
@@ -98,7 +98,7 @@ class RunFolder:
             return None
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from None
-        return parse_recorded(tree, str(path))
+        return parse_config(tree, str(path))
 
     def write_address(self, url: str) -> None:
         """Tell other commands where the run's own Redis listens."""
