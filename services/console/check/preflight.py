@@ -160,7 +160,7 @@ def _look_at_model(findings: Findings) -> None:
 
 def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> None:
     found = check_reward(findings.config, row, calls_reward and row is not None)
-    findings.rewards, findings.reads = found.called, found.reads
+    findings.rewards, findings.reads = found["called"], found["reads"]
 
 
 def _check_environment(findings: Findings, row: Row | None) -> None:

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any, get_args
 
-from tidemill.common.config.losses import Criterion
+from tidemill.common.config.algorithm_sections import Criterion
 from tidemill.services.console.convert.draft import Draft
 from tidemill.services.console.convert.fit import DUAL, IMPORTANCE, LOSS, OLD, F, put_warmup
 

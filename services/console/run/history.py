@@ -59,9 +59,9 @@ class RunAccess:
         """
         if (kept := self.folder.config()) is not None or self.raw_config is None:
             return kept
-        from tidemill.common.config import parse_recorded
+        from tidemill.common.config import parse_config
 
-        return parse_recorded(json.loads(self.raw_config), f"the config of run {self.run_id} in Redis")
+        return parse_config(json.loads(self.raw_config), f"the config of run {self.run_id} in Redis")
 
     @property
     def is_over(self) -> bool:
