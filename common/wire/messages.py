@@ -187,6 +187,16 @@ class Trajectory(PromptFields):
     def _all_spans(self) -> list[tuple[VersionSpan, ...]]:
         return [self.spans, *(fork.spans for fork in self.forks)]
 
+    def token_versions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """The version that produced each completion token, over all segments. Shape [T], int32; of tokens
+        that no version produced, the version of those before them."""
+        found = []
+        for segment in self.segments:
+            lengths = np.diff([*(first for _, first in segment.spans), len(segment.completion_ids)])
+            found.append(np.repeat([version for version, _ in segment.spans], lengths))
+        versions: np.ndarray[Any, np.dtype[np.int32]] = np.concatenate(found).astype(np.int32)
+        return versions
+
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
         if self.claim is None:

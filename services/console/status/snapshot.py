@@ -93,7 +93,7 @@ class RunSnapshot:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         found = self.state.get("evaluations") or []
-        return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("dataset", ""))))
+        return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("set", ""))))
 
     @property
     def blocked(self) -> dict[str, str]:
@@ -275,7 +275,7 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
             f"{folder.path} holds no run: it has no config.yaml. Give the folder of runs with --runs-dir."
         )
     records = read_records(folder.path / METRICS_FILE)
-    evaluations = [{**r, "dataset": r.get("set", "")} for r in records if r["kind"] == EVALUATION]
+    evaluations = [record for record in records if record["kind"] == EVALUATION]
     snapshot = RunSnapshot(
         folder.run_id,
         config.trainer.steps,

@@ -144,7 +144,7 @@ class TestWhatCanNoLongerMatter:
 
     async def test_an_evaluation_that_is_on_record(self, broker, keys):
         await dead_ticket(broker, keys, Lane.EVAL, step=2)
-        await update_state(broker, keys, evaluations=[{"version": 2, "dataset": "held"}])
+        await update_state(broker, keys, evaluations=[{"version": 2, "set": "held"}])
         assert "evaluation of version 2 is on record" in await refusal(broker, keys)
 
     async def test_a_ticket_that_was_trimmed(self, broker, keys):

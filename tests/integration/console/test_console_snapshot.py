@@ -92,7 +92,7 @@ async def test_queues_say_what_waits_and_what_is_held(broker: Broker, keys: Keys
 
 async def test_a_snapshot_shows_workers_state_and_evaluations(broker: Broker, keys: Keys) -> None:
     await publish_config(broker, keys, CONFIG)
-    evaluations = [{"version": 3, "dataset": "a", "score": 0.9}, {"version": 0, "dataset": "a", "score": 0.2}]
+    evaluations = [{"version": 3, "set": "a", "score": 0.9}, {"version": 0, "set": "a", "score": 0.2}]
     await update_state(broker, keys, status="running", evaluations=evaluations)
     for name, idle in (("r0", 0.2), ("r1", 0.4)):
         await publish_heartbeat(broker, keys, Heartbeat(name, "rollout", idle_share=idle))
@@ -105,7 +105,7 @@ async def test_a_snapshot_shows_workers_state_and_evaluations(broker: Broker, ke
 
 async def test_a_summary_is_computed_from_the_commits(broker: Broker, keys: Keys, tmp_path: Path) -> None:
     await write_commits(broker, keys, commit(0), commit(1), commit(2))
-    evaluations = [{"version": 0, "dataset": "a", "score": 0.2}, {"version": 3, "dataset": "a", "score": 0.9}]
+    evaluations = [{"version": 0, "set": "a", "score": 0.2}, {"version": 3, "set": "a", "score": 0.9}]
     await update_state(broker, keys, tickets_issued=3, trajectories_seen=7, evaluations=evaluations)
     summary = await summarise(broker, keys, CONFIG, tmp_path, [], wall_s=9.0, rollout_idle=0.5)
     assert (summary["steps"], summary["trajectories_trained"], summary["trajectories_generated"]) == (3, 6, 7)

@@ -78,7 +78,7 @@ def test_what_a_version_of_the_weights_and_a_checkpoint_cost_is_shown() -> None:
 
 
 def test_failures_are_seen_and_never_shown_as_numbers() -> None:
-    evaluations = [{"version": 0, "dataset": "held", "score": float("nan"), "num_failed": 12}]
+    evaluations = [{"version": 0, "set": "held", "score": float("nan"), "num_failed": 12}]
     run = snapshot(state={"evaluations": evaluations})
     run.points[0].metrics["groups_dropped"] = 2.0
     run.points[-1].metrics.update({"scores/failed_ratio": 0.25, "groups_dropped": 1.0})
@@ -88,16 +88,16 @@ def test_failures_are_seen_and_never_shown_as_numbers() -> None:
     assert "3 groups, 1 in the last step" in text
     assert "25% of the scores failed" in step_line(run) and "1 groups replaced" in step_line(run)
     assert evaluation_line(evaluations[0]).endswith("on held: all failed (12 samples)")
-    assert evaluation_line({"version": 1, "dataset": "a", "score": 0.5, "num_failed": 2}).endswith(
+    assert evaluation_line({"version": 1, "set": "a", "score": 0.5, "num_failed": 2}).endswith(
         "0.500 (2 failed)"
     )
 
 
 def test_the_dashboard_fits_80_columns_and_says_where_things_stand() -> None:
     evaluations = [
-        {"version": 0, "dataset": "held", "score": 0.31},
-        {"version": 2, "dataset": "held", "score": 0.72},
-        {"version": 3, "dataset": "held", "score": 0.65},
+        {"version": 0, "set": "held", "score": 0.31},
+        {"version": 2, "set": "held", "score": 0.72},
+        {"version": 3, "set": "held", "score": 0.65},
     ]
     run = snapshot(
         state={"status": "running", "evaluations": evaluations},
@@ -166,7 +166,7 @@ def test_plain_lines_come_once_in_order_and_only_for_what_is_new() -> None:
     console = Console(file=io.StringIO(), width=200, color_system=None)
     view = PlainView(console)
     view.show(snapshot(1), {}, 0.0)
-    new = snapshot(3, state={"evaluations": [{"version": 2, "dataset": "held", "score": 0.5}]})
+    new = snapshot(3, state={"evaluations": [{"version": 2, "set": "held", "score": 0.5}]})
     view.show(new, {}, 0.0)
     view.show(new, {}, 0.0)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]

@@ -108,8 +108,8 @@ def test_the_numbers_of_sessions_are_summed_up_and_shown() -> None:
 
 def test_evaluations_that_a_restart_forgot_come_from_the_metrics_file() -> None:
     record = {"kind": "evaluation", "version": 0, "set": "held", "time": 1.0, "score": 0.2}
-    merged = merge_evaluations([{"version": 4, "dataset": "held", "score": 0.8, "at": 9.0}], [record])
-    assert [(item["version"], item["dataset"], item["score"]) for item in merged] == [
+    merged = merge_evaluations([{"version": 4, "set": "held", "score": 0.8}], [record])
+    assert [(item["version"], item["set"], item["score"]) for item in merged] == [
         (0, "held", 0.2),
         (4, "held", 0.8),
     ]

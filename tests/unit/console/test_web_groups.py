@@ -113,7 +113,7 @@ def test_unseen_characters_become_marks_and_everything_is_escaped() -> None:
 
 def test_curves_are_thinned_and_keep_their_last_point() -> None:
     steps = {step: StepPoint(step, {"reward": step / 7, "loss": math.pi}) for step in range(1000)}
-    evaluations = [{"dataset": "held_out", "version": v, "score": 0.5} for v in range(3)]
+    evaluations = [{"set": "held_out", "version": v, "score": 0.5, "time": 1.0} for v in range(3)]
     trees = {tree["key"]: tree for tree in chart_trees(steps, evaluations)}
     points = trees["reward"]["lines"][0]["points"]
     assert len(points) <= 500 and points[-1] == [999, 142.714]
