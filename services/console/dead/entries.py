@@ -32,8 +32,6 @@ HEX_FIRST_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class DeadEntry:
-    """One entry of the dead-letter stream."""
-
     entry_id: str
     content: DeadLetter
     message: Message | None = None
@@ -65,7 +63,6 @@ class DeadEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the original entry."""
         return sum(len(name) + len(value) for name, value in self.fields.items())
 
     @property

@@ -52,8 +52,6 @@ GONE = "the dead letter is gone: somebody has put it back or dropped it meanwhil
 
 
 class RequeueResult(NamedTuple):
-    """What came of one entry."""
-
     is_done: bool
     words: str
 

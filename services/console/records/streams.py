@@ -318,7 +318,6 @@ async def _hits(
 def _texts(
     message: Message, lane: Lane, pattern: re.Pattern[str], prompts_seen: set[tuple[Lane, int]]
 ) -> Iterator[tuple[str, str]]:
-    """The texts of a message with their names."""
     if isinstance(message, Trajectory | Ticket) and (lane, message.ticket) not in prompts_seen:
         prompts_seen.add((lane, message.ticket))
         yield "prompt", message.prompt_text
@@ -389,7 +388,6 @@ UNITS = dict.fromkeys(("issued", "finished", "scored", "announced", "died"), "ti
 
 
 def _record_json(stream: StreamName, record: Record) -> dict[str, Any]:
-    """An entry of a stream for programs: all of it."""
     tree: dict[str, Any] = {"stream": stream.value, "id": record.entry_id}
     if isinstance(record, Garbled):
         fields = {name.decode(errors="replace"): value.hex() for name, value in record.fields.items()}
@@ -398,7 +396,6 @@ def _record_json(stream: StreamName, record: Record) -> dict[str, Any]:
 
 
 def _record_tree(stream: StreamName, record: Record) -> Node:
-    """An entry for people: every field, then its session and its texts."""
     name = f"{stream} {record.entry_id}"
     if isinstance(record, Garbled):
         fields = (Node(name.decode(errors="replace"), value) for name, value in record.fields.items())
