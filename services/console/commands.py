@@ -303,11 +303,11 @@ def show_dead(options: ShowDeadOptions) -> None:
 
     One letter is shown with the message that died, decoded where that is possible.
     """
-    from tidemill.services.console.dead import entries
+    from tidemill.services.console.dead_letters import show_dead as show
 
     if len(options.ids) > 1:
         raise ConfigError("one letter is shown at a time; without an ID all are listed.")
-    entries.show_dead(options)
+    show(options)
 
 
 @command(dead, "Example: tidemill dead requeue --all --stream prompts:eval")
@@ -317,7 +317,7 @@ def requeue(options: DeadChoice) -> None:
     Refuses, with the reason, what can no longer matter: the trainer replaces the group of a dead ticket or
     trajectory by a fresh one. Exits with 1 when a letter that was named could not be put back.
     """
-    from tidemill.services.console.dead.requeue import change_entries
+    from tidemill.services.console.dead_letters import change_entries
 
     raise typer.Exit(change_entries(options))
 
@@ -325,7 +325,7 @@ def requeue(options: DeadChoice) -> None:
 @command(dead, "Example: tidemill dead drop --all --error 'schema 2' --yes")
 def drop(options: DropOptions) -> None:
     """Remove dead letters for good, after asking. Those that the trainer has yet to act on are kept."""
-    from tidemill.services.console.dead.requeue import change_entries
+    from tidemill.services.console.dead_letters import change_entries
 
     raise typer.Exit(change_entries(options))
 

@@ -41,14 +41,12 @@ class StepPoint:
     step: int
     metrics: dict[str, float]
     finished_at: float = 0.0
-    started_at: float = 0.0
     groups: tuple[int, ...] = ()
     num_dropped: int = 0
 
     @classmethod
     def of(cls, commit: Commit) -> "StepPoint":
-        times, num_dropped = (commit.finished_at, commit.started_at), len(commit.dropped)
-        return cls(commit.step, dict(commit.metrics), *times, commit.groups, num_dropped)
+        return cls(commit.step, dict(commit.metrics), commit.finished_at, commit.groups, len(commit.dropped))
 
 
 @dataclass(frozen=True, slots=True)

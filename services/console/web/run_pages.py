@@ -21,7 +21,7 @@ from tidemill.common.history import Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP, micro_batches_of
 from tidemill.common.run.state import METRICS_FILE, read_records
 from tidemill.common.wire.messages import Lane
-from tidemill.services.console.dead.entries import DeadEntry, dead_table, dead_tree, read_dead
+from tidemill.services.console.dead_letters import DeadEntry, dead_table, dead_tree, read_dead
 from tidemill.services.console.options import DeadFilter
 from tidemill.services.console.records.step import time_table
 from tidemill.services.console.status.dashboard import flow_lines, process_table
@@ -55,25 +55,20 @@ LOG_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 async def overview(site: Site, run: WatchedRun, request: Request) -> Response:
-    return site.response("overview.html", run=run, here="overview", **_state(run))
-
-
-async def state(site: Site, run: WatchedRun, request: Request) -> Response:
-    """The part of the overview that changes all the time."""
-    return site.response("state.html", run=run, here="overview", **_state(run))
-
-
-def _state(run: WatchedRun) -> dict[str, Any]:
+    """A run: its state and its curves; at another address the state alone, which changes all the time."""
     counts = Counter(row.state for row in run.index.groups[Lane.TRAIN].values())
     steps = run.index.steps
-    return {
-        "snapshot": run.snapshot,
-        "flow": part("", flow_lines(run.snapshot)) if run.snapshot else None,
-        "processes": part("", process_table(run.snapshot)) if run.snapshot else None,
-        "counts": {name: counts[name] for name in STATES},
-        "num_eval": len(run.index.groups[Lane.EVAL]),
-        "recent": [steps[step] for step in sorted(steps)[-RECENT_STEPS:][::-1]],
-    }
+    return site.response(
+        "state.html" if request.url.path.endswith("/state.html") else "overview.html",
+        run=run,
+        here="overview",
+        snapshot=run.snapshot,
+        flow=part("", flow_lines(run.snapshot)) if run.snapshot else None,
+        processes=part("", process_table(run.snapshot)) if run.snapshot else None,
+        counts={name: counts[name] for name in STATES},
+        num_eval=len(run.index.groups[Lane.EVAL]),
+        recent=[steps[step] for step in sorted(steps)[-RECENT_STEPS:][::-1]],
+    )
 
 
 async def charts(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -253,7 +248,7 @@ async def _points(run: WatchedRun) -> list[StepPoint]:
 
 ROUTES: dict[str, Page] = {
     "/run/{run}": overview,
-    "/run/{run}/state.html": state,
+    "/run/{run}/state.html": overview,
     "/run/{run}/charts.json": charts,
     "/run/{run}/changes.json": changes,
     "/run/{run}/steps": steps,

@@ -17,8 +17,7 @@ from tidemill.common.streams import Delivery, append, append_numbered, group_sta
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, Ticket, Trajectory
-from tidemill.services.console.dead.entries import DeadEntry, read_dead
-from tidemill.services.console.dead.requeue import Requeuer, RequeueResult
+from tidemill.services.console.dead_letters import DeadEntry, Requeuer, RequeueResult, read_dead
 from tidemill.services.console.options import DeadFilter
 
 EVERYTHING = DeadFilter()

@@ -199,6 +199,8 @@ async def test_a_group_and_a_step_tell_where_they_came_from_and_where_they_went(
         page = await text(site, path)
         assert [words for words in expected if words not in page] == [], path
     assert "advantages fall" not in await text(site, "/groups/5")
+    for sort, first in (("reward", "1.2"), ("length", "1.0")):
+        assert f">{first}</a>" in (await text(site, f"/groups/1?sort={sort}")).partition("<h3")[2][:80]
 
 
 async def test_a_live_run_is_followed(site: httpx.AsyncClient, broker: Broker, keys: Keys) -> None:
@@ -219,6 +221,8 @@ async def test_runs_of_redis_are_listed_and_compared_by_their_commits(
     address = f"http://127.0.0.1/compare{{}}?run={keys.run_id}&run=gone&metric=reward"
     tree = (await site.get(address.format(".json"))).json()
     assert [line["points"] for line in tree["charts"][0]["lines"]] == [[[0, 0.5], [1, 1.5]]]
+    first = (await site.get(f"http://127.0.0.1/compare.json?run={keys.run_id}")).json()
+    assert [chart["key"] for chart in first["charts"]] == ["reward", "kl"], "where the address names none"
     typed = {"run": [keys.run_id, "gone"], "metric": TYPED, "text": TYPED}
     page = await text(site, "http://127.0.0.1/compare", **typed)
     assert "no run <bdi>gone</bdi> here" in page and "<script>window" not in page and "&lt;script&gt;" in page
