@@ -12,7 +12,7 @@ from tests.support.runs import ServiceRun
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
 from tidemill.common.process.heartbeats import read_heartbeats
-from tidemill.common.streams import append_numbered, last_id, length
+from tidemill.common.streams import append_missing, last_id, length
 from tidemill.common.wire.messages import SamplingParams, Ticket
 
 TURNS, GROUP_SIZE = 4, 8
@@ -70,8 +70,8 @@ async def measure_held(kind: str, sessions: int) -> Held:
 
 async def _play(run: ServiceRun, rows: list[list[float]], first: int) -> None:
     before = await length(run.broker, run.keys.trajectories())
-    tickets = [(first + number, _ticket(first + number, delays)) for number, delays in enumerate(rows)]
-    await append_numbered(run.broker, run.keys.prompts(), tickets)
+    tickets = {first + number: _ticket(first + number, delays) for number, delays in enumerate(rows)}
+    await append_missing(run.broker, run.keys.prompts(), list(tickets), tickets.__getitem__)
     wanted = before + len(rows) * GROUP_SIZE
 
     async def is_done() -> bool:

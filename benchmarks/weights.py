@@ -32,7 +32,6 @@ import torch
 from benchmarks.report import machine, print_result, print_table
 from benchmarks.trainer_sides import CASES, CPU_SHAPE, GROUP_SIZE, Shape, make_batch, make_model
 from tidemill.common.config.trainer import TrainerConfig
-from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.run.weight_files import verified_files
 from tidemill.common.weights.bits import Bits, read_safetensors
 from tidemill.common.weights.delta import read_delta
@@ -115,7 +114,8 @@ def peak_memory() -> Iterator[list[int]]:
 
 def synthetic(parameters: int, shares: list[float], folder: Path) -> list[Measured]:
     """A full version, then one for each share, each a delta where the store finds that one pays."""
-    source, store = Synthetic(parameters), WeightStore(folder, WeightsConfig(max_chain_share=10.0))
+    source, store = Synthetic(parameters), WeightStore(folder)
+    store.max_chain_share = 10.0
     rows = [_written(store, source, 0, 1.0, {})]
     held: dict[str, Bits] = {
         info.name: bits.copy()
@@ -180,7 +180,8 @@ def real(steps: int, lr: float, shape: Shape, folder: Path) -> list[RealStep]:
     policy = TransformersPolicy(
         make_model(shape, 1024), config, dtype=torch.bfloat16, temperature=1.0, max_completion_tokens=64
     )
-    store, found = WeightStore(folder, WeightsConfig(max_chain_share=10.0)), []
+    store, found = WeightStore(folder), []
+    store.max_chain_share = 10.0
     store.write(0, policy)
     for step in range(steps):
         start = time.process_time()

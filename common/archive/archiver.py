@@ -1,43 +1,68 @@
 """Archives a run's streams, and removes what is beyond the run's retention.
 
-Safe to call at any time, from anywhere, as often as one likes: what is archived already is passed over.
+Guarantees: each entry is archived once, wherever this is killed. A segment's file is complete and flushed
+before it gets its name. One process at a time writes. Memory is bounded by a row group.
 """
 
 import asyncio
+import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import structlog
 
-from tidemill.common.archive import archive_folder, stream_folder
-from tidemill.common.archive.manifest import ArchiveSegment, Manifest, gaps, is_needed
-from tidemill.common.archive.writer import archive_stream, kept_aside, num_claims, unlisted, writing
+from tidemill.common.archive import LOCK_FILE, archive_folder, stream_folder
+from tidemill.common.archive.manifest import (
+    DETAILS,
+    SUFFIX,
+    ArchiveSegment,
+    Details,
+    Manifest,
+    gaps,
+    is_needed,
+    segment_name,
+    take_back_trim,
+    trimmed_up_to,
+)
+from tidemill.common.archive.rows import (
+    INDEX,
+    SCHEMA,
+    SCHEMA_VERSION,
+    RawEntry,
+    raw_entries_of,
+    table_of,
+    widen,
+)
 from tidemill.common.config import ArchiveConfig
 from tidemill.common.errors import ArchiveError
-from tidemill.common.files import LockedError, file_checksum
+from tidemill.common.files import LockedError, aside_file, clear_aside, file_checksum, locked, publish_file
 from tidemill.common.redis.broker import Broker
-from tidemill.common.store import ClaimStore
+from tidemill.common.store import NAMES_A_CLAIM, ClaimStore
+from tidemill.common.streams import has_claim, read_raw
+from tidemill.common.streams.entries import START, Entry, decoded, id_after, id_order
 from tidemill.common.streams.selection import StreamName
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD
 from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Message, Trajectory
 
 log = structlog.get_logger(__name__)
 
 MIB, GIB = 1 << 20, 1 << 30
 DAY_S = 86400.0
 POLL_S = 0.2
-UNLISTED = "no manifest lists it; `tidemill archive` takes it in"
-KEPT_ASIDE = "it could not be taken into the manifest; the log of who archived last says why"
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """A file of the archive that is not what its manifest says."""
-
-    path: Path
-    reason: str
+ROW_GROUP_BYTES = 4 << 20
+"""Payload of a row group: what a lookup reads at least, and what a writer holds beside one message."""
+ROW_GROUP_ROWS = 4096
+READ_BYTES = 2 << 20
+"""Payload asked for at once; the number of entries is adapted to their size."""
+MAX_READ_COUNT = 1024
+COMPRESSION_LEVEL = 3
 
 
 async def archive_run(
@@ -50,9 +75,16 @@ async def archive_run(
     is_last: bool = False,
     patience_s: float = 0.0,
 ) -> dict[StreamName, int]:
-    """Archive streams up to ids, without `until` all of them; returns how many entries of each.
+    """Archive streams up to ids, without `until` all of them, then apply retention.
 
-    `is_last` writes what does not fill a segment too. Then retention has its turn.
+    Args:
+        broker, keys, run_dir, config: Of the run.
+        until: Streams, and the last entry of each to archive.
+        is_last: Write what does not fill a segment too.
+        patience_s: How long another process that archives this run is waited for.
+
+    Returns:
+        How many entries of each stream.
 
     Raises:
         LockedError: another process archives this run, for longer than `patience_s`.
@@ -78,23 +110,196 @@ async def archive_run(
         await asyncio.sleep(POLL_S)
 
 
+@contextmanager
+def writing(run_dir: Path) -> Iterator[None]:
+    """Be the one who writes into the run's archive.
+
+    Raises:
+        LockedError: another process is.
+    """
+    with locked(archive_folder(run_dir) / LOCK_FILE, f"the archive of {run_dir.name} is being written"):
+        yield
+
+
+async def archive_stream(
+    broker: Broker,
+    keys: Keys,
+    run_dir: Path,
+    stream: StreamName,
+    *,
+    segment_bytes: int,
+    until: str = "+",
+    is_last: bool = False,
+) -> int:
+    """Archive entries up to `until`, in segments of `segment_bytes` of payload; returns how many.
+
+    What does not fill a segment is left for later, unless `is_last`. Call within `writing`.
+    """
+    folder, total = stream_folder(run_dir, stream), 0
+    manifest = sweep(folder)
+    last_id = manifest.last_id
+    while True:
+        # What is trimmed already and not archived is a gap: the segment says so for good.
+        building = SegmentFile(stream.message_type, max(last_id, trimmed_up_to(folder), key=id_order))
+        with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
+            async for entry in _entries(broker, stream.key(keys), last_id, until):
+                building.add(entry, aside)
+                if building.payload_bytes >= segment_bytes:
+                    break
+            if building.payload_bytes < segment_bytes and not (is_last and building.entries):
+                building.close()
+                return total
+            last_id = building.publish(aside, folder).last_id
+        total += building.entries
+
+
+def sweep(folder: Path) -> Manifest:
+    """Remove what a killed writer left in a stream's folder; returns what is there."""
+    if not folder.is_dir():
+        return Manifest(folder)
+    clear_aside(folder)
+    manifest = Manifest.load(folder)
+    for path in set(folder.glob(f"*{SUFFIX}")) - {segment.path for segment in manifest.segments}:
+        path.unlink()
+    return manifest
+
+
+async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIterator[RawEntry]:
+    """What the stream holds after an entry, some at a time by their size."""
+    first, count = "-" if after == START else f"({after}", 16
+    while found := await read_raw(broker, key, first, until, count):
+        num_bytes = 1
+        for whole in await asyncio.gather(*(_whole(broker, entry) for entry in found)):
+            num_bytes += payload_bytes(whole)
+            yield whole
+        first = f"({found[-1][0]}"
+        count = max(1, min(MAX_READ_COUNT, 2 * count, READ_BYTES * len(found) // num_bytes))
+
+
+async def _whole(broker: Broker, entry: RawEntry) -> RawEntry:
+    """The entry with the payload that it claims, as it would have come through the stream; itself where that
+    is missing or wrong.
+
+    Raises:
+        StoreError: the store of payloads is away. The entry stays in Redis, to be archived later.
+    """
+    if broker.claims is None or not _is_claim(entry):
+        return entry
+    claim = codec.decode(entry[1], Trajectory)
+    whole = await asyncio.to_thread(broker.claims.resolve, claim)
+    return entry if has_claim(whole) else (entry[0], codec.encode(whole))
+
+
+def _is_claim(entry: RawEntry) -> bool:
+    if NAMES_A_CLAIM not in entry[1].get(PAYLOAD_FIELD, b""):
+        return False
+    record = decoded(entry[0].encode(), entry[1], Trajectory)
+    return isinstance(record, Entry) and has_claim(record.message)
+
+
+def payload_bytes(entry: RawEntry) -> int:
+    """Bytes of an entry's values."""
+    fields = entry[1]
+    return len(fields[PAYLOAD_FIELD]) if PAYLOAD_FIELD in fields else sum(map(len, fields.values()))
+
+
+class SegmentFile:
+    """A Parquet file that grows by row groups, and what is known of its entries."""
+
+    def __init__(self, message_type: type[Message], previous_id: str) -> None:
+        self.message_type, self.previous_id = message_type, previous_id
+        self.entries = self.payload_bytes = 0
+        self.first_id = self.last_id = START
+        self._bounds: dict[str, tuple[float, float]] = {}
+        self._held: list[RawEntry] = []
+        self._held_bytes = 0
+        self._file: pq.ParquetWriter | None = None
+
+    def add(self, entry: RawEntry, path: Path) -> None:
+        """Take one more entry; `path` is where the file is written."""
+        if not self.entries:
+            self.first_id = entry[0]
+        assert id_order(entry[0]) > id_order(self.last_id), "entries come in the order of their stream"
+        self.last_id, num_bytes = entry[0], payload_bytes(entry)
+        self.entries += 1
+        self.payload_bytes += num_bytes
+        self._held_bytes += num_bytes
+        self._held.append(entry)
+        if self._held_bytes >= ROW_GROUP_BYTES or len(self._held) >= ROW_GROUP_ROWS:
+            self._flush(path)
+
+    def publish(self, path: Path, folder: Path) -> ArchiveSegment:
+        """Complete the file and give it its name in the folder: from then on it counts."""
+        self._flush(path)
+        assert self._file is not None, "a segment has entries"
+        details = Details(self.previous_id, self.payload_bytes, time.time(), self._bounds)
+        self._file.add_key_value_metadata({DETAILS.decode(): json.dumps(asdict(details))})
+        self.close()
+        checksum = file_checksum(path)
+        target = folder / segment_name(self.first_id, self.last_id, self.entries, checksum)
+        publish_file(path, target)
+        return ArchiveSegment(target, self.first_id, self.last_id, self.entries, checksum)
+
+    def close(self) -> None:
+        """Close the file, where one is open."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _flush(self, path: Path) -> None:
+        """Write what is held as one row group."""
+        if not self._held:
+            return
+        table = table_of(self._held, self.message_type)
+        if self._file is None:
+            self._file = pq.ParquetWriter(
+                path,
+                SCHEMA,
+                compression="zstd",
+                compression_level=COMPRESSION_LEVEL,
+                use_dictionary=[*INDEX, SCHEMA_VERSION],
+                write_statistics=False,  # the footer has bounds, and payloads would be written twice more
+            )
+        self._file.write_table(table, row_group_size=len(table))
+        widen(self._bounds, table)
+        self._held, self._held_bytes = [], 0
+
+
+def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
+    """Forget entries above `last_id`: Redis has lost them, and their samples are generated again. Returns how
+    many.
+
+    Call within `writing`. May be repeated: it goes from the end, so what is left is always a beginning.
+    """
+    gone = [s for s in Manifest.load(folder).segments if id_order(s.last_id) > id_order(last_id)]
+    num_lost = sum(segment.entries for segment in gone)
+    for segment in reversed(gone[1:]):
+        segment.path.unlink()
+    if gone:
+        building = SegmentFile(message_type, gone[0].details.previous_id)
+        with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
+            for entry in raw_entries_of(pq.read_table(gone[0].path)):
+                if id_order(entry[0]) <= id_order(last_id):
+                    building.add(entry, aside)
+            if building.entries:
+                building.publish(aside, folder)
+        gone[0].path.unlink()
+        num_lost -= building.entries
+    take_back_trim(folder, id_after(last_id))
+    return num_lost
+
+
 def retain(run_dir: Path, config: ArchiveConfig) -> int:
     """Remove the oldest segments beyond the run's limits, but none that a restart may replay; returns how
-    many. Call within `writing`.
-
-    A manifest forgets a file before the file goes: readers find whole segments only.
-    """
+    many. Call within `writing`."""
     manifests = [Manifest.load(stream_folder(run_dir, stream)) for stream in StreamName]
     needed = [segment for m in manifests for segment in m.segments if is_needed(m.folder, segment)]
     leaving = [segment for segment in _too_much(manifests, config) if segment not in needed]
     num_gone = 0
     for manifest in manifests:
         # From the beginning only: where a clock was set back, a later file may look older.
-        gone = list(takewhile(leaving.__contains__, manifest.segments))
-        if gone:
-            manifest.without(gone)
-            for segment in gone:
-                manifest.path(segment).unlink(missing_ok=True)
+        if gone := list(takewhile(leaving.__contains__, manifest.segments)):
+            manifest.remove_first(len(gone))
             num_gone += len(gone)
     if num_gone:
         log.info("removed from the archive", segments=num_gone)
@@ -117,32 +322,44 @@ def _too_much(manifests: Sequence[Manifest], config: ArchiveConfig) -> Iterator[
 
 def _newest(segment: ArchiveSegment) -> float:
     """When the newest entry was made; where entries do not tell, when they were archived."""
-    return segment.bounds.get("time", (0.0, segment.archived_at))[1]
+    bounds = segment.details.bounds or {}
+    return bounds.get("time", (0.0, segment.details.archived_at))[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A file of the archive that is not what it should be."""
+
+    path: Path
+    reason: str
 
 
 def check(run_dir: Path) -> list[Damage]:
-    """Files that are missing, damaged or not listed, and entries that no file has; reads all files."""
+    """Files that are damaged, and entries that no file has; reads all files."""
     damages = []
-    for stream in StreamName:
+    for folder in (stream_folder(run_dir, stream) for stream in StreamName):
         try:
-            manifest = Manifest.load(stream_folder(run_dir, stream))
+            manifest = Manifest.load(folder)
         except ArchiveError as error:
-            damages.append(Damage(stream_folder(run_dir, stream), str(error)))
+            damages.append(Damage(folder, str(error)))
             continue
         for segment in manifest.segments:
-            path = manifest.path(segment)
-            if not path.is_file():
-                damages.append(Damage(path, "it is not there"))
-            elif file_checksum(path) != segment.checksum:
-                damages.append(Damage(path, "its bytes are not those that were written"))
-            elif num_bare := num_claims(path):
-                damages.append(Damage(path, f"{num_bare} of its records had lost their payload before"))
-        damages += [Damage(path, UNLISTED) for path in unlisted(manifest)]
-        damages += [Damage(path, KEPT_ASIDE) for path in kept_aside(manifest.folder)]
-        damages += [Damage(manifest.folder, gap) for gap in gaps(manifest)]
+            if file_checksum(segment.path) != segment.checksum:
+                damages.append(Damage(segment.path, "its bytes are not those that were written"))
+            elif num_bare := _num_claims(segment.path):
+                lost = f"{num_bare} of its records had lost their payload before"
+                damages.append(Damage(segment.path, lost))
+        damages += [Damage(folder, gap) for gap in gaps(manifest)]
     return damages
+
+
+def _num_claims(path: Path) -> int:
+    """Rows of a segment that claim a payload which was missing or wrong when they were archived."""
+    with pq.ParquetFile(path) as file:
+        groups = (file.read_row_group(group) for group in range(file.metadata.num_row_groups))
+        return sum(_is_claim(entry) for table in groups for entry in raw_entries_of(table))
 
 
 def has_archive(run_dir: Path) -> bool:
     """Whether anything of the run was archived."""
-    return any(archive_folder(run_dir).glob("*/*.jsonl"))
+    return any(archive_folder(run_dir).glob("*/*"))

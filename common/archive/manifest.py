@@ -1,61 +1,103 @@
-"""Which segments a stream's archive has, and what is missing: the only truth about what is archived.
+"""Which segments a stream's archive has, and what is missing.
 
-Guarantees: a segment is listed only after its file is complete, flushed and renamed into place, and no entry
-is in two of them. The manifest is JSON lines, appended to; a line that was torn is ignored by readers, and
-the next writer lists its file again. Removed segments leave behind how far they went: they are never written
-again.
+A segment is a Parquet file that counts from the moment it has its name: it is complete and flushed before.
+The name says which entries it has, how many, and the checksum of its bytes; the footer, what a search needs.
+No entry is in two segments. Removed segments leave behind how far they went, and are never written again.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 from tidemill.common.errors import ArchiveError
-from tidemill.common.files import append_durably, write_atomically
+from tidemill.common.files import write_atomically
 from tidemill.common.streams.entries import START, id_before, id_order
 from tidemill.common.wire.keys import StreamName
 
-MANIFEST_FILE = "_manifest.jsonl"
-"""The underscore keeps it out of what other programs take for the files of a table."""
 SUFFIX = ".parquet"
-PREVIOUS_ID = b"tidemill.previous_id"
-"""Key of a segment's `previous_id` in its file, from where it is read when the manifest has lost its line."""
+DETAILS = b"tidemill.segment"
+"""Key of a segment's `Details`, as JSON, in its footer."""
+OLD_MANIFEST = "_manifest.jsonl"
+"""In archives of releases before. They are refused, never converted and never written to."""
 
-FORMAT = 2
-"""Of segments. An archive of another format is refused, never converted and never written to."""
+_NAME = re.compile(r"(?P<first>\d{20}-\d+)_(?P<last>\d{20}-\d+)_(?P<entries>\d+)_(?P<checksum>[0-9a-f]{32})")
 
-Bounds = Mapping[str, tuple[float, float]]
-"""Least and greatest `ticket`, `step`, `version` and `time` of the entries, as far as they have them."""
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a segment's footer says. The default is of one that cannot be read: its checksum differs, too."""
+
+    previous_id: str = ""
+    """The stream's last entry before this file, archived or trimmed; empty where that is not known."""
+    payload_bytes: int = 0
+    """What the entries took on the wire, before columns and compression."""
+    archived_at: float = 0.0
+    bounds: Mapping[str, Sequence[float]] | None = None
+    """Least and greatest `ticket`, `step`, `version` and `time` of the entries, as far as they have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveSegment:
     """One file: the entries of its stream from `first_id` to `last_id`, all that there were."""
 
-    file: str
+    path: Path
     first_id: str
     last_id: str
     entries: int
-    num_bytes: int
-    payload_bytes: int
-    """What the entries took on the wire, before columns and compression."""
     checksum: str
     """xxh3-128 of the file's bytes, 32 hexadecimal digits."""
-    archived_at: float
-    previous_id: str = ""
-    """The stream's last entry before this file, archived or trimmed; empty where that is not known."""
-    bounds: Bounds = field(default_factory=dict)
-    format: int = FORMAT
 
-    def may_hold(self, name: str, low: float | None, high: float | None) -> bool:
-        """Whether an entry's `name` can lie in the range; what has no such bounds never does."""
-        if name not in self.bounds:
-            return False
-        least, greatest = self.bounds[name]
-        return (low is None or greatest >= low) and (high is None or least <= high)
+    @classmethod
+    def named(cls, path: Path) -> Self:
+        """What a file's name says. Raises ArchiveError: it is no name of a segment."""
+        match = _NAME.fullmatch(path.name.removesuffix(SUFFIX))
+        if match is None:
+            raise ArchiveError(f"{path} is not a file of this release's archives; move it away")
+        first, last = ("{}-{}".format(*id_order(match[end])) for end in ("first", "last"))
+        return cls(path, first, last, int(match["entries"]), match["checksum"])
+
+    @property
+    def order(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        return id_order(self.first_id), id_order(self.last_id)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    @property
+    def details(self) -> Details:
+        return _details(self.path)
+
+
+def segment_name(first_id: str, last_id: str, entries: int, checksum: str) -> str:
+    """File name of a segment; names sort as the entries do."""
+    first, last = ("{:020d}-{}".format(*id_order(entry_id)) for entry_id in (first_id, last_id))
+    return f"{first}_{last}_{entries}_{checksum}{SUFFIX}"
+
+
+@lru_cache(maxsize=4096)
+def _details(path: Path) -> Details:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return Details(**json.loads((pq.read_metadata(path).metadata or {})[DETAILS]))
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+        return Details()
+
+
+REMOVED_FILE = "_removed.json"
+TRIMMED_FILE = "_trimmed"
+"""The id below which the stream has no entries any more."""
+NEEDED_FILE = "_needed"
+"""The id from which on a restarted trainer replays. Retention leaves it alone."""
+CONSECUTIVE = (StreamName.PROMPTS, StreamName.COMMITS)
+"""Streams whose entries have the ids 1-0, 2-0, 3-0, ... without a gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,39 +116,31 @@ class Manifest:
     folder: Path
     segments: tuple[ArchiveSegment, ...] = ()
     removed: Removed = Removed()
-    is_torn: bool = False
-    """A line is none, or half of one: a writer died in it."""
 
     @classmethod
-    def load(cls, folder: Path, salvage: bool = False) -> "Manifest":
-        """What the folder's manifest says now; an empty one where there is none. `salvage` skips bad lines.
+    def load(cls, folder: Path) -> "Manifest":
+        """What the folder holds now; nothing where there is none.
 
         Raises:
-            ArchiveError: it holds something else than a manifest, or is of a release with another format.
+            ArchiveError: it holds something else than an archive, or one of a release with another format.
         """
-        path = folder / MANIFEST_FILE
-        try:
-            text = path.read_bytes()
+        if (folder / OLD_MANIFEST).exists():
+            raise ArchiveError(
+                f"{folder} has an archive of an older release of Tidemill, in another format. Read it with "
+                f"that release, or move {folder.parent} away"
+            )
+        files = list(folder.glob(f"*{SUFFIX}"))
+        try:  # after the files: what was removed before it was noted here cannot be among them
+            removed = Removed(**json.loads((folder / REMOVED_FILE).read_bytes()))
         except FileNotFoundError:
-            return cls(folder)
-        *lines, rest = text.split(b"\n")
-        removed, segments = Removed(), []
-        is_torn = bool(rest)
-        for line in lines:
-            try:
-                tree = json.loads(line)
-                if "removed" in tree:
-                    removed = Removed(**tree["removed"])
-                else:
-                    segments.append(_segment(tree, path))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                if not salvage:
-                    raise ArchiveError(
-                        f"{path} cannot be read ({error}). `tidemill archive` restores it from the files "
-                        "beside it."
-                    ) from None
-                is_torn = True
-        return cls(folder, tuple(segments), removed, is_torn=is_torn)
+            removed = Removed()
+        except (ValueError, TypeError) as error:
+            raise ArchiveError(f"{folder / REMOVED_FILE} cannot be read: {error}") from None
+        found = sorted(map(ArchiveSegment.named, files), key=lambda segment: segment.order)
+        # Of two that begin alike, the shorter one is what `cut_back` has left of the other.
+        firsts = {segment.first_id: segment for segment in reversed(found)}
+        kept = (s for s in reversed(firsts.values()) if id_order(s.last_id) > id_order(removed.last_id))
+        return cls(folder, tuple(kept), removed)
 
     @property
     def last_id(self) -> str:
@@ -121,81 +155,17 @@ class Manifest:
     def entries(self) -> int:
         return sum(segment.entries for segment in self.segments)
 
-    def path(self, segment: ArchiveSegment) -> Path:
-        """The file of a segment."""
-        return self.folder / segment.file
-
-    def appended(self, segment: ArchiveSegment) -> "Manifest":
-        """List one more segment, durably.
-
-        Raises:
-            ArchiveError: the segment does not follow the last one.
-        """
-        if id_order(segment.first_id) <= id_order(self.last_id):
-            raise ArchiveError(f"{segment.first_id} of {self.folder} is archived up to {self.last_id}")
-        if self.is_torn or not self.segments:
-            return self._rewritten((*self.segments, segment), self.removed)
-        path = self.folder / MANIFEST_FILE
-        append_durably(path, _line(asdict(segment)), "the archive's manifest")
-        return replace(self, segments=(*self.segments, segment))
-
-    def including(self, found: Iterable[ArchiveSegment]) -> "Manifest":
-        """List these segments too, in their places, durably."""
-        segments = sorted((*self.segments, *found), key=lambda segment: id_order(segment.first_id))
-        return self._rewritten(segments, self.removed)
-
-    def without(self, gone: Iterable[ArchiveSegment]) -> "Manifest":
-        """Take the first segments off the list, durably; their files may go then."""
-        files = {segment.file for segment in gone}
-        leaving = [segment for segment in self.segments if segment.file in files]
-        if not leaving:
-            return self
+    def remove_first(self, num_gone: int) -> None:
+        """Remove the first segments. That they are gone is durable before their files go."""
+        gone = self.segments[:num_gone]
         removed = Removed(
-            leaving[-1].last_id,
-            self.removed.entries + sum(segment.entries for segment in leaving),
-            self.removed.num_bytes + sum(segment.num_bytes for segment in leaving),
+            gone[-1].last_id,
+            self.removed.entries + sum(segment.entries for segment in gone),
+            self.removed.num_bytes + sum(segment.num_bytes for segment in gone),
         )
-        return self._rewritten(self.segments[len(leaving) :], removed)
-
-    def cut(self, kept: Sequence[ArchiveSegment]) -> "Manifest":
-        """List these segments and no others, durably."""
-        return self._rewritten(kept, self.removed)
-
-    def _rewritten(self, segments: Sequence[ArchiveSegment], removed: Removed) -> "Manifest":
-        lines = [_line({"removed": asdict(removed)})] if removed != Removed() else []
-        lines += [_line(asdict(segment)) for segment in segments]
-        write_atomically(self.folder / MANIFEST_FILE, b"".join(lines))
-        return Manifest(self.folder, tuple(segments), removed)
-
-
-def segment_name(first_id: str, last_id: str) -> str:
-    """File name of a segment; names sort as the entries do."""
-    (first_ms, first_seq), (last_ms, last_seq) = id_order(first_id), id_order(last_id)
-    return f"{first_ms:020d}-{first_seq}_{last_ms:020d}-{last_seq}{SUFFIX}"
-
-
-def _segment(tree: dict[str, Any], path: Path) -> ArchiveSegment:
-    # Not a ValueError: `salvage` must not take a line of another release for a torn one and drop it.
-    if tree["file"] and tree.get("format") != FORMAT:
-        raise ArchiveError(
-            f"{path} was written by another release of Tidemill (format {tree.get('format', 1)} instead of "
-            f"{FORMAT}). Read or continue this run with that release, or move {path.parent.parent} away"
-        )
-    known = {name: tree[name] for name in ArchiveSegment.__dataclass_fields__ if name in tree}
-    bounds = {name: (low, high) for name, (low, high) in known.pop("bounds", {}).items()}
-    return ArchiveSegment(**known, bounds=bounds)
-
-
-def _line(tree: dict[str, Any]) -> bytes:
-    return json.dumps(tree, separators=(",", ":")).encode() + b"\n"
-
-
-TRIMMED_FILE = "_trimmed"
-"""Beside a manifest: the id below which the stream has no entries any more."""
-NEEDED_FILE = "_needed"
-"""Beside a manifest: the id from which on a restarted trainer replays. Retention leaves it alone."""
-CONSECUTIVE = (StreamName.PROMPTS, StreamName.COMMITS)
-"""Streams whose entries have the ids 1-0, 2-0, 3-0, ... without a gap."""
+        write_atomically(self.folder / REMOVED_FILE, json.dumps(asdict(removed)))
+        for segment in gone:
+            segment.path.unlink(missing_ok=True)
 
 
 def note_trim(folder: Path, first_id: str) -> None:
@@ -232,11 +202,12 @@ def gaps(manifest: Manifest) -> Iterator[str]:
     """What is missing, in words."""
     segments, start = manifest.segments, manifest.removed.last_id
     is_numbered = manifest.folder.name in CONSECUTIVE
-    if segments and segments[0].previous_id not in ("", start):
-        yield f"entries after {start} up to {segments[0].previous_id} are missing before {segments[0].file}"
+    if segments and (previous := segments[0].details.previous_id) not in ("", start):
+        yield f"entries after {start} up to {previous} are missing before {segments[0].path.name}"
     for before, after in pairwise(segments):
-        if after.previous_id and after.previous_id != before.last_id:
-            yield f"entries after {before.last_id} up to {after.previous_id} are missing before {after.file}"
+        previous = after.details.previous_id
+        if previous and previous != before.last_id:
+            yield f"entries after {before.last_id} up to {previous} are missing before {after.path.name}"
         elif is_numbered and id_order(after.first_id)[0] > id_order(before.last_id)[0] + 1:
             yield f"entries between {before.last_id} and {after.first_id} are missing"
     for segment in segments if is_numbered else ():

@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
     ]
 )
 BOUNDED = {"ticket": "last_ticket", "step": "step", "version": "last_version", "time": "time"}
-"""What the manifest keeps the least and greatest value of: the columns of both."""
+"""What a segment's footer has the least and greatest value of: the columns of both."""
 
 
 def table_of(raw_entries: Sequence[RawEntry], message_type: type[Message]) -> pa.Table:

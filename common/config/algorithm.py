@@ -111,8 +111,9 @@ class AlgorithmConfig(Section):
     """Generalised advantage estimation: 1 trusts the rewards alone, 0 the next value alone."""
     pass_k: int = Field(4, ge=1, le=4096)
     """k of `pass_at_k`."""
-    pass_threshold: float = Field(0.5, ge=-1e6, le=1e6)
-    """A reward of at least this is a success, for `pass_at_k` and the pass rate of `length_penalty`."""
+    success_threshold: float = Field(0.5, ge=-1e6, le=1e6)
+    """A reward of at least this solves its prompt: for `pass_at_k`, pass rates, `length_penalty`,
+    `data.curriculum`, and evaluations."""
     overlong: OverlongConfig = OverlongConfig()
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
     filter_zero_variance: bool = False
@@ -296,7 +297,7 @@ class AlgorithmConfig(Section):
 
     def _part_rules(self) -> Iterator[tuple[bool, str]]:
         """KL, reference, teacher, value head and advantage belong together."""
-        teacher, value, entropy = self.teacher, self.value, self.entropy_control
+        teacher, entropy = self.teacher, self.entropy_control
         yield (
             bool(teacher.gamma) and teacher.place == "loss",
             f"teacher.gamma ({teacher.gamma}) discounts rewards, and teacher.place is loss: take place: "
@@ -316,15 +317,6 @@ class AlgorithmConfig(Section):
             entropy.target is not None and not entropy.low <= self.entropy_coefficient <= entropy.high,
             f"entropy_coefficient ({self.entropy_coefficient:g}) is where entropy_control begins, and lies "
             f"outside of its low and high ({entropy.low:g} to {entropy.high:g})",
-        )
-        yield (
-            self.needs_values and not value.head,
-            f"advantage: {self.advantage} estimates advantages from a value head: set value.head to true",
-        )
-        yield (
-            value.head and not self.needs_values,
-            f"value.head is trained, but advantage: {self.advantage} does not use its values; take gae, or "
-            "leave the head out",
         )
         yield (
             self.gamma < 1.0 and not self.has_discount,
@@ -349,7 +341,7 @@ class AlgorithmConfig(Section):
         yield (
             has_length and traits.is_binary,
             f"length_penalty makes good rewards differ, and advantage: {self.advantage} only asks whether "
-            "they reach pass_threshold; take another advantage, or leave it out",
+            "they reach success_threshold; take another advantage, or leave it out",
         )
         yield (
             has_length and traits.has_greedy_baseline,

@@ -26,7 +26,7 @@ class AdvantageTraits:
     compares_rewards: bool = False
     """Compares each reward of `reward.rewards` by itself, before anything shapes their sum."""
     is_binary: bool = False
-    """Only asks whether rewards reach `pass_threshold`, in sets of `pass_k`."""
+    """Only asks whether rewards reach `success_threshold`, in sets of `pass_k`."""
     needs_values: bool = False
     """Reads a value head; with `value.whiten: false` it takes group by group."""
 
@@ -161,7 +161,6 @@ PRESETS: dict[Preset, dict[str, Any]] = {
         "normalisation": "token",
         "clip_high": 0.2,
         "gae_lambda": 0.95,
-        "value": {"head": True},
     },
     # arXiv 2602.05261, section 5.1: GSPO with each sequence's loss times its length
     "luspo": {

@@ -14,29 +14,6 @@ Columns = dict[
 ]
 
 
-class SourceSamplingConfig(Section):
-    """What is sampled otherwise than `rollout.sampling` says. Null takes the value from there."""
-
-    max_tokens: int | None = Field(None, ge=1, le=1 << 20)
-    """Longest completion (with an environment, longest turn); at most that of `rollout.sampling`."""
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    """Nucleus sampling."""
-    top_k: int | None = Field(None, ge=0, le=1 << 20)
-    """Sample among the k likeliest tokens; 0 means all."""
-    min_p: float | None = Field(None, ge=0.0, lt=1.0)
-    """Leave out tokens less likely than this share of the likeliest; 0 is off."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_temperature(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "temperature" in given:
-            raise ValueError(
-                "a source has no temperature of its own: the trainer divides the logits of all samples by "
-                "rollout.sampling.temperature. Set it there"
-            )
-        return given
-
-
 class SourceConfig(Section):
     """One of several training sets."""
 
@@ -48,10 +25,6 @@ class SourceConfig(Section):
     """Its share of the groups is this, divided by the sum over all sources."""
     epochs: int | None = Field(None, ge=1, le=1_000_000)
     """Most passes: after so many times its rows in groups, the others share its place. Null has no end."""
-    shuffle: bool | None = None
-    """As `data.shuffle`, which null takes."""
-    prompt_column: str = ""
-    """As `data.prompt_column`, which the empty text takes."""
     columns: Columns = Field(default_factory=dict)
     """As `data.columns`, which the empty mapping takes."""
     data_source: str = ""
@@ -61,12 +34,15 @@ class SourceConfig(Section):
     by name (a dict of TRL's classes)."""
     group_size: int | None = Field(None, ge=1, le=4096)
     """Completions of each of its groups; null takes `trainer.group_size`."""
-    sampling: SourceSamplingConfig = SourceSamplingConfig()
+    sampling: dict[Literal["max_tokens", "top_p", "top_k", "min_p"], float] = Field(default_factory=dict)
+    """What is sampled otherwise than `rollout.sampling` says; `max_tokens` is at most the one there. There is
+    no temperature: the trainer divides the logits of all samples by the same."""
 
 
 class CurriculumConfig(Section):
-    """Chooses prompts by how often they were solved. A sample solves its prompt where its reward is at least
-    `trainer.evaluation.success_threshold`. Steps that are committed decide, and nothing else."""
+    """Chooses prompts by how often they were solved: half the rate until now, half that of the last group.
+    `trainer.algorithm.success_threshold` says what solves a prompt. Steps that are committed decide, and
+    nothing else."""
 
     easy: float = Field(0.9, gt=0.0, le=1.0)
     """A prompt solved at least so often is left out (ScaleRL, arXiv 2510.13786)."""
@@ -76,8 +52,6 @@ class CurriculumConfig(Section):
     """A prompt that is left out comes up again after so many epochs of its source."""
     focus: float = Field(0.25, ge=0.0, le=0.9)
     """Share of the groups that goes to prompts between `hard` and `easy` again, ahead of their turn."""
-    memory: float = Field(0.5, ge=0.0, lt=1.0)
-    """Weight of a prompt's rate until now when its next group is in; 0 looks at the last group alone."""
 
     @model_validator(mode="after")
     def _leaves_something(self) -> "CurriculumConfig":
@@ -115,12 +89,10 @@ class DataConfig(Section):
     (`my_env.py:MyEnv.rows`), or a list of sources (docs/data.md)."""
     eval: dict[str, str] = Field(default_factory=dict)
     """Evaluation sets by name; each is scored by the rewards of the run whose `lanes` hold `eval`."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages. Left at `prompt`, rows without such a
-    column are taken by `messages`, `question` or `problem`."""
     columns: Columns = Field(default_factory=dict)
     """Own names of columns for `prompt`, `ground_truth`, `data_source` and `extra_info`, such as
-    `{prompt: instruction, ground_truth: meta.label}`; `meta.label` is `label` inside of `meta`."""
+    `{prompt: instruction, ground_truth: meta.label}`; `meta.label` is `label` inside of `meta`. Without, a
+    prompt (text, or a list of chat messages) is `prompt`, `messages`, `question` or `problem`."""
     system_prompt: str = ""
     """Put before the prompt where the tokenizer has a chat template."""
     prompt_suffix: str = ""
@@ -155,10 +127,6 @@ class DataConfig(Section):
         self._needs_truth = False
 
     @property
-    def names(self) -> dict[str, str]:
-        return {name: theirs for name, theirs in self.columns.items()}
-
-    @property
     def sources(self) -> tuple[SourceConfig, ...]:
         """The sources that `train` lists; empty where it names files."""
         if isinstance(self.train, str):
@@ -173,21 +141,8 @@ class DataConfig(Section):
         return [item for item in self.train if isinstance(item, str)]
 
     def of_source(self, source: SourceConfig) -> "DataConfig":
-        """The section as it is for one source: files, column and shuffling are its own."""
-        own: dict[str, Any] = {"train": source.path, "prompt_column": source.prompt_column}
-        own |= {"shuffle": source.shuffle, "columns": source.columns}
-        given = {name: value for name, value in own.items() if value not in ("", None, {})}
-        return self.model_copy(update=given)
-
-    @model_validator(mode="after")
-    def _names_the_prompt_once(self) -> "DataConfig":
-        for data in (self, *map(self.of_source, self.sources)):
-            if "prompt" in data.columns and data.prompt_column != "prompt":
-                raise ValueError(
-                    f"prompt_column ({data.prompt_column}) and columns (prompt: {data.columns['prompt']}) "
-                    "both name the prompt; leave one of them out"
-                )
-        return self
+        """The section as it is for one source, which has files and may have columns of its own."""
+        return self.model_copy(update={"train": source.path, "columns": source.columns or self.columns})
 
     @field_validator("train")
     @classmethod

@@ -106,10 +106,8 @@ class EntropyControlConfig(Section):
 
 
 class ValueConfig(Section):
-    """A value head, trained with the policy."""
+    """The value head that `advantage: gae` estimates advantages with, trained with the policy."""
 
-    head: bool = False
-    """Train one; `advantage: gae` needs it."""
     model: Literal["policy", "own"] = "policy"
     """What it sits on: the policy's last hidden state, or that of a model of its own (a critic), which begins
     as a copy of the policy's, and has its own moments and its own bound of the gradient norm."""
@@ -144,7 +142,7 @@ class LengthPenaltyConfig(Section):
     turns: float = Field(0.0, ge=0.0, le=1e6)
     """Weight of the number of turns of a session; 0 is off."""
     of: Literal["all", "successes"] = "all"
-    """Which completions of a group pay: `successes` leaves alone those below `pass_threshold`."""
+    """Which completions of a group pay: `successes` leaves alone those below `success_threshold`."""
 
     @property
     def is_on(self) -> bool:

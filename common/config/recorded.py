@@ -45,7 +45,6 @@ FIXED = {
     "seed": "the order of the prompts and the sampling follow from it",
     "model": "weights and checkpoints are those of this model",
     "data.train": "tickets are numbered by the position of their prompt",
-    "data.prompt_column": "tickets are numbered by the position of their prompt",
     "data.columns": "which rows are used, and what is asked, follows from it",
     "data.system_prompt": "the prompts of later steps would be others than those of earlier ones",
     "data.prompt_suffix": "the prompts of later steps would be others than those of earlier ones",

@@ -6,9 +6,9 @@ all, complete.
 
 from collections.abc import Mapping
 from itertools import combinations
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from tidemill.common.config.reward_kinds import (
     JudgeConfig,
@@ -31,19 +31,13 @@ class RewardLimits(Section):
     """Attempts before a score counts as failed; backoff in between."""
     backoff_s: float = Field(0.5, ge=0.0, le=600.0)
     """First pause between attempts, in seconds; doubles, with jitter. A server's Retry-After is respected."""
-    on_failure: Literal["drop_sample", "drop_group", "value"] = "drop_sample"
-    """What a failed reward means: leave the sample out, replace its group, or `failure_value`."""
-    failure_value: float | None = None
-    """The reward of a failed sample where `on_failure` is `value`."""
+    on_failure: Literal["drop_sample", "drop_group"] | float = "drop_sample"
+    """What a failed reward means: leave the sample out, replace its group, or this number as its reward."""
 
-    @model_validator(mode="after")
-    def _failure_value_fits(self) -> Self:
-        if (self.on_failure == "value") != (self.failure_value is not None):
-            raise ValueError(
-                "failure_value and on_failure: value belong together; give both, or neither "
-                f"(on_failure is {self.on_failure}, failure_value is {self.failure_value})"
-            )
-        return self
+    @property
+    def failure_value(self) -> float | None:
+        """The reward of a failed sample; None where it has none."""
+        return self.on_failure if isinstance(self.on_failure, float) else None
 
 
 class FunctionConfig(Section):
@@ -130,7 +124,7 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     def _check_teacher(self) -> None:
         if self.failure_value is not None:
             raise ValueError(
-                "on_failure: value cannot stand for a teacher's logprobs; take drop_sample or drop_group"
+                "on_failure: a number cannot stand for a teacher's logprobs; take drop_sample or drop_group"
             )
         if self.weight < 0:
             raise ValueError(
@@ -139,6 +133,8 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
 
 
 DEFAULT_FUNCTION = "gsm8k"
+Name = Annotated[str, StringConstraints(pattern=r"^[\w-]{1,64}$")]
+Delay = Annotated[float, Field(ge=0.0, le=3600.0)]
 
 
 class RewardConfig(RewardLimits, FunctionConfig):
@@ -146,7 +142,7 @@ class RewardConfig(RewardLimits, FunctionConfig):
 
     function: str | None = None
     """A built-in (`gsm8k`, the default, `math`, `exact_match`), `path.py:name`, or `package.module:name`."""
-    rewards: dict[str, NamedRewardConfig] = Field(default_factory=dict, max_length=64)
+    rewards: dict[Name, NamedRewardConfig] = Field(default_factory=dict, max_length=64)
     """Several rewards by name, in place of `function`; the reward is their weighted sum."""
     group: str | None = None
     """What is done to the rewards of a training group when all are there: `rank`, `normalise`,
@@ -166,7 +162,7 @@ class RewardConfig(RewardLimits, FunctionConfig):
     it computes; 1 runs one at a time."""
     min_group_size: int = Field(2, ge=1, le=4096)
     """With `drop_sample`: a group with fewer scored samples is replaced."""
-    delay_s: tuple[float, float] | None = None
+    delay_s: tuple[Delay, Delay] | None = None
     """Benchmarks only: sleep uniformly between these seconds before scoring."""
 
     @property
@@ -216,16 +212,6 @@ class RewardConfig(RewardLimits, FunctionConfig):
         limits = {name: tree[name] for name in RewardLimits.model_fields if name in tree}
         return {**tree, "rewards": {name: _with_limits(reward, limits) for name, reward in rewards.items()}}
 
-    @field_validator("rewards")
-    @classmethod
-    def _names_are_short(cls, rewards: dict[str, NamedRewardConfig]) -> dict[str, NamedRewardConfig]:
-        for name in rewards:
-            if not name.replace("_", "").replace("-", "").isalnum() or len(name) > 64:
-                raise ValueError(
-                    f"a reward is called {name!r}; expected at most 64 letters, digits, '_' and '-'"
-                )
-        return rewards
-
     @model_validator(mode="after")
     def _is_one_way(self) -> "RewardConfig":
         if self.rewards and self.function:
@@ -255,19 +241,10 @@ class RewardConfig(RewardLimits, FunctionConfig):
                     "each data sources of its own in applies_to"
                 )
 
-    @field_validator("delay_s")
-    @classmethod
-    def _delay_is_a_range(cls, delay_s: tuple[float, float] | None) -> tuple[float, float] | None:
-        if delay_s is not None and not 0.0 <= delay_s[0] <= delay_s[1] <= 3600.0:
-            raise ValueError("delay_s must be two numbers [shortest, longest] from 0 to 3600")
-        return delay_s
-
 
 def _with_limits(reward: Any, limits: dict[str, Any]) -> Any:
     if not isinstance(reward, dict):
         return reward
-    if "on_failure" in reward or "failure_value" in reward:
-        limits = {name: value for name, value in limits.items() if "fail" not in name}
     return {**limits, **reward}
 
 

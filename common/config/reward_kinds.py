@@ -2,12 +2,11 @@
 
 import math
 import re
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from tidemill.common.config.section import Section
-from tidemill.common.config.servers import refuse_former_shape
 
 SCORE = "score"
 """Name of the group in a verdict's regular expression, and of what a verdict is called in errors."""
@@ -68,22 +67,12 @@ class VerdictConfig(Section):
 class AskingConfig(Section):
     """Base of rewards that ask servers."""
 
-    kind: ClassVar[str]
-
     servers: str = Field(min_length=1)
     """Name of its servers in the section `servers`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_servers(cls, tree: Any) -> Any:
-        refuse_former_shape(cls.kind, tree)
-        return tree
 
 
 class JudgeConfig(AskingConfig):
     """A judge behind servers that speak the OpenAI API: hosted ones, or vLLM's of your own."""
-
-    kind: ClassVar[str] = "judge"
 
     api: Literal["chat", "completions"] = "chat"
     """`chat` sends the template's text as the user's message, `completions` as it is."""
@@ -112,8 +101,6 @@ class JudgeConfig(AskingConfig):
 
 class RewardModelConfig(AskingConfig):
     """A classifier that scores sequences or tokens, behind vLLM's pooling API or this project's server."""
-
-    kind: ClassVar[str] = "model"
 
     head: Literal["sequence", "token"] = "sequence"
     """One score for the whole sequence (/classify), or one for every token (/pooling)."""
@@ -160,8 +147,6 @@ class TeacherConfig(AskingConfig):
     Its servers speak OpenAI's completions with `prompt_logprobs`: vLLM, or this project's model server.
     """
 
-    kind: ClassVar[str] = "teacher"
-
     prompt_column: str = ""
     """Column of the row with the prompt that the teacher reads in place of the policy's, text or chat
     messages: what only the teacher knows (self-distillation, arXiv 2601.19897). Empty: the policy's own
@@ -206,10 +191,6 @@ class SandboxConfig(Section):
     memory_mb: int = Field(512, ge=32, le=1 << 20)
     """Memory of one test, its child processes included, in MiB."""
     file_mb: int = Field(16, ge=1, le=1 << 16)
-    """Largest file, and where the kernel allows it all files together, in MiB."""
-    isolation: Literal["prefer", "require"] = "require"
-    """`require` runs nothing where bubblewrap can make no namespaces; `prefer` has only limits there."""
+    """Largest file, and all files together, in MiB."""
     packages: bool = False
     """Let the code import the packages that are installed beside this project, such as numpy."""
-    queue_s: float = Field(300.0, gt=0.0, le=86_400.0)
-    """How long a completion may wait for a free worker, in seconds."""

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
 from tidemill.common.config.reward import RewardConfig, check_servers
-from tidemill.common.config.rollout import RolloutConfig
+from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
 from tidemill.common.config.section import Section
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.config.trainer import TrainerConfig
@@ -327,23 +327,30 @@ class RunConfig(Section):
                 if all(reward.sources and name not in reward.sources for reward in scoring):
                     raise ValueError(f"no reward scores {what} {name!r}: add it to `sources` of one")
 
+    def sampling_of(self, source: SourceConfig) -> SamplingConfig:
+        """How completions of a source are sampled."""
+        return SamplingConfig.model_validate(self.rollout.sampling.model_dump() | source.sampling)
+
     def _sampling_fits(self, source: SourceConfig) -> None:
-        limit, own = self.rollout.sampling.max_tokens, source.sampling.max_tokens
-        if own is not None and own > limit:
+        try:
+            limit, own = self.rollout.sampling.max_tokens, self.sampling_of(source).max_tokens
+        except ValidationError as error:
+            (field,), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
+            raise ValueError(f"sampling.{field} of source {source.name!r}: {reason}") from None
+        if own > limit:
             raise ValueError(
                 f"sampling.max_tokens of source {source.name!r} ({own}) exceeds rollout.sampling.max_tokens "
                 f"({limit}), which is the run's limit; raise that one, or lower this one"
             )
-        if own not in (None, limit) and self.trainer.algorithm.overlong.penalty:
+        if own != limit and self.trainer.algorithm.overlong.penalty:
             raise ValueError(
                 f"source {source.name!r} has sampling.max_tokens of its own, and trainer.algorithm.overlong "
                 "punishes what comes near rollout.sampling.max_tokens: choose one"
             )
 
     def _is_sampling_filtered(self) -> bool:
-        own = [source.sampling for source in self.data.sources]
-        every: list[Any] = [self.rollout.sampling, *own]  # a run's, and those of sources, which may be None
-        return any(s.top_p not in (None, 1.0) or s.top_k or s.min_p for s in every)
+        every = [self.rollout.sampling, *map(self.sampling_of, self.data.sources)]
+        return any(s.top_p < 1.0 or s.top_k or s.min_p for s in every)
 
     def _sampling_is_corrected(self) -> None:
         """Filtered sampling gives each token a rollout logprob above the policy's: what takes the gap for a

@@ -1,6 +1,6 @@
 """The `servers` section: models behind HTTP, which judges, reward models, teachers and functions name."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -106,22 +106,3 @@ class ServersConfig(Section):
         if self.local is not None and not self.model:
             raise ValueError("local servers need a model: its folder or hub name")
         return self
-
-
-FORMER = {"base_urls", "api_key_env", "limits", "routing", "hedge", "prices", "local_replicas", "served_name"}
-FORMER |= {"router_only", "gpus", "shares_rollout_gpus", "turn_s", "server"}
-"""Fields that judges, reward models and teachers had before they named servers."""
-
-
-def refuse_former_shape(kind: str, tree: Any) -> None:
-    """Refuse a judge, reward model or teacher that has the fields of its servers, as releases before had it.
-
-    Raises:
-        ValueError: it has.
-    """
-    if isinstance(tree, dict) and not tree.get("servers") and (given := sorted(FORMER.intersection(tree))):
-        raise ValueError(
-            f"{', '.join(given)}: servers are a section of their own since 0.1. Write servers: {{NAME: "
-            f"{{base_urls, model, api_key_env, limits, local}}}} "
-            f"and name them here: {kind}: {{servers: NAME, ...}}"
-        )

@@ -68,8 +68,6 @@ class EvaluationConfig(Section):
     """Leave out tokens less likely than this share of the likeliest, in evaluation alone; 0 is off."""
     max_prompts: int | None = Field(None, ge=1)
     """Take only the first rows of each set."""
-    success_threshold: float = 0.5
-    """A score of at least this counts as solved in `accuracy` and pass@k."""
     keep_best: str = Field("score", pattern=rf"^$|^(.+/)?({'|'.join(BEST_METRICS)}|pass_at_[0-9]+)$")
     """The version that is best by this metric keeps its weights: `score`, `accuracy`, `pass_at_k` (k is
     `samples`) or `pass_at_4` (2, 4, 8, 10, 16, ... below it), averaged over the datasets, or of one as
@@ -246,7 +244,7 @@ class TrainerConfig(Section):
             return self
         if self.policy == "simulated":
             raise ValueError("lora needs a model, and policy: simulated has none; take policy transformers")
-        if self.algorithm.value.head and self.algorithm.value.model == "own":
+        if self.algorithm.needs_values and self.algorithm.value.model == "own":
             raise ValueError(
                 "with lora the value head sits on the policy: algorithm.value.model: own would train a whole "
                 "second model beside a few adapters; leave it out"

@@ -1,6 +1,6 @@
 """What a run has written to its streams, wherever it is now: in Redis, in the archive, or in both."""
 
-from tidemill.common.history.groups import GroupCursor, MissingRecordsError, RecordedGroup, TicketCursor
+from tidemill.common.history.groups import GroupCursor, MissingRecordsError, RecordedGroup
 from tidemill.common.history.history import History, Record, StreamSummary
 from tidemill.common.streams.selection import ALL, Selection, StreamName, texts_of, time_of
 
@@ -14,7 +14,6 @@ __all__ = [
     "Selection",
     "StreamName",
     "StreamSummary",
-    "TicketCursor",
     "texts_of",
     "time_of",
 ]

@@ -7,7 +7,6 @@ admission gate let in, until it is closed.
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self, cast
 
 from tidemill.common.errors import TidemillError
@@ -41,8 +40,7 @@ class RecordedGroup:
     size: int = 0
     """Samples of the group, as its trajectories say; 0 before the first."""
     other_scores: list[Score] = field(default_factory=list)
-    """Of keys that have a score already; where that is of other tokens than the trajectory, one of these
-    counts."""
+    """Of keys that have one already: where that is of other tokens, one of these counts."""
 
     def take_trajectory(self, sample: Trajectory) -> None:
         """Keep the first one of its key, and of its scores the first one of its tokens."""
@@ -87,9 +85,7 @@ class GroupCursor:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._trajectories.aclose()
         await self._scores.aclose()
 
@@ -147,33 +143,6 @@ class GroupCursor:
         return ticket
 
 
-class TicketCursor:
-    """Reads the prompts stream forward; tickets come in the order of their numbers."""
-
-    def __init__(self, history: History) -> None:
-        self._prompts = _follow(history, StreamName.PROMPTS, {})
-        self._read: dict[int, Ticket] = {}
-        self._last = -1
-
-    async def tickets(self, numbers: Sequence[int]) -> dict[int, Ticket]:
-        """Those of the tickets that the stream still has."""
-        while self._last < max(numbers, default=-1):
-            record = await anext(self._prompts, None)
-            if record is None:
-                break
-            if isinstance(record, Entry) and isinstance(record.message, Ticket):
-                self._last = record.message.ticket
-                self._read[self._last] = record.message
-        return {number: self._read[number] for number in numbers if number in self._read}
-
-    def close(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._read.pop(number, None)
-
-    async def aclose(self) -> None:
-        await self._prompts.aclose()
-
-
 def _follow(
     history: History, stream: StreamName, positions: Mapping[StreamName, str]
 ) -> AsyncGenerator[Record, None]:
@@ -194,11 +163,6 @@ def dropped_groups(commit: Commit) -> list[tuple[int, str]]:
 def left_out(commit: Commit) -> list[tuple[int, int, str]]:
     """(ticket, index, reason) of each sample that its group was trained without."""
     return [drop for drop in commit.dropped if drop[1] != WHOLE_GROUP]
-
-
-def tickets_of(commit: Commit) -> list[int]:
-    """Every ticket that the commit names, trained or not."""
-    return [*commit.groups, *(ticket for ticket, _, _ in commit.dropped)]
 
 
 def micro_batches_of(commit: Commit) -> Iterator[tuple[int, int, list[TrajectoryKey]]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tidemill.common.archive import stream_folder
-from tidemill.common.archive.manifest import Manifest, gaps
+from tidemill.common.archive.manifest import ArchiveSegment, Manifest, gaps
 from tidemill.common.history.journal import JOURNAL_FILE, newest_below, read_journal
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore, resolved
@@ -24,6 +24,18 @@ from tidemill.common.streams.entries import START, Entry, Garbled, entry_id_of, 
 from tidemill.common.streams.selection import ALL, Selection, StreamName, numbered, time_of
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Claims, Commit, Lane, Message, Ticket, WeightManifest
+
+log = logging.getLogger(__name__)
+"""Of the standard library: commands read histories too, and their output is not for logs."""
+
+Record = Entry[Message] | Garbled
+M = TypeVar("M", bound=Message)
+
+READ_COUNT = 256
+JOURNAL_STEPS = 64
+"""So many commits of the journal are held at once."""
+NEAR_STEPS = 8
+"""So far from the step that a ticket was issued for its commit is looked up, before all are searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,71 +58,6 @@ class StreamSummary:
     last_id: str = ""
     first_time: float | None = None
     last_time: float | None = None
-
-
-async def summarise(
-    broker: Broker | None, keys: Keys, manifest: Manifest, stream: StreamName
-) -> StreamSummary:
-    """The summary of one stream, from its manifest and from the ends of what Redis holds."""
-    first = last = None
-    in_redis = redis_bytes = beyond = 0
-    if broker is not None:
-        key = stream.key(keys)
-        in_redis, redis_bytes = await length(broker, key), await memory_bytes(broker, key)
-        ends = await read_range(broker, key, stream.message_type, count=1)
-        newest = await read_back(broker, key, stream.message_type, count=1)
-        first, last = (ends[0] if ends else None), (newest[0] if newest else None)
-        beyond = await _beyond(broker, key, stream, manifest, in_redis)
-    archived = manifest.segments
-    is_newer = last is not None and id_order(last.entry_id) > id_order(manifest.last_id)
-    return StreamSummary(
-        stream,
-        redis_entries=in_redis,
-        redis_bytes=redis_bytes,
-        archived_entries=manifest.entries,
-        archived_bytes=manifest.num_bytes,
-        segments=len(archived),
-        removed_entries=manifest.removed.entries,
-        entries=manifest.entries + beyond,
-        first_id=archived[0].first_id if archived else first.entry_id if first else "",
-        last_id=last.entry_id if last and is_newer else archived[-1].last_id if archived else "",
-        first_time=_archived_time(manifest, 0, 0) if archived else _time(first),
-        last_time=_time(last) if is_newer else _archived_time(manifest, -1, 1),
-    )
-
-
-async def _beyond(broker: Broker, key: str, stream: StreamName, manifest: Manifest, in_redis: int) -> int:
-    """How many entries Redis holds that the archive does not."""
-    if manifest.last_id == START:
-        return in_redis
-    count, first = 0, f"({manifest.last_id}"
-    while entries := await read_range(broker, key, stream.message_type, first, count=1024):
-        count, first = count + len(entries), f"({entries[-1].entry_id}"
-    return count
-
-
-def _time(record: Entry[Message] | Garbled | None) -> float | None:
-    return time_of(record.message) if isinstance(record, Entry) else None
-
-
-def _archived_time(manifest: Manifest, segment: int, end: int) -> float | None:
-    if not manifest.segments:
-        return None
-    bounds = manifest.segments[segment].bounds.get("time")
-    return bounds[end] if bounds else None
-
-
-log = logging.getLogger(__name__)
-"""Of the standard library: commands read histories too, and their output is not for logs."""
-
-Record = Entry[Message] | Garbled
-M = TypeVar("M", bound=Message)
-
-READ_COUNT = 256
-JOURNAL_STEPS = 64
-"""So many commits of the journal are held at once."""
-NEAR_STEPS = 8
-"""So far from the step that a ticket was issued for its commit is looked up, before all are searched."""
 
 
 class History:
@@ -141,7 +88,7 @@ class History:
     async def scan(
         self, stream: StreamName, selection: Selection = ALL, newest_first: bool = False
     ) -> AsyncIterator[Record]:
-        """Selected entries, oldest first unless told otherwise, while they are found.
+        """Selected entries, oldest first unless `newest_first`, while they are found.
 
         `selection.steps` of a stream whose messages carry no step (scores) selects by the steps of tickets.
         Garbled entries come where the selection asks for nothing but ids.
@@ -150,10 +97,6 @@ class History:
         found = self._backwards(stream, selection) if newest_first else self._forwards(stream, selection)
         async for record in found:
             yield record
-
-    async def summary(self, streams: Iterable[StreamName] = StreamName) -> list[StreamSummary]:
-        """What there is of each stream, in Redis and in the archive."""
-        return [await summarise(self.broker, self.keys, self._manifest(name), name) for name in streams]
 
     async def messages(
         self, stream: StreamName, kind: type[M], selection: Selection = ALL, newest_first: bool = False
@@ -176,8 +119,7 @@ class History:
 
     async def _numbered(self, stream: StreamName, kind: type[M], number: int) -> M | None:
         """The message whose entry id is its number."""
-        place = entry_id_of(number)
-        return await self._first(stream, kind, Selection(place, place))
+        return await self._first(stream, kind, Selection(entry_id_of(number), entry_id_of(number)))
 
     async def _first(self, stream: StreamName, kind: type[M], selection: Selection) -> M | None:
         async for message in self.messages(stream, kind, selection):
@@ -194,8 +136,49 @@ class History:
                 return commit
         return await self._first(StreamName.COMMITS, Commit, selection)
 
+    async def summary(self, streams: Iterable[StreamName] = StreamName) -> list[StreamSummary]:
+        """What there is of each stream, in Redis and in the archive."""
+        return [await self._summary_of(stream) for stream in streams]
+
+    async def _summary_of(self, stream: StreamName) -> StreamSummary:
+        """From the names of its segments and the ends of what Redis holds."""
+        manifest = self._manifest(stream)
+        segments = manifest.segments
+        first: Record | None = None
+        last: Record | None = None
+        in_redis = redis_bytes = beyond = 0
+        if self.broker is not None:
+            key, kind = stream.key(self.keys), stream.message_type
+            in_redis, redis_bytes = await length(self.broker, key), await memory_bytes(self.broker, key)
+            first = next(iter(await read_range(self.broker, key, kind, count=1)), None)
+            last = next(iter(await read_back(self.broker, key, kind, count=1)), None)
+            beyond = in_redis if manifest.last_id == START else await self._num_after(key, manifest.last_id)
+        is_newer = last is not None and id_order(last.entry_id) > id_order(manifest.last_id)
+        newest = last if is_newer else segments[-1] if segments else None
+        return StreamSummary(
+            stream,
+            redis_entries=in_redis,
+            redis_bytes=redis_bytes,
+            archived_entries=manifest.entries,
+            archived_bytes=manifest.num_bytes,
+            segments=len(segments),
+            removed_entries=manifest.removed.entries,
+            entries=manifest.entries + beyond,
+            first_id=segments[0].first_id if segments else first.entry_id if first else "",
+            last_id=last.entry_id if last and is_newer else segments[-1].last_id if segments else "",
+            first_time=_time_of(segments[0] if segments else first, 0),
+            last_time=_time_of(newest, 1),
+        )
+
+    async def _num_after(self, key: str, last_id: str) -> int:
+        assert self.broker is not None
+        count = 0
+        while entries := await read_raw(self.broker, key, id_after(last_id), count=1024):
+            count, last_id = count + len(entries), entries[-1][0]
+        return count
+
     async def _by_tickets(self, stream: StreamName, selection: Selection) -> Selection:
-        """The selection with steps told as a range of tickets, for streams that know no steps."""
+        """The selection with steps given as a range of tickets, for streams that know no steps."""
         if selection.steps is None or "step" in stream.message_type.model_fields:
             return selection
         wanted = Selection(steps=selection.steps)
@@ -218,42 +201,43 @@ class History:
     async def _forwards(self, stream: StreamName, selection: Selection) -> AsyncIterator[Record]:
         """The archive, then Redis; and the archive again where it grew meanwhile.
 
-        Entries are trimmed only after the manifest lists them: what a read of Redis lacks is in a manifest
-        that is read after it.
+        Entries are trimmed only after they are archived: what a read of Redis lacks is in an archive that is
+        looked at after it.
         """
         position = START
         while True:
             manifest = self._manifest(stream)
             if id_order(manifest.last_id) > id_order(position):
+                rest = selection.beyond(position)
                 if manifest.segments:
-                    end = manifest.segments[0].first_id
-                    async for record in self._trimmed(stream, _after(selection, position), end):
+                    async for record in self._trimmed(stream, rest, manifest.segments[0].first_id):
                         yield record
-                async for record in self._archived(manifest, stream, _after(selection, position)):
+                async for record in self._archived(manifest, stream, rest):
                     yield record
                 position = manifest.last_id
-            entries = await self._read(stream, _after(selection, position))
+            rest = selection.beyond(position)
+            entries = await self._read(stream, rest)
             if id_order(self._manifest(stream).last_id) > id_order(position):
                 continue
             end = entries[0].entry_id if entries else await self._first_in_redis(stream)
-            async for record in self._trimmed(stream, _after(selection, position), end):
+            async for record in self._trimmed(stream, rest, end):
                 yield record
             if not entries:
                 return
             for record in entries:
-                if _is_selected(record, selection):
+                if selection.takes(record):
                     yield record
             position = entries[-1].entry_id
 
     async def _backwards(self, stream: StreamName, selection: Selection) -> AsyncIterator[Record]:
         """Redis, then the archive below what was found there."""
         key, rest = stream.key(self.keys), selection
-        first = _after(selection, self._manifest(stream).last_id).first_id
+        first = selection.beyond(self._manifest(stream).last_id).first_id
         while self.broker is not None:
             last = rest.last_id
             entries = await read_back(self.broker, key, stream.message_type, last, first, READ_COUNT)
             for record in entries:
-                if _is_selected(record, selection):
+                if selection.takes(record):
                     yield record
             if not entries:
                 break
@@ -280,16 +264,16 @@ class History:
         they were never archived."""
         if stream is not StreamName.COMMITS:
             return
-        first, below = steps_between(selection, end)
+        first, _ = id_order(id_before(selection.first_id))
+        below, _ = id_order(id_before(min(end, id_after(selection.last_id), key=id_order)))
         if first >= below:
             return
-        held = -1 if self.run_dir is None else await asyncio.to_thread(newest_below, self.run_dir, below)
+        num_missing, folder = below - first, self.run_dir or Path(self.run_id)
+        held = -1 if self.run_dir is None else await asyncio.to_thread(newest_below, folder, below)
         starts = range(first, held + 1, JOURNAL_STEPS)
-        num_missing = below - first
         for start in reversed(starts) if backwards else starts:
             last = min(start + JOURNAL_STEPS - 1, held)
-            assert self.run_dir is not None, "it holds some"
-            commits = await asyncio.to_thread(read_journal, self.run_dir, start, last)
+            commits = await asyncio.to_thread(read_journal, folder, start, last)
             num_missing -= len(commits)
             for commit in reversed(commits) if backwards else commits:
                 if selection.matches(entry_id_of(commit.step), commit):
@@ -317,7 +301,7 @@ class History:
     async def _archived(
         self, manifest: Manifest, stream: StreamName, selection: Selection, backwards: bool = False
     ) -> AsyncIterator[Record]:
-        """Selected entries of the archive, read on a thread: whoever serves others goes on meanwhile."""
+        """Selected entries of the archive, read on a thread: the loop serves others meanwhile."""
         if not manifest.segments:
             return
         from tidemill.common.archive.reader import select
@@ -331,25 +315,8 @@ class History:
                 yield record
 
 
-def _after(selection: Selection, position: str) -> Selection:
-    """What is selected beyond an entry."""
-    if position == START:
-        return selection
-    following = id_after(position)
-    if selection.first_id != "-" and id_order(selection.first_id) >= id_order(following):
-        return selection
-    return replace(selection, first_id=following)
-
-
-def steps_between(selection: Selection, end: str) -> tuple[int, int]:
-    """The first step that the selection's ids take, and the one after the last below the id `end` that they
-    take."""
-    first = 0 if selection.first_id == "-" else id_order(id_before(selection.first_id))[0]
-    last = end if selection.last_id == "+" else min(end, id_after(selection.last_id), key=id_order)
-    return first, id_order(id_before(last))[0]
-
-
-def _is_selected(record: Record, selection: Selection) -> bool:
-    if isinstance(record, Garbled):
-        return selection.takes_garbled(record.entry_id)
-    return selection.matches(record.entry_id, record.message)
+def _time_of(end: ArchiveSegment | Record | None, which: int) -> float | None:
+    """When the first (0) or the last (1) entry of a stream was made."""
+    if isinstance(end, ArchiveSegment):
+        return (end.details.bounds or {}).get("time", (None, None))[which]
+    return time_of(end.message) if isinstance(end, Entry) else None

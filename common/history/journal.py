@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from base64 import b64decode
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,36 +38,27 @@ def commit_of(document: dict[str, Any]) -> Commit:
 
 def read_journal(run_dir: Path, first: int, last: int) -> list[Commit]:
     """The commits of these steps that the folder has, in order; none where there is no journal to read."""
-    try:
-        with open(run_dir / JOURNAL_FILE, "rb") as file:
-            file.seek(_place_of(file, first)[0])
-            return list(_commits_to(file, last))
-    except OSError:
-        return []
+    commits: list[Commit] = []
+    with suppress(OSError), open(run_dir / JOURNAL_FILE, "rb") as file:
+        file.seek(_place_of(file, first)[0])
+        while (step := _step_of(line := file.readline())) is not None and step <= last:
+            commits.append(commit_of(document_of(line)))
+    return commits
 
 
 def journal_steps(run_dir: Path) -> range:
     """The steps that the folder has; they are consecutive."""
-    try:
-        with open(run_dir / JOURNAL_FILE, "rb") as file:
-            first = _step_of(file.readline())
-    except OSError:
-        first = None
-    return range(0) if first is None else range(first, newest_below(run_dir, sys.maxsize) + 1)
+    with suppress(OSError), open(run_dir / JOURNAL_FILE, "rb") as file:
+        if (first := _step_of(file.readline())) is not None:
+            return range(first, _place_of(file, sys.maxsize)[1] + 1)
+    return range(0)
 
 
 def newest_below(run_dir: Path, step: int) -> int:
     """The newest step of the journal below this one; -1 where there is none."""
-    try:
-        with open(run_dir / JOURNAL_FILE, "rb") as file:
-            return _place_of(file, step)[1]
-    except OSError:
-        return -1
-
-
-def _commits_to(file: BinaryIO, last: int) -> Iterator[Commit]:
-    while (step := _step_of(line := file.readline())) is not None and step <= last:
-        yield commit_of(document_of(line))
+    with suppress(OSError), open(run_dir / JOURNAL_FILE, "rb") as file:
+        return _place_of(file, step)[1]
+    return -1
 
 
 def _place_of(file: BinaryIO, step: int) -> tuple[int, int]:

@@ -1,9 +1,10 @@
-"""What became of a ticket, its group, its samples, and of a step: joined from the streams for all who ask.
+"""What became of a ticket, its group, its samples, and of a step: joined from the streams.
 
-Nothing is guessed: what no stream tells is absent. Of several entries for one sample the first counts, as for
+Nothing is guessed: what no stream says is absent. Of several entries for one sample the first counts, as for
 the trainer. Clocks of machines are taken as they are: where they differ, waiting times are off by as much.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -12,9 +13,8 @@ import numpy as np
 from tidemill.common.history.groups import advantages_of, dropped_groups, left_out, micro_batches_of
 from tidemill.common.history.history import History
 from tidemill.common.history.sessions import SessionFacts, num_completion_tokens, session_facts
-from tidemill.common.history.windows import EVERYWHERE, KnownPlaces, near_tickets, nearby
 from tidemill.common.streams.entries import Entry, entry_id_of
-from tidemill.common.streams.selection import Selection, StreamName
+from tidemill.common.streams.selection import Range, Selection, StreamName
 from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
@@ -30,7 +30,36 @@ from tidemill.common.wire.messages import (
 
 MAX_LETTERS = 50
 """Dead letters that are read for one group."""
+CLOCK_SPARE_S = 60.0
+"""So far apart may the clocks of the trainer and of Redis be; beyond that, whole streams are read."""
 STAGES = ("queued", "generated", "waited for reward", "scored", "waited for training")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPlaces:
+    """Where a group's entries are, for readers that know: nothing else is searched."""
+
+    trajectories: tuple[str, str] | None = None
+    """First and last entry id; None for none."""
+    scores: tuple[str, str] | None = None
+    step: int = -1
+    """Whose commit names the group; -1 for none."""
+    has_letters: bool = True
+
+
+EVERYWHERE = KnownPlaces(("-", "+"), ("-", "+"))
+
+
+async def near_tickets(
+    history: History, first: int, last: int, lane: Lane = Lane.TRAIN, commit: Commit | None = None
+) -> Selection:
+    """What selects tickets `first` to `last`, which `commit` trained or dropped, among entries whose ids are
+    times, without reading far beyond them: those that count came after the first ticket was issued, and
+    before the commit."""
+    issued = await history.ticket(first, lane)
+    since = f"{max(0, int(1000 * (issued.issued_at - CLOCK_SPARE_S)))}-0" if issued else "-"
+    until = f"{int(1000 * (commit.finished_at + CLOCK_SPARE_S))}-0" if commit and commit.finished_at else "+"
+    return Selection(since, until, tickets=(first, last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +166,14 @@ async def read_group(
         group.commit = await history.commit_of_ticket(number)
     elif lane is Lane.TRAIN and known and known.step >= 0:
         group.commit = await history.commit(known.step)
-    group.samples = await _read_group_samples(history, group, known or await nearby(history, number, lane))
-    if known is None and group.is_trained and not group.is_whole:
-        group.samples = await _read_group_samples(history, group, EVERYWHERE)
+    if known is None:
+        near = await near_tickets(history, number, number, lane, group.commit)
+        ids = (near.first_id, near.last_id)
+        group.samples = await _read_samples_of(history, group, KnownPlaces(ids, ids))
+        if not group.is_whole:
+            group.samples = await _read_samples_of(history, group, EVERYWHERE)
+    else:
+        group.samples = await _read_samples_of(history, group, known)
     if group.is_trained and group.commit:
         group.manifest = await history.manifest(group.commit.version)
     elif known is None and group.ticket and (group.dropped_as or group.letters):
@@ -147,16 +181,40 @@ async def read_group(
     return group
 
 
-async def _read_group_samples(
-    history: History, group: GroupRecord, places: KnownPlaces
-) -> list[SampleRecord]:
+async def _read_samples_of(history: History, group: GroupRecord, places: KnownPlaces) -> list[SampleRecord]:
     number, lane = group.number, group.lane
     made = await read_trajectories(history, number, lane, places.trajectories)
     scored: list[Score] = []
-    if window := places.scores:
-        wanted = Selection(*window, tickets=(number, number))
+    if places.scores:
+        wanted = Selection(*places.scores, tickets=(number, number))
         scored = [m async for m in history.messages(StreamName.SCORES.of(lane), Score, wanted)]
     return samples_of(made, scored, group.commit, number)
+
+
+async def read_groups(
+    history: History, steps: Range | None = None, lane: Lane = Lane.TRAIN
+) -> list[GroupRecord]:
+    """The groups whose tickets were issued for these steps, by number; every stream is read once, and all of
+    it held in memory. Dead letters and replacements are left to `read_group`."""
+    wanted = Selection(steps=steps)
+    made: dict[int, list[Trajectory]] = defaultdict(list)
+    scored: dict[int, list[Score]] = defaultdict(list)
+    commits: dict[int, Commit] = {}
+    issued = {m.ticket: m async for m in history.messages(StreamName.PROMPTS.of(lane), Ticket, wanted)}
+    async for trajectory in history.messages(StreamName.TRAJECTORIES.of(lane), Trajectory, wanted):
+        made[trajectory.ticket].append(trajectory)
+    if lane is Lane.TRAIN:
+        async for commit in history.messages(StreamName.COMMITS, Commit):
+            dropped = [ticket for ticket, _ in dropped_groups(commit)]
+            commits |= dict.fromkeys([*commit.groups, *dropped], commit)
+    if numbers := sorted({*issued, *made}):
+        near = Selection(tickets=(numbers[0], numbers[-1]))
+        async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
+            scored[score.ticket].append(score)
+    return [
+        GroupRecord(n, lane, issued.get(n), samples_of(made[n], scored[n], commits.get(n), n), commits.get(n))
+        for n in numbers
+    ]
 
 
 async def read_trajectories(
@@ -328,7 +386,7 @@ async def read_step(history: History, step: int) -> StepRecord | None:
         return None
     record = StepRecord(commit, manifest=await history.manifest(commit.version))
     if wanted := set(commit.groups):
-        near = await near_tickets(history, StreamName.TRAJECTORIES, min(wanted), max(wanted))
+        near = await near_tickets(history, min(wanted), max(wanted), commit=commit)
         for selection in (near, Selection(tickets=near.tickets)):
             found = await read_samples(history, selection)
             record.samples = {key: sample for key, sample in found.items() if key[0] in wanted}
@@ -346,11 +404,11 @@ async def read_samples(
         found.setdefault(made.key, _generated(made))
     if not found:
         return {}
-    first, last, stream = min(found)[0], max(found)[0], StreamName.SCORES.of(lane)
-    tickets = history.messages(StreamName.PROMPTS.of(lane), Ticket, Selection(tickets=(first, last)))
+    near = Selection(tickets=(min(found)[0], max(found)[0]))
+    tickets = history.messages(StreamName.PROMPTS.of(lane), Ticket, near)
     issued = {ticket.ticket: ticket.issued_at async for ticket in tickets}
     scores: dict[TrajectoryKey, Score] = {}
-    async for score in history.messages(stream, Score, await near_tickets(history, stream, first, last)):
+    async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
         if score.key in found and score.is_of(found[score.key].tokens_digest):
             scores.setdefault(score.key, score)
     return {key: _scored(sample, issued.get(key[0], 0.0), scores.get(key)) for key, sample in found.items()}

@@ -50,16 +50,13 @@ def read_session(trajectory: Trajectory) -> SessionRecord:
     """The session of a trajectory; a single turn has none."""
     if trajectory.session is None:
         return SessionRecord(())
-    places = [(number, segment, place) for number, segment, place in _places(trajectory.segments)]
+    segments = enumerate(trajectory.segments)
+    places = [(number, s, place) for number, s in segments for place in range(len(s.turns))]
     before, exchanges = _exchanges(trajectory.session.messages)
     if len(exchanges) != len(places):
-        turns = [_record(at, number, segment, place) for at, (number, segment, place) in enumerate(places)]
-        return SessionRecord(tuple(turns), tuple(trajectory.session.messages))
-    turns = [
-        _record(at, number, segment, place, *exchange)
-        for at, ((number, segment, place), exchange) in enumerate(zip(places, exchanges, strict=True))
-    ]
-    return SessionRecord(tuple(turns), before)
+        before, exchanges = tuple(trajectory.session.messages), [(None, ())] * len(places)
+    pairs = enumerate(zip(places, exchanges, strict=True))
+    return SessionRecord(tuple(_record(at, *place, *exchange) for at, (place, exchange) in pairs), before)
 
 
 def num_completion_tokens(trajectory: Trajectory) -> tuple[int, int]:
@@ -125,25 +122,19 @@ def text_of(value: Any) -> str:
     return repr(value)
 
 
-def _places(segments: Sequence[Segment]) -> list[tuple[int, Segment, int]]:
-    return [(number, s, place) for number, s in enumerate(segments) for place in range(len(s.turns))]
-
-
-def _exchanges(messages: Sequence[Said]) -> tuple[tuple[Said, ...], list[tuple[Said, tuple[Said, ...]]]]:
+def _exchanges(
+    messages: Sequence[Said],
+) -> tuple[tuple[Said, ...], list[tuple[Said | None, tuple[Said, ...]]]]:
     """What was said before the model said anything, and each of its messages with what followed."""
     starts = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     ends = [*starts[1:], len(messages)] if starts else []
-    pairs = [(messages[at], tuple(messages[at + 1 : end])) for at, end in zip(starts, ends, strict=True)]
-    return tuple(messages[: starts[0]] if starts else messages), pairs
+    return tuple(messages[: starts[0]] if starts else messages), [
+        (messages[at], tuple(messages[at + 1 : end])) for at, end in zip(starts, ends, strict=True)
+    ]
 
 
 def _record(
-    at: int,
-    number: int,
-    segment: Segment,
-    place: int,
-    said: Said | None = None,
-    answers: tuple[Said, ...] = (),
+    at: int, number: int, segment: Segment, place: int, said: Said | None, answers: tuple[Said, ...]
 ) -> TurnRecord:
     turn = segment.turns[place]
     is_last = place + 1 == len(segment.turns)

@@ -58,12 +58,12 @@ class JobFunction(StrEnum):
 class Child(StrEnum):
     """Modules whose `main` runs users' code in a process of its own (`children.py`)."""
 
-    SCORING = "tidemill.services.reward.functions.processes.child"
-    ENVIRONMENTS = "tidemill.services.rollout.environments.child"
+    SCORING = "tidemill.services.reward.functions.child"
+    ENVIRONMENTS = "tidemill.services.rollout.environments.stages"
     AGENTS = "tidemill.services.rollout.environments.agent_host"
 
 
-VLLM_EXTENSION = "tidemill.services.rollout.engines.vllm_worker_extension.WeightLoader"
+VLLM_EXTENSION = "tidemill.services.rollout.engines.vllm_worker.WeightLoader"
 """The class that vLLM loads by name in its own worker processes."""
 
 

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,20 +29,22 @@ def load_users(field: str, reference: str, kind: str = "") -> Any:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        place, line = Path(frames[-1].filename).name, frames[-1].lineno
+        if isinstance(error, SyntaxError):
+            place, line = Path(error.filename or origin).name, error.lineno
         raise ConfigError(
-            f"{where}: importing it failed: {type(error).__name__}: {str(error)[:500]}{line}. It must be "
-            f"importable by {sys.executable} on every machine that runs it"
+            f"{where}: importing it failed: {type(error).__name__}: {str(error)[:500]} "
+            f"({place}, line {line}). It must be importable by {sys.executable} on every machine that runs it"
         ) from error
     what = f"{kind} " if kind else ""
     for part in name.split("."):
         if not hasattr(found, part):
             defined = [key for key in vars(found) if key[:1] != "_"] if hasattr(found, "__dict__") else []
             close = difflib.get_close_matches(part, defined, n=1)
-            raise ConfigError(
-                f"{where}: {origin} has no {what}{part!r}"
-                + (f"; did you mean {close[0]!r}?" if close else "")
-            )
+            known = ", ".join([name for name in defined if callable(getattr(found, name))][:10]) or "none"
+            hint = f"did you mean {close[0]!r}?" if close else f"its functions: {known}"
+            raise ConfigError(f"{where}: {origin} has no {what}{part!r}; {hint}")
         found = getattr(found, part)
     return found
 
@@ -49,8 +52,9 @@ def load_users(field: str, reference: str, kind: str = "") -> Any:
 def _load_file(where: str, file: str) -> ModuleType:
     path = Path(file)
     if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(
-            f"{where}: the file {path.absolute()} does not exist on this machine. Relative paths start "
+            f"{where}: the file {path.absolute()} {problem} on this machine. Relative paths start "
             "at the config's folder; other machines need the file at the same path"
         )
     # Modules beside the file can be imported, but never hide installed ones.

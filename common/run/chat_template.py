@@ -84,19 +84,3 @@ def _settings_of(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold a JSON object, got {type(tree).__name__}.")
     return tree
-
-
-CAP = "attn_logit_softcapping"
-"""The field of a configuration that caps attention scores; null or absent does not."""
-
-
-def has_capped_attention(config: Any) -> bool:
-    """Whether a model of this configuration caps its attention scores, in itself or in a part of it."""
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return any(getattr(part, CAP, None) is not None for part in (config, *parts))
-
-
-def exact_attention(config: Any) -> str | None:
-    """What to load a model of this configuration with: `eager` where sdpa would compute something else,
-    None for transformers' own choice."""
-    return "eager" if has_capped_attention(config) else None

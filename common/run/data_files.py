@@ -1,25 +1,126 @@
-"""The files of a dataset: patterns, kinds by their names, and those that are read as a whole (CSV, JSON)."""
+"""Files of rows: their kinds by name, datasets of the Hugging Face hub, and rows that Python code has.
+
+Every kind gives its rows with the place where each stands, for people. JSONL, datasets of the hub
+(`hub:OWNER/NAME`, with `/CONFIG` and `@SPLIT` where they are wanted, split `train` otherwise) and folders of
+`save_to_disk` (with `@SPLIT`) can be read in any order, and none of their rows is held in memory: 16 bytes
+for each line of a JSONL file are. `my_env.py:MyEnv.rows` names a list of rows, or a function that returns
+them, so that an environment may own its data.
+"""
 
 import csv
 import glob
 import json
+import os
+import re
+import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.hub_datasets import is_hub_dataset
 
 JSONL = (".jsonl", ".ndjson", ".json")
 TABLES = {".csv": ",", ".tsv": "\t"}
 """With what stands between two values."""
-KINDS = (*JSONL, *TABLES, ".parquet", ".pq")
+PARQUET = (".parquet", ".pq")
 EXPECTED = ".jsonl, .json, .csv, .tsv or .parquet"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Some Windows tools put one before the first line."""
+
+HUB = "hub:"
+SAVED = ("dataset_info.json", "dataset_dict.json")
+"""One of these stands in a folder of `save_to_disk`: of one dataset, or of its splits."""
+_HUB_NAME = re.compile(r"hub:(?P<name>[^/@]+(?:/[^/@]+)?)(?:/(?P<config>[^/@]+))?(?:@(?P<split>.+))?")
+_USERS_ROWS = re.compile(r"\.py:[A-Za-z_][\w.]*$")
+
+Located = tuple[str, dict[str, Any]]
+"""Where a row stands, for people, and its columns."""
 
 
-def files_of(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+class RowFile(ABC):
+    """A file whose rows can be read in any order."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Its rows."""
+
+    @abstractmethod
+    def __getitem__(self, place: int) -> Located:
+        """A row, read now."""
+
+    def __iter__(self) -> Iterator[Located]:
+        return (self[place] for place in range(len(self)))
+
+
+class JsonlFile(RowFile):
+    """Lines that are not empty, found by where they begin."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begins, self._numbers = array("q"), array("q")
+        self._file = open(path, "rb")  # noqa: SIM115 (for as long as the run reads prompts)
+        begin = 0
+        for number, line in enumerate(self._file, 1):
+            if line.removeprefix(BYTE_ORDER_MARK).strip():
+                self._begins.append(begin)
+                self._numbers.append(number)
+            begin += len(line)
+        self._written = self._when_written()
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, place: int) -> Located:
+        """One line. Raises ConfigError: it is no JSON object, or the file was written since, so that lines
+        moved."""
+        if self._when_written() != self._written:
+            raise ConfigError(f"dataset {self.path} was changed while the run reads it; start the run again.")
+        self._file.seek(self._begins[place])
+        line, number = self._file.readline(), self._numbers[place]
+        origin = f"{self.path} line {number}"
+        return origin, _parse_line(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, origin)
+
+    def _when_written(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_mtime_ns, found.st_size
+
+
+class TableFile(RowFile):
+    """What the package datasets has opened; `path` names it to people."""
+
+    def __init__(self, path: str, open_it: Callable[[Any], Any]) -> None:
+        """`open_it` gets the package.
+
+        Raises:
+            ConfigError: the package is not installed, or it cannot open this.
+        """
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(
+                f"dataset {path} needs the package datasets, which is not installed here: "
+                "pip install 'tidemill[datasets]'"
+            ) from None
+        self.path = path
+        try:
+            self._table = open_it(datasets)
+        except Exception as error:  # the library raises its own, OSErrors, and those of several HTTP clients
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError(f"dataset {path} cannot be opened: {lines[0]}") from None
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, place: int) -> Located:
+        return f"{self.path} row {place}", dict(self._table[place])
+
+
+def files_of(paths: str | Path | Sequence[str | Path]) -> list[str]:
     """One path or several as a list; the files of a pattern such as `data/*.parquet` by their names.
 
     Raises:
@@ -28,23 +129,85 @@ def files_of(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if not given:
         raise ConfigError("a dataset needs at least one file; got an empty list.")
-    files: list[Path] = []
+    files: list[str] = []
     for path in map(str, given):
         if not glob.has_magic(path) or Path(path).exists() or is_hub_dataset(path):
-            files.append(Path(path))
+            files.append(path)
             continue
-        found = sorted(file for file in glob.glob(path, recursive=True) if Path(file).suffix.lower() in KINDS)
+        kinds = (*JSONL, *TABLES, *PARQUET)
+        found = sorted(file for file in glob.glob(path, recursive=True) if file.lower().endswith(kinds))
         if not found:
             raise ConfigError(
                 f"dataset {path}: no file has such a name and ends in {EXPECTED}. Relative paths in a config "
                 "start at the config's folder."
             )
-        files += map(Path, found)
+        files += found
     return files
 
 
-def suffix_of(file: Path) -> str:
-    """How the name of a data file ends. Raises ConfigError: there is no such file, or of no kind known."""
+def open_rows(path: str, is_streamed: bool) -> Iterable[Located]:
+    """The rows of one file; a `RowFile` where `is_streamed`.
+
+    Raises:
+        ConfigError: it is missing, damaged, of an unknown kind, or cannot be streamed.
+        OSError: it cannot be read.
+    """
+    if is_hub_dataset(path):
+        return _open_hub_dataset(path)
+    if _USERS_ROWS.search(path):
+        found = _read_users_rows(path)
+    else:
+        file = Path(path)
+        suffix = _suffix_of(file)
+        if suffix in JSONL and not (suffix == ".json" and _is_document(file)):
+            return JsonlFile(file)
+        if suffix in PARQUET and is_streamed:
+            # Converted once, into the cache of datasets.
+            return TableFile(path, lambda ds: ds.load_dataset("parquet", data_files=path, split="train"))
+        read = _read_table if suffix in TABLES else _read_parquet if suffix in PARQUET else _read_document
+        found = read(file)
+    if is_streamed:
+        raise ConfigError(
+            f"dataset {path} cannot be read row by row, as data.stream wants it; make it .jsonl or .parquet."
+        )
+    return found
+
+
+def split_of(path: str) -> tuple[str, str]:
+    """`folder@test` as folder and split; the split is empty where the path names none."""
+    folder, at, split = path.rpartition("@")
+    return (folder, split) if at and Path(folder).is_dir() else (path, "")
+
+
+def is_hub_dataset(path: str) -> bool:
+    """Whether `datasets` has to open this."""
+    folder = Path(split_of(path)[0])
+    return path.startswith(HUB) or any((folder / name).is_file() for name in SAVED)
+
+
+def _open_hub_dataset(path: str) -> TableFile:
+    """A dataset of the hub, which is fetched where it is not cached, or a folder."""
+    if not path.startswith(HUB):
+        return TableFile(path, lambda datasets: _saved(datasets, *split_of(path)))
+    if (found := _HUB_NAME.fullmatch(path)) is None:
+        raise ConfigError(
+            f"dataset {path}: expected hub:OWNER/NAME, with /CONFIG and @SPLIT where they are wanted, such "
+            "as hub:openai/gsm8k/main@train."
+        )
+    name, config, split = found["name"], found["config"], found["split"] or "train"
+    return TableFile(path, lambda datasets: datasets.load_dataset(name, config, split=split))
+
+
+def _saved(datasets: Any, folder: str, split: str) -> Any:
+    found = datasets.load_from_disk(folder)
+    if isinstance(found, datasets.DatasetDict):
+        return found[split or "train"]
+    if split:
+        raise ValueError(f"it has no splits, so it has no {split!r}")
+    return found
+
+
+def _suffix_of(file: Path) -> str:
     if file.is_dir():
         raise ConfigError(f"dataset {file} is a folder; name the files in it, such as {file}/*.parquet.")
     if not file.exists():
@@ -52,21 +215,38 @@ def suffix_of(file: Path) -> str:
             f"dataset {file} does not exist. Relative paths in a config start at the config's folder."
         )
     suffix = file.suffix.lower()
-    if suffix not in KINDS:
+    if suffix not in (*JSONL, *TABLES, *PARQUET):
         raise ConfigError(f"dataset {file} ends in {suffix or 'nothing'}; expected {EXPECTED}.")
     return suffix
 
 
-def is_document(file: Path) -> bool:
+def _is_document(file: Path) -> bool:
     """Whether a file is one JSON list. No line of a JSONL dataset begins like that: each is an object."""
-    if file.suffix.lower() != ".json":
-        return False
     with open(file, "rb") as content:
         return content.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
 
 
-def read_document(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each object of a JSON list stands, and its columns. Raises ConfigError: it is no such list."""
+def _parse_line(line: bytes, origin: str) -> dict[str, Any]:
+    try:
+        columns = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{origin} is not UTF-8 text (byte {error.start + 1} of the line).") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        where = (
+            f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        )
+        hint = " The file looks like one JSON document." if line.strip() in (b"[", b"{") else ""
+        raise ConfigError(
+            f"{origin} is not valid JSON: {where}.{hint} Expected one JSON object on each line."
+        ) from None
+    if not isinstance(columns, dict):
+        raise ConfigError(
+            f"{origin} holds {in_words(columns)}; expected a JSON object with columns, one on each line."
+        )
+    return columns
+
+
+def _read_document(file: Path) -> Iterator[Located]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -77,12 +257,8 @@ def read_document(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{file} row {number}", row
 
 
-def read_table(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each row of a CSV file begins, and its columns, all of them text; an empty value is none.
-
-    Raises:
-        ConfigError: it is not UTF-8, or a row has more values than the first line has names.
-    """
+def _read_table(file: Path) -> Iterator[Located]:
+    """The rows of a CSV file, and where each begins; all columns are text, and an empty value is none."""
     csv.field_size_limit(sys.maxsize)  # a value may be a whole document
     with open(file, encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, delimiter=TABLES[file.suffix.lower()], strict=True)
@@ -101,3 +277,48 @@ def read_table(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if None in row:
                 raise ConfigError(f"{origin} has more values than the first line has names.")
             yield origin, {name: value or None for name, value in row.items()}
+
+
+def _read_parquet(file: Path) -> Iterator[Located]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            number = 0
+            for batch in table.iter_batches(batch_size=1024):
+                for columns in batch.to_pylist():
+                    yield f"{file} row {number}", columns
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"dataset {file} is not a whole Parquet file: {error}") from None
+
+
+def _read_users_rows(reference: str) -> Iterator[Located]:
+    file, _, name = reference.rpartition(":")
+    if not Path(file).is_file():
+        raise ConfigError(
+            f"dataset {reference}: the file {file} does not exist. Relative paths in a config "
+            "start at the config's folder."
+        )
+    try:
+        if (folder := str(Path(file).resolve().parent)) not in sys.path:
+            sys.path.append(folder)  # modules beside it can be imported, but never hide installed ones
+        rows = attrgetter(name)(SimpleNamespace(**runpy.run_path(file)))
+        rows = rows() if callable(rows) else rows
+        if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
+            raise TypeError(f"{name} gives {type(rows).__name__}; expected dicts, one a row")
+        for number, row in enumerate(rows):
+            yield f"{reference} row {number}", dict(row)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"dataset {reference} cannot be read: {type(error).__name__}: {error}.") from error
+
+
+def in_words(value: Any) -> str:
+    """What a value is, in words for people, with the value where it is short."""
+    if value is None:
+        return "null"
+    number = "a number"
+    names = {bool: "a boolean", int: number, float: number, str: "text", list: "a list", dict: "an object"}
+    text = repr(value)
+    return f"{names.get(type(value), type(value).__name__)} {text if len(text) <= 40 else text[:37] + '...'}"

@@ -1,47 +1,40 @@
-"""Reads prompts from files, with errors that name file, line and columns; `data_files.py` knows the kinds of
-files, `hub_datasets.py` opens what the package datasets has to, rows of `streamed_rows.py` stay on the disk.
+"""The rows of a run's datasets, with errors that name file, line and columns; files are in `data_files.py`.
 
-verl's columns are known: `prompt` (a string or a list of chat messages), `data_source`,
-`reward_model.ground_truth`, `extra_info`; GSM8K's: `question`, and `answer` ending in `#### <number>`; and
-the names in `column_names.py`. Columns that are none of them travel in `extra`, where reward functions find
-them, and so does a prompt that is a chat. A `Row` that leaves this module is complete, and holds only what a
-message can carry.
+verl's columns are known: `prompt` (text, or a list of chat messages), `data_source`,
+`reward_model.ground_truth`, `extra_info`; GSM8K's: `question`, and `answer` ending in `#### <number>`; the
+usual names in `PROMPTS` and `TRUTHS`; and others as `data.columns` maps them. Columns that are none of these
+travel in `extra`, where reward functions find them, and so does a prompt that is a chat. A `Row` that leaves
+this module is complete, and holds only what a message can carry.
 """
 
-import json
+import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.column_names import TRUTHS, missing, prompt_column_of, renamed
-from tidemill.common.run.data_files import (
-    BYTE_ORDER_MARK,
-    JSONL,
-    TABLES,
-    files_of,
-    is_document,
-    read_document,
-    read_table,
-    suffix_of,
-)
-from tidemill.common.run.hub_datasets import is_hub_dataset, open_hub_dataset
-from tidemill.common.run.users_rows import is_users_rows, read_users_rows
+from tidemill.common.run.data_files import Located, RowFile, files_of, in_words, open_rows
 
-GSM8K_SOURCE = "openai/gsm8k"
-"""verl's `data_source` for GSM8K."""
+if TYPE_CHECKING:
+    from tidemill.common.config.data import DataConfig, SourceConfig
 
 PROMPT = "prompt"
-"""Where `extra` keeps the prompt of a row that is a chat."""
+"""The column with the prompt; and where `extra` keeps the prompt of a row that is a chat."""
+PROMPTS = (PROMPT, "messages", "question", "problem")
+"""The first of these that a row has holds its prompt, where `data.columns` names none."""
+TRUTHS = ("reward_model.ground_truth", "ground_truth", "solution", "answer")
+"""The first of these that a row has is its truth."""
+GSM8K_SOURCE = "openai/gsm8k"
+"""verl's `data_source` for GSM8K."""
+MAX_SHOWN_COLUMNS = 20
 
 ChatMessage = dict[str, Any]
 """`role` and `content`, both text; what else a message holds goes to the chat template as it is."""
 
-NO_NAMES: Mapping[str, str] = {}
 _FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*$")
 
 
@@ -59,31 +52,115 @@ class Row:
     source: str = ""
 
 
-def read_dataset(
+class StreamedRows(Sequence[Row]):
+    """Rows that stay on the disk: each is read and parsed when it is asked for. At most the first `max_rows`
+    of several files, one after another; `parse` makes a row of columns, number and origin."""
+
+    def __init__(
+        self,
+        files: Sequence[RowFile],
+        parse: Callable[[Located, int], Row],
+        max_rows: int | None = None,
+    ) -> None:
+        self._files, self._parse = files, parse
+        count = sum(len(file) for file in files)
+        self._count = count if max_rows is None else min(count, max_rows)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, key: int) -> Row: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Row]: ...
+    def __getitem__(self, key: int | slice) -> Row | list[Row]:
+        if isinstance(key, slice):
+            return [self[number] for number in range(*key.indices(self._count))]
+        if not 0 <= key < self._count:
+            raise IndexError(key)
+        place = key
+        for file in self._files:
+            if place < len(file):
+                break
+            place -= len(file)
+        return self._parse(file[place], key)
+
+
+def read_training_rows(data: "DataConfig") -> dict[str, Sequence[Row]]:
+    """The rows of each source by its name; of the files that `train` names, under the empty name.
+
+    Raises:
+        ConfigError: as `read_rows`.
+    """
+    if data.sources:
+        return {
+            source.name: read_rows(source.path, data.of_source(source), data.max_rows, source, data.stream)
+            for source in data.sources
+        }
+    return {"": read_rows(data.train_files, data, data.max_rows, is_streamed=data.stream)}
+
+
+def read_evaluation_rows(data: "DataConfig", max_rows: int | None = None) -> dict[str, Sequence[Row]]:
+    """The rows of each evaluation set by its name, at most the first `max_rows` of each. Where training has
+    sources, rows tell which set they are of. Raises ConfigError: as `read_rows`."""
+    sets = {name: read_rows(path, data, max_rows) for name, path in data.eval.items()}
+    if not data.sources:
+        return sets
+    return {name: [replace(row, source=name) for row in rows] for name, rows in sets.items()}
+
+
+def read_rows(
     paths: str | Path | Sequence[str | Path],
-    prompt_column: str = "prompt",
+    data: "DataConfig",
     max_rows: int | None = None,
-    names: Mapping[str, str] = NO_NAMES,
-    needs_truth: bool = True,
-) -> list[Row]:
-    """Read all rows of one file or several, in order; only the first `max_rows` where that is given.
-    `names` is `data.columns`; without `needs_truth` a row that has none has null.
+    source: "SourceConfig | None" = None,
+    is_streamed: bool = False,
+) -> Sequence[Row]:
+    """The rows of one file or several, in order, under the names of `data.columns`.
+
+    Args:
+        paths: files, patterns, datasets of the hub, or rows of Python code.
+        data: names columns, and says whether a row needs a truth; without one, it is null.
+        max_rows: only so many, the first ones.
+        source: the source that they are of.
+        is_streamed: whether they stay on the disk.
 
     Raises:
         ConfigError: a file is missing, empty, of an unknown kind or damaged, or a row lacks something. The
-            message names the file and the line (JSONL, from 1) or the row (Parquet, from 0).
+            message names the file and the line (JSONL, from 1) or the row (Parquet, from 0). Of rows that
+            stay on the disk, when they are asked for.
     """
-    files = files_of(paths)
+
+    def parse(located: Located, number: int) -> Row:
+        return _of_source(parse_row(located, number, data.columns, data.needs_truth), source)
+
     rows: list[Row] = []
-    for file in files:
-        num_before = len(rows)
-        for origin, columns in _read_columns(file):
-            if max_rows is not None and len(rows) >= max_rows:
-                return rows
-            rows.append(parse_row(columns, prompt_column, len(rows), origin, names, needs_truth))
-        if len(rows) == num_before:
-            raise ConfigError(f"dataset {file} has no rows; give a file with at least one.")
-    return rows
+    files: list[RowFile] = []
+    for path in files_of(paths):
+        try:
+            opened, num_before = open_rows(path, is_streamed), len(rows)
+            if isinstance(opened, RowFile) and is_streamed:
+                files.append(opened)
+                is_empty = not len(opened)
+            else:
+                for located in opened:
+                    if max_rows is not None and len(rows) >= max_rows:
+                        return rows
+                    rows.append(parse(located, len(rows)))
+                is_empty = len(rows) == num_before
+        except OSError as error:
+            raise ConfigError(f"cannot read dataset {path}: {error.strerror or error}.") from None
+        if is_empty:
+            raise ConfigError(f"dataset {path} has no rows; give a file with at least one.")
+    return StreamedRows(files, parse, max_rows) if is_streamed else rows
+
+
+def _of_source(row: Row, source: "SourceConfig | None") -> Row:
+    if source is None:
+        return row
+    name = row.data_source or source.data_source or source.name
+    chosen = {"environment": source.environment} if source.environment else {}
+    return replace(row, source=source.name, data_source=name, extra=chosen | row.extra)
 
 
 def gsm8k_answer(answer: str) -> str | None:
@@ -96,135 +173,49 @@ def gsm8k_answer(answer: str) -> str | None:
     return found[1].replace(",", "") if found else None
 
 
-def _read_columns(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `(origin, columns)` for each row of a file."""
-    if is_hub_dataset(str(file)):
-        yield from _read_table(str(file))
-        return
-    if is_users_rows(str(file)):
-        yield from read_users_rows(str(file))
-        return
-    suffix = suffix_of(file)
-    reader = read_table if suffix in TABLES else _read_jsonl if suffix in JSONL else _read_parquet
-    try:
-        yield from (read_document if is_document(file) else reader)(file)
-    except OSError as error:
-        raise ConfigError(f"cannot read dataset {file}: {error.strerror or error}.") from None
-
-
-def _read_table(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    table = open_hub_dataset(path)
-    for number in range(len(table)):
-        yield f"{path} row {number}", dict(table[number])
-
-
-def _read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.removeprefix(BYTE_ORDER_MARK).strip():
-                yield jsonl_columns(file, number, line)
-
-
-def jsonl_columns(file: Path, number: int, line: bytes) -> tuple[str, dict[str, Any]]:
-    """Where a line stands, and its columns. Raises ConfigError: it is no JSON object."""
-    origin = f"{file} line {number}"
-    # Some Windows tools put a byte order mark before the first line.
-    return origin, _parse_line(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, origin)
-
-
-def _parse_line(line: bytes, origin: str) -> dict[str, Any]:
-    try:
-        columns = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{origin} is not UTF-8 text (byte {error.start + 1} of the line).") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = (
-            f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep"
-        )
-        hint = " The file looks like one JSON document." if line.strip() in (b"[", b"{") else ""
-        raise ConfigError(
-            f"{origin} is not valid JSON: {where}.{hint} Expected one JSON object on each line."
-        ) from None
-    if not isinstance(columns, dict):
-        raise ConfigError(
-            f"{origin} holds {_kind(columns)}; expected a JSON object with columns, one on each line."
-        )
-    return columns
-
-
-def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            number = 0
-            for batch in table.iter_batches(batch_size=1024):
-                for columns in batch.to_pylist():
-                    yield f"{file} row {number}", columns
-                    number += 1
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"dataset {file} is not a whole Parquet file: {error}") from None
-
-
-def parse_row(
-    columns: dict[str, Any],
-    prompt_column: str,
-    number: int,
-    origin: str,
-    names: Mapping[str, str] = NO_NAMES,
-    needs_truth: bool = True,
-) -> Row:
+def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_truth: bool) -> Row:
     """A row of its columns. Raises ConfigError: it lacks something."""
-    columns = renamed(columns, names, origin) if names else columns
-    if _is_gsm8k(columns, prompt_column):
-        return _parse_gsm8k(columns, number, origin)
-    column = prompt_column_of(columns, prompt_column)
+    origin, columns = located[0], _renamed(located[1], names, located[0])
+    column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
     if columns.get(column) is None:
-        raise missing(origin, f"column {column!r} (the prompt)", columns)
+        raise _missing(origin, f"column {column!r} (the prompt)", columns)
     prompt = _parse_prompt(columns[column], column, origin)
-    source = columns.get("data_source")
+    known = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
+    if _is_gsm8k(columns, column):
+        columns |= {"data_source": GSM8K_SOURCE, "ground_truth": _final_answer(columns["answer"], origin)}
+        known.discard("question")
+    source, info = columns.get("data_source"), columns.get("extra_info")
     if source is not None and not isinstance(source, str):
         raise _wrong(origin, "data_source", "text", source)
-    info = columns.get("extra_info")
     if info is not None and not isinstance(info, dict):
         raise _wrong(origin, "extra_info", "an object", info)
-    known = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
     others = {name: value for name, value in columns.items() if name not in known and value is not None}
-    if column != prompt_column and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+    if column != PROMPT and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         # Data for fine-tuning: the last message is an answer, not the beginning of one.
         columns = {"answer": prompt[-1]["content"]} | columns
         prompt = prompt[:-1]
         if not prompt:
             raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
-    ground_truth = _find_ground_truth(columns, origin, needs_truth)
+    truth = _sendable(_find_ground_truth(columns, origin, needs_truth), origin, "ground_truth")
     # Reward functions may want the chat itself; the text that the model reads is templated.
     chat = {PROMPT: prompt} if isinstance(prompt, list) else {}
     extra = _sendable({**others, **(info or {}), **chat}, origin, "extra_info")
-    return Row(prompt, source or "", _sendable(ground_truth, origin, "ground_truth"), extra, number, origin)
+    return Row(prompt, source or "", truth, extra, number, origin)
 
 
-def _is_gsm8k(columns: Mapping[str, Any], prompt_column: str) -> bool:
+def _is_gsm8k(columns: Mapping[str, Any], column: str) -> bool:
     """GSM8K's own layout. A plain `answer` is not: it is the truth as it stands."""
-    if prompt_column_of(columns, prompt_column) != "question" or "####" not in str(columns.get("answer")):
-        return False
-    return columns.get("reward_model") is None and "ground_truth" not in columns
+    has_truth = columns.get("reward_model") is not None or "ground_truth" in columns
+    has_answer = isinstance(columns.get("answer"), str) and "####" in columns["answer"]
+    return has_answer and not has_truth and columns[column] == columns.get("question")
 
 
-def _parse_gsm8k(columns: dict[str, Any], number: int, origin: str) -> Row:
-    question, answer = columns["question"], columns["answer"]
-    for name in ("question", "answer"):
-        if not isinstance(columns[name], str):
-            raise _wrong(origin, name, "text", columns[name])
-    if not question.strip():
-        raise ConfigError(f"{origin}: column 'question' is empty; expected the text of a prompt.")
-    ground_truth = gsm8k_answer(answer)
-    if ground_truth is None:
+def _final_answer(answer: str, origin: str) -> str:
+    if (found := gsm8k_answer(answer)) is None:
         raise ConfigError(
             f"{origin}: column 'answer' must end in '#### <number>' (GSM8K), got the end {answer[-40:]!r}."
         )
-    extra = _sendable({name: value for name, value in columns.items() if value is not None}, origin, "row")
-    return Row(question, GSM8K_SOURCE, ground_truth, extra, number, origin)
+    return found
 
 
 def _parse_prompt(prompt: Any, column: str, origin: str) -> str | list[ChatMessage]:
@@ -251,15 +242,14 @@ def _find_ground_truth(columns: Mapping[str, Any], origin: str, needs_truth: boo
     model = columns.get("reward_model")
     if isinstance(model, dict) and "ground_truth" in model:
         return model["ground_truth"]
-    if "ground_truth" in columns:
-        return columns["ground_truth"]
-    if model is not None and not isinstance(model, dict):
+    if not isinstance(model, dict | None) and "ground_truth" not in columns:
         raise _wrong(origin, "reward_model", "an object with ground_truth", model)
-    if found := [name for name in TRUTHS if name in columns]:
-        return columns[found[0]]
-    if not needs_truth:
-        return None
-    raise missing(origin, f"the truth, {TRUTHS[0]!r} (write null where the reward needs none),", columns)
+    for name in TRUTHS:
+        if name in columns:
+            return columns[name]
+    if needs_truth:
+        raise _missing(origin, f"the truth, {TRUTHS[0]!r} (write null where the reward needs none),", columns)
+    return None
 
 
 def _sendable(value: Any, origin: str, where: str) -> Any:
@@ -281,15 +271,47 @@ def _sendable(value: Any, origin: str, where: str) -> Any:
     )
 
 
+def _renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) -> dict[str, Any]:
+    """The columns, and those that `names` maps (ours to theirs) under our names too: an environment's `reset`
+    takes a row as it was. `a.b` is `b` inside of `a`.
+
+    Raises:
+        ConfigError: a column that is named is not there.
+    """
+    result = dict(columns)
+    for name, theirs in names.items():
+        value: Any = columns
+        # A name with a dot may be that of a column, too.
+        for part in [theirs] if theirs in columns else theirs.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise _missing(origin, f"column {theirs!r} (data.columns: {{{name}: {theirs}}})", columns, ())
+            value = value[part]
+        if name == "ground_truth":
+            result.pop("reward_model", None)
+        result[name] = value
+    return result
+
+
 def _wrong(origin: str, where: str, expected: str, value: Any) -> ConfigError:
-    return ConfigError(f"{origin}: {where} must be {expected}, got {_kind(value)}.")
+    return ConfigError(f"{origin}: {where} must be {expected}, got {in_words(value)}.")
 
 
-def _kind(value: Any) -> str:
-    """What a value is, in words for people, with the value where it is short."""
-    if value is None:
-        return "null"
-    number = "a number"
-    names = {bool: "a boolean", int: number, float: number, str: "text", list: "a list", dict: "an object"}
-    text = repr(value)
-    return f"{names.get(type(value), type(value).__name__)} {text if len(text) <= 40 else text[:37] + '...'}"
+def _missing(
+    origin: str, what: str, columns: Mapping[str, Any], accepted: Iterable[str] = (*PROMPTS, *TRUTHS)
+) -> ConfigError:
+    """The error for a row without `what`: its columns, the nearest of them, and every name that is known."""
+    names = [repr(name) for name in columns]
+    shown = ", ".join(names[:MAX_SHOWN_COLUMNS]) or "none"
+    more = f" and {len(names) - MAX_SHOWN_COLUMNS} more" if len(names) > MAX_SHOWN_COLUMNS else ""
+    known = list(accepted)
+    near = [
+        f"{name!r} looks like {close[0]!r}"
+        for name in columns
+        if name not in known and (close := difflib.get_close_matches(name.lower(), known, 1, 0.7))
+    ]
+    hint = f" {'; '.join(near[:3])}." if near else ""
+    return ConfigError(
+        f"{origin}: {what} is missing; the columns are {shown}{more}.{hint} A prompt is looked for in "
+        f"{', '.join(PROMPTS)}; a truth in {', '.join(TRUTHS)}. Other names: data.columns, such as "
+        "{prompt: instruction, ground_truth: meta.label}."
+    )

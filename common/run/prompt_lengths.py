@@ -5,16 +5,11 @@ Needs a model folder with a tokenizer.json.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
-from tidemill.common.run.dataset import Row
-from tidemill.common.run.training_rows import read_training_rows
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from tidemill.common.run.dataset import Row, read_training_rows
 
 BATCH_ROWS = 1024
 TOKENIZER_FILE = "tokenizer.json"
@@ -24,8 +19,16 @@ class Ruler:
     """Measures prompts as the model will read them: chat template, suffix and special tokens included."""
 
     def __init__(self, folder: Path, data: DataConfig) -> None:
+        from tokenizers import Tokenizer
+
         self.data = data
-        self._tokenizer = _open_tokenizer(folder / "tokenizer.json")
+        file = folder / TOKENIZER_FILE
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{file} is not a tokenizer that can be loaded: {error}.") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._template = ChatTemplate.of(folder) if data.chat_template != "never" else None
 
     def overlong(self, rows: Sequence[Row]) -> Iterable[tuple[int, str]]:
@@ -54,18 +57,6 @@ class Ruler:
         last = messages[-1]
         messages[-1] = {**last, "content": last["content"] + self.data.prompt_suffix}
         return self._template.render(messages, add_generation_prompt=True)
-
-
-def _open_tokenizer(file: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{file} is not a tokenizer that can be loaded: {error}.") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 class NotMeasuredError(ConfigError):

@@ -1,109 +1,49 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
-from tidemill.common.streams.backlog import Backlog, backlog
-from tidemill.common.streams.consumer import Consumer
-from tidemill.common.streams.dead_letters import (
-    DONE,
-    LETTER_GONE,
-    MESSAGE_GONE,
-    LettersAbout,
-    Progress,
-    bury,
-    dead_letter,
-    has_entry,
-    reappend,
-    remove_entries,
-    requeue,
-)
-from tidemill.common.streams.entries import (
-    START,
-    Delivery,
-    Entry,
-    Fields,
-    Garbled,
-    decoded,
-    entry_id_of,
-    id_after,
-    id_before,
-    id_order,
-)
-from tidemill.common.streams.log import (
-    GroupStatus,
-    Mark,
-    MarkLostError,
-    OffsetReader,
-    append,
-    append_after,
-    append_missing,
-    append_numbered,
-    ensure_group,
-    forget_consumers,
-    group_status,
-    has_claim,
-    last_id,
-    length,
-    memory_bytes,
-    pending_ids,
-    read_back,
-    read_newest,
-    read_range,
-    read_raw,
-    scan,
-)
-from tidemill.common.streams.read_size import ReadSize
-from tidemill.common.streams.trail import Rung, Trail
-from tidemill.common.streams.trimming import continue_after, trim_before, trimmed_below
-
-__all__ = [
-    "DONE",
-    "LETTER_GONE",
-    "MESSAGE_GONE",
-    "START",
-    "Backlog",
-    "Consumer",
-    "Delivery",
-    "Entry",
-    "Fields",
-    "Garbled",
-    "GroupStatus",
-    "LettersAbout",
-    "Mark",
-    "MarkLostError",
-    "OffsetReader",
-    "Progress",
-    "ReadSize",
-    "Rung",
-    "Trail",
-    "append",
-    "append_after",
-    "append_missing",
-    "append_numbered",
-    "backlog",
-    "bury",
-    "continue_after",
-    "dead_letter",
-    "decoded",
-    "ensure_group",
-    "entry_id_of",
-    "forget_consumers",
-    "group_status",
-    "has_claim",
-    "has_entry",
-    "id_after",
-    "id_before",
-    "id_order",
-    "last_id",
-    "length",
-    "memory_bytes",
-    "pending_ids",
-    "read_back",
-    "read_newest",
-    "read_range",
-    "read_raw",
-    "reappend",
-    "remove_entries",
-    "requeue",
-    "scan",
-    "trim_before",
-    "trimmed_below",
-]
+from tidemill.common.streams.consumer import Consumer as Consumer
+from tidemill.common.streams.dead_letters import DONE as DONE
+from tidemill.common.streams.dead_letters import LETTER_GONE as LETTER_GONE
+from tidemill.common.streams.dead_letters import LettersAbout as LettersAbout
+from tidemill.common.streams.dead_letters import bury as bury
+from tidemill.common.streams.dead_letters import dead_letter as dead_letter
+from tidemill.common.streams.dead_letters import reappend as reappend
+from tidemill.common.streams.dead_letters import remove_entries as remove_entries
+from tidemill.common.streams.dead_letters import requeue as requeue
+from tidemill.common.streams.entries import START as START
+from tidemill.common.streams.entries import Delivery as Delivery
+from tidemill.common.streams.entries import Entry as Entry
+from tidemill.common.streams.entries import Fields as Fields
+from tidemill.common.streams.entries import Garbled as Garbled
+from tidemill.common.streams.entries import decoded as decoded
+from tidemill.common.streams.entries import entry_id_of as entry_id_of
+from tidemill.common.streams.entries import id_after as id_after
+from tidemill.common.streams.entries import id_before as id_before
+from tidemill.common.streams.entries import id_order as id_order
+from tidemill.common.streams.log import Backlog as Backlog
+from tidemill.common.streams.log import Mark as Mark
+from tidemill.common.streams.log import MarkLostError as MarkLostError
+from tidemill.common.streams.log import ReadSize as ReadSize
+from tidemill.common.streams.log import append as append
+from tidemill.common.streams.log import append_after as append_after
+from tidemill.common.streams.log import append_missing as append_missing
+from tidemill.common.streams.log import backlog as backlog
+from tidemill.common.streams.log import continue_after as continue_after
+from tidemill.common.streams.log import ensure_group as ensure_group
+from tidemill.common.streams.log import forget_consumers as forget_consumers
+from tidemill.common.streams.log import group_status as group_status
+from tidemill.common.streams.log import has_claim as has_claim
+from tidemill.common.streams.log import has_entry as has_entry
+from tidemill.common.streams.log import last_id as last_id
+from tidemill.common.streams.log import length as length
+from tidemill.common.streams.log import memory_bytes as memory_bytes
+from tidemill.common.streams.log import pending_ids as pending_ids
+from tidemill.common.streams.log import read_back as read_back
+from tidemill.common.streams.log import read_newest as read_newest
+from tidemill.common.streams.log import read_range as read_range
+from tidemill.common.streams.log import read_raw as read_raw
+from tidemill.common.streams.log import scan as scan
+from tidemill.common.streams.log import trim_before as trim_before
+from tidemill.common.streams.log import trimmed_below as trimmed_below
+from tidemill.common.streams.offset_reader import OffsetReader as OffsetReader
+from tidemill.common.streams.offset_reader import Rung as Rung
+from tidemill.common.streams.offset_reader import Trail as Trail

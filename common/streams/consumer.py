@@ -8,8 +8,8 @@ holder falls silent. Every call may be repeated after a lost connection.
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 from typing import Any, Generic, TypeVar
 
@@ -19,22 +19,21 @@ from redis import exceptions as redis_errors
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded, in_parts
-from tidemill.common.streams.log import block_ms, ensure_group, fields_of, is_without_group
-from tidemill.common.streams.read_ahead import ReadAhead
-from tidemill.common.streams.read_size import ReadSize
+from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded, id_before
+from tidemill.common.streams.log import ReadSize, block_for, ensure_group, fields_of, is_without_group
 from tidemill.common.streams.takeover import Takeover
-from tidemill.common.streams.unanswered import read_unanswered
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import SCHEMA
-from tidemill.common.wire.messages import Message, Trajectory
+from tidemill.common.wire.messages import Message, Ticket, Trajectory
 
 log = structlog.get_logger(__name__)
 
 RENEWALS_PER_LEASE = 3
+MAX_IN_ONE_CALL = 512
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 
 class Consumer(Generic[M]):
@@ -63,8 +62,10 @@ class Consumer(Generic[M]):
         self.held: dict[str, Delivery[M]] = {}
         self._settling: Counter[str] = Counter()
         """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
+        self._ahead: deque[Delivery[M] | Garbled] = deque()
+        """New messages that came in the round trip of an acknowledgement; the next `fetch` has them. They are
+        held from the moment they come, like all that this consumer was given: its caller may be cancelled."""
         self._read = ("XREADGROUP", "GROUP", group, name, "COUNT")
-        self._ahead: ReadAhead[M] = ReadAhead(broker, self._hold_new)
         self._size = ReadSize(self.max_bytes)
         self._num_deliveries = metrics.DELIVERIES.labels(self.label)
         self.takeover = Takeover(broker, key, group, name, lease_s, self.label)
@@ -74,7 +75,7 @@ class Consumer(Generic[M]):
 
     async def __aenter__(self) -> "Consumer[M]":
         await ensure_group(self.broker, self.key, self.group)
-        # An outage may have just ended: whoever lives has to renew first. Its leases do not tell.
+        # An outage may have just ended, and leases do not tell: the others have to renew first.
         self.takeover.be_patient()
         self._renewal = asyncio.create_task(self._renew_forever(), name=f"renew {self.label}")
         self.renewed_at = time.monotonic()
@@ -96,10 +97,10 @@ class Consumer(Generic[M]):
         if self._renewal is not None and self._renewal.done():
             self._renewal.result()  # without renewal every lease would be lost: end with its error
         try:
-            if taken := await self._reclaim(count) or self._ahead.take(count):
+            if taken := await self._reclaim(count) or self._take_ahead(count):
                 return taken
-            block = ("BLOCK", block_ms(block_s)) if block_s > 0 else ()
-            reply = await self.broker.execute(*self._read, count, *block, "STREAMS", self.key, ">")
+            command = (*self._read, count, *block_for(block_s), "STREAMS", self.key, ">")
+            reply = await self.broker.execute(*command)
         except redis_errors.ResponseError as error:
             if not is_without_group(error):
                 raise
@@ -118,38 +119,30 @@ class Consumer(Generic[M]):
         them at once. Ask for no more than will be fetched without delay.
         """
         if ahead > 0:
-            self._ahead.ask(*self._read, self._size.limit(ahead), "STREAMS", self.key, ">")
+            command = (*self._read, self._size.limit(ahead), "STREAMS", self.key, ">")
+            # Sent with what leaves next, and not repeated: `fetch` asks anyway.
+            if (asked := self.broker.redis.ask(command)) is not None:
+                asked.add_done_callback(self._receive_ahead)
         done: list[bool] = []
-        for part in in_parts(results):
+        for part in _in_parts(results):
             payloads = [codec.encode_payload(result) if result is not None else b"" for _, result in part]
             done += await self._complete([delivery for delivery, _ in part], payloads, out_key)
         return done
 
     async def publish_sample(
-        self, delivery: Delivery[M], out_key: str, progress_key: str, sample: Trajectory
+        self, delivery: Delivery[Ticket], out_key: str, progress_key: str, sample: Trajectory | None
     ) -> bool:
-        """Publish one trajectory of the held ticket; the ticket is acknowledged with the last one.
-
-        Returns whether the group is complete now.
+        """Publish one trajectory of the held ticket; the ticket is acknowledged with the last one. None only
+        looks whether all are published. Returns whether the group is complete now.
 
         Raises:
             LeaseLostError, CodecError: another worker has taken the ticket over; no reader would take it.
         """
-        entry = codec.schema_of(sample), codec.payload_of(sample, self.max_bytes)
-        rest = (sample.index, sample.group_size, *entry)
-        return await self._publish_sample(delivery, out_key, progress_key, rest)
-
-    async def settle_group(
-        self, delivery: Delivery[M], out_key: str, progress_key: str, group_size: int
-    ) -> bool:
-        """Acknowledge a held ticket whose samples are all published; returns whether they are. Raises
-        LeaseLostError: another worker has taken the ticket over."""
-        return await self._publish_sample(delivery, out_key, progress_key, ("", group_size, SCHEMA, b""))
-
-    async def _publish_sample(
-        self, delivery: Delivery[M], out_key: str, progress_key: str, rest: tuple[Any, ...]
-    ) -> bool:
-        reply = await self._settle("publish_sample", delivery, rest, out_key, progress_key)
+        entry: tuple[Any, ...] = ("", delivery.message.group_size, SCHEMA, b"")
+        if sample is not None:
+            payload = codec.payload_of(sample, self.max_bytes)
+            entry = (sample.index, sample.group_size, codec.schema_of(sample), payload)
+        reply = await self._settle("publish_sample", delivery, entry, out_key, progress_key)
         if reply == 1:
             delivery.attempts = 1
         elif reply == 2:
@@ -189,7 +182,7 @@ class Consumer(Generic[M]):
         return None
 
     async def has_result(self, results_key: str, index: int) -> bool:
-        """Whether the result of this sample is kept: whoever had it before died after storing it."""
+        """Whether the result of this sample is kept: its worker died after storing it."""
         return bool(await self.broker.execute("HEXISTS", results_key, index))
 
     async def publish_group(
@@ -213,10 +206,10 @@ class Consumer(Generic[M]):
 
     async def renew(self) -> None:
         """Renew every held lease now, and mark those that are lost; happens by itself in the background."""
-        for part in in_parts(list(self.held)):
+        for part in _in_parts(list(self.held)):
             all_lost = [entry_id.encode() for entry_id in part]
             for entry_id in await self._script("renew", [self.group, self.name, *part], all_lost):
-                if entry_id.decode() not in self._settling:  # the settling call finds out for itself
+                if not self._settling[entry_id.decode()]:  # the settling call finds out for itself
                     self._lose(entry_id.decode())
         self.renewed_at = time.monotonic()
 
@@ -225,22 +218,19 @@ class Consumer(Generic[M]):
 
         What is lost, the loop of this consumer finds out when it turns again.
         """
-        for part in in_parts(list(self.held)):
+        for part in _in_parts(list(self.held)):
             with contextlib.suppress(redis_errors.ResponseError):  # without its group all is lost anyway
                 await broker.script("renew", [self.key], [self.group, self.name, *part])
 
     async def hand_back(self, deliveries: Sequence[Delivery[M]], is_counted: bool = False) -> None:
-        """Give messages back, to whoever reclaims next. It was an attempt only where `is_counted`."""
+        """Give messages back, to the next that reclaims. It was an attempt only where `is_counted`."""
         if not deliveries:
             return
         ids = [delivery.entry_id for delivery in deliveries]
         taken_off = 0 if is_counted else 1
         args = [self.group, self.name, int(self.lease_s * 1000) + 1, taken_off, NOBODY, *ids]
-        self._settling.update(ids)
-        try:
+        with self._settling_all(ids):
             await self._script("hand_back", args, None)
-        finally:
-            self._settled(ids)
         for entry_id in ids:
             self.held.pop(entry_id, None)
         metrics.HANDED_BACK.labels(self.label).inc(len(ids))
@@ -254,13 +244,9 @@ class Consumer(Generic[M]):
         await self._count_deliveries(deliveries, 0)
 
     async def _count_deliveries(self, deliveries: Sequence[Delivery[M]], change: int) -> None:
-        pairs = [
-            (delivery.entry_id, max(delivery.attempts + change, 0))
-            for delivery in deliveries
-            if not delivery.is_lost
-        ]
+        pairs = [(d.entry_id, max(d.attempts + change, 0)) for d in deliveries if not d.is_lost]
         if pairs:
-            args = [self.group, self.name, *(part for pair in pairs for part in pair)]
+            args = [self.group, self.name, *chain.from_iterable(pairs)]
             for entry_id in await self._script("park", args, [pair[0].encode() for pair in pairs]):
                 self._lose(entry_id.decode())
 
@@ -290,12 +276,9 @@ class Consumer(Generic[M]):
         self, script: str, delivery: Delivery[Any], rest: tuple[Any, ...], *other_keys: str
     ) -> Any:
         """Run a script about a held message; returns its answer, which is 0 where the lease is gone."""
-        args, ids = [self.group, self.name, delivery.entry_id, *rest], [delivery.entry_id]
-        self._settling.update(ids)
-        try:
+        args = [self.group, self.name, delivery.entry_id, *rest]
+        with self._settling_all([delivery.entry_id]):
             reply = await self._script(script, args, 0, *other_keys, about=[delivery])
-        finally:
-            self._settled(ids)
         if reply == 0:
             self._lose(delivery.entry_id)
             raise LeaseLostError(f"{self.label} {delivery.entry_id} is held by another worker now")
@@ -308,14 +291,10 @@ class Consumer(Generic[M]):
             return []
         ids = [delivery.entry_id for delivery in deliveries]
         args = [self.group, self.name, SCHEMA, *chain.from_iterable(zip(ids, payloads, strict=True))]
-        self._settling.update(ids)
         try:
-            flags = await self._script("complete", args, [0] * len(ids), out_key, about=deliveries)
-        except LeaseLostError:
-            flags = None
-        finally:
-            self._settled(ids)
-        if flags is None:  # some came once more, and are left out now
+            with self._settling_all(ids):
+                flags = await self._script("complete", args, [0] * len(ids), out_key, about=deliveries)
+        except LeaseLostError:  # some came once more, and are left out now
             current = list(map(self._is_current, deliveries))
             kept = list(compress(deliveries, current)), list(compress(payloads, current))
             done = iter(await self._complete(*kept, out_key))
@@ -326,6 +305,18 @@ class Consumer(Generic[M]):
             else:
                 self._lose(entry_id)
         return list(map(bool, flags))
+
+    @contextlib.contextmanager
+    def _settling_all(self, entry_ids: Sequence[str]) -> Iterator[None]:
+        self._settling.update(entry_ids)
+        try:
+            yield
+        finally:
+            # Samples of one ticket settle side by side: the answer to one says nothing of the others.
+            self._settling.subtract(entry_ids)
+            for entry_id in entry_ids:
+                if not self._settling[entry_id]:
+                    del self._settling[entry_id]
 
     def _hold_new(self, reply: Any) -> list[Delivery[M] | Garbled]:
         entries = reply[0][1] if reply else []
@@ -345,12 +336,22 @@ class Consumer(Generic[M]):
         self.held[delivery.entry_id] = delivery
         return delivery
 
-    def _settled(self, entry_ids: Sequence[str]) -> None:
-        """Redis has answered. Samples of one ticket settle side by side: no answer speaks for the others."""
-        for entry_id in entry_ids:
-            self._settling[entry_id] -= 1
-            if not self._settling[entry_id]:
-                del self._settling[entry_id]
+    def _receive_ahead(self, asked: asyncio.Future[list[Any]]) -> None:
+        if asked.cancelled() or asked.exception() is not None:
+            self.broker.num_interruptions += 1  # Redis may have given messages that never came
+            return
+        (reply,) = asked.result()
+        if not isinstance(reply, Exception):
+            self._ahead.extend(self._hold_new(reply))
+
+    def _take_ahead(self, count: int) -> list[Delivery[M] | Garbled]:
+        """Up to `count` of those that came with an acknowledgement and are not lost since."""
+        taken: list[Delivery[M] | Garbled] = []
+        while self._ahead and len(taken) < count:
+            entry = self._ahead.popleft()
+            if isinstance(entry, Garbled) or not entry.is_lost:
+                taken.append(entry)
+        return taken
 
     def _is_current(self, delivery: Delivery[Any]) -> bool:
         """Whether it was not lost, and no other delivery of the same entry has come since.
@@ -380,8 +381,8 @@ class Consumer(Generic[M]):
 
     async def _reclaim(self, count: int) -> list[Delivery[M] | Garbled]:
         """What is this consumer's own without its knowing, and what others have abandoned."""
-        if self.takeover.was_interrupted():
-            unanswered = [self._hold(*found) for found in await read_unanswered(self, count)]
+        if self.takeover.notice_interruption():
+            unanswered = [self._hold(*found) for found in await self._read_unanswered(count)]
             # Redis counts them as delivered once more, and nobody has begun them.
             await self.unpark([found for found in unanswered if isinstance(found, Delivery)])
             await self.renew()
@@ -398,8 +399,41 @@ class Consumer(Generic[M]):
             log.info("took over abandoned messages", stream=self.label, count=len(deliveries))
         return deliveries
 
+    async def _read_unanswered(self, count: int) -> list[tuple[bytes, Fields, int]]:
+        """Up to `count` entries that were delivered here in an answer that was lost with its connection, as
+        (id, fields, attempts): nobody else would look for them before their leases end.
+
+        Each is read by itself: Redis counts what is read as delivered once more, and that must not happen to
+        what this consumer works on. Entries that were trimmed meanwhile are acknowledged, and take no place.
+
+        Raises:
+            ResponseError: stream or group are gone.
+        """
+        most = count + len(self.held)
+        unanswered: dict[bytes, tuple[bytes, Fields, int]] = {}
+        while True:
+            pending = ("XPENDING", self.key, self.group, "-", "+", most, self.name)
+            rows = await self.broker.execute(*pending)
+            known = {entry_id.encode() for entry_id in self.held} | unanswered.keys()
+            attempts = {row[0]: int(row[3]) for row in rows if row[0] not in known}
+            asked = list(attempts)[: count - len(unanswered)]
+            reads = [(*self._read, 1, "STREAMS", self.key, id_before(i.decode())) for i in asked]
+            replies = await self.broker.pipeline(reads)
+            found = dict(entry for reply in replies if isinstance(reply, list) for entry in reply[0][1])
+            # An id that was not asked for stands behind one that is held no more.
+            unanswered |= {i: (i, fields_of(found[i]), attempts[i]) for i in asked if found.get(i)}
+            trimmed = [i for i in asked if i in found and not found[i]]
+            if not trimmed:
+                return list(unanswered.values())
+            await self.broker.execute("XACK", self.key, self.group, *trimmed)
+
     async def _renew_forever(self) -> None:
         """Renew every held lease, three times a lease, until cancelled."""
         while True:
             await asyncio.sleep(self.lease_s / RENEWALS_PER_LEASE)
             await self.renew()
+
+
+def _in_parts(items: Sequence[T]) -> Iterable[Sequence[T]]:
+    """The items, in parts that one call takes."""
+    return (items[i : i + MAX_IN_ONE_CALL] for i in range(0, len(items), MAX_IN_ONE_CALL))

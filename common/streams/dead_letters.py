@@ -6,7 +6,6 @@ still holds it: its entry becomes pending again in its consumer group.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import structlog
 
@@ -85,15 +84,6 @@ class LettersAbout:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What is known of a half-done group: where, what is published, and the version it was started at."""
-
-    key: str
-    published: Sequence[int] = ()
-    started_version: int | None = None
-
-
 async def requeue(
     broker: Broker,
     dead_key: str,
@@ -103,15 +93,24 @@ async def requeue(
     entry_id: str,
     *,
     lease_s: float,
-    progress: Progress,
+    progress_key: str,
+    published: Sequence[int] = (),
+    started_version: int | None = None,
 ) -> int:
-    """Make entry `entry_id` of `key` pending again, as a first delivery, and remove its letter.
+    """Make an entry pending again, as a first delivery, and remove its letter: the next reclaim takes it.
 
-    Whoever reclaims next takes it. Returns DONE, LETTER_GONE or MESSAGE_GONE.
+    Args:
+        broker, dead_key, letter_id: The dead letter.
+        key, group, entry_id: The entry, and the consumer group that shall have it.
+        lease_s: A lease of the group: nobody has to wait for the entry's.
+        progress_key, published, started_version: Of a ticket, what is known of its half-done group.
+
+    Returns:
+        DONE, LETTER_GONE or MESSAGE_GONE.
     """
-    version = "" if progress.started_version is None else progress.started_version
-    args = [letter_id, group, entry_id, int(lease_s * 1000) + 1, version, NOBODY, *progress.published]
-    return int(await broker.script("requeue", [dead_key, key, progress.key], args))
+    version = "" if started_version is None else started_version
+    args = [letter_id, group, entry_id, int(lease_s * 1000) + 1, version, NOBODY, *published]
+    return int(await broker.script("requeue", [dead_key, key, progress_key], args))
 
 
 async def reappend(broker: Broker, dead_key: str, letter_id: str, key: str, fields: Fields) -> bool:
@@ -124,8 +123,3 @@ async def remove_entries(broker: Broker, key: str, entry_ids: Iterable[str]) -> 
     """Remove entries by id; returns how many were there. Of all streams, only dead letters end this way."""
     ids = list(entry_ids)
     return int(await broker.execute("XDEL", key, *ids)) if ids else 0
-
-
-async def has_entry(broker: Broker, key: str, entry_id: str) -> bool:
-    """Whether the stream holds this entry now."""
-    return bool(await broker.execute("XRANGE", key, entry_id, entry_id))

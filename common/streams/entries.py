@@ -3,8 +3,7 @@
 Readers of archives and of whole histories need this much of a stream and no more.
 """
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -14,12 +13,10 @@ from tidemill.common.wire.messages import Message
 
 START = "0-0"
 """Before every entry."""
-MAX_IN_ONE_CALL = 512
 NOBODY = "requeued"
-"""The holder of messages that were given back: no worker's name. What it holds is for whoever asks first."""
+"""The holder of messages that were given back: no worker's name. What it holds is for the first that asks."""
 
 M = TypeVar("M", bound=Message)
-Item = TypeVar("Item")
 Fields = dict[bytes, bytes]
 
 
@@ -52,7 +49,7 @@ class Delivery(Generic[M]):
     is_lost: bool = False
     """True once another consumer has taken the message over: stop working on it."""
     on_lost: Callable[[], object] | None = None
-    """Called then, for who holds thousands and wants no task for each that waits."""
+    """Called then, for holders of thousands that want no task for each that waits."""
 
 
 def entry_id_of(number: int) -> str:
@@ -60,8 +57,14 @@ def entry_id_of(number: int) -> str:
     return f"{number + 1}-0"
 
 
+ENDS = {"-": (0, 0), "+": (2**64, 0)}
+"""What commands take in place of the least and the greatest id."""
+
+
 def id_order(entry_id: str) -> tuple[int, int]:
-    """Sort key of an entry id."""
+    """Sort key of an entry id, or of one of `ENDS`."""
+    if entry_id in ENDS:
+        return ENDS[entry_id]
     milliseconds, _, sequence = entry_id.partition("-")
     return int(milliseconds), int(sequence or 0)
 
@@ -89,16 +92,3 @@ def decoded(
         return Entry(entry_id, codec.decode(fields, message_type, max_bytes))
     except CodecError as error:
         return Garbled(entry_id, fields, str(error))
-
-
-def in_parts(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """The items, in parts that one call takes."""
-    return (items[i : i + MAX_IN_ONE_CALL] for i in range(0, len(items), MAX_IN_ONE_CALL))
-
-
-JITTER = 0.25
-
-
-def at_random(pause_s: float) -> float:
-    """A pause that is a little longer: all workers have seen one outage, and must not all come at once."""
-    return pause_s * (1.0 + JITTER * random.random())

@@ -1,11 +1,13 @@
-"""Streams as logs: append, read by offset, scan.
+"""Streams as logs: append, read, scan, trim, and where consumer groups stand.
 
-Appends that must happen once carry an explicit entry id, so that repeating them fails harmlessly. An
-entry that cannot be decoded is never lost: it comes back as a `Garbled`, bytes and all.
+Appends that must happen once carry an explicit entry id, so that repeating them does no harm. An entry that
+cannot be decoded is never lost: it comes back as a `Garbled`, bytes and all. Entries leave a stream from its
+beginning only, and the server remembers how far.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,37 +23,58 @@ from tidemill.common.streams.entries import (
     Garbled,
     decoded,
     entry_id_of,
+    id_after,
     id_before,
     id_order,
 )
-from tidemill.common.streams.read_size import ReadSize
-from tidemill.common.streams.trail import Trail
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from tidemill.common.wire.messages import Message, Trajectory
 
-BYTES_IN_ONE_TRANSACTION = 256 << 10
+UNIT_BYTES = 256 << 10
 """Payload bytes after which a transaction is closed: Redis serves others again, and its readers start."""
 ENTRY_OVERHEAD_BYTES = 1 << 10
 """What an entry counts besides its payload; bounds the number of small ones in a transaction."""
+READ_BYTES = 64 << 20
+"""What an answer should have at most, unless it is one entry. Redis closes the connection of a client whose
+answer exceeds its output limit (1 GiB, see redis.conf), and would do so again whenever the same is asked."""
+UNSEEN_SHARE = 8
+"""Before anything was seen, entries count as this part of the largest that there may be."""
+KEPT_COMMITS = 32
+"""The newest stay, for people who watch the run."""
+KEPT_LETTERS = 256
+"""So many dead letters stay that are in no archive, for people who may put them back."""
+MAX_COUNTED = 100
+"""Where the server does not say how many entries wait, they are counted up to so many."""
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 
 async def append(broker: Broker, key: str, *messages: Message) -> list[str]:
-    """Append messages under new ids, in order; returns the ids."""
-    ids = await _append(broker, key, [("*", message) for message in messages])
-    return [entry_id.decode() for entry_id in ids]
+    """Append messages under new ids, in order, in transactions of bounded size; returns the ids."""
+    ids: list[str] = []
+    # All before the first goes out: a message that cannot be sent must not leave those before it behind.
+    entries = [(codec.schema_of(message), codec.encode_payload(message)) for message in messages]
+    while unit := _first_unit(entries):
+        del entries[: len(unit)]
+        commands = [("XADD", key, "*", VERSION_FIELD, v, PAYLOAD_FIELD, payload) for v, payload in unit]
+        for reply in await broker.pipeline(commands, atomic=len(unit) > 1):
+            if isinstance(reply, Exception):
+                raise reply
+            ids.append(reply.decode())
+    return ids
 
 
-async def append_numbered(broker: Broker, key: str, numbered: Iterable[tuple[int, Message]]) -> int:
-    """Append each message under the id of its number, unless the stream is past it already.
-
-    Numbers must ascend. Safe to repeat, and safe against a second writer: the first one wins. Returns how
-    many were new.
-    """
-    pairs = [(entry_id_of(number), message) for number, message in numbered]
-    return sum(bool(entry_id) for entry_id in await _append(broker, key, pairs))
+def _first_unit(entries: Iterable[tuple[T, bytes]]) -> list[tuple[T, bytes]]:
+    """As many entries as one transaction takes, at least one; the second of each pair is its payload."""
+    unit, num_bytes = [], 0
+    for entry in entries:
+        unit.append(entry)
+        num_bytes += len(entry[1]) + ENTRY_OVERHEAD_BYTES
+        if num_bytes >= UNIT_BYTES:
+            break
+    return unit
 
 
 async def append_missing(
@@ -60,25 +83,19 @@ async def append_missing(
     """Append the messages of all `numbers` (ascending) that lie behind the end of the stream; returns those.
 
     The end is looked at and appended to in the same atomic unit: whatever Redis loses in between, a number is
-    never passed over, because behind a later one there would be no place for it any more. What cannot stand
-    in one unit is appended in several, and a tail that is lost between two of them comes back as well.
+    never passed over, because behind a later one there would be no place for it any more. What does not fit
+    into one unit is appended in several, and a tail that is lost between two of them comes back as well.
     """
-    appended: dict[int, None] = {}
+    appended: set[int] = set()
     while True:
         last = await last_id(broker, key)
         missing = [number for number in numbers if id_order(entry_id_of(number)) > id_order(last)]
         if not missing:
             return sorted(appended)
-        part: list[Any] = []
-        num_bytes = 0
-        for number in missing:
-            if num_bytes >= BYTES_IN_ONE_TRANSACTION:
-                break
-            payload = codec.encode_payload(make(number))
-            part += [entry_id_of(number), payload]
-            appended[number] = None
-            num_bytes += len(payload) + ENTRY_OVERHEAD_BYTES
-        await broker.script("append_after", [key], [last, SCHEMA, *part])
+        unit = _first_unit((number, codec.encode_payload(make(number))) for number in missing)
+        appended.update(number for number, _ in unit)
+        pairs = [part for number, payload in unit for part in (entry_id_of(number), payload)]
+        await broker.script("append_after", [key], [last, SCHEMA, *pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,29 +127,21 @@ async def append_after(
     return bool(reply)
 
 
-async def _append(broker: Broker, key: str, pairs: Sequence[tuple[str, Message]]) -> list[bytes]:
-    """Append (id, message) pairs in transactions of bounded size; the ids, b"" where one was taken.
+class ReadSize:
+    """How many entries to ask for at once: the largest of the last answers decide, and what was seen counts
+    half with each answer that follows."""
 
-    Transactions, because while Redis is full a later entry could be admitted after an earlier one was
-    refused, and a number that was passed can never be appended any more.
-    """
-    ids: list[bytes] = []
-    commands: list[tuple[Any, ...]] = []
-    num_bytes = 0
-    # All before the first goes out: a message that cannot be sent must not leave those before it behind.
-    encoded = [(entry_id, codec.schema_of(m), codec.encode_payload(m)) for entry_id, m in pairs]
-    for entry_id, schema, payload in encoded:
-        if num_bytes >= BYTES_IN_ONE_TRANSACTION:
-            ids += await _append_together(broker, commands)
-            commands, num_bytes = [], 0
-        commands.append(("XADD", key, entry_id, VERSION_FIELD, schema, PAYLOAD_FIELD, payload))
-        num_bytes += len(payload) + ENTRY_OVERHEAD_BYTES
-    return ids + await _append_together(broker, commands) if commands else ids
+    def __init__(self, max_bytes: int | None) -> None:
+        """With `max_bytes` of a message; None where that is not known: then the first answer has all."""
+        self._entry_bytes = (max_bytes or 0) // UNSEEN_SHARE
 
+    def limit(self, count: int) -> int:
+        return max(min(1, count), min(count, READ_BYTES // max(1, self._entry_bytes)))
 
-async def _append_together(broker: Broker, commands: Sequence[Sequence[Any]]) -> list[bytes]:
-    replies = await broker.pipeline(commands, atomic=len(commands) > 1)
-    return [b"" if _was_there(reply) else reply for reply in replies]
+    def saw(self, replies: Iterable[Collection[bytes] | None]) -> None:
+        """Fields and values of each entry of an answer."""
+        sizes = [sum(map(len, raw)) for raw in replies if raw]
+        self._entry_bytes = max([self._entry_bytes // 2, *sizes])
 
 
 async def read_range(
@@ -149,30 +158,15 @@ async def read_range(
     reply = await broker.execute("XRANGE", key, first, last, *limit)
     if size:
         size.saw(raw for _, raw in reply)
-    return await resolved(broker, _decoded(broker, reply, message_type))
+    return await entries_of(broker, reply, message_type)
 
 
-def _decoded(broker: Broker, reply: Any, message_type: type[M]) -> list[Entry[M] | Garbled]:
-    return [decoded(i, fields_of(raw), message_type, broker.max_bytes) for i, raw in reply]
-
-
-async def resolved(broker: Broker, records: list[Entry[M] | Garbled]) -> list[Entry[M] | Garbled]:
-    """The same, with the payloads that they only claim, read on threads."""
-    if broker.claims is None or not any(isinstance(r, Entry) and has_claim(r.message) for r in records):
-        return records
-    claims, is_patient = broker.claims, broker.waits_for_claims
-
-    async def whole(record: Entry[M] | Garbled) -> Entry[M] | Garbled:
-        if isinstance(record, Garbled) or not has_claim(record.message):
-            return record
-        return Entry(record.entry_id, await store.resolved(claims, record.message, is_patient))
-
-    return await asyncio.gather(*map(whole, records))
-
-
-def has_claim(message: Message) -> bool:
-    """Whether the message is elsewhere, and this only its claim."""
-    return isinstance(message, Trajectory) and message.claim is not None
+async def read_back(
+    broker: Broker, key: str, message_type: type[M], last: str = "+", first: str = "-", count: int = 256
+) -> list[Entry[M] | Garbled]:
+    """Entries with ids from `last` back to `first`, inclusive, the newest first."""
+    reply = await broker.execute("XREVRANGE", key, last, first, "COUNT", count)
+    return await entries_of(broker, reply, message_type)
 
 
 async def read_raw(
@@ -183,17 +177,34 @@ async def read_raw(
     return [(entry_id.decode(), fields_of(raw)) for entry_id, raw in reply]
 
 
-async def read_back(
-    broker: Broker, key: str, message_type: type[M], last: str = "+", first: str = "-", count: int = 256
-) -> list[Entry[M] | Garbled]:
-    """Entries with ids from `last` back to `first`, inclusive, the newest first."""
-    reply = await broker.execute("XREVRANGE", key, last, first, "COUNT", count)
-    return await resolved(broker, _decoded(broker, reply, message_type))
+async def entries_of(broker: Broker, reply: Any, message_type: type[M]) -> list[Entry[M] | Garbled]:
+    """The entries of an answer, with the payloads that they only claim, read on threads."""
+    entries = [decoded(i, fields_of(raw), message_type, broker.max_bytes) for i, raw in reply]
+    claims, is_patient = broker.claims, broker.waits_for_claims
+    if claims is None or not any(isinstance(entry, Entry) and has_claim(entry.message) for entry in entries):
+        return entries
+
+    async def whole(entry: Entry[M] | Garbled) -> Entry[M] | Garbled:
+        if isinstance(entry, Garbled) or not has_claim(entry.message):
+            return entry
+        return Entry(entry.entry_id, await store.resolved(claims, entry.message, is_patient))
+
+    return await asyncio.gather(*map(whole, entries))
 
 
-async def memory_bytes(broker: Broker, key: str) -> int:
-    """Of the stream in Redis, by its estimate; 0 where there is no stream."""
-    return int(await broker.execute("MEMORY", "USAGE", key) or 0)
+def block_for(block_s: float) -> tuple[str, int] | tuple[()]:
+    """The part of a command that waits so long for entries: never BLOCK 0, which would wait for ever."""
+    return ("BLOCK", max(1, int(min(block_s, MAX_BLOCK_S) * 1000))) if block_s > 0 else ()
+
+
+def has_claim(message: Message) -> bool:
+    """Whether the message is elsewhere, and this only its claim."""
+    return isinstance(message, Trajectory) and message.claim is not None
+
+
+def fields_of(raw: Sequence[bytes]) -> Fields:
+    """Field names and values, which Redis sends as one flat list."""
+    return dict(zip(raw[::2], raw[1::2], strict=True))
 
 
 async def scan(
@@ -218,20 +229,40 @@ async def read_newest(broker: Broker, key: str, message_type: type[M]) -> Entry[
     return None
 
 
+async def has_entry(broker: Broker, key: str, entry_id: str) -> bool:
+    """Whether the stream holds this entry now."""
+    return bool(await broker.execute("XRANGE", key, entry_id, entry_id))
+
+
 async def length(broker: Broker, key: str) -> int:
     """Entries in the stream now."""
     return int(await broker.execute("XLEN", key))
 
 
+async def memory_bytes(broker: Broker, key: str) -> int:
+    """Of the stream in Redis, by its estimate; 0 where there is no stream."""
+    return int(await broker.execute("MEMORY", "USAGE", key) or 0)
+
+
 async def last_id(broker: Broker, key: str) -> str:
     """The greatest id the stream has given out, or `START` where there is no stream."""
+    found = await _info(broker, "STREAM", key)
+    return str(_by_name(found)[b"last-generated-id"].decode()) if found else START
+
+
+async def _info(broker: Broker, *about: str) -> list[Any]:
+    """The answer to XINFO; empty where stream or group do not exist."""
     try:
-        raw = await broker.execute("XINFO", "STREAM", key)
+        reply: list[Any] = await broker.execute("XINFO", *about)
     except redis_errors.ResponseError as error:
-        if "no such key" in str(error):
-            return START
+        if "no such key" in str(error) or is_without_group(error):
+            return []
         raise
-    return str(dict(zip(raw[::2], raw[1::2], strict=True))[b"last-generated-id"].decode())
+    return reply
+
+
+def _by_name(flat: Sequence[Any]) -> dict[bytes, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 async def ensure_group(broker: Broker, key: str, group: str, position: str = "0") -> None:
@@ -241,6 +272,11 @@ async def ensure_group(broker: Broker, key: str, group: str, position: str = "0"
     except redis_errors.ResponseError as error:
         if not str(error).startswith("BUSYGROUP"):
             raise
+
+
+def is_without_group(error: redis_errors.ResponseError) -> bool:
+    """Whether stream or group have vanished: Redis lost its data, or someone deleted them."""
+    return str(error).startswith(("NOGROUP", "The XGROUP subcommand requires the key to exist"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,30 +292,57 @@ class GroupStatus:
 
 async def group_status(broker: Broker, key: str, group: str) -> GroupStatus | None:
     """Where the group stands, or None where stream or group do not exist."""
-    try:
-        groups = await broker.execute("XINFO", "GROUPS", key)
-    except redis_errors.ResponseError as error:
-        if "no such key" in str(error):
-            return None
-        raise
-    for raw in groups:
-        info = dict(zip(raw[::2], raw[1::2], strict=True))
+    for info in map(_by_name, await _info(broker, "GROUPS", key)):
         if info[b"name"] == group.encode():
             position = info[b"last-delivered-id"].decode()
             return GroupStatus(info[b"pending"], position, info[b"consumers"], info.get(b"lag"))
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Backlog(Generic[M]):
+    """What waits in a stream for a group, and what the group holds. `lag` is exact from Redis 7 on, and at
+    most `MAX_COUNTED` before."""
+
+    lag: int
+    pending: int
+    consumers: int
+    oldest_waiting: Entry[M] | Garbled | None
+    oldest_held: Entry[M] | Garbled | None
+
+
+async def backlog(broker: Broker, key: str, group: str, message_type: type[M]) -> Backlog[M]:
+    """Where the group stands; a group that does not exist yet has everything before it."""
+
+    async def first_of(first: str, last: str = "+") -> Entry[M] | Garbled | None:
+        found = await read_range(broker, key, message_type, first, last, 1)
+        return found[0] if found else None
+
+    status = await group_status(broker, key, group)
+    if status is None:
+        return Backlog(await length(broker, key), 0, 0, await first_of("-"), None)
+    held = None
+    if status.pending:
+        _, oldest, _, _ = await broker.execute("XPENDING", key, group)
+        if oldest is not None:  # acknowledged in between
+            held = await first_of(oldest.decode(), oldest.decode())
+    if id_order(status.last_delivered) >= id_order(await last_id(broker, key)):
+        return Backlog(0, status.pending, status.consumers, None, held)
+    undelivered, lag = f"({status.last_delivered}", status.lag
+    if lag is None:
+        lag = len(await read_raw(broker, key, undelivered, count=MAX_COUNTED))
+    return Backlog(lag, status.pending, status.consumers, await first_of(undelivered), held)
+
+
 async def forget_consumers(broker: Broker, key: str, group: str, after_s: float) -> int:
     """Remove consumers that hold nothing and have not asked for so long; returns how many. One that asks
     again is a consumer again."""
+    found = map(_by_name, await _info(broker, "CONSUMERS", key, group))
+    silent = [info[b"name"] for info in found if not info[b"pending"] and info[b"idle"] > 1000 * after_s]
     try:
-        consumers = await broker.execute("XINFO", "CONSUMERS", key, group)
-        found = [dict(zip(raw[::2], raw[1::2], strict=True)) for raw in consumers]
-        silent = [info[b"name"] for info in found if not info[b"pending"] and info[b"idle"] > 1000 * after_s]
         return sum([int(await broker.script("leave", [key], [group, name])) for name in silent])
     except redis_errors.ResponseError as error:
-        if "no such key" in str(error) or is_without_group(error):
+        if is_without_group(error):
             return 0
         raise
 
@@ -290,71 +353,46 @@ async def pending_ids(broker: Broker, key: str, group: str, first: str, last: st
     return [row[0].decode() for row in reply]
 
 
-class OffsetReader(Generic[M]):
-    """Reads a stream by offset, without a consumer group: the position is the reader's own to keep."""
+async def trim_before(
+    broker: Broker, key: str, entry_id: str, mark: Mark | None = None, held: Sequence[str] = ()
+) -> int:
+    """Remove entries below `entry_id`; returns how many. `held`: of tickets, the group whose workers may hold
+    some of them, and what the keys of their progress begin with; both go with them.
 
-    def __init__(
-        self,
-        broker: Broker,
-        key: str,
-        message_type: type[M],
-        position: str = START,
-        trail: Trail | None = None,
-    ) -> None:
-        """With a `trail` of what was read before, the stream is looked at before `position` is relied on."""
-        self.broker, self.key, self.message_type = broker, key, message_type
-        self.position = position
-        self.trail = Trail() if trail is None else trail
-        self._is_sure, self._size = trail is None, ReadSize(broker.max_bytes)
-
-    @property
-    def safe_position(self) -> str:
-        """A position that nothing unread lies below."""
-        return self.position if self._is_sure else START
-
-    async def read(self, count: int = 256, block_s: float = 0.0) -> list[Entry[M] | Garbled]:
-        """The next entries after the position, which moves on; waits up to `block_s` for the first."""
-        if not self._is_sure:
-            standing = await self.trail.last_standing(self.broker, self.key)
-            self.position = min(self.position, standing, key=id_order)
-            self._is_sure = True
-        block = ("BLOCK", block_ms(block_s)) if block_s > 0 else ()
-        most = self._size.limit(count)
-        reply = await self.broker.execute("XREAD", "COUNT", most, *block, "STREAMS", self.key, self.position)
-        if not reply:
-            return []
-        self._size.saw(raw for _, raw in reply[0][1])
-        entries = await resolved(self.broker, _decoded(self.broker, reply[0][1], self.message_type))
-        for entry_id, raw in reply[0][1]:
-            self.trail.follow(entry_id.decode(), raw)
-        self.position = entries[-1].entry_id
-        return entries
-
-    def reread(self, position: str) -> "OffsetReader[M]":
-        """A reader that goes back to `position`, or further where the stream has lost its tail since."""
-        # A trail of its own: this reader may still be given an answer of the server that is gone.
-        return OffsetReader(self.broker, self.key, self.message_type, position, Trail(self.trail.sure))
+    Raises:
+        MarkLostError: the server has not got the `mark`; nothing was removed.
+    """
+    if mark is None:
+        return int(await broker.execute("XTRIM", key, "MINID", entry_id))
+    values = [entry_id, mark.field, mark.value, _trim_field(key), *held]
+    removed = int(await broker.script("trim", [key, mark.key], values))
+    if removed < 0:
+        raise MarkLostError(f"Redis has lost a mark in {mark.key}")
+    return removed
 
 
-def is_without_group(error: redis_errors.ResponseError) -> bool:
-    """Whether stream or group have vanished: Redis lost its data, or someone deleted them."""
-    return str(error).startswith(("NOGROUP", "The XGROUP subcommand requires the key to exist"))
+async def newest_begin(broker: Broker, key: str, num_kept: int = KEPT_LETTERS) -> str:
+    """The id below which entries lie that are not among the newest `num_kept`; perhaps not all of them, where
+    there are many. `START` where there are none."""
+    num_older = await length(broker, key) - num_kept
+    # Read from the beginning, each once: what goes, not what stays.
+    older = await read_raw(broker, key, count=min(num_older, num_kept)) if num_older > 0 else []
+    return id_after(older[-1][0]) if older else START
 
 
-def fields_of(raw: Sequence[bytes]) -> Fields:
-    """Field names and values, which Redis sends as one flat list."""
-    return dict(zip(raw[::2], raw[1::2], strict=True))
+async def trimmed_below(broker: Broker, state_key: str, key: str) -> str:
+    """The id below which this server has trimmed the stream under a mark; `START` where it has not."""
+    raw = await broker.execute("HGET", state_key, _trim_field(key))
+    return START if raw is None else str(json.loads(raw))
 
 
-def block_ms(block_s: float) -> int:
-    """Seconds to the milliseconds of BLOCK: never 0, which would block for ever."""
-    return max(1, int(min(block_s, MAX_BLOCK_S) * 1000))
+def _trim_field(key: str) -> str:
+    """Field of the run's state for a stream: the id below which this server has trimmed it. One that has lost
+    the trim has lost the field too."""
+    return f"trimmed:{key.partition('}:')[2]}"
 
 
-def _was_there(reply: Any) -> bool:
-    """Whether a numbered append found its id taken; any other error is raised."""
-    if isinstance(reply, redis_errors.ResponseError) and "equal or smaller" in str(reply):
-        return True
-    if isinstance(reply, Exception):
-        raise reply
-    return False
+async def continue_after(broker: Broker, key: str, known: str, entry_id: str, *, is_numbered: bool) -> bool:
+    """Have new entries come after `entry_id`, though Redis has lost what lies between `known` and it. False
+    where the stream has new ones there already. Numbered entries choose their ids themselves."""
+    return bool(await broker.script("continue_after", [key], [known, entry_id, 0 if is_numbered else 1]))

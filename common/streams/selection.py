@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tidemill.common.streams.entries import entry_id_of, id_order
+from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after, id_order
 from tidemill.common.wire.keys import StreamName as StreamName
 from tidemill.common.wire.messages import Commit, Message, ScoreStatus, Trajectory
 
@@ -46,13 +46,17 @@ class Selection:
 
     def has_id(self, entry_id: str) -> bool:
         """Whether the id lies in the range."""
-        if self.first_id != "-" and id_order(entry_id) < id_order(self.first_id):
-            return False
-        return self.last_id == "+" or id_order(entry_id) <= id_order(self.last_id)
+        return id_order(self.first_id) <= id_order(entry_id) <= id_order(self.last_id)
 
-    def takes_garbled(self, entry_id: str) -> bool:
-        """Whether an entry that cannot be decoded is selected."""
-        return self.is_by_id and self.has_id(entry_id)
+    def takes(self, record: Entry[Message] | Garbled) -> bool:
+        """Whether an entry is selected."""
+        if isinstance(record, Garbled):
+            return self.is_by_id and self.has_id(record.entry_id)
+        return self.matches(record.entry_id, record.message)
+
+    def beyond(self, position: str) -> "Selection":
+        """What is selected after an entry."""
+        return replace(self, first_id=max(self.first_id, id_after(position), key=id_order))
 
     def matches(self, entry_id: str, message: Message) -> bool:
         """Whether an entry is selected."""
@@ -64,17 +68,29 @@ class Selection:
             return False
         if self.status is not None and getattr(message, "status", None) != self.status:
             return False
-        return (
-            (self.tickets is None or any(_has(self.tickets, ticket) for ticket in tickets_of(message)))
-            and _has(self.steps, getattr(message, "step", None))
-            and _has(self.times, time_of(message))
-            and _has(self.rewards, getattr(message, "value", None))
-            and (self.versions is None or any(_has(self.versions, v) for v in versions_of(message)))
-            and (not self.pattern or any(re.search(self.pattern, text) for text in texts_of(message)))
+        ranges = (
+            (self.tickets, tickets_of(message)),
+            (self.steps, [getattr(message, "step", None)]),
+            (self.times, [time_of(message)]),
+            (self.rewards, [getattr(message, "value", None)]),
+            (self.versions, versions_of(message) if self.versions else []),
         )
+        return all(
+            wanted is None or any(overlap(wanted, v, v) for v in values) for wanted, values in ranges
+        ) and (not self.pattern or any(re.search(self.pattern, text) for text in texts_of(message)))
 
 
 ALL = Selection()
+
+
+def overlap(wanted: Range | None, least: float | None, greatest: float | None) -> bool:
+    """Whether a value between these two can lie in the range; what has none never does."""
+    if wanted is None:
+        return True
+    if least is None or greatest is None:
+        return False
+    low, high = wanted
+    return (low is None or greatest >= low) and (high is None or least <= high)
 
 
 def time_of(message: Message) -> float | None:
@@ -98,19 +114,11 @@ def numbered(stream: StreamName, selection: Selection) -> Selection:
         return selection
     low, high = wanted
     first, last = selection.first_id, selection.last_id
-    if low is not None and low > 0 and math.isfinite(low):
-        first = max(entry_id_of(math.ceil(low)), first, key=_as_first)
+    if low is not None and math.isfinite(low):
+        first = max(entry_id_of(max(math.ceil(low), 0)), first, key=id_order)
     if high is not None and math.isfinite(high):
-        last = min(entry_id_of(max(math.floor(high), -1)), last, key=_as_last)
+        last = min(entry_id_of(max(math.floor(high), -1)), last, key=id_order)
     return replace(selection, first_id=first, last_id=last)
-
-
-def _as_first(entry_id: str) -> tuple[int, int]:
-    return (0, 0) if entry_id == "-" else id_order(entry_id)
-
-
-def _as_last(entry_id: str) -> tuple[float, int]:
-    return (math.inf, 0) if entry_id == "+" else id_order(entry_id)
 
 
 def texts_of(message: Message) -> Iterator[str]:
@@ -148,13 +156,6 @@ def tickets_of(message: Message) -> list[int]:
         return [*message.groups, *(ticket for ticket, _, _ in message.dropped)]
     ticket = getattr(message, "ticket", None)
     return [] if ticket is None else [ticket]
-
-
-def _has(wanted: Range | None, value: float | None) -> bool:
-    if wanted is None:
-        return True
-    low, high = wanted
-    return value is not None and (low is None or value >= low) and (high is None or value <= high)
 
 
 def versions_of(message: Message) -> list[int]:

@@ -5,13 +5,13 @@ could renew. A consumer that saw one, or that starts and cannot know, leaves eve
 takes meanwhile only what was given back.
 """
 
+import random
 import time
 
 import structlog
 
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.client import ServerClock
-from tidemill.common.streams.entries import NOBODY, Fields, at_random
+from tidemill.common.streams.entries import NOBODY, Fields
 from tidemill.common.streams.log import fields_of
 
 log = structlog.get_logger(__name__)
@@ -21,6 +21,9 @@ MAX_TAKEN = 1000
 """Most messages of one look; `reclaim.lua` has the same bound, for callers that send another number."""
 EVERYWHERE = "-"
 """Where deliveries from the future are looked for at the start, and once the clock was set back."""
+CLOCK_CHECKS_PER_LEASE = 3
+"""A clock of the server that is ahead of ours by this part of a lease, or behind, has jumped."""
+JITTER = 0.25
 
 
 class _InterruptedLookError(Exception):
@@ -32,8 +35,9 @@ class Takeover:
 
     def __init__(self, broker: Broker, key: str, group: str, name: str, lease_s: float, label: str) -> None:
         self._broker, self._key, self._member = broker, key, (group, name)
-        self._lease_s, self._label = lease_s, label
-        self._clock, self._place = ServerClock(lease_s), EVERYWHERE
+        self._lease_s, self._label, self._place = lease_s, label, EVERYWHERE
+        self._clock: tuple[int, float] | None = None
+        """The server's time in milliseconds when it was last asked, and ours then."""
         self._waited_s, self._num_interruptions = broker.waited_s, broker.num_interruptions
         self.patient_until = 0.0
         """Monotonic time from which on silent holders lose what they hold."""
@@ -42,10 +46,10 @@ class Takeover:
 
     def be_patient(self) -> None:
         """From now on, everybody gets one lease to renew."""
-        self.patient_until = time.monotonic() + at_random(self._lease_s)
+        self.patient_until = time.monotonic() + _at_random(self._lease_s)
 
-    def was_interrupted(self) -> bool:
-        """Whether a connection was lost since this was last asked; answers may have been lost with it."""
+    def notice_interruption(self) -> bool:
+        """Returns whether a connection was lost since the last call; answers may have been lost with it."""
         if self._broker.num_interruptions == self._num_interruptions:
             return False
         self._num_interruptions = self._broker.num_interruptions
@@ -67,7 +71,8 @@ class Takeover:
         if time.monotonic() < self.next_at:
             return []
         holder = NOBODY if time.monotonic() < self.patient_until else ""
-        most, lease_ms, latest_ms = min(count, MAX_TAKEN), int(self._lease_s * 1000), self._clock.latest_ms()
+        spare_s = self._lease_s / CLOCK_CHECKS_PER_LEASE
+        most, lease_ms, latest_ms = min(count, MAX_TAKEN), int(self._lease_s * 1000), self._server_ms(spare_s)
         args = [*self._member, lease_ms, most, self._place, latest_ms, holder]
         try:
             now_ms, *found = await self._broker.script(
@@ -75,7 +80,8 @@ class Takeover:
             )
         except _InterruptedLookError:
             return []
-        is_set_back = self._clock.tell(now_ms)
+        is_set_back = now_ms < self._server_ms(-spare_s)
+        self._clock = (now_ms, time.monotonic())
         if not found:
             log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self._label)
             self.be_patient()
@@ -83,10 +89,22 @@ class Takeover:
         place, taken = found
         self._place = EVERYWHERE if is_set_back else place.decode()
         if len(taken) < most:
-            self.next_at = time.monotonic() + at_random(self._lease_s / LOOKS_PER_LEASE)
+            self.next_at = time.monotonic() + _at_random(self._lease_s / LOOKS_PER_LEASE)
         return [(entry_id, fields_of(raw), attempts) for entry_id, raw, attempts in taken]
+
+    def _server_ms(self, spare_s: float) -> int:
+        """What the server's clock shows now, give or take, unless it has jumped; 0 where not known."""
+        if self._clock is None:
+            return 0
+        now_ms, asked_at = self._clock
+        return int(now_ms + 1000 * (time.monotonic() - asked_at + spare_s))
 
     def _check_uninterrupted(self) -> None:
         """Before each attempt: what was asked before an outage must not be answered after it."""
         if self._broker.num_interruptions != self._num_interruptions:
             raise _InterruptedLookError
+
+
+def _at_random(pause_s: float) -> float:
+    """A pause that is a little longer: all workers have seen one outage, and must not all come at once."""
+    return pause_s * (1.0 + JITTER * random.random())

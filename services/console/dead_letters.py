@@ -34,7 +34,6 @@ from tidemill.common.run.state import FINISHED, read_config, read_state
 from tidemill.common.streams import (
     DONE,
     LETTER_GONE,
-    Progress,
     dead_letter,
     group_status,
     has_entry,
@@ -365,11 +364,10 @@ class Requeuer:
     async def _hand_out_again(self, entry: DeadEntry) -> RequeueResult:
         """Make a ticket or a trajectory pending again, for the next worker that reclaims."""
         lane, (ticket, _), lease_s = entry.lane, entry.key, self.config.streams.lease_s
-        key, group = self.keys.trajectories(lane), REWARD_GROUP
-        progress = Progress(self.keys.progress(ticket, lane))
-        if entry.stream == "prompts":
+        key, group, published = self.keys.trajectories(lane), REWARD_GROUP, dict[int, int]()
+        if entry.stream == "prompts":  # what was published before it died must not be generated a second time
             key, group = self.keys.prompts(lane), ROLLOUT_GROUP
-            progress = await self._progress(ticket, lane)
+            published = await self._published(ticket, lane)
         if await group_status(self.broker, key, group) is None:
             return RequeueResult(False, f"no {group} worker has ever joined; start one first")
         answer = await requeue(
@@ -380,21 +378,22 @@ class Requeuer:
             group,
             entry.content.entry_id,
             lease_s=lease_s,
-            progress=progress,
+            progress_key=self.keys.progress(ticket, lane),
+            published=sorted(published),
+            started_version=min(published.values(), default=None),
         )
         if answer == DONE:
             return RequeueResult(True, f"the next {group} worker takes it, within {lease_s:g} s")
         trimmed = "its stream does not hold it any more: it was trimmed, so nothing needs it"
         return RequeueResult(False, GONE if answer == LETTER_GONE else trimmed)
 
-    async def _progress(self, ticket: int, lane: Lane) -> Progress:
-        """What was published before the ticket died must not be generated a second time."""
+    async def _published(self, ticket: int, lane: Lane) -> dict[int, int]:
+        """The least version in each published sample of a ticket, by index."""
         published: dict[int, int] = {}
         async for entry in scan(self.broker, self.keys.trajectories(lane), Trajectory):
             if isinstance(entry, Entry) and entry.message.ticket == ticket:
                 published.setdefault(entry.message.index, entry.message.min_version)
-        least = min(published.values(), default=None)
-        return Progress(self.keys.progress(ticket, lane), sorted(published), least)
+        return published
 
 
 def change_entries(choice: DeadChoice) -> int:

@@ -7,6 +7,7 @@ from the model that the run started with. The folder appears by one rename, comp
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -14,9 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from tidemill.common.errors import ConfigError, TidemillError, WeightsError
 from tidemill.common.files import aside_folder, publish_folder
-from tidemill.common.run.model_overrides import overridden
+from tidemill.common.run.model_config import overridden
 from tidemill.common.run.state import BEST_FILE
 from tidemill.common.run.weight_files import (
     WEIGHTS_FOLDER,
@@ -78,10 +81,11 @@ def export(
 def find_version(run: Path, version: str) -> int:
     """The version that `best`, `last` or a number means. Raises ConfigError: there is none."""
     if version == LAST:
-        whole = [v for v in folder_versions(run / WEIGHTS_FOLDER) if _is_readable(run, v)]
-        if not whole:
-            raise ConfigError(f"{run} holds no weights yet: no version has been written.")
-        return whole[-1]
+        for number in reversed(folder_versions(run / WEIGHTS_FOLDER)):
+            with contextlib.suppress(WeightsError):  # what was written last may be torn
+                if read_manifest(run, number) is not None:
+                    return number
+        raise ConfigError(f"{run} holds no weights yet: no version has been written.")
     if version == BEST:
         try:
             return int(json.loads((run / BEST_FILE).read_bytes())["version"])
@@ -93,13 +97,6 @@ def find_version(run: Path, version: str) -> int:
     if not version.isdecimal():
         raise ConfigError(f"--version is {version!r}; expected a number, {BEST} or {LAST}.")
     return int(version)
-
-
-def _is_readable(run: Path, version: int) -> bool:
-    try:
-        return read_manifest(run, version) is not None
-    except WeightsError:
-        return False
 
 
 def _known(run: Path) -> str:
@@ -143,10 +140,8 @@ def _write_index(folder: Path, names: list[str]) -> None:
         return
     weight_map: dict[str, str] = {}
     for name in names:
-        with open(folder / name, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        weight_map |= {tensor: name for tensor in header if tensor != "__metadata__"}
+        with safe_open(folder / name, "numpy") as file:
+            weight_map |= dict.fromkeys(file.keys(), name)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
 

@@ -137,7 +137,6 @@ class KnownWorker(Worker):
         super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
     def execute_job(self, job: Job, queue: Queue) -> None:
-        """Fork, wait for the job's end, and count it."""
         started = time.monotonic()
         try:
             super().execute_job(job, queue)
@@ -159,18 +158,44 @@ class KnownWorker(Worker):
         self.ip_address = "unknown"
 
 
-def work(make: Callable[[], KnownWorker], name: str, is_burst: bool = False) -> None:
-    """Work until a signal, or until nothing is left to do; with a new worker whenever RQ's has ended, as it
-    does where Redis was away during a job. `name` stands before what it says."""
+def serve_queue(
+    run_id: str,
+    queue: str,
+    names: str,
+    functions: Functions,
+    name: str,
+    is_burst: bool = False,
+    **options: Any,
+) -> int:
+    """Do the jobs of a run's queue until SIGTERM, or until nothing is left to do. A running job is finished
+    first. RQ's worker is replaced whenever it has ended, as it does where Redis was away during a job.
+
+    Args:
+        run_id: The run, whose Redis it is.
+        queue: The only queue that is read.
+        names: What ids of its jobs begin with.
+        functions: What jobs may ask for, by name.
+        name: Stands before what is printed.
+        is_burst: End when the queue is empty.
+        options: For RQ's worker.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        connection = make_blocking_client(redis_url(), run_id)
+    except TidemillError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
     while True:
-        worker = make()
+        worker = KnownWorker(queue, functions, names, connection=connection, **options)
         try:
             worker.work(logging_level="WARNING", burst=is_burst)
             if worker.is_asked_to_stop:
-                return
+                return 0
             # It ends where an id is no text, and would at every start.
-            if not sum(_without_unreadable(queue) for queue in worker.queues) and is_burst:
-                return
+            if not sum(map(_without_unreadable, worker.queues)) and is_burst:
+                return 0
             problem = "RQ's worker ended"
         except RedisError as error:
             problem = str(error)
@@ -178,7 +203,7 @@ def work(make: Callable[[], KnownWorker], name: str, is_burst: bool = False) -> 
         with contextlib.suppress(StopRequested):
             time.sleep(PAUSE_S)
         if worker.is_asked_to_stop:
-            return
+            return 0
 
 
 def _without_unreadable(queue: Queue) -> int:
@@ -188,21 +213,6 @@ def _without_unreadable(queue: Queue) -> int:
         if job_id.decode(errors="ignore").encode() != job_id:
             queue.connection.lrem(queue.intermediate_queue_key, 0, job_id)
     return int(queue.count)
-
-
-def serve_queue(run_id: str, queue: str, names: str, functions: Functions, name: str, **options: Any) -> int:
-    """Do the jobs of a run's queue until SIGTERM; returns the exit code. A running job is finished first.
-
-    `is_burst` ends when the queue is empty; all else is for RQ.
-    """
-    is_burst = options.pop("is_burst", False)
-    try:
-        connection = make_blocking_client(redis_url(), run_id)
-    except TidemillError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return error.exit_code
-    work(lambda: KnownWorker(queue, functions, names, connection=connection, **options), name, is_burst)
-    return 0
 
 
 EntryId = Annotated[str, StringConstraints(pattern=r"^(\d{1,20}(-\d{1,20})?|\+)$")]

@@ -6,7 +6,6 @@ from tidemill.common.process.service import ServiceMain, run_service
 
 
 def main() -> int:
-    """Run one reward worker; returns its exit code."""
     return run_service("reward", "Scores the trajectories of a run.", _load)
 
 

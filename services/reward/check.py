@@ -1,7 +1,7 @@
 """`python -m tidemill.services.reward.check CONFIG [ROW [call]]`: can the rewards of a run be loaded?
 
-CONFIG is the run's config as JSON. ROW, a row of the dataset as JSON, has told what judges and reward models
-would read of it; with `call`, those that are functions are called once with it.
+CONFIG is the run's config as JSON. With ROW, a row of the dataset as JSON, it shows what judges and reward
+models would read of it; with `call`, those that are functions are called once with it.
 
 Exits with 0, or with 2 and the reason on stderr. A process of its own, because importing a user's module
 runs whatever stands in it.
@@ -12,17 +12,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tidemill.common.config import NamedRewardConfig, RewardConfig, RunConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig, RewardConfig, RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import CALLED, READS
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.dataset import PROMPT
-from tidemill.services.reward.functions.group_functions import load_group_function
-from tidemill.services.reward.functions.reward_function import TrlLog, trl_arguments
+from tidemill.services.reward.functions.reward_function import TrlLog, load_group_function, trl_arguments
 from tidemill.services.reward.functions.signature import Style
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.rewards.reward import REWARDS, FunctionReward, check_reward, load_checked
 from tidemill.services.reward.sample import RewardSample
+
+COMPLETION = "(the completion)"
+TEMPLATED = "(the prompt in the policy's chat template)"
 
 
 def main(argument: str, row: str = "", call: str = "") -> int:
@@ -81,12 +83,6 @@ def _check_columns(config: RewardConfig, row: dict[str, Any]) -> None:
             ) from None
 
 
-def _sample_of(row: dict[str, Any]) -> RewardSample:
-    """The row with an empty completion."""
-    truth, extra = row["ground_truth"], row["extra"]
-    return RewardSample((0, 0), False, row["data_source"], "", truth, extra, source=row.get("source", ""))
-
-
 async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> None:
     """Call each reward that is a function, once; judges and models cost time and money, and need servers.
 
@@ -98,8 +94,7 @@ async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> None:
         if reward.function is None or reward.router:
             print(f"{CALLED}{name} was not called: only functions without a judge are")
             continue
-        function = load_checked(name, reward)
-        called = FunctionReward(function, reward.timeout_s, num_processes=1)
+        called = FunctionReward(load_checked(name, reward), reward.timeout_s, num_processes=1)
         try:
             outcome = await called.score(sample)
         except AttemptError as error:
@@ -109,11 +104,8 @@ async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> None:
             ) from None
         finally:
             await called.close()
-        print(f"{CALLED}{name} gave {outcome.value:g} for the first training row and an empty completion")
-
-
-COMPLETION = "(the completion)"
-TEMPLATED = "(the prompt in the policy's chat template)"
+        value = "None" if outcome.value is None else f"{outcome.value:g}"
+        print(f"{CALLED}{name} gave {value} for the first training row and an empty completion")
 
 
 def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
@@ -123,38 +115,37 @@ def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
         ConfigError: the template of a judge cannot be filled in for it.
     """
     prompt = row["prompt"]
-    extra = dict(row["extra"]) | ({PROMPT: prompt} if isinstance(prompt, list) else {})
+    extra = {**row["extra"], PROMPT: prompt} if isinstance(prompt, list) else row["extra"]
     own = prompt if isinstance(prompt, str) else ""
-    sample = RewardSample(
+    sample = _sample_of({**row, "extra": extra}, COMPLETION, TEMPLATED, own)
+    found = {}
+    for name, reward in run.reward.named.items():
+        reading = REWARDS[reward.kind].reading
+        if reading is None or not reward.scores_source(sample.data_source, sample.source):
+            continue
+        try:
+            found[name] = reading(name, reward, sample, run.servers[reward.servers])
+        except AttemptError as error:
+            if "train" in reward.lanes:
+                raise ConfigError(f"reward {name}: for the first training row, {error}") from None
+            found[name] = str(error)  # the rows of an evaluation may have other columns
+    return found
+
+
+def _sample_of(
+    row: dict[str, Any], completion: str = "", prompt_text: str = "", own_text: str = ""
+) -> RewardSample:
+    return RewardSample(
         (0, 0),
         False,
         row["data_source"],
-        COMPLETION,
+        completion,
         row["ground_truth"],
-        extra,
-        TEMPLATED,
-        own_text=own,
+        row["extra"],
+        prompt_text,
+        own_text=own_text,
         source=row.get("source", ""),
     )
-    asked = {
-        name: reward
-        for name, reward in run.reward.named.items()
-        if reward.servers and reward.scores_source(sample.data_source, sample.source)
-    }
-    return {
-        name: _reading(name, reward, sample, run.servers[reward.servers]) for name, reward in asked.items()
-    }
-
-
-def _reading(name: str, reward: NamedRewardConfig, sample: RewardSample, servers: ServersConfig) -> str:
-    reading = REWARDS[reward.kind].reading
-    assert reading is not None  # it names servers
-    try:
-        return reading(name, reward, sample, servers)
-    except AttemptError as error:
-        if "train" not in reward.lanes:
-            return str(error)  # the rows of an evaluation may have other columns
-        raise ConfigError(f"reward {name}: for the first training row, {error}") from None
 
 
 if __name__ == "__main__":

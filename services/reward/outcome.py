@@ -7,8 +7,9 @@ are the only places of this service that catch whatever comes.
 import asyncio
 import math
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -18,6 +19,7 @@ from typing import Any
 from tidemill.common.errors import RewardError
 from tidemill.common.wire.codec import sendable
 from tidemill.common.wire.messages import OnFailure, ScoreStatus, Try
+from tidemill.services.reward.sample import RewardSample
 
 MAX_ERROR_CHARS = 500
 MAX_DETAIL_CHARS = 10_000
@@ -39,8 +41,8 @@ class AttemptError(RewardError):
     """One attempt that gave no value.
 
     `is_timeout` says that the limit of time ran out, `is_final` that trying again cannot help. `kind` is a
-    word for the sort of failure, such as `http_429`, for counts: few and fixed. `retry_after_s` is what a
-    server asked for: the next attempt waits at least that long.
+    word for the sort of failure, for counts: few and fixed. `retry_after_s` is what a server asked for: the
+    next attempt waits at least that long. `tries` are all attempts, once this is the last of several.
     """
 
     def __init__(
@@ -58,7 +60,6 @@ class AttemptError(RewardError):
         self.kind = kind or ("timeout" if is_timeout else "error")
         self.retry_after_s = retry_after_s
         self.tries: list[NamelessTry] = []
-        """All attempts, this one included, once it is the last of several."""
 
 
 @dataclass(slots=True)
@@ -88,7 +89,6 @@ class RewardOutcome:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the reward said something, if only that it does not apply."""
         return self.status is ScoreStatus.OK
 
     @classmethod
@@ -100,6 +100,22 @@ class RewardOutcome:
             kind=error.kind,
             tries=[(name, *one) for one in error.tries],
         )
+
+
+class Reward(ABC):
+    slots: int | None = None
+    """Samples it makes sense to hold at once; None where only memory sets a limit."""
+
+    @abstractmethod
+    async def score(self, sample: RewardSample) -> RewardOutcome:
+        """One attempt, within the reward's own limit of time. Who calls decides on retries.
+
+        Raises:
+            AttemptError: it gave no value. Anything else that is raised is taken for one.
+        """
+
+    async def close(self) -> None:  # noqa: B027 (most hold nothing)
+        """Free what it holds."""
 
 
 @contextmanager
@@ -124,17 +140,12 @@ def users_own() -> Iterator[None]:
     except AttemptError:
         raise
     except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
-            raise
+        if isinstance(error, asyncio.CancelledError):
+            with suppress(RuntimeError):  # no loop runs in this thread
+                task = asyncio.current_task()
+                if task is not None and task.cancelling() > 0:
+                    raise
         raise AttemptError(describe(error)) from error
-
-
-def _is_being_cancelled() -> bool:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no loop runs in this thread
-        return False
-    return task is not None and task.cancelling() > 0
 
 
 def interpret(returned: Any, where: str = "") -> RewardOutcome:
@@ -149,13 +160,13 @@ def interpret(returned: Any, where: str = "") -> RewardOutcome:
     if isinstance(returned, tuple) and returned:
         notes = [_plain(note, MAX_DEPTH) for note in returned[1:]]
         return RewardOutcome(_finite(returned[0], f"{where}the first element is"), detail={"notes": notes})
-    if isinstance(returned, dict):
-        if "score" not in returned:
-            keys = ", ".join(repr(key) for key in list(returned)[:8]) or "no keys"
-            raise AttemptError(f"{where}returned a dict without 'score' ({keys}); {EXPECTED}")
-        components, detail = _sort_out({key: item for key, item in returned.items() if key != "score"})
-        return RewardOutcome(_finite(returned["score"], f"{where}'score' is"), components, detail)
-    return RewardOutcome(_finite(returned, f"{where}returned"))
+    if not isinstance(returned, dict):
+        return RewardOutcome(_finite(returned, f"{where}returned"))
+    if "score" not in returned:
+        keys = ", ".join(repr(key) for key in list(returned)[:8]) or "no keys"
+        raise AttemptError(f"{where}returned a dict without 'score' ({keys}); {EXPECTED}")
+    further = _sort_out({key: item for key, item in returned.items() if key != "score"})
+    return RewardOutcome(_finite(returned["score"], f"{where}'score' is"), *further)
 
 
 def interpret_batch(returned: Any, count: int) -> list[RewardOutcome]:

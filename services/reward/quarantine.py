@@ -13,14 +13,12 @@ from tidemill.common.streams import Consumer, Delivery
 from tidemill.common.wire.messages import Trajectory
 
 FEW = 8
-"""Samples that run together where their first deliveries cleared nobody."""
-FULL_COMPANY = 2
+"""Samples that run together where their first deliveries have shown nothing."""
+UNRESTRICTED = 2
 """Deliveries among any number of others, where `streams.max_attempts` leaves enough for those after them."""
 
 
-class Holder(Protocol):
-    """A lane, as the quarantine sees it."""
-
+class SuspectRunner(Protocol):
     consumer: Consumer[Trajectory]
 
     def start(self, delivery: Delivery[Trajectory]) -> None:
@@ -32,7 +30,7 @@ class Quarantine:
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
-        self._lone_from = min(FULL_COMPANY + 2, max(2, context.config.streams.max_attempts))
+        self._lone_from = min(UNRESTRICTED + 2, max(2, context.config.streams.max_attempts))
         self._most = max(self._lone_from, context.config.streams.max_attempts)
         self._num_running = 0
         self._is_quiet, self._is_open = asyncio.Event(), asyncio.Event()
@@ -40,21 +38,19 @@ class Quarantine:
         self._is_open.set()
         self._one_at_a_time = asyncio.Lock()
 
-    def is_worn_out(self, delivery: Delivery[Trajectory]) -> bool:
+    def attempts_exhausted(self, delivery: Delivery[Trajectory]) -> bool:
         """Whether it was delivered too often, in the end with nothing else in flight."""
         return delivery.attempts > self._most
 
     def is_suspect(self, delivery: Delivery[Trajectory]) -> bool:
         """Whether it may run beside a few others only, or alone."""
-        return self._company(delivery) is not None
+        return self._max_together(delivery) is not None
 
     def began(self) -> None:
-        """A sample is in flight."""
         self._num_running += 1
         self._is_quiet.clear()
 
     def ended(self) -> None:
-        """A sample is in flight no longer."""
         self._num_running -= 1
         if not self._num_running:
             self._is_quiet.set()
@@ -75,33 +71,33 @@ class Quarantine:
             await self.until_open()
             await consumer.unpark(deliveries)
 
-    async def work_off(self, holder: Holder, suspects: list[Delivery[Trajectory]]) -> None:
-        """Run suspects, each with the company that it may have; all but a few are left to other workers."""
+    async def work_off(self, runner: SuspectRunner, suspects: list[Delivery[Trajectory]]) -> None:
+        """Run suspects, each beside no more than it may; all but a few are left to other workers."""
         suspects = sorted(suspects, key=lambda delivery: delivery.attempts)
-        await holder.consumer.hand_back(suspects[FEW:])
+        await runner.consumer.hand_back(suspects[FEW:])
         waiting = suspects[:FEW]
-        await holder.consumer.park(waiting)
+        await runner.consumer.park(waiting)
         async with self._one_at_a_time:
             self._is_open.clear()
             try:
                 while waiting and await self._is_alone():
-                    company = self._company(waiting[0]) or FEW
-                    together, waiting = waiting[:company], waiting[company:]
+                    count = self._max_together(waiting[0]) or FEW
+                    together, waiting = waiting[:count], waiting[count:]
                     together = [delivery for delivery in together if not delivery.is_lost]
-                    await holder.consumer.unpark(together)
+                    await runner.consumer.unpark(together)
                     for delivery in together:
-                        holder.start(delivery)
+                        runner.start(delivery)
                 await self._is_alone()
             finally:
                 self._is_open.set()
-        await holder.consumer.unpark(waiting)  # where the worker stops: handing back takes that one off
+        await runner.consumer.unpark(waiting)  # where the worker stops: handing back takes that one off
 
     async def _is_alone(self) -> bool:
         """Wait until nothing is in flight; False where the worker must stop before."""
         await self._context.unless_stopping(self._is_quiet.wait())
         return self._is_quiet.is_set() and not self._context.stopping.is_set()
 
-    def _company(self, delivery: Delivery[Trajectory]) -> int | None:
+    def _max_together(self, delivery: Delivery[Trajectory]) -> int | None:
         """How many may be in flight with it; None is any number."""
         if delivery.attempts >= self._lone_from:
             return 1

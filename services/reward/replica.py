@@ -13,7 +13,6 @@ from tidemill.common.process.service import ServiceMain, run_service
 
 
 def main() -> int:
-    """Run one replica; returns its exit code."""
     return run_service(
         "replica",
         "Serves one replica of a judge or reward model to a run. What follows `--` goes to the server.",

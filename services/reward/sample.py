@@ -153,7 +153,6 @@ class RewardSample:
 
 
 def lines_of(messages: ChatMessages, between: str = "\n") -> str:
-    """A chat as text: each message with its role."""
     return between.join(f"{message.get('role')}: {message.get('content')}" for message in messages)
 
 

@@ -21,7 +21,7 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.environments.agent_programs import AgentProgram, program_of
+from tidemill.services.rollout.environments.environment import chat_of
 from tidemill.services.rollout.environments.player import EnvironmentPlayer, build_stage
 from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed, Tools
 from tidemill.services.rollout.sessions.player import Played
@@ -36,12 +36,7 @@ def main(argument: str, row: str = "") -> int:
     """Check the environment of a config given as JSON; returns the exit code."""
     try:
         config = RunConfig.model_validate(json.loads(argument))
-        if config.rollout.environment.is_single_turn:
-            return 0
-        if config.rollout.environment.use == AGENT:
-            run_main(_start(program_of(config.rollout.environment.agent)))
-            return 0
-        for line in run_main(_play(config, json.loads(row) if row else None)):
+        for line in run_main(_check(config, json.loads(row) if row else None)):
             print(f"{PLAYED}{line}")
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -49,35 +44,52 @@ def main(argument: str, row: str = "") -> int:
     return 0
 
 
-async def _start(program: AgentProgram) -> None:
-    """An agent's program is loaded and no more: with a script for a model, many have reason to fail."""
-    await program.start()
-    await program.close()
-
-
-async def _play(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
+async def _check(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
     """Load the environment and, with a row, play one session; returns what came of it, in lines.
 
     Raises:
         ConfigError: the environment cannot be loaded, fails, or says what the chat template refuses.
     """
     section = config.rollout.environment
+    if section.is_single_turn:
+        return []
+    if section.use == AGENT:  # loaded and no more: with a script for a model, many have reason to fail
+        from tidemill.services.rollout.environments.agent import AgentProgram
+
+        program = AgentProgram(section.agent)
+        await program.start()
+        await program.close()
+        return []
     if row is None:
         await build_stage(section).close()
         return []
     changed = section.model_copy(update={"attempts": 1, "max_turns": min(TURNS, section.max_turns)})
     rollout = config.rollout.model_copy(update={"environment": changed})
     chat = ScriptedChat(open_chat(config))
-    player = EnvironmentPlayer(config.model_copy(update={"rollout": rollout}), _nothing, lambda: chat)
+    player = EnvironmentPlayer(config.model_copy(update={"rollout": rollout}), lambda ids: "", lambda: chat)
+    prompt = row["prompt"]
+    is_text = isinstance(prompt, str)
     try:
         await player.start()
-        ticket = _ticket(config, row, chat)
+        # As the trainer issues it, but for the ids of a prompt that nothing is added to.
+        ticket = Ticket(
+            ticket=0,
+            step=0,
+            min_version=0,
+            group_size=1,
+            prompt_ids=chat.render(chat_of(prompt)),
+            prompt_text=prompt if is_text else "",
+            data_source=row["data_source"],
+            ground_truth=row["ground_truth"],
+            extra=dict(row["extra"]) | ({} if is_text else {PROMPT: prompt}),
+            sampling=SamplingParams(max_tokens=config.rollout.sampling.max_tokens),
+        )
         end = chat.render([{"role": "user", "content": SAYS}])[-1:]
 
         async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
             return Generation(end, [0.0], ((0, 0),), "stop")
 
-        played = await player.play(ticket, "check", ask)
+        return _lines(await player.play(ticket, "check", ask))
     except (EnvironmentFaultError, ValueError) as error:
         raise ConfigError(
             f"rollout.environment.use {section.use}: played with the first training row and a script in "
@@ -85,41 +97,18 @@ async def _play(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
         ) from None
     finally:
         await player.close()
-    return _lines(played)
 
 
 def _lines(played: Played) -> list[str]:
     session = played.session
     assert session is not None
-    calls = [
-        f"{call['function']['name']}({call['function']['arguments']})"
-        for message in session.messages
-        for call in message.get("tool_calls", ())
-    ]
-    answers = [str(message["content"]) for message in session.messages if message["role"] != "assistant"]
     reward = "no reward" if session.reward is None else f"a reward of {session.reward:g}"
     lines = [f"{session.environment}: {len(session.turns)} turns of a script, ended {session.end}, {reward}"]
-    lines += [f"called {call}" for call in calls]
-    lines += [f"answered {' '.join(answer.split())[:SHOWN]}" for answer in answers]
-    return lines
-
-
-def _ticket(config: RunConfig, row: Mapping[str, Any], chat: ChatFormat) -> Ticket:
-    """As the trainer issues it, but for the ids of a prompt that nothing is added to."""
-    prompt = row["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return Ticket(
-        ticket=0,
-        step=0,
-        min_version=0,
-        group_size=1,
-        prompt_ids=chat.render(messages),
-        prompt_text=prompt if isinstance(prompt, str) else "",
-        data_source=row["data_source"],
-        ground_truth=row["ground_truth"],
-        extra=dict(row["extra"]) | ({} if isinstance(prompt, str) else {PROMPT: prompt}),
-        sampling=SamplingParams(max_tokens=config.rollout.sampling.max_tokens),
-    )
+    for message in session.messages:
+        functions = (call["function"] for call in message.get("tool_calls", ()))
+        lines += [f"called {function['name']}({function['arguments']})" for function in functions]
+    answers = [str(message["content"]) for message in session.messages if message["role"] != "assistant"]
+    return lines + [f"answered {' '.join(answer.split())[:SHOWN]}" for answer in answers]
 
 
 class ScriptedChat:
@@ -138,27 +127,20 @@ class ScriptedChat:
         if place >= len(tools):
             return Parsed(message)
         function = tools[place]["function"]
-        call = Call(function["name"], _example(function.get("parameters") or {}))
-        written = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        schema = function.get("parameters") or {}
+        properties = schema.get("properties") or {}
+        arguments = {name: _example(properties.get(name) or {}) for name in schema.get("required") or ()}
+        written = {"name": function["name"], "arguments": json.dumps(arguments)}
         message["tool_calls"] = [{"id": "call_0", "type": "function", "function": written}]
-        return Parsed(message, (call,))
+        return Parsed(message, (Call(function["name"], arguments),))
 
 
-def _example(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the right types for those that are required."""
-    properties = parameters.get("properties") or {}
-    return {name: _value(properties.get(name) or {}) for name in parameters.get("required") or ()}
-
-
-def _value(schema: Mapping[str, Any]) -> Any:
+def _example(schema: Mapping[str, Any]) -> Any:
+    """An argument of the right type."""
     if schema.get("enum"):
         return schema["enum"][0]
     kind = schema.get("type", "string")
     return EXAMPLES.get(kind[0] if isinstance(kind, list) else kind, "1")
-
-
-def _nothing(ids: Sequence[int]) -> str:
-    return ""
 
 
 if __name__ == "__main__":

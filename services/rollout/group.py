@@ -27,38 +27,31 @@ from tidemill.services.rollout.engines.engine import Engine, Generation, Generat
 from tidemill.services.rollout.sessions.player import Player
 from tidemill.services.rollout.weight_follower import WeightFollower
 
-Counted = tuple[int, int, float]
-"""Tokens of the prompt and of the completion, and the seconds it took."""
-
-
-class SampleCounts:
-    """The metrics of one lane."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._published = metrics.TRAJECTORIES_PUBLISHED.labels(lane)
-        self._prompt_tokens = metrics.PROMPT_TOKENS.labels(lane)
-        self._completion_tokens = metrics.COMPLETION_TOKENS.labels(lane)
-        self._seconds = metrics.GENERATION_SECONDS.labels(lane)
-        self._gathered: Batched[Counted] = Batched(self._book)
-
-    def observe(self, sample: Trajectory) -> None:
-        seconds = sample.finished_at - sample.started_at
-        self._gathered.add((len(sample.prompt_ids), len(sample.completion_ids), seconds))
-
-    def _book(self, samples: Sequence[Counted]) -> None:
-        prompts, completions, seconds = zip(*samples, strict=True)
-        self._published.inc(len(samples))
-        self._prompt_tokens.inc(sum(prompts))
-        self._completion_tokens.inc(sum(completions))
-        self._seconds.observe_many(seconds)
-
-
 log = structlog.get_logger(__name__)
 
 OF_THE_TICKET = (frozenset(Ticket.model_fields) & frozenset(Trajectory.model_fields)) - {"prompt_ids"}
 """What a trajectory has of its ticket. An environment may add to the prompt."""
 VERSION_FIELD = "version"
 """Field of the progress hash that holds the version at which the group was started."""
+
+
+class SampleCounts:
+    """The metrics of one lane."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._gathered: Batched[tuple[int, int, float]] = Batched(self._book)
+
+    def observe(self, sample: Trajectory) -> None:
+        seconds = sample.finished_at - sample.started_at
+        self._gathered.add((len(sample.prompt_ids), len(sample.completion_ids), seconds))
+
+    def _book(self, samples: Sequence[tuple[int, int, float]]) -> None:
+        prompts, completions, seconds = zip(*samples, strict=True)
+        metrics.TRAJECTORIES_PUBLISHED.labels(self._lane).inc(len(samples))
+        metrics.PROMPT_TOKENS.labels(self._lane).inc(sum(prompts))
+        metrics.COMPLETION_TOKENS.labels(self._lane).inc(sum(completions))
+        metrics.GENERATION_SECONDS.labels(self._lane).observe_many(seconds)
 
 
 class GroupGenerator:
@@ -77,7 +70,7 @@ class GroupGenerator:
         self.broker, self.keys, self.worker, self.lane = context.broker, context.keys, context.name, lane
         self.consumer, self.engine, self.follower = consumer, engine, follower
         self.counts = SampleCounts(lane)
-        self.num_published = self.num_turns = self.num_playing = 0
+        self.num_turns = self.num_playing = 0
         self._asked: set[str] = set()
 
     @property
@@ -105,7 +98,7 @@ class GroupGenerator:
                 metrics.STAGE_SECONDS.labels("ticket").observe(waited_s)
             missing = sorted(set(range(ticket.group_size)) - done)
             if not missing:
-                await self.consumer.settle_group(delivery, *self._keys_of(ticket), ticket.group_size)
+                await self.consumer.publish_sample(delivery, *self._keys_of(ticket), None)
             faults: dict[int, EnvironmentFaultError] = {}
             async with asyncio.TaskGroup() as samples:
                 for index in missing:
@@ -138,31 +131,25 @@ class GroupGenerator:
     async def _begin(self, delivery: Delivery[Ticket]) -> set[int]:
         """Wait until the engine is new enough for the group; returns the indices published already."""
         ticket = delivery.message
-        done, started_version = await self._read_progress(ticket.ticket)
         progress = self.keys.progress(ticket.ticket, self.lane)
+        raw = await self.broker.execute("HGETALL", progress)
+        fields = dict(zip(raw[::2], raw[1::2], strict=True))
+        started_version = int(fields.pop(VERSION_FIELD.encode(), -1))
         # Before any token is sampled: the staleness bound rests on this wait.
         version = await self.follower.reach(ticket.min_version)
         if started_version < 0:
             # Not over the version of a worker that took the group over meanwhile and started it earlier.
             await self.consumer.start_group(delivery, progress, version)
-        elif started_version > version and not await self._reaches(started_version):
-            log.warning(
-                "the version that a group began with is gone", ticket=ticket.ticket, was=started_version
-            )
-            await self.consumer.start_group(delivery, progress, self.engine.version, replaces=True)
-        return done
-
-    async def _reaches(self, version: int) -> bool:
-        """Whether the engine gets as far as a version at which a group began.
-
-        Of a history that Redis and trainer have lost, it never does; what only Redis has lost is announced
-        again long before the lease ends.
-        """
-        try:
-            await asyncio.wait_for(self.follower.reach(version), self.consumer.lease_s)
-        except TimeoutError:
-            return False
-        return True
+        elif started_version > version:
+            try:
+                # What only Redis has lost is announced again long before the lease ends. What the trainer has
+                # lost too never comes.
+                await asyncio.wait_for(self.follower.reach(started_version), self.consumer.lease_s)
+            except TimeoutError:
+                was, what = started_version, "the version that a group began with is gone"
+                log.warning(what, ticket=ticket.ticket, was=was)
+                await self.consumer.start_group(delivery, progress, self.engine.version, replaces=True)
+        return {int(index) for index in fields}
 
     def _keys_of(self, ticket: Ticket) -> tuple[str, str]:
         """Where the ticket's samples go, and the hash of its progress."""
@@ -215,7 +202,6 @@ class GroupGenerator:
         )
         published = await self._checked_in(sample)
         await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)
-        self.num_published += 1
         self.counts.observe(sample)
 
     async def _checked_in(self, sample: Trajectory) -> Trajectory:
@@ -240,10 +226,3 @@ class GroupGenerator:
             return generation
         finally:
             self._asked.discard(request_id)
-
-    async def _read_progress(self, ticket: int) -> tuple[set[int], int]:
-        """Indices already published, and the version at which the group was started (-1: not yet)."""
-        raw = await self.broker.execute("HGETALL", self.keys.progress(ticket, self.lane))
-        fields = dict(zip(raw[::2], raw[1::2], strict=True))
-        version = int(fields.pop(VERSION_FIELD.encode(), -1))
-        return {int(index) for index in fields}, version

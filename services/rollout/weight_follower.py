@@ -23,8 +23,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.weights.remote import open_remote
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.rollout.engines.engine import Engine, WeightUpdate
-from tidemill.services.rollout.weights.download import LocalVersions, WeightDownload, cache_folder
-from tidemill.services.rollout.weights.routes import Versions, find_route
+from tidemill.services.rollout.weight_versions import LocalVersions, Versions, WeightDownload, find_route
 
 log = structlog.get_logger(__name__)
 
@@ -46,8 +45,12 @@ class WeightFollower:
     """Loads announced versions into one engine; `run` goes on until it is cancelled."""
 
     def __init__(self, context: ServiceContext, engine: Engine) -> None:
-        self.context, self.engine = context, engine
-        self._versions = versions_of(context)
+        """Raises ConfigError: the address of weights is of no known kind, or needs a library."""
+        self.context, self.engine, run_id = context, engine, context.keys.run_id
+        remote = open_remote(context.config.weights.url, run_id)
+        self._versions: Versions = (
+            WeightDownload(remote, run_id) if remote else LocalVersions(context.run_dir)
+        )
         spread_s = SPREAD_S_PER_GROUP * context.config.trainer.groups_per_step
         self._spread_s = min(LONGEST_SPREAD_S, spread_s)
         self._arrived = asyncio.Condition()
@@ -73,10 +76,14 @@ class WeightFollower:
             entries = [entry for entry in read if isinstance(entry, Entry)]
             if read and isinstance(read[-1], Garbled):
                 log.warning("an unexpected entry among the weights is skipped", entry=read[-1].entry_id)
-            # Where nothing came, what is there may still be news: the stream may be shorter than it was.
+            # Where nothing came, there may still be something to load: the stream may have become shorter.
             newest = entries[-1] if entries else await self._newest()
-            if newest and self._is_news(newest.message):
+            if newest is None:
+                continue
+            if self._is_to_load(newest.message):
                 await self._load(newest.message, reader)
+            elif self._held is not None and newest.message.version == self.engine.version:
+                self._held = newest.message  # the same weights, announced by another trainer
 
     async def reach(self, version: int) -> int:
         """Wait until the engine holds `version` or a newer one; returns the one it holds."""
@@ -88,38 +95,28 @@ class WeightFollower:
         finally:
             self.num_waiting -= 1
 
-    def _is_news(self, manifest: WeightManifest) -> bool:
+    def _is_to_load(self, manifest: WeightManifest) -> bool:
         """A newer version, the same one with other bytes, or any that a later trainer stands at."""
         held = self._held
         if manifest.version > self.engine.version or held is None:
             return manifest.version > self.engine.version
         if manifest.version < self.engine.version:
             return manifest.term > held.term
-        if manifest.digest == held.digest:
-            self._held = manifest
-            return False
-        return True
-
-    def _is_other_history(self, manifest: WeightManifest) -> bool:
-        """Whether the weights held now may be no ancestor of these: their trainer is another one."""
-        return self._held is not None and manifest.term != self._held.term
+        return manifest.digest != held.digest
 
     async def _newest(self) -> Entry[WeightManifest] | None:
         return await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
 
     async def _load(self, manifest: WeightManifest, reader: OffsetReader[WeightManifest]) -> None:
         """Verify and load one version; a torn one is tried again unless a newer one is there."""
-        is_other_history = self._is_other_history(manifest)
+        # Of another trainer: then the weights held now may be no ancestor of these.
+        is_other_history = self._held is not None and manifest.term != self._held.term
         self.history += is_other_history  # what ends from now on was begun with weights that are gone
         await asyncio.sleep(random.random() * self._spread_s)
         try:
             update = await self._update(manifest)
         except WeightsError as error:
-            metrics.WEIGHT_FAILURES.inc()
-            log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
-            self._num_damaged = self._num_damaged + 1 if isinstance(error, DamagedWeightsError) else 0
-            self.damaged_version = manifest.version if self._num_damaged >= REPORT_AFTER else -1
-            self._give_up_after_a_while(error)
+            self._count_failure(manifest, error)
             newest = await self._newest()
             if newest and newest.message.version == manifest.version:
                 reader.position = id_before(newest.entry_id)
@@ -160,21 +157,14 @@ class WeightFollower:
         route = await asyncio.to_thread(find_route, self._versions, manifest, held)
         return await self.engine.load(manifest.version, route.files, route.deltas, manifest.digest)
 
-    def _give_up_after_a_while(self, error: WeightsError) -> None:
+    def _count_failure(self, manifest: WeightManifest, error: WeightsError) -> None:
         """End this worker rather than hold tickets that it will never be able to start."""
+        metrics.WEIGHT_FAILURES.inc()
+        log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
+        self._num_damaged = self._num_damaged + 1 if isinstance(error, DamagedWeightsError) else 0
+        self.damaged_version = manifest.version if self._num_damaged >= REPORT_AFTER else -1
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         leases_s = GIVE_UP_LEASES * self.context.config.streams.lease_s
         if now - self._failing_since > max(leases_s, REPAIR_S if self._num_damaged else 0.0):
             raise error
-
-
-def versions_of(context: ServiceContext) -> Versions:
-    """Where this worker gets versions from.
-
-    Raises:
-        ConfigError: the address is of no known kind, or needs a library that is not there.
-    """
-    run_id = context.keys.run_id
-    remote = open_remote(context.config.weights.url, run_id)
-    return WeightDownload(remote, run_id, cache_folder()) if remote else LocalVersions(context.run_dir)

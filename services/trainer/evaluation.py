@@ -291,7 +291,7 @@ class Evaluator:
         self, version: int, dataset: str, scores: list[list[Score]], samples: list[Trajectory]
     ) -> EvaluationResult:
         """`scores` by prompt; those without a value are failed samples."""
-        threshold = self.config.success_threshold
+        threshold = self.context.config.trainer.algorithm.success_threshold
         by_prompt = [[score.value for score in row if score.value is not None] for row in scores]
         flat = [value for row in by_prompt for value in row]
         scored = [row for row in by_prompt if row]

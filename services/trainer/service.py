@@ -105,7 +105,6 @@ async def _train_policy(
     reconciler.registration = Registration(context)
     await until_stored(context, reconciler.registration.begin)
     replayer = Replayer(context, runner, streams, journal)
-    await until_stored(context, replayer.repair_archive)
     can_start_over = await replayer.archived.begins_at_start()
     restored, dropped, needed = await runner.thread.call(
         restore_checkpoint, store, runner.policy, streams, can_start_over

@@ -255,7 +255,7 @@ class Trainer:
     def _metrics(self, step: int, result: StepResult, num_dropped: int) -> dict[str, float]:
         now = time.monotonic()
         step_time_s, self._committed_at = now - self._committed_at, now
-        threshold = self.config.evaluation.success_threshold
+        threshold = self.config.algorithm.success_threshold
         numbers = step_metrics(step, result, num_dropped, step_time_s, threshold)
         numbers |= self.scheduler.prompts.metrics()
         numbers["trainer_idle_share"] = self.context.activity.idle_share()

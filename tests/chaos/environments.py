@@ -14,7 +14,7 @@ from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
 from tidemill.common.wire.messages import ScoreStatus
 
-MARK = b"tidemill.services.rollout.environments.child"
+MARK = b"tidemill.services.rollout.environments.stages"
 PATIENCE_S = 30.0
 
 

@@ -214,8 +214,6 @@ def _disk(rng: random.Random, names: list[str], setup: Setup) -> Made:
 
 def _tear(rng: random.Random, names: list[str], setup: Setup) -> Made:
     kinds = ["checkpoint", "checkpoint", "weights", "metrics"]
-    if setup.archive:
-        kinds += ["manifest:trajectories", "manifest:scores", "manifest:prompts"]
     return "trainer", {"what": rng.choice(kinds), "share": round(rng.random(), 3)}
 
 

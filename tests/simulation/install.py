@@ -30,7 +30,6 @@ import yaml
 import tidemill.common.process.service
 import tidemill.common.redis.broker
 import tidemill.common.redis.client
-import tidemill.services.reward.rewards.named
 import tidemill.services.reward.rewards.weighted_sum
 import tidemill.services.rollout.engines.simulated
 import tidemill.services.rollout.service
@@ -147,7 +146,7 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (tidemill.common.process.service, "LAG_PROBE_S", 5.0),
         (tidemill.services.rollout.service, "SAMPLE_S", 1.0),
         (tidemill.services.reward.rewards.weighted_sum, "make_reward", make_reward),
-        (tidemill.services.reward.rewards.named, "FunctionReward", SimulatedReward),
+        (tidemill.services.reward.rewards.weighted_sum, "FunctionReward", SimulatedReward),
         (tidemill.services.trainer.service, "load_tokenizer", known_tokenizer),
         (httpx, "AsyncClient", NoHttpClient),
         (codec, "_check_needs", _needs_checked_by(world)),

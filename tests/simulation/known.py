@@ -89,11 +89,6 @@ KNOWN = {
     "a stranger among the commits": Schedule(
         1, Setup(), (Fault(3.0, "foreign", "commits", {"what": "garbage"}),)
     ),
-    "a manifest that ends in the middle": Schedule(
-        522447,
-        Setup(steps=6, group_size=4, max_staleness=3, archive=True),
-        (Fault(6.177, "tear", "trainer", {"what": "manifest:trajectories", "share": 0.5}),),
-    ),
     "tickets are lost while they are issued": Schedule(
         843,
         Setup(group_size=2, checkpoint_every=4),
@@ -269,7 +264,6 @@ KNOWN = {
             rollouts=1,
         ),
         (
-            Fault(3.719, "tear", "trainer", {"what": "manifest:prompts", "share": 0.466}),
             Fault(
                 5.216,
                 "restart",
@@ -278,7 +272,6 @@ KNOWN = {
             ),
             Fault(6.235, "kill", "trainer"),
             Fault(6.828, "cut_off", "reward-0", {"for_s": 5.38}),
-            Fault(13.957, "tear", "trainer", {"what": "manifest:trajectories", "share": 0.883}),
         ),
     ),
     "a stranger's copy comes after its group was trained": Schedule(

@@ -84,15 +84,15 @@ PLANTED = (
     ),
     Mutant(
         "the answers of a read-ahead are thrown away",
-        "common/streams/read_ahead.py",
-        "        if not isinstance(reply, Exception):\n            self._waiting.extend(self._hold(reply))",
-        "        assert reply is not self._hold",
+        CONSUMER,
+        "        if not isinstance(reply, Exception):\n            self._ahead.extend(self._hold_new(reply))",
+        "        assert reply is not self._ahead",
     ),
     Mutant(
         "deliveries whose answer was lost are not read again",
         CONSUMER,
-        "unanswered = [self._hold(*found) for found in await read_unanswered(self, count)]",
-        "unanswered = [self._hold(*found) for found in await read_unanswered(self, 0)]",
+        "unanswered = [self._hold(*found) for found in await self._read_unanswered(count)]",
+        "unanswered = [self._hold(*found) for found in await self._read_unanswered(0)]",
     ),
     Mutant(
         "a sample is published without its lease",
@@ -157,8 +157,8 @@ PLANTED = (
     Mutant(
         "messages are taken from those who live",
         TAKEOVER,
-        "int(self._lease_s * 1000), self._clock.latest_ms()",
-        "int(self._lease_s * 250), self._clock.latest_ms()",
+        "int(self._lease_s * 1000), self._server_ms(spare_s)",
+        "int(self._lease_s * 250), self._server_ms(spare_s)",
     ),
     Mutant(
         "after an outage leases are taken at once",
@@ -259,7 +259,7 @@ PLANTED = (
     ),
     Mutant(
         "a reader goes on where it was after a loss",
-        "common/streams/log.py",
+        "common/streams/offset_reader.py",
         "            self.position = min(self.position, standing, key=id_order)\n",
         "",
     ),
@@ -351,8 +351,8 @@ PLANTED = (
     Mutant(
         "a slot is not freed when a score is published",
         "services/reward/worker.py",
-        "        self.counts.settled(self.lane)\n        self._release()\n",
-        "        self.counts.settled(self.lane)\n",
+        "                self.counts.count(self.lane, unpublished=-1)\n                self._release()\n",
+        "                self.counts.count(self.lane, unpublished=-1)\n",
     ),
     Mutant(
         "an advantage has the sign of the group's other half",

@@ -74,13 +74,6 @@ REVERTED = (
         "a stranger among the commits",
     ),
     Mutant(
-        "files that a manifest has lost are not listed again",
-        "common/archive/writer.py",
-        "    for path in unlisted(manifest):\n",
-        "    for path in unlisted(manifest)[:0]:\n",
-        "a manifest that ends in the middle",
-    ),
-    Mutant(
         "numbered entries are appended wherever the stream ends",
         f"{LUA}/append_after.lua",
         "if last ~= ARGV[1] then\n  return 0\nend\n",
@@ -147,7 +140,7 @@ REVERTED = (
     ),
     Mutant(
         "a reader's trail is trusted as soon as it is read",
-        "common/streams/trail.py",
+        "common/streams/offset_reader.py",
         "        return [rung for rung in self.rungs if id_order(rung[0]) <= id_order(self._sure_to)]\n",
         "        return list(self.rungs)\n",
         "a reader goes on before the failover is noticed",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import RunConfig, parse_config
-from tidemill.common.streams.trimming import KEPT_COMMITS
+from tidemill.common.streams.log import KEPT_COMMITS
 
 LEASE_S = 4.0
 REISSUE_AFTER_S = 60.0

@@ -16,7 +16,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.history import History
 from tests.simulation.loop import OWNER, SimulatedLoop
 from tests.simulation.process import Process
-from tidemill.common.streams.trimming import KEPT_COMMITS
+from tidemill.common.streams.log import KEPT_COMMITS
 from tidemill.common.wire.keys import Keys
 
 INPUTS_NAME = b"/tidemill-simulation-inputs-"

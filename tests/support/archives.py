@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.trajectories import make_trajectory
+from tidemill.common.archive.archiver import archive_stream, writing
 from tidemill.common.archive.manifest import Manifest
-from tidemill.common.archive.writer import archive_stream, writing
 from tidemill.common.history import History, Record, Selection, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Fields, read_raw

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
-from tidemill.common.streams import append, append_numbered
+from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import (
     Commit,

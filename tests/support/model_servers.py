@@ -1,10 +1,11 @@
 """Servers of one address, without a run around them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 
-from tidemill.common.config import ServersConfig
+from tidemill.common.config import RewardConfig, ServersConfig
 from tidemill.common.config.servers import LimitsConfig
 from tidemill.services.reward.remote.limiter import Limiter
 from tidemill.services.reward.remote.servers import Servers
@@ -23,3 +24,9 @@ def servers_at(url: str, http: httpx.AsyncClient, **fields: Any) -> Servers:
     config = ServersConfig.model_validate({"base_urls": [url], **fields})
     limiter = Limiter(None, _NoKeys(), "there", LimitsConfig())  # type: ignore[arg-type]
     return Servers("there", config, http, limiter)
+
+
+def dependencies_of(servers: Any, **reward: Any) -> Any:
+    """What a reward that asks these servers is made with."""
+    config = SimpleNamespace(reward=RewardConfig(**reward))
+    return SimpleNamespace(servers=lambda _: servers, config=config)

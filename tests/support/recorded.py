@@ -8,11 +8,12 @@ from pathlib import Path
 import yaml
 
 from tests.support import preloaded
+from tests.support.numbered import append_numbered
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
-from tidemill.common.streams import append, append_numbered
+from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, Ticket, Trajectory
 

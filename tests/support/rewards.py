@@ -1,10 +1,14 @@
 """Rewards for tests: any object with a `score` method, with the attempts and limits of real ones."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from tidemill.common.config import NamedRewardConfig, RewardConfig
-from tidemill.services.reward.rewards.named import NamedReward
-from tidemill.services.reward.rewards.weighted_sum import WeightedSum
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.rewards.sandbox import SandboxReward
+from tidemill.services.reward.rewards.weighted_sum import NamedReward, WeightedSum
 from tidemill.services.reward.worker import Scorer
 
 
@@ -28,3 +32,9 @@ def together(rewards: dict[str, tuple[Any, dict[str, Any]]]) -> WeightedSum:
 def scorer_of(reward: Any, config: RewardConfig, worker: str = "w1", seed: int = 0) -> Scorer:
     """A scorer with this reward alone."""
     return Scorer(alone(reward, config), config, worker, seed)
+
+
+def code_reward(broker: Broker, keys: Keys, config: SandboxConfig) -> SandboxReward:
+    """A reward of code; the Redis of its jobs is that of the environment."""
+    dependencies: Any = SimpleNamespace(broker=broker, keys=keys)
+    return SandboxReward("code", NamedRewardConfig(sandbox=config), dependencies)

@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.numbered import append_numbered
 from tests.support.training import make_parts, messages, trainer_config
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Delivery, append_numbered
+from tidemill.common.streams import Consumer, Delivery
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Lane, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest

@@ -5,7 +5,7 @@ from pathlib import Path
 from textwrap import dedent
 
 from tidemill.common.wire.messages import Score
-from tidemill.services.reward.functions.processes.pool import ProcessPool
+from tidemill.services.reward.functions.pool import ProcessPool
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.sample import RewardSample

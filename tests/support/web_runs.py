@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config, update_state
-from tidemill.common.streams import append, append_numbered
+from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import (
     Commit,

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeVar
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History as Streams
-from tidemill.common.history.records import GroupRecord, SampleRecord
-from tidemill.common.history.whole_groups import read_groups
+from tidemill.common.history.records import GroupRecord, SampleRecord, read_groups
 from tidemill.common.run.state import METRICS_FILE, read_records
 from tidemill.common.streams.selection import Range, Selection, StreamName
 from tidemill.common.wire.messages import Commit, Lane

@@ -170,10 +170,9 @@ def _rewards(config: RewardConfig) -> str:
     for name, reward in config.named.items():
         what = name if reward.function in (None, name) else f"{name} = {reward.function}"
         weight = f"{reward.weight:g} x " if config.rewards else ""
-        policy = reward.on_failure if reward.failure_value is None else f"{reward.failure_value:g}"
         texts.append(
             f"{weight}{what} ({reward.kind}, {reward.timeout_s:g} s and {reward.max_attempts} attempts each; "
-            f"then {policy})"
+            f"then {reward.on_failure})"
         )
     after = f", then {config.group} over each group" if config.group else ""
     return " + ".join(texts) + after

@@ -14,7 +14,7 @@ from tidemill.common.config import DataConfig, ModelConfig, RunConfig, is_path
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import RenderError
 from tidemill.common.run.dataset import Row
-from tidemill.common.run.model_overrides import overridden
+from tidemill.common.run.model_config import overridden
 from tidemill.common.run.prompt_lengths import TOKENIZER_FILE, Ruler
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")

@@ -19,9 +19,8 @@ from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.process.vllm_machine import check_machine
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
-from tidemill.common.run.dataset import Row
+from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
-from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
 from tidemill.services.console.check.memory import Machine, check_memory
 from tidemill.services.console.check.model_folder import (
     ModelFacts,

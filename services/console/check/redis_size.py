@@ -1,7 +1,7 @@
 """The most memory of a run in Redis: what is in flight, what no archive has yet, and the commits."""
 
 from tidemill.common.config import RunConfig
-from tidemill.common.streams.trimming import KEPT_COMMITS
+from tidemill.common.streams.log import KEPT_COMMITS
 
 BYTES_OF_A_SAMPLE, BYTES_OF_A_COMMIT = 16, 2000
 """What a step takes in the commits stream."""

@@ -12,7 +12,7 @@ marked as rounding.
 import json
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -27,10 +27,10 @@ from tidemill.common.history import (
     History,
     MissingRecordsError,
     RecordedGroup,
+    Selection,
     StreamName,
-    TicketCursor,
 )
-from tidemill.common.history.groups import dropped_groups, tickets_of
+from tidemill.common.history.groups import dropped_groups
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit, Score, Ticket, Trajectory
 from tidemill.common.wire.segments import Segment, Turn
@@ -306,7 +306,7 @@ class StepReader:
 
     commits: AsyncIterator[Commit]
     groups: GroupCursor
-    tickets: TicketCursor
+    history: History
 
     @classmethod
     @asynccontextmanager
@@ -315,8 +315,8 @@ class StepReader:
         most = (2 + trainer.max_staleness) * trainer.groups_per_step
         commits = history.messages(StreamName.COMMITS, Commit)
         cursor = GroupCursor(history, run.config.largest_group_size, most)
-        async with cursor as groups, aclosing(TicketCursor(history)) as tickets:
-            yield cls(commits, groups, tickets)
+        async with cursor as groups:
+            yield cls(commits, groups, history)
 
     async def records(self, commit: Commit) -> dict[int, RecordedGroup] | None:
         """What the step was trained on; None where the streams do not have it any more."""
@@ -330,9 +330,9 @@ class StepReader:
 
     async def prompts(self, commit: Commit) -> dict[int, Ticket]:
         """The tickets that the step was trained on, as far as they are there."""
-        found = await self.tickets.tickets(commit.groups)
-        self.tickets.close(tickets_of(commit))
-        return found
+        near = Selection(tickets=(min(commit.groups, default=0), max(commit.groups, default=-1)))
+        found = self.history.messages(StreamName.PROMPTS, Ticket, near)
+        return {ticket.ticket: ticket async for ticket in found if ticket.ticket in commit.groups}
 
 
 async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
@@ -120,9 +120,9 @@ def is_field(target: str) -> bool:
         if section is None or name not in section.model_fields:
             return False
         annotation = section.model_fields[name].annotation
-        if annotation == dict[str, Any]:
-            return True
         section = section_of(annotation) or next(filter(None, map(section_of, get_args(annotation))), None)
+        if get_origin(annotation) is dict and section is None:
+            return True
     return True
 
 

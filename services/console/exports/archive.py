@@ -121,7 +121,7 @@ def _row(manifest: Manifest) -> dict[str, Any]:
         "entries": manifest.entries,
         "files": len(manifest.segments),
         "bytes": manifest.num_bytes,
-        "payload_bytes": sum(segment.payload_bytes for segment in manifest.segments),
+        "payload_bytes": sum(segment.details.payload_bytes for segment in manifest.segments),
         "removed": manifest.removed.entries,
         "last_id": manifest.last_id,
     }

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Record, Selection, StreamName, StreamSummary
+from tidemill.common.history.records import near_tickets
 from tidemill.common.history.sessions import num_completion_tokens, session_facts
-from tidemill.common.history.windows import near_tickets
 from tidemill.common.process.programs import run_main
 from tidemill.common.streams import group_status, last_id
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after
@@ -161,7 +161,8 @@ def show_entries(options: EntryOptions) -> None:
             near = selection
             if selection.tickets is not None:
                 first, last = (int(end or 0) for end in selection.tickets)
-                near = replace(await near_tickets(access.history, name, first, last), index=selection.index)
+                near = await near_tickets(access.history, first, last, name.lane)
+                near = replace(near, index=selection.index)
             records = [record async for record in access.history.scan(name, near)]
             if not records and near != selection:
                 records = [record async for record in access.history.scan(name, selection)]

@@ -6,7 +6,6 @@ from tidemill.common.process.service import ServiceMain, run_service
 
 
 def main() -> int:
-    """Run one sandbox worker; returns its exit code."""
     return run_service("jobs.sandbox", "Runs code of a run's completions apart from it.", _load)
 
 

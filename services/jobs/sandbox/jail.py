@@ -6,9 +6,6 @@ what is left of privileges and takes limits and a filter of system calls (`syste
 and becomes the program. From outside, its time, its output, and the memory and number of its processes are
 followed; what no process owns counts in a memory cgroup where one may be made. The kernel ends all of it
 with bubblewrap, which ends with this process's thread.
-
-Without namespaces there are limits, filter and, for root, another user alone. The filter keeps what a
-program starts in its process group, so one signal ends all of it.
 """
 
 import contextlib
@@ -16,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -24,12 +22,12 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
-from tidemill.services.jobs.sandbox.memory_group import MemoryGroup
 from tidemill.services.jobs.sandbox.system_calls import make_filter
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
@@ -41,6 +39,8 @@ FETCHED = Path(sys.prefix, "bubblewrap")
 MAX_FILES = 4096
 MAX_PROCESSES = 16
 """Processes and threads of one program at once."""
+BUBBLEWRAPS = 2
+"""Processes of bubblewrap itself in each jail."""
 MAX_OUTPUT_BYTES = 256 << 10
 LOOK_S = 0.04
 LOOK_SHARE = 0.1
@@ -54,6 +54,14 @@ CAP_SYS_ADMIN = 21
 ENDINGS = {128 + signal.SIGXCPU: "timeout", 128 + signal.SIGXFSZ: "file"}
 LAST_SIGNAL = 128 + 64
 
+GROUP_PREFIX = "tidemill-jail-"
+CGROUP_1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+CGROUP_2 = ("memory.max", "memory.swap.max")
+CGROUPS = Path("/sys/fs/cgroup")
+ENTER_GROUP = '{ echo 0 > "$0"; } 2>/dev/null; exec "$@"'
+"""Where a process may not move itself, the program has the other limits."""
+REMOVE_GROUP_S, PAUSE_S = 2.0, 0.01
+
 Result = dict[str, Any]
 
 
@@ -62,9 +70,16 @@ class SandboxError(TidemillError):
 
 
 def run_program(
-    source: str, stdin: str, config: SandboxConfig, time_s: float, group: MemoryGroup, namespaces: bool
+    source: str, stdin: str, config: SandboxConfig, time_s: float, group: "MemoryGroup"
 ) -> Result:
     """Run one program to its end, or to the first limit that it meets.
+
+    Args:
+        source: The program, in Python.
+        stdin: Its standard input.
+        config: Its limits.
+        time_s: The longest time that it may take.
+        group: Where the kernel counts its memory.
 
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
@@ -72,22 +87,19 @@ def run_program(
     with contextlib.ExitStack() as stack:
         order, fed, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if _is_admin() else 0
-        work = "/tmp" if namespaces else stack.enter_context(_work_folder(uid))
         order.write(json.dumps(_order(source, config, uid)).encode())
         fed.write(stdin.encode(errors="replace"))
         for file in (order, fed):
             file.seek(0)
-        interpreter = _interpreter(0 if namespaces else uid)
-        python = [interpreter, "-ISBc", LAUNCHER, str(order.fileno())]
+        python = [os.path.realpath(sys.executable), "-ISBc", LAUNCHER, str(order.fileno())]
         started, killed = time.monotonic(), group.num_killed()
         process = subprocess.Popen(
-            group.entered([*_bubblewrap(config, uid), *python] if namespaces else python),
+            group.entered([*_bubblewrap(config, uid), *python]),
             stdin=fed, stdout=out, stderr=err, pass_fds=[order.fileno()], start_new_session=True,
-            cwd=None if namespaces else work,
-            env={"PATH": "/usr/bin:/bin", "HOME": work, "TMPDIR": work, "LANG": "C.UTF-8"},
+            env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
         )  # fmt: skip
         try:
-            outcome = _follow(process, config, started + time_s, order, (out, err), namespaces)
+            outcome = _follow(process, config, started + time_s, order, (out, err))
         finally:
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group's number is its own
             code = process.wait()
@@ -161,35 +173,15 @@ def _packages(config: SandboxConfig) -> list[str]:
     return sorted(found) if config.packages else []
 
 
-def _interpreter(uid: int) -> str:
-    """Our own, or where that is in a folder that another user cannot enter, the system's."""
-    own = os.path.realpath(sys.executable)
-    is_open = all(folder.stat().st_mode & 0o001 for folder in Path(own).parents)
-    return own if is_open or not uid else os.path.realpath("/usr/bin/python3")
-
-
 def _is_admin() -> bool:
     status = Path("/proc/self/status").read_text().splitlines()
     capabilities = next((line.split()[1] for line in status if line.startswith("CapEff:")), "0")
     return os.geteuid() == 0 and bool(int(capabilities, 16) >> CAP_SYS_ADMIN & 1)
 
 
-@contextlib.contextmanager
-def _work_folder(uid: int) -> Any:
-    """An empty folder of the machine. It may be left in any state, and nested deeper than Python removes."""
-    folder = tempfile.mkdtemp(prefix="tidemill-jail-")
-    if uid:
-        os.chown(folder, uid, uid)
-    try:
-        yield folder
-    finally:
-        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
-
-
 def _follow(
     process: "subprocess.Popen[bytes]", config: SandboxConfig, deadline: float, order: IO[bytes],
-    written: tuple[IO[bytes], ...], namespaces: bool,
+    written: tuple[IO[bytes], ...],
 ) -> str:  # fmt: skip
     """The limit that it met; nothing where it came to an end by itself, which is not reaped yet."""
     pause_s, ended = LOOK_S, _end_of(process)
@@ -202,7 +194,7 @@ def _follow(
         looked = time.monotonic()
         if looked > deadline:
             return "timeout"
-        if outcome := _excess(process.pid, config, namespaces and not os.fstat(order.fileno()).st_size):
+        if outcome := _excess(process.pid, config, is_set_up=not os.fstat(order.fileno()).st_size):
             return outcome
         pause_s = max(LOOK_S, (time.monotonic() - looked) / LOOK_SHARE)
 
@@ -220,15 +212,15 @@ def _end_of(process: "subprocess.Popen[bytes]") -> threading.Event:
     return ended
 
 
-def _excess(group: int, config: SandboxConfig, has_files: bool) -> str:
+def _excess(group: int, config: SandboxConfig, is_set_up: bool) -> str:
     """Limits that no setrlimit has: of all processes together."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and _group_of(name) == group]
-    own = 2 if has_files else 0  # bubblewrap's
-    if len(pids) > MAX_PROCESSES + own:
+    if len(pids) > MAX_PROCESSES + BUBBLEWRAPS:
         return "processes"
     if sum(map(_used_bytes, pids)) > config.memory_mb << 20:
         return "memory"
-    return "file" if has_files and any(_num_files(pid) > MAX_FILES for pid in pids if pid != group) else ""
+    # Before the program starts, what stands at this path may be the machine's own /tmp.
+    return "file" if is_set_up and any(_num_files(pid) > MAX_FILES for pid in pids if pid != group) else ""
 
 
 def _group_of(pid: str) -> int:
@@ -264,3 +256,77 @@ def _num_files(pid: int) -> int:
 def _written(file: IO[bytes], max_bytes: int) -> str:
     file.seek(0)
     return file.read(max_bytes).decode(errors="replace")
+
+
+class MemoryGroup:
+    """A memory cgroup for one program after the other; without a folder there is none. In it the kernel
+    counts what belongs to no process, too."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def entered(self, command: list[str]) -> list[str]:
+        if self._folder is None:
+            return command
+        return ["/bin/sh", "-c", ENTER_GROUP, str(self._folder / "cgroup.procs"), *command]
+
+    def num_killed(self) -> int:
+        """How many processes the kernel has killed in it for want of memory."""
+        for name in ("memory.events", "memory.oom_control") if self._folder else ():
+            with contextlib.suppress(OSError):
+                for line in Path(f"{self._folder}/{name}").read_text().splitlines():
+                    if line.startswith("oom_kill "):
+                        return int(line.split()[1])
+        return 0
+
+
+@contextlib.contextmanager
+def memory_group(num_bytes: int) -> Iterator[MemoryGroup]:
+    """A group with this limit where one may be made, else none."""
+    folder = _make(num_bytes)
+    try:
+        yield MemoryGroup(folder)
+    finally:
+        deadline = time.monotonic() + REMOVE_GROUP_S
+        while folder is not None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # busy until the last of its processes is gone
+                folder.rmdir()
+                break
+            time.sleep(PAUSE_S)
+
+
+def _remove_orphans(place: Path) -> None:
+    """Groups of workers that were killed."""
+    for folder in place.glob(f"{GROUP_PREFIX}*"):
+        if not Path("/proc", folder.name.removeprefix(GROUP_PREFIX).partition("-")[0]).exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _make(num_bytes: int) -> Path | None:
+    for place in _places():
+        _remove_orphans(place)
+        folder = place / f"{GROUP_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            is_second = (folder / "memory.max").exists()
+            limit, swap = CGROUP_2 if is_second else CGROUP_1
+            with contextlib.suppress(OSError), open(folder / limit, "r+") as file:
+                file.write(str(num_bytes))
+                file.flush()
+                with contextlib.suppress(OSError):  # no swap, where it is counted
+                    (folder / swap).write_text("0" if is_second else str(num_bytes))
+                return folder
+            folder.rmdir()
+    return None
+
+
+def _places() -> Iterator[Path]:
+    """This process's own group, and the one above: groups with processes may have no children with limits."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            own = CGROUPS / ("" if number == "0" else "memory") / path.lstrip("/")
+            yield own
+            if path != "/":
+                yield own.parent

@@ -43,7 +43,6 @@ class Case:
     is_call: bool = False
 
     def passed(self, result: dict[str, Any]) -> bool:
-        """Whether a run of the program passed the test."""
         if result["outcome"] != "done" or result.get("code") != 0:
             return False
         if not self.proof:

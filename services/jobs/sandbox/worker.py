@@ -1,11 +1,10 @@
-"""A sandbox worker: finds out what this machine's kernel allows, then keeps one RQ worker running."""
+"""A sandbox worker: sees that this machine can run code apart, then keeps one RQ worker running."""
 
 import asyncio
 import json
 import os
 import signal
 
-import structlog
 from prometheus_client import REGISTRY
 
 from tidemill.common.errors import ConfigError, TidemillError
@@ -13,9 +12,7 @@ from tidemill.common.process.programs import Program, run_own
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.telemetry.batched import ChildMetrics
 from tidemill.services.jobs.sandbox.jail import SandboxError
-from tidemill.services.jobs.sandbox.runner import probe
-
-log = structlog.get_logger(__name__)
+from tidemill.services.jobs.sandbox.job import probe
 
 WORKING = "work:sandbox"
 GRACE_S = 15.0
@@ -28,13 +25,9 @@ async def serve(context: ServiceContext) -> None:
         raise ConfigError(f"run {context.keys.run_id} has no reward of kind sandbox: there is nothing to do")
     for config in configs:
         try:
-            has_namespaces = await asyncio.to_thread(probe, config)
+            await asyncio.to_thread(probe, config)
         except SandboxError as error:
             raise ConfigError(str(error)) from None
-    if has_namespaces:
-        log.info("code runs without network and files, in namespaces of its own")
-    else:
-        log.warning("code runs under limits only: there are no namespaces for it here; it reads files")
     bounds = json.dumps([config.model_dump(mode="json") for config in configs])
     command = run_own(Program.SANDBOX_QUEUE, context.keys.run_id, bounds)
     children = ChildMetrics()

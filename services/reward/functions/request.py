@@ -4,15 +4,18 @@ Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` 
 socket, in frames (`common/process/children.py`).
 """
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tidemill.common.wire.arrays import pack_bits, unpack_bits
-from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome, users_own
 from tidemill.services.reward.sample import RewardSample
+
+T = TypeVar("T")
 
 FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s")
 UNSENT_FIELDS = ("segments", "tokens_digest")
@@ -40,51 +43,59 @@ class Request:
 
     @classmethod
     def from_wire(cls, tree: dict[str, Any]) -> "Request":
-        """The request that `to_wire` wrote."""
         return cls(**tree | {"samples": [_unwired(sample) for sample in tree["samples"]]})
 
 
-def outcomes_to_wire(outcomes: list[RewardOutcome]) -> dict[str, Any]:
-    """What a call came to, as plain values."""
-    return {"outcomes": [(outcome.value, outcome.components, outcome.detail) for outcome in outcomes]}
+class Callee(ABC):
+    """A function of a user or a built-in one, with all that is needed to call it."""
+
+    name: str
+    """What the config calls it."""
+    is_async: bool
+    is_cheap: bool
+    """Whether it takes microseconds, so that it may run on the event loop."""
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """What another process needs to load the same."""
+
+    @abstractmethod
+    async def call(self, request: Request) -> list[RewardOutcome]:
+        """One outcome for each sample. Where the function is plain this never waits: see `run_through`.
+
+        Raises:
+            AttemptError: it failed, or gave no number.
+        """
+
+
+def run_through(work: Coroutine[Any, Any, T]) -> T:
+    """Run what never waits, in this thread and without a loop: it may use signals, or a loop of its own."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise AssertionError("it waited")
+
+
+async def answer_to(function: Callee, call: dict[str, Any]) -> dict[str, Any]:
+    """What a call that crossed the socket comes to: outcomes, or the failure, as plain values."""
+    try:
+        with users_own():
+            outcomes = await function.call(Request.from_wire(call))
+        return {"outcomes": [(outcome.value, outcome.components, outcome.detail) for outcome in outcomes]}
+    except AttemptError as error:
+        return failure_to_wire(error)
 
 
 def failure_to_wire(error: AttemptError) -> dict[str, Any]:
-    """The failure of a call, as plain values."""
     return {"error": str(error)} | {name: getattr(error, name) for name in FAILURE_FIELDS}
 
 
 def outcomes_of(answer: dict[str, Any]) -> list[RewardOutcome]:
     """What the two functions above wrote. Raises AttemptError: the failure that was written."""
     if "error" in answer:
-        further = {name: answer[name] for name in FAILURE_FIELDS if name in answer}
-        raise AttemptError(answer["error"], **further)
+        raise AttemptError(answer["error"], **{name: answer[name] for name in FAILURE_FIELDS})
     return [RewardOutcome(*parts) for parts in answer["outcomes"]]
-
-
-class Callee(Protocol):
-    """A function of a user or a built-in one, with all that is needed to call it."""
-
-    @property
-    def name(self) -> str:
-        """What the config calls it."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether it is awaited."""
-
-    @property
-    def is_cheap(self) -> bool:
-        """Whether it takes microseconds, so that it may run on the event loop."""
-
-    def spec(self) -> dict[str, Any]:
-        """What another process needs to load the same."""
-
-    def call(self, request: Request) -> list[RewardOutcome]:
-        """Call a plain function: one outcome for each sample. Raises AttemptError."""
-
-    async def call_async(self, request: Request) -> list[RewardOutcome]:
-        """Call an async function."""
 
 
 def _wired(sample: RewardSample) -> dict[str, Any]:

@@ -1,23 +1,38 @@
-"""A reward function, and its arguments as the system that it was written for passes them."""
+"""Functions that a config names, and their arguments as the system that they were written for passes them.
+
+`reward.function` and `reward.group` are a built-in's name, `path/to/file.py:name` or `package.module:name`.
+Everything that can be wrong with one is found by `load_function` or `load_group_function`, before the first
+sample, and said in plain words.
+"""
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import difflib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
+from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import run_main
+from tidemill.common.process.users_code import load_users
 from tidemill.common.run.dataset import PROMPT
-from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.builtin import BUILTINS
+from tidemill.services.reward.builtin.groups import GROUP_FUNCTIONS
+from tidemill.services.reward.functions.request import Callee, Request
 from tidemill.services.reward.functions.signature import (
     BATCH_ARGUMENTS,
+    EXPECTED,
     ROUTER,
     SOLUTION_NAMES,
     TOKENIZER,
     CallConvention,
     Style,
     is_async,
+    recognise,
+    signature_of,
 )
 from tidemill.services.reward.outcome import (
     AttemptError,
@@ -30,8 +45,8 @@ from tidemill.services.reward.outcome import (
 from tidemill.services.reward.sample import ChatMessages, RewardSample
 
 _NOT_COLUMNS = frozenset((PROMPT, "prompts", "completion", "completions", "completion_ids"))
+EXPECTED_OF_GROUPS = "function(scores, samples, **kwargs) -> list, plain or async"
 Kwargs = Mapping[str, Any]
-Result = TypeVar("Result")
 
 
 class TrlLog:
@@ -51,7 +66,7 @@ class TrlLog:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardFunction:
+class RewardFunction(Callee):
     """A function with its further arguments, or what they have made: an object with its methods."""
 
     name: str
@@ -68,36 +83,27 @@ class RewardFunction:
     """The tokenizer, once it has been loaded."""
 
     @property
-    def is_async(self) -> bool:
+    def is_async(self) -> bool:  # type: ignore[override]
         return self.how.is_async
 
     def spec(self) -> dict[str, Any]:
-        """What another process needs to load the same function."""
         kwargs, style = dict(self.kwargs), self.how.style.value
         return {"reference": self.name, "kwargs": kwargs, "style": style, "tokenizer": self.tokenizer}
 
-    def call(self, request: Request) -> list[RewardOutcome]:
-        """Call a plain function.
-
-        Raises:
-            AttemptError: it raised, or returned no finite number for a sample.
-        """
+    async def call(self, request: Request) -> list[RewardOutcome]:
         with users_own():
             if request.scores is not None:
-                work, is_awaited = self._post_processed(request.scores), is_async(self._post_process)
-                return run_main(work) if is_awaited else _run_through(work)
-            log = TrlLog()
-            returned = [self.function(**arguments) for arguments in self._calls(request, log)]
-            return self._read(returned, request, log)
-
-    async def call_async(self, request: Request) -> list[RewardOutcome]:
-        """Call an async function; raises as `call` does."""
-        with users_own():
-            if request.scores is not None:
-                return await self._post_processed(request.scores, in_thread=True)
-            log = TrlLog()
-            returned = [await self.function(**arguments) for arguments in self._calls(request, log)]
-            return self._read(returned, request, log)
+                return await self._post_processed(request.scores)
+            log, num_samples = TrlLog(), len(request.samples)
+            returned = []
+            for arguments in self._calls(request, log):
+                given = self.function(**arguments)
+                returned.append(await given if self.is_async else given)
+            if self.how.style is Style.TRL:
+                return interpret_list(returned[0], num_samples, log.metrics, log.extra)
+            if self.how.style is Style.VERL_BATCH:
+                return interpret_batch(returned[0], num_samples)
+            return [interpret(one) for one in returned]
 
     def _calls(self, request: Request, log: TrlLog) -> Iterator[dict[str, Any]]:
         """The arguments of each call: one for all samples where the function takes lists."""
@@ -112,13 +118,6 @@ class RewardFunction:
             given = self._given(request)
             yield from (verl_arguments(self.how, sample, given, kwargs) for sample in request.samples)
 
-    def _read(self, returned: list[Any], request: Request, log: TrlLog) -> list[RewardOutcome]:
-        if self.how.style is Style.TRL:
-            return interpret_list(returned[0], len(request.samples), log.metrics, log.extra)
-        if self.how.style is Style.VERL_BATCH:
-            return interpret_batch(returned[0], len(request.samples))
-        return [interpret(one) for one in returned]
-
     def _given(self, request: Request) -> dict[str, Any]:
         if not self.tokenizer:
             return dict(request.given)
@@ -128,45 +127,31 @@ class RewardFunction:
             self.tokenizers.append(AutoTokenizer.from_pretrained(self.tokenizer))
         return {**request.given, TOKENIZER: self.tokenizers[0]}
 
-    async def _post_processed(
-        self, scores: list[float | None], in_thread: bool = False
-    ) -> list[RewardOutcome]:
+    async def _post_processed(self, scores: list[float | None]) -> list[RewardOutcome]:
         """What the class makes of a group's scores, in which None is a failure that it may fill in.
 
         One that cannot take None (it raises TypeError) is given those that are there; what failed stays so.
-        The method is often plain beside an async `compute_score`, and runs in a thread then; or the reverse.
         """
         known = [score for score in scores if score is not None]
         if not known:
             return [RewardOutcome(None) for _ in scores]
         try:
-            return interpret_list(await self._answer(list(scores), in_thread), len(scores))
+            return interpret_list(await self._answer(list(scores)), len(scores))
         except TypeError:
             if len(known) == len(scores):
                 raise
-        new = iter(interpret_list(await self._answer(known, in_thread), len(known)))
+        new = iter(interpret_list(await self._answer(list(known)), len(known)))
         return [RewardOutcome(None) if score is None else next(new) for score in scores]
 
-    async def _answer(self, scores: list[Any], in_thread: bool) -> Any:
-        if is_async(self._post_process):
-            return await self._post_process(scores)
-        return (
-            await asyncio.to_thread(self._post_process, scores) if in_thread else self._post_process(scores)
-        )
-
-    @property
-    def _post_process(self) -> Callable[..., Any]:
+    async def _answer(self, scores: list[Any]) -> Any:
+        """The method may be plain beside an async `compute_score`, and runs in a thread then; or reverse."""
         assert self.post_process is not None
-        return self.post_process
-
-
-def _run_through(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run what never waits, in this thread and without a loop: it may use signals, or a loop of its own."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-    raise AssertionError("it waited")
+        if is_async(self.post_process):
+            work = self.post_process(scores)
+            return await work if self.is_async else run_main(work)
+        if self.is_async:
+            return await asyncio.to_thread(self.post_process, scores)
+        return self.post_process(scores)
 
 
 def verl_arguments(
@@ -250,3 +235,160 @@ def _completion(sample: RewardSample) -> str | ChatMessages:
 def _columns(sample: RewardSample) -> dict[str, Any]:
     row = {name: value for name, value in sample.extra_info.items() if name not in _NOT_COLUMNS}
     return {"data_source": sample.data_source, "ground_truth": sample.ground_truth} | row
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFunction(Callee):
+    """What is done to the rewards of a group when all of them are there, with its further arguments.
+
+        def function(scores, samples, **kwargs) -> list: ...
+
+    `scores` has a number or None (it failed) for each sample. `samples`, which may be left out, has a dict
+    for each, with `index`, `solution_str`, `ground_truth`, `data_source`, `extra_info`, `prompt`, `status`,
+    `error` and `components`. The list that is returned has a number for each sample, or None where there is
+    no reward.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    is_async: bool
+    takes_samples: bool
+    is_cheap: bool = False
+    kwargs: Kwargs = field(default_factory=dict)
+
+    def spec(self) -> dict[str, Any]:
+        return {"reference": self.name, "kwargs": dict(self.kwargs), "is_group": True}
+
+    async def call(self, request: Request) -> list[RewardOutcome]:
+        arguments: dict[str, Any] = {"scores": list(request.scores or []), **self.kwargs}
+        if self.takes_samples:
+            pairs = zip(request.samples, request.notes or [], strict=True)
+            arguments["samples"] = [
+                {**sample.fields(), "index": sample.key[1], "prompt": sample.prompt, **notes}
+                for sample, notes in pairs
+            ]
+        with users_own():
+            returned = self.function(**arguments)
+            return interpret_list(await returned if self.is_async else returned, len(request.samples))
+
+
+def load_group_function(reference: str, kwargs: Kwargs) -> GroupFunction:
+    """Import the function that `reward.group` names, and check that it can be called.
+
+    Raises:
+        ConfigError: it does not exist, cannot be imported, or takes other arguments.
+    """
+    builtin = GROUP_FUNCTIONS.get(reference)
+    function = builtin or import_function(reference, "reward.group", tuple(GROUP_FUNCTIONS))
+    if inspect.isclass(function):
+        raise ConfigError(f"reward.group {reference} is a class; expected {EXPECTED_OF_GROUPS}")
+    signature = signature_of(function, reference)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    takes_samples = takes_any or "samples" in signature.parameters
+    given = {"scores": None, **kwargs} | ({"samples": None} if takes_samples else {})
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.group {reference} takes ({', '.join(signature.parameters)}): {error}; expected "
+            f"{EXPECTED_OF_GROUPS}, with further arguments from reward.group_kwargs"
+        ) from None
+    return GroupFunction(
+        reference, function, is_async(function), takes_samples, builtin is not None, dict(kwargs)
+    )
+
+
+def load_function(reference: str, kwargs: Kwargs, style: str = "auto", tokenizer: str = "") -> RewardFunction:
+    """Import the function that `reward.function` names, and check that it can be called.
+
+    Raises:
+        ConfigError: it does not exist, cannot be imported, or takes other arguments.
+    """
+    if builtin := BUILTINS.get(reference):
+        for module in builtin.needs:
+            if importlib.util.find_spec(module) is None:
+                raise ConfigError(
+                    f"reward.function {reference} needs the module {module}, which is not installed: "
+                    "pip install 'tidemill[reward]'"
+                )
+        how = recognise(builtin.function, kwargs, reference)
+        return RewardFunction(reference, builtin.function, how, kwargs, builtin.is_cheap)
+    found = import_function(reference, "reward.function", tuple(BUILTINS))
+    # A function that says of itself that it returns one is a factory, as TRL's get_soft_overlong_punishment.
+    is_made = inspect.isclass(found) or (
+        style != "class" and "Callable" in str(signature_of(found, reference).return_annotation)
+    )
+    if is_made:
+        found = _made(found, reference, kwargs)
+    method = getattr(found, "compute_score", None)
+    if style == "class" and not callable(method):
+        raise ConfigError(f"reward.function {reference} has no compute_score, which style: class needs")
+    if callable(method) and (style == "class" or is_made):
+        how = replace(recognise(method, {}, f"{reference}.compute_score", "verl"), style=Style.CLASS)
+        post_process = getattr(found, "post_process_scores", None)
+        return RewardFunction(reference, method, how, kwargs, is_made=True, post_process=post_process)
+    if not callable(found):
+        raise ConfigError(f"reward.function {reference} made {type(found).__name__}, which cannot be called")
+    how = recognise(found, {} if is_made else kwargs, reference, style)
+    return RewardFunction(reference, found, how, kwargs, tokenizer=tokenizer, is_made=is_made)
+
+
+def import_function(reference: str, field_name: str, builtins: Sequence[str] = ()) -> Callable[..., Any]:
+    """What `path.py:name` or `package.module:name` names.
+
+    Raises:
+        ConfigError: it does not exist or cannot be imported. The message begins with `field_name`.
+    """
+    origin, _, name = reference.rpartition(":")
+    if not origin or not name:
+        problem = "is no built-in reward" if builtins else "names no function"
+        if reference.endswith(".py"):
+            problem = f"names no function in the file (write {reference}:compute_score)"
+        elif ":" in reference:
+            problem = "is incomplete"
+        elif close := difflib.get_close_matches(reference, builtins, n=1):
+            problem += f"; did you mean {close[0]!r}?"
+        named = f"one of {', '.join(builtins)}, " if builtins else ""
+        raise ConfigError(
+            f"{field_name} {reference!r} {problem}; expected {named}path/to/file.py:name, or "
+            "package.module:name"
+        )
+    found: Any = load_users(field_name, reference)
+    if not callable(found):
+        raise ConfigError(
+            f"{field_name} {reference}: {name} is a value of type {type(found).__name__}, not a function"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _made(maker: Callable[..., Any], reference: str, kwargs: Kwargs) -> Any:
+    """What a class or a factory makes of `kwargs`: once in each process."""
+    if inspect.isclass(maker):
+        _check_class(maker, reference)
+    try:
+        inspect.signature(maker).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"reward.kwargs does not fit the constructor of {reference}: {error}") from None
+    try:
+        with users_own():
+            return maker(**kwargs)
+    except AttemptError as error:
+        raise ConfigError(f"reward.function {reference}: making its object failed: {error}") from None
+
+
+def _check_class(found: type, reference: str) -> None:
+    has_method = callable(getattr(found, "compute_score", None))
+    calls = next((vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None)
+    takes_tensors = calls is not None and "data" in signature_of(calls, reference).parameters
+    if not has_method and (hasattr(found, "run_single") or takes_tensors):
+        raise ConfigError(
+            f"reward.function {reference} is a reward manager, as verl registers them: it takes batches of "
+            "tensors, which no reward sees here. Name the function that it calls (path.py:compute_score), or "
+            "give the class a method compute_score; what managers do around it are settings: see 'Reward "
+            "managers' in services/reward/README.md"
+        )
+    if not has_method and calls is None:
+        raise ConfigError(
+            f"reward.function {reference} is a class without compute_score; expected a class with that "
+            f"method, or a function {EXPECTED}"
+        )

@@ -40,8 +40,6 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 class Style(StrEnum):
-    """Whose conventions a function follows."""
-
     VERL = "verl"
     VERL_BATCH = "verl_batch"
     TRL = "trl"
@@ -75,7 +73,6 @@ class CallConvention:
     required: frozenset[str] = frozenset()
 
     def takes(self, name: str) -> bool:
-        """Whether an argument of this name can be passed."""
         return self.takes_any or name in self.names
 
     def taken(self, offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +111,6 @@ def signature_of(function: Callable[..., Any], name: str) -> inspect.Signature:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await."""
     return _is(function, inspect.iscoroutinefunction)
 
 

@@ -1,5 +1,5 @@
 """The HTTP side: vLLM's /classify, /pooling, /health, /v1/models, /sleep and /wake_up, and /metrics; of a
-language model /v1/completions and /tokenize (`language_model.py`).
+language model /v1/completions and /tokenize.
 
 A request is answered in full or refused with a reason; what passes (full queue, asleep, ending) is 429 or 503
 with Retry-After, what can never work is 400.
@@ -8,7 +8,8 @@ with Retry-After, what can never work is 400.
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,16 @@ from tidemill.common.run.replicas import LANE_HEADER, MODEL_TOKEN_VARIABLE, is_s
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.model_server.batcher import Batcher, BusyError, ComputeError
-from tidemill.services.reward.model_server.language_model import (
-    LogprobsRequest,
-    TokenizeRequest,
-    completion,
-    tokens,
-)
 from tidemill.services.reward.model_server.requests import (
     InputError,
     Inputs,
+    LogprobsRequest,
     ScoringRequest,
-    activate,
-    classification,
-    failure,
-    pooling,
+    TokenizeRequest,
+    answer,
+    completion,
 )
-from tidemill.services.reward.model_server.scoring_model import ScoringModel
+from tidemill.services.reward.model_server.scoring_model import ScoringModel, activate
 
 log = structlog.get_logger(__name__)
 
@@ -59,6 +54,14 @@ MAX_NOTED = 100
 MAX_BODY_BYTES = 256 << 20
 INLINE_CHARS = 2000
 """Shorter text is tokenised on the loop: a thread would cost more."""
+OPEN_PATHS = ("/health", "/healthz", "/metrics")
+ERRORS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+}
 
 
 class ScoringApp:
@@ -71,40 +74,22 @@ class ScoringApp:
         self._noted: set[str] = set()
 
     def routes(self) -> list[Route]:
+        worked_on = {
+            "/classify": self._classify,
+            "/pooling": self._pool,
+            "/v1/completions": self._prompt_logprobs,
+            "/tokenize": self._tokenize,
+        }
         return [
-            Route("/classify", self.classify, methods=["POST"]),
-            Route("/pooling", self.pool, methods=["POST"]),
-            Route("/v1/completions", self.logprobs, methods=["POST"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
+            *(Route(path, partial(_answered, work), methods=["POST"]) for path, work in worked_on.items()),
             Route("/health", self.health),
             Route("/healthz", self.health),
             Route("/v1/models", self.models),
             Route("/metrics", self.metrics),
-            Route("/sleep", self.sleep, methods=["POST"]),
-            Route("/wake_up", self.wake_up, methods=["POST"]),
+            Route("/sleep", partial(self._change, asleep=True), methods=["POST"]),
+            Route("/wake_up", partial(self._change, asleep=False), methods=["POST"]),
             Route("/is_sleeping", self.is_sleeping),
         ]
-
-    async def classify(self, http: Request) -> Response:
-        if self.model.kind != "sequence":
-            return _refusal(400, f"this model {DOES[self.model.kind]}")
-        return await self._answer(http, self._scored(http, classify=True))
-
-    async def pool(self, http: Request) -> Response:
-        """Scores of sequences, or of every token, whichever the model has."""
-        if self.model.kind == "lm":
-            return _refusal(400, f"this model {DOES[self.model.kind]}")
-        return await self._answer(http, self._scored(http, classify=False))
-
-    async def logprobs(self, http: Request) -> Response:
-        """A language model's logprobs of the prompts' tokens."""
-        if self.model.kind != "lm":
-            return _refusal(400, f"this model {DOES[self.model.kind]}; start the server with --head lm")
-        return await self._answer(http, self._prompt_logprobs(http))
-
-    async def tokenize(self, http: Request) -> Response:
-        """The ids of a text or a chat."""
-        return await self._answer(http, self._tokenized(http))
 
     async def health(self, _: Request) -> Response:
         """200 while requests would be worked on."""
@@ -113,7 +98,6 @@ class ScoringApp:
         return Response(status_code=503 if self.batcher.is_closed else 200)
 
     async def models(self, _: Request) -> Response:
-        """The one model there is."""
         card = {
             "id": self.name,
             "object": "model",
@@ -127,20 +111,13 @@ class ScoringApp:
     async def metrics(self, _: Request) -> Response:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
-    async def sleep(self, _: Request) -> Response:
-        """Finish what is queued, then give the device's memory back; weights stay in the CPU's."""
-        return await self._change(asleep=True)
-
-    async def wake_up(self, _: Request) -> Response:
-        """Move the weights back and go on."""
-        return await self._change(asleep=False)
-
     async def is_sleeping(self, _: Request) -> Response:
-        """Whether the weights are off the device."""
         is_sleeping = self.is_asleep or (self.gate is not None and not self.gate.is_open)
         return JSONResponse({"is_sleeping": is_sleeping})
 
-    async def _change(self, asleep: bool) -> Response:
+    async def _change(self, _: Request, asleep: bool) -> Response:
+        """Finish what is queued and give the device's memory back, with the weights in the CPU's; or the
+        reverse."""
         if self.gate is not None:
             return _refusal(400, "this server takes turns on its device by itself (--share-device)")
         async with self._changing:
@@ -151,48 +128,63 @@ class ScoringApp:
                 self.is_asleep = asleep
         return JSONResponse({"status": "sleeping" if asleep else "awake"})
 
-    async def _answer(self, http: Request, work: Awaitable[Response]) -> Response:
-        try:
-            response = await work
-        except ValidationError as error:
-            response = _refusal(400, _explain(error))
-        except InputError as error:
-            response = _refusal(400, str(error))
-        except BusyError as error:
-            response = _refusal(error.status, str(error), error.retry_after_s)
-        except (ComputeError, GpuSharingError, ConfigError) as error:
-            response = _refusal(500, str(error))
-        metrics.REWARD_MODEL_REQUESTS.labels(http.url.path, response.status_code).inc()
-        return response
+    async def _classify(self, http: Request) -> dict[str, Any]:
+        if self.model.kind != "sequence":
+            raise InputError(f"this model {DOES[self.model.kind]}")
+        request, scores, num_tokens = await self._scored(http)
+        data = [  # `probs` are raw scores where no activation was wanted
+            {
+                "index": index,
+                "label": self.model.labels.get(max(range(len(row)), key=row.__getitem__)),
+                "probs": row,
+                "num_classes": len(row),
+            }
+            for index, row in enumerate(scores)
+        ]
+        return answer("classify", self.name, num_tokens, request.request_id, data=data)
 
-    async def _prompt_logprobs(self, http: Request) -> Response:
+    async def _pool(self, http: Request) -> dict[str, Any]:
+        """Scores of sequences, or of every token, whichever the model has."""
+        if self.model.kind == "lm":
+            raise InputError(f"this model {DOES[self.model.kind]}")
+        request, scores, num_tokens = await self._scored(http)
+        data = [{"index": index, "object": "pooling", "data": row} for index, row in enumerate(scores)]
+        return answer("pooling", self.name, num_tokens, request.request_id, data=data)
+
+    async def _prompt_logprobs(self, http: Request) -> dict[str, Any]:
+        if self.model.kind != "lm":
+            raise InputError(f"this model {DOES[self.model.kind]}; start the server with --head lm")
         request = LogprobsRequest.model_validate_json(await _body(http))
         self._check_name(request.model)
         rows = self.inputs.checked(request.rows)
         async with self._device():
             found = await self.batcher.score(rows, _priority(http, request.priority))
-        return JSONResponse(completion(self.name, rows, [logprobs.tolist() for logprobs in found]))
+        return completion(self.name, rows, [logprobs.tolist() for logprobs in found])
 
-    async def _tokenized(self, http: Request) -> Response:
+    async def _tokenize(self, http: Request) -> dict[str, Any]:
         request = TokenizeRequest.model_validate_json(await _body(http))
         self._check_name(request.model)
-        rows = await asyncio.to_thread(self.inputs.rows, request.scoring)
-        return JSONResponse(tokens(rows[0], self.inputs.max_len))
+        (ids,) = await asyncio.to_thread(self.inputs.rows, request.scoring)
+        return {"count": len(ids), "max_model_len": self.inputs.max_len, "tokens": ids}
 
-    async def _scored(self, http: Request, classify: bool) -> Response:
+    async def _scored(self, http: Request) -> tuple[ScoringRequest, list[Any], int]:
+        """The request, the scores of each of its inputs, and its tokens."""
         request = ScoringRequest.model_validate_json(await _body(http))
-        self._check(request)
+        self._check_name(request.model)
+        wanted = "token_classify" if self.model.kind == "token" else "classify"
+        if request.task not in (None, wanted):
+            raise InputError(f"task {request.task!r} is not what this model does; it does {wanted!r}")
         self._note_unknown(request)
-        rows = await self._rows(request)
+        given = request.input
+        is_quick = (isinstance(given, str) and len(given) < INLINE_CHARS) or (
+            isinstance(given, list) and not isinstance(given[0], str)
+        )
+        rows = self.inputs.rows(request) if is_quick else await asyncio.to_thread(self.inputs.rows, request)
         async with self._device():
             scores = await self.batcher.score(rows, _priority(http, request.priority))
         if request.use_activation is not False:
             scores = [activate(score, self.model.config) for score in scores]
-        num_tokens = sum(map(len, rows))
-        lists: list[Any] = [score.tolist() for score in scores]
-        if classify:
-            return JSONResponse(classification(request, self.name, self.model.labels, lists, num_tokens))
-        return JSONResponse(pooling(request, self.name, lists, num_tokens))
+        return request, [score.tolist() for score in scores], sum(map(len, rows))
 
     def _check_name(self, model: str | None) -> None:
         path = self.model.path
@@ -200,35 +192,34 @@ class ScoringApp:
         if model and model not in (self.name, path, Path(path).name):
             raise InputError(f"this server has the model {self.name!r}, not {model!r}")
 
-    def _check(self, request: ScoringRequest) -> None:
-        self._check_name(request.model)
-        wanted = "token_classify" if self.model.kind == "token" else "classify"
-        if request.task not in (None, wanted):
-            raise InputError(f"task {request.task!r} is not what this model does; it does {wanted!r}")
-
     def _note_unknown(self, request: ScoringRequest) -> None:
-        """Say once of each field that nobody here knows that it has no effect, as vLLM does."""
+        """Log once of each field that nobody here knows that it has no effect, as vLLM does."""
         names = set(list(request.unknown)[:MAX_PROBLEMS])
         if (new := names - self._noted) and len(self._noted) < MAX_NOTED:
             self._noted |= new
             log.warning("fields of requests have no effect", fields=sorted(new))
 
-    async def _rows(self, request: ScoringRequest) -> list[list[int]]:
-        given = request.input
-        is_quick = (isinstance(given, str) and len(given) < INLINE_CHARS) or (
-            isinstance(given, list) and not isinstance(given[0], str)
-        )
-        return self.inputs.rows(request) if is_quick else await asyncio.to_thread(self.inputs.rows, request)
-
     @contextlib.asynccontextmanager
     async def _device(self) -> AsyncIterator[None]:
         if self.is_asleep:
             raise BusyError("the model is asleep; POST /wake_up wakes it", SHORT_RETRY_S, status=503)
-        if self.gate is None:
+        async with self.gate.use() if self.gate is not None else contextlib.nullcontext():
             yield
-        else:
-            async with self.gate.use():
-                yield
+
+
+async def _answered(work: Callable[[Request], Awaitable[dict[str, Any]]], http: Request) -> Response:
+    try:
+        response: Response = JSONResponse(await work(http))
+    except ValidationError as error:
+        response = _refusal(400, _explain(error))
+    except InputError as error:
+        response = _refusal(400, str(error))
+    except BusyError as error:
+        response = _refusal(error.status, str(error), error.retry_after_s)
+    except (ComputeError, GpuSharingError, ConfigError) as error:
+        response = _refusal(500, str(error))
+    metrics.REWARD_MODEL_REQUESTS.labels(http.url.path, response.status_code).inc()
+    return response
 
 
 async def _body(http: Request) -> bytes:
@@ -246,11 +237,10 @@ def _priority(http: Request, priority: int) -> int:
 
 
 def _refusal(status: int, message: str, retry_after_s: float | None = None) -> Response:
-    kind = {400: "BadRequestError", 429: "RateLimitError", 503: "ServiceUnavailableError"}.get(
-        status, "InternalServerError"
-    )
+    kind = ERRORS.get(status, "InternalServerError")
+    error = {"message": message, "type": kind, "param": None, "code": status}
     headers = {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
-    return JSONResponse(failure(message, kind, status), status, headers=headers)
+    return JSONResponse({"error": error}, status, headers=headers)
 
 
 def _explain(error: ValidationError) -> str:
@@ -260,9 +250,6 @@ def _explain(error: ValidationError) -> str:
         field = ".".join(str(part) for part in item["loc"]) or "body"
         problems.append(f"{field}: {item['msg'].removeprefix('Value error, ')}")
     return "; ".join(problems[:MAX_PROBLEMS])
-
-
-OPEN_PATHS = ("/health", "/healthz", "/metrics")
 
 
 class TokenGate:
@@ -276,16 +263,15 @@ class TokenGate:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401, or pass the request on."""
+        """Answer 401 or 403, or pass the request on."""
         headers = Headers(scope=scope)
         is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
         is_local = not self._token and "origin" not in headers and is_this_machine(headers.get("host", ""))
-        if is_open or is_local or (self._token and is_shown(headers.get("authorization", ""), self._token)):
-            await self._app(scope, receive, send)
-            return
-        if not self._token:
-            message = f"no page of a browser is answered without a token: see {MODEL_TOKEN_VARIABLE}"
-            await JSONResponse(failure(message, "PermissionDeniedError", 403), 403)(scope, receive, send)
-            return
-        message = f"the token is wrong: see {MODEL_TOKEN_VARIABLE}"
-        await JSONResponse(failure(message, "AuthenticationError", 401), 401)(scope, receive, send)
+        app = self._app
+        if not (is_open or is_local):
+            if not self._token:
+                message = f"no page of a browser is answered without a token: see {MODEL_TOKEN_VARIABLE}"
+                app = _refusal(403, message)
+            elif not is_shown(headers.get("authorization", ""), self._token):
+                app = _refusal(401, f"the token is wrong: see {MODEL_TOKEN_VARIABLE}")
+        await app(scope, receive, send)

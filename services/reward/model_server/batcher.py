@@ -21,20 +21,23 @@ from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 T = TypeVar("T")
 
+SPEED_WEIGHT = 0.2
+"""Of the newest batch in the moving average of the speed."""
+LONGEST_RETRY_S = 30.0
+WINDOW = 4
+"""Rows of like length are looked for among this many times the rows of a batch, those whose turn is next."""
+SLICE_S = 0.001
+"""A free device waits on while each slice brings a row."""
+
 
 @dataclass(eq=False, slots=True)
 class QueuedRow:
-    """One sequence that waits for its scores. Lower `priority` goes first, then the earlier `number`."""
+    """One sequence that waits for its scores. Lower `priority` is served first, then the lower `number`."""
 
     token_ids: Sequence[int]
     priority: int = 0
     number: int = 0
     arrived: float = field(default_factory=time.monotonic)
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Order in which rows are served."""
-        return (self.priority, self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,10 @@ class BatchLimits:
 def select_batch(waiting: Iterable[QueuedRow], limits: BatchLimits) -> list[QueuedRow]:
     """The rows of the next batch, shortest first; empty where none waits.
 
-    The row whose turn it is is always in it. Others join while the limits allow, the more urgent ones first,
+    The row that is next is always in it. Others join while the limits allow, the more urgent ones first,
     and among equals those nearest to it in length.
     """
-    rows = sorted(waiting, key=lambda row: row.rank)[: WINDOW * limits.max_rows]
+    rows = sorted(waiting, key=lambda row: (row.priority, row.number))[: WINDOW * limits.max_rows]
     if not rows:
         return []
     first, batch = len(rows[0].token_ids), rows[:1]
@@ -66,15 +69,6 @@ def select_batch(waiting: Iterable[QueuedRow], limits: BatchLimits) -> list[Queu
             batch.append(row)
             longest, num_tokens = max(longest, length), num_tokens + length
     return sorted(batch, key=lambda row: len(row.token_ids))
-
-
-SPEED_WEIGHT = 0.2
-"""Of the newest batch in the moving average of the speed."""
-LONGEST_RETRY_S = 30.0
-WINDOW = 4
-"""Rows of like length are looked for among this many times the rows of a batch, those whose turn is next."""
-SLICE_S = 0.001
-"""A free device waits on while each slice brings a row."""
 
 
 class BusyError(RewardError):
@@ -97,7 +91,8 @@ class Batcher:
     ) -> None:
         self._model, self._limits = model, limits
         self._flush_s, self._max_queued_rows = flush_s, max_queued_rows
-        self._waiting: dict[QueuedRow, asyncio.Future[Tensor]] = {}  # in the order of arrival
+        self.waiting: dict[QueuedRow, asyncio.Future[Tensor]] = {}
+        """Rows that no batch has taken yet, in the order of arrival."""
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -111,11 +106,6 @@ class Batcher:
         self._task = asyncio.create_task(self._run(), name="batches")
         return self._task
 
-    @property
-    def num_waiting(self) -> int:
-        """Rows that no batch has taken yet."""
-        return len(self._waiting)
-
     async def score(self, rows: Sequence[Sequence[int]], priority: int = 0) -> list[Tensor]:
         """Scores of the rows of one request, all or none.
 
@@ -125,16 +115,24 @@ class Batcher:
         """
         if self.is_closed:
             raise BusyError("the server is ending", 1.0, status=503)
-        if self._waiting and len(self._waiting) + len(rows) > self._max_queued_rows:
-            pause_s = self._retry_after_s()
-            raise BusyError(f"{len(self._waiting)} sequences wait; retry after {pause_s:.0f} s", pause_s)
-        made = dict(self._enqueue(row, priority) for row in rows)
+        if self.waiting and len(self.waiting) + len(rows) > self._max_queued_rows:
+            wanted_s = _num_tokens(self.waiting) / self._tokens_per_s if self._tokens_per_s else 1.0
+            pause_s = min(LONGEST_RETRY_S, max(1.0, wanted_s))
+            raise BusyError(f"{len(self.waiting)} sequences wait; retry after {pause_s:.0f} s", pause_s)
+        loop, made = asyncio.get_running_loop(), dict[QueuedRow, asyncio.Future[Tensor]]()
+        for token_ids in rows:
+            self._number += 1
+            made[QueuedRow(token_ids, priority, self._number)] = loop.create_future()
+        self.waiting |= made
+        self._idle.clear()
+        self._arrived.set()
+        metrics.REWARD_MODEL_QUEUED_ROWS.set(len(self.waiting))
         try:
             return list(await asyncio.gather(*made.values()))
         finally:
             for row in made:  # a client that left wants no scores
-                self._waiting.pop(row, None)
-            metrics.REWARD_MODEL_QUEUED_ROWS.set(len(self._waiting))
+                self.waiting.pop(row, None)
+            metrics.REWARD_MODEL_QUEUED_ROWS.set(len(self.waiting))
 
     async def alone(self, work: Callable[[], T]) -> T:
         """Run `work` on the thread that computes, between two batches."""
@@ -153,34 +151,24 @@ class Batcher:
             await asyncio.gather(self._task, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _enqueue(self, token_ids: Sequence[int], priority: int) -> "tuple[QueuedRow, asyncio.Future[Tensor]]":
-        self._number += 1
-        scores: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
-        row = QueuedRow(token_ids, priority, self._number)
-        self._waiting[row] = scores
-        self._idle.clear()
-        self._arrived.set()
-        metrics.REWARD_MODEL_QUEUED_ROWS.set(len(self._waiting))
-        return row, scores
-
     async def _run(self) -> None:
         while True:
             await self._arrived.wait()
             await self._fill()
-            batch = select_batch(self._waiting, self._limits)
+            batch = select_batch(self.waiting, self._limits)
             if batch:
-                await self._compute([(row, self._waiting.pop(row)) for row in batch])
-            if not self._waiting:
+                await self._compute([(row, self.waiting.pop(row)) for row in batch])
+            if not self.waiting:
                 self._arrived.clear()
                 self._idle.set()
 
     async def _fill(self) -> None:
         """Wait for more rows while they keep coming, within the flush time of the oldest."""
         await asyncio.sleep(0)  # requests that came in the same turn of the loop belong together
-        while self._waiting and not self.is_closed:
-            left_s = next(iter(self._waiting)).arrived + self._flush_s - time.monotonic()
-            is_full = (
-                self._num_tokens >= self._limits.max_tokens or len(self._waiting) >= self._limits.max_rows
+        while self.waiting and not self.is_closed:
+            left_s = next(iter(self.waiting)).arrived + self._flush_s - time.monotonic()
+            is_full = len(self.waiting) >= self._limits.max_rows or (
+                _num_tokens(self.waiting) >= self._limits.max_tokens
             )
             if left_s <= 0 or is_full:
                 return
@@ -188,10 +176,6 @@ class Batcher:
             await asyncio.sleep(min(left_s, SLICE_S))
             if self._number == num_seen:
                 return
-
-    @property
-    def _num_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self._waiting)
 
     async def _compute(self, batch: "list[tuple[QueuedRow, asyncio.Future[Tensor]]]") -> None:
         """Compute a batch. Where the device fails, it is halved until only the row to blame fails."""
@@ -219,7 +203,7 @@ class Batcher:
         for row in batch:
             metrics.REWARD_MODEL_WAIT_SECONDS.observe(started - row.arrived)
         seconds = finished - started
-        tokens = sum(len(row.token_ids) for row in batch)
+        tokens = _num_tokens(batch)
         speed = tokens / max(seconds, 1e-6)
         self._tokens_per_s += (SPEED_WEIGHT if self._tokens_per_s else 1.0) * (speed - self._tokens_per_s)
         metrics.REWARD_MODEL_BATCH_SECONDS.observe(seconds)
@@ -228,6 +212,6 @@ class Batcher:
         padded = max(len(row.token_ids) for row in batch) * len(batch)
         metrics.REWARD_MODEL_TOKENS.labels("padding").inc(padded - tokens)
 
-    def _retry_after_s(self) -> float:
-        wanted_s = self._num_tokens / self._tokens_per_s if self._tokens_per_s else 1.0
-        return min(LONGEST_RETRY_S, max(1.0, wanted_s))
+
+def _num_tokens(rows: Iterable[QueuedRow]) -> int:
+    return sum(len(row.token_ids) for row in rows)

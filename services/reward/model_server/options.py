@@ -1,96 +1,63 @@
-"""What the server is told on its command line."""
+"""The server's command line."""
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from tidemill.common.errors import ConfigError
-
-T = TypeVar("T", int, float)
 
 Head = Literal["auto", "sequence", "token", "lm"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Bounds are checked by `parse_options`."""
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 8100
-    served_model_name: str = ""
-    head: Head = "auto"
-    dtype: Dtype = "auto"
-    device: str = "auto"
-    num_threads: int = 0
-    max_model_len: int = 0
-    chat_template: str = ""
-    max_batch_tokens: int = 16_384
-    max_batch_rows: int = 256
-    flush_ms: float = 5.0
-    max_padding: float = 0.3
-    max_queued_rows: int = 4096
-    drain_s: float = 20.0
-    share_device: bool = False
-    turn_s: float = 5.0
-
-
-def _number(kind: type[T], low: float, high: float) -> Callable[[str], T]:
-    """Reads a number within bounds."""
-
-    def read(text: str) -> T:
-        number = kind(text)
-        if not low <= number <= high:
-            raise argparse.ArgumentTypeError(f"{number} is not from {low} to {high}")
-        return number
-
-    read.__name__ = kind.__name__  # argparse shows it: "invalid int value"
-    return read
-
-
-OPTIONS: dict[str, tuple[Any, str]] = {
-    "host": (str, "address to listen on"),
-    "port": (_number(int, 0, 65535), "port, 0 for a free one"),
-    "served_model_name": (str, "name in requests and answers (default: what --model says)"),
-    "head": (
-        get_args(Head),
-        "one score a sequence or a token, or a language model's logprobs (never by auto)",
-    ),
-    "dtype": (get_args(Dtype), "of the trunk"),
-    "device": (str, "auto takes the first GPU, else the CPU"),
-    "num_threads": (_number(int, 0, 1 << 24), "CPU threads of torch; 0 leaves its default"),
-    "max_model_len": (_number(int, 0, 1 << 24), "longest input in tokens; 0 is the model's"),
-    "chat_template": (str, "Jinja file in place of the tokenizer's chat template"),
-    "max_batch_tokens": (_number(int, 1, 1 << 24), "padded tokens in a batch"),
-    "max_batch_rows": (_number(int, 1, 1 << 24), "sequences in a batch"),
-    "flush_ms": (_number(float, 0.0, 3_600_000.0), "longest wait to fill a batch"),
-    "max_padding": (_number(float, 0.0, 1.0), "share of padding a batch may have"),
-    "max_queued_rows": (_number(int, 1, 1 << 24), "beyond: 429 with Retry-After"),
-    "drain_s": (_number(float, 0.0, 3600.0), "grace period after SIGTERM"),
-    "turn_s": (_number(float, 0.0, 3600.0), "longest turn while another waits"),
-}
-"""Field -> how it is read, and its line of help."""
+class ServerOptions(BaseModel, frozen=True):
+    model: str = Field(description="folder (or hub name) of the reward model")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8100, ge=0, le=65535, description="port, 0 for a free one")
+    served_model_name: str = Field("", description="name in requests and answers; empty: what --model says")
+    head: Head = Field(
+        "auto", description="one score a sequence or a token, or a language model's logprobs (never by auto)"
+    )
+    dtype: Dtype = Field("auto", description="of the trunk")
+    device: str = Field("auto", description="auto takes the first GPU, else the CPU")
+    num_threads: int = Field(0, ge=0, le=1 << 24, description="CPU threads of torch; 0 leaves its default")
+    max_model_len: int = Field(0, ge=0, le=1 << 24, description="longest input in tokens; 0 is the model's")
+    chat_template: str = Field("", description="Jinja file in place of the tokenizer's chat template")
+    max_batch_tokens: int = Field(16_384, ge=1, le=1 << 24, description="padded tokens in a batch")
+    max_batch_rows: int = Field(256, ge=1, le=1 << 24, description="sequences in a batch")
+    flush_ms: float = Field(5.0, ge=0.0, le=3_600_000.0, description="longest wait to fill a batch")
+    max_padding: float = Field(0.3, ge=0.0, le=1.0, description="share of padding a batch may have")
+    max_queued_rows: int = Field(4096, ge=1, le=1 << 24, description="beyond: 429 with Retry-After")
+    drain_s: float = Field(20.0, ge=0.0, le=3600.0, description="grace period after SIGTERM")
+    share_device: bool = Field(False, description="take turns on the device with a rollout worker")
+    turn_s: float = Field(5.0, ge=0.0, le=3600.0, description="longest turn while another waits")
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
     """Read the command line; a mistake is said in one line and ends the process with 2."""
-    defaults = ServerOptions(model="")
     parser = argparse.ArgumentParser(
         prog="python -m tidemill.services.reward.model_server",
         description="Serves a sequence classifier or a token-reward model, as vLLM's pooling API does, or a "
         "language model's logprobs of given tokens.",
     )
-    add = parser.add_argument
-    add("--model", required=True, help="folder (or hub name) of the reward model")
-    for name, (read, text) in OPTIONS.items():
-        known = {"choices": read} if isinstance(read, tuple) else {"type": read}
-        shown = f"{text} (default: %(default)s)" if getattr(defaults, name) else text
-        add(f"--{name.replace('_', '-')}", default=getattr(defaults, name), help=shown, **known)
-    add("--share-device", action="store_true", help="take turns on the device with a rollout worker")
-    return ServerOptions(**vars(parser.parse_args(arguments)))
+    for name, field in ServerOptions.model_fields.items():
+        flag, text = f"--{name.replace('_', '-')}", str(field.description)
+        if isinstance(field.default, bool):
+            parser.add_argument(flag, action="store_true", help=text)
+        elif field.is_required():
+            parser.add_argument(flag, required=True, help=text)
+        else:
+            shown = f"{text} (default: %(default)s)" if field.default else text
+            parser.add_argument(flag, default=field.default, help=shown)
+    try:
+        return ServerOptions(**vars(parser.parse_args(arguments)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = f"--{str(first['loc'][0]).replace('_', '-')}"
+        parser.error(f"argument {flag}: {first['msg']}, got {first['input']}")
 
 
 def check_model(options: ServerOptions) -> None:

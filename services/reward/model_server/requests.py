@@ -1,9 +1,10 @@
-"""The requests and answers of vLLM's pooling API, as far as reward models need them.
+"""Requests and answers of vLLM's pooling API, as far as reward models need them, and of OpenAI's completions
+and vLLM's /tokenize, as far as teachers do.
 
-Every field that vLLM knows, now or before it was renamed, is taken. What would change the score and is not
-offered here (images, base64 answers, a template in the request) is refused by name, never ignored: a
-silently different score is the worst answer. So is a name that looks like a slip of a known one; any other
-unknown name is ignored with a warning, as vLLM does, for clients send along what other servers want.
+Every field of the pooling API that vLLM knows, now or before it was renamed, is taken. What would change the
+score and is not offered here (images, base64 answers, a template in the request) is refused by name, never
+ignored: a silently different score is the worst answer. So is a name that looks like a slip of a known one;
+any other unknown name is ignored with a warning, as vLLM does: clients send along what other servers want.
 """
 
 import difflib
@@ -11,11 +12,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from tidemill.common.errors import RewardError
@@ -60,7 +60,7 @@ class ScoringRequest(BaseModel):
 
     @property
     def unknown(self) -> list[str]:
-        """Names of fields that have no effect, and that nobody has heard of."""
+        """Names of fields that have no effect, and that are none of vLLM's."""
         return [name for name in self.model_extra or () if name not in WITHOUT_EFFECT]
 
     @model_validator(mode="before")
@@ -75,7 +75,12 @@ class ScoringRequest(BaseModel):
         for name in tree.keys() - known:
             if close := difflib.get_close_matches(str(name), known, n=1, cutoff=CLOSE):
                 raise ValueError(f"{name} is unknown; did you mean {close[0]}?")
-        return _with_activation({name: value for name, value in tree.items() if name not in NOT_OFFERED})
+        names = ("use_activation", *FORMER_ACTIVATION)
+        said = {name: tree[name] for name in names if tree.get(name) is not None}
+        if len({bool(value) for value in said.values()}) > 1:
+            raise ValueError(f"{' and '.join(said)} are names of one thing, and differ")
+        rest = {name: value for name, value in tree.items() if name not in {*NOT_OFFERED, *names}}
+        return rest | ({"use_activation": next(iter(said.values()))} if said else {})
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
@@ -89,98 +94,119 @@ class ScoringRequest(BaseModel):
         return None if messages is None else [_as_text(message) for message in messages]
 
     @model_validator(mode="after")
-    def _is_one_of_both(self) -> "ScoringRequest":
+    def _is_one_of_both(self) -> Self:
         if (self.input is None) == (self.messages is None):
             raise ValueError("give either input (text or token ids) or messages (a chat)")
         if self.messages is not None and not self.messages:
             raise ValueError("messages is empty")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
-        if isinstance(self.input, list) and not len(self.input) > 0:
-            raise ValueError("input is empty")
-        if (
-            isinstance(self.input, list)
-            and not isinstance(self.input[0], int)
-            and len(self.input) > MAX_INPUTS
-        ):
-            raise ValueError(f"input has {len(self.input)} sequences; at most {MAX_INPUTS} a request")
+        if isinstance(self.input, list):
+            if not self.input:
+                raise ValueError("input is empty")
+            if not isinstance(self.input[0], int) and len(self.input) > MAX_INPUTS:
+                raise ValueError(f"input has {len(self.input)} sequences; at most {MAX_INPUTS} a request")
         return self
-
-
-def _with_activation(tree: dict[str, Any]) -> dict[str, Any]:
-    """The body with `use_activation` under its present name; several that differ are refused."""
-    names = ("use_activation", *FORMER_ACTIVATION)
-    said = {name: tree[name] for name in names if tree.get(name) is not None}
-    if len({bool(value) for value in said.values()}) > 1:
-        raise ValueError(f"{' and '.join(said)} are names of one thing, and differ")
-    rest = {name: value for name, value in tree.items() if name not in names}
-    return rest | ({"use_activation": next(iter(said.values()))} if said else {})
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    others = [part.get("type") if isinstance(part, dict) else part for part in content if not _is_text(part)]
-    if others:
-        raise ValueError(f"a message holds {others[0]!r}: this server scores text")
-    return {**message, "content": "".join(part["text"] for part in content)}
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"a message holds {kind!r}: this server scores text")
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+class LogprobsRequest(BaseModel):
+    """Body of /v1/completions: token ids, and `prompt_logprobs` of at least 0. `priority` is vLLM's.
+
+    Nothing is generated. A request that wants more than logprobs of the prompt's tokens is refused.
+    """
+
+    model: str | None = None
+    prompt: list[int] | list[list[int]] = Field(min_length=1, max_length=1 << 24)
+    prompt_logprobs: int = Field(ge=0)
+    max_tokens: int = Field(1, ge=0)
+    stream: bool = False
+    n: int = 1
+    priority: int = Field(0, ge=-(2**63), le=2**63 - 1)
+
+    @property
+    def rows(self) -> list[list[int]]:
+        single = [token for token in self.prompt if isinstance(token, int)]
+        return [single] if single else [row for row in self.prompt if isinstance(row, list)]
+
+    @model_validator(mode="after")
+    def _asks_for_logprobs_alone(self) -> Self:
+        if self.stream or self.n != 1 or self.max_tokens > 1:
+            raise ValueError(
+                "this server generates nothing: it gives logprobs of the prompt's tokens. Ask with "
+                "max_tokens 1, and without n and stream"
+            )
+        if self.prompt_logprobs > 1:
+            raise ValueError("prompt_logprobs: only those of the tokens themselves are given here; ask for 0")
+        if not isinstance(self.prompt[0], int) and len(self.prompt) > MAX_INPUTS:
+            raise ValueError(f"prompt has {len(self.prompt)} sequences; at most {MAX_INPUTS} a request")
+        return self
 
 
-def classification(
-    request: ScoringRequest,
-    model: str,
-    labels: dict[int, str],
-    scores: Sequence[list[float]],
-    num_tokens: int,
-) -> dict[str, Any]:
-    """The answer of /classify; `probs` are raw scores where no activation was wanted."""
-    data = [
-        {
-            "index": index,
-            "label": labels.get(max(range(len(row)), key=row.__getitem__)),
-            "probs": row,
-            "num_classes": len(row),
-        }
-        for index, row in enumerate(scores)
-    ]
-    return _answer("classify", request, model, data, num_tokens)
+class TokenizeRequest(BaseModel):
+    """Body of /tokenize: a text, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def scoring(self) -> ScoringRequest:
+        """The request whose row has the same tokens."""
+        is_chat = self.messages is not None
+        return ScoringRequest(
+            input=self.prompt,
+            messages=self.messages,
+            add_special_tokens=self.add_special_tokens,
+            add_generation_prompt=is_chat and self.add_generation_prompt,
+            continue_final_message=is_chat and self.continue_final_message,
+        )
 
 
-def pooling(request: ScoringRequest, model: str, scores: Sequence[Any], num_tokens: int) -> dict[str, Any]:
-    """The answer of /pooling: of each input a list of scores, or one such list for each token."""
-    data = [{"index": index, "object": "pooling", "data": row} for index, row in enumerate(scores)]
-    return _answer("pooling", request, model, data, num_tokens)
-
-
-def failure(message: str, kind: str, code: int) -> dict[str, Any]:
-    """An error as OpenAI and vLLM say it."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-def _answer(prefix: str, request: ScoringRequest, model: str, data: Any, num_tokens: int) -> dict[str, Any]:
+def answer(kind: str, model: str, num_tokens: int, id: str = "", **content: Any) -> dict[str, Any]:
+    """What answers of all kinds have in common; `content` is the rest."""
     return {
-        "id": f"{prefix}-{request.request_id}",
+        "id": f"{kind}-{id or uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
         "model": model,
-        "data": data,
+        **content,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0},
     }
 
 
-def activate(scores: Tensor, config: Any) -> Tensor:
-    """Sigmoid of one label, softmax over several; the config's `problem_type` goes first, as in vLLM."""
-    problem = getattr(config, "problem_type", None)
-    if problem == "regression":
-        return scores
-    if problem == "multi_label_classification" or (problem is None and config.num_labels < 2):
-        return scores.sigmoid()
-    return scores.sigmoid() if config.num_labels < 2 else scores.softmax(dim=-1)
+def completion(model: str, rows: Sequence[Sequence[int]], logprobs: Sequence[list[float]]) -> dict[str, Any]:
+    """The answer of /v1/completions: for each prompt a choice, with the logprob of every token but the
+    first."""
+    choices = [
+        {
+            "index": index,
+            "text": "",
+            "finish_reason": "length",
+            "logprobs": None,
+            "prompt_logprobs": [
+                None,
+                *({str(i): {"logprob": p}} for i, p in zip(row[1:], own[1:], strict=True)),
+            ],
+        }
+        for index, (row, own) in enumerate(zip(rows, logprobs, strict=True))
+    ]
+    return answer("cmpl", model, sum(map(len, rows)), object="text_completion", choices=choices)
 
 
 class InputError(RewardError):
@@ -226,17 +252,12 @@ class Inputs:
         return rows
 
     def _ids(self, request: ScoringRequest) -> list[list[int]]:
-        given = request.input
-        if request.messages is not None:
+        given: Any = [request.input] if isinstance(request.input, str) else request.input
+        if given is None:
             return [self._encode(self._render(request), bool(request.add_special_tokens))]
-        assert given is not None
-        if isinstance(given, str):
-            given = [given]
-        if isinstance(given[0], int):
-            return [given]
-        if isinstance(given[0], list):
-            return given
-        return [self._encode(str(text), request.add_special_tokens is not False) for text in given]
+        if isinstance(given[0], str):
+            return [self._encode(text, request.add_special_tokens is not False) for text in given]
+        return [given] if isinstance(given[0], int) else given
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._needed()(text, add_special_tokens=add_special_tokens)["input_ids"]

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.chat_template import exact_attention
-from tidemill.common.run.rope import freeze_rope
+from tidemill.common.run.model_config import exact_attention, freeze_rope
 from tidemill.services.reward.model_server.options import Dtype, Head
 
 HEADS = {
@@ -61,12 +60,14 @@ class ScoringModel:
         self.max_model_len = min(max_model_len or context, context)
         """Longest input; that of the model where none is given."""
         self.kind = _kind_of(config, head, path)
-        self.device = torch.device(_device(device))
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(default if device == "auto" else device)
+        is_slow = dtype == "auto" and self.device.type == "cpu"  # CPUs are fast in float32
         with _explained(path):
             loaded, info = HEADS[self.kind][1].from_pretrained(
                 path,
                 config=freeze_rope(config, self.max_model_len),
-                dtype=_dtype(dtype, self.device),
+                dtype="float32" if is_slow else dtype,
                 output_loading_info=True,
                 attn_implementation=exact_attention(config),
             )
@@ -155,6 +156,16 @@ class ScoringModel:
         self._pools_last = is_causal and isinstance(self._model.score, nn.Linear)
 
 
+def activate(scores: Tensor, config: Any) -> Tensor:
+    """Sigmoid of one label, softmax over several; the config's `problem_type` goes first, as in vLLM."""
+    problem = getattr(config, "problem_type", None)
+    if problem == "regression":
+        return scores
+    if problem == "multi_label_classification" or config.num_labels < 2:
+        return scores.sigmoid()
+    return scores.softmax(dim=-1)
+
+
 def _to_float32(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value.float() if isinstance(value, Tensor) else value for value in inputs)
 
@@ -172,18 +183,6 @@ def _kind_of(config: Any, head: Head, path: str) -> Literal["sequence", "token",
         "Say --head sequence or --head token if transformers can load it as such, --head lm for the logprobs "
         "of a language model."
     )
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtype(name: Dtype, device: torch.device) -> Any:
-    if name == "auto":  # as it was saved, where that is fast
-        return "float32" if device.type == "cpu" else "auto"
-    return name
 
 
 def _context_tokens(config: Any) -> int:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import structlog
 import torch
@@ -39,7 +39,13 @@ def run_server(options: ServerOptions, template: str | None) -> int:
     """
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
-    with _listening(options) as listener:  # before the model loads: a port in use is said at once
+    try:
+        listener = listen(options.host, options.port)  # before the model loads: a port in use is said at once
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror}. Give another --port, or 0."
+        ) from None
+    with listener:
         model = ScoringModel(
             options.model,
             head=options.head,
@@ -113,15 +119,3 @@ async def _ending(
             await asyncio.wait_for(batcher.close(), 1.0)
         if app.gate is not None:
             await app.gate.close()
-
-
-@contextlib.contextmanager
-def _listening(options: ServerOptions) -> Iterator[socket.socket]:
-    try:
-        listener = listen(options.host, options.port)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror}. Give another --port, or 0."
-        ) from None
-    with listener:
-        yield listener

@@ -1,12 +1,10 @@
 """What can go wrong with a request to a server: a kind for metrics, and what it means for the next try."""
 
-import os
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 
-from tidemill.common.errors import ConfigError
 from tidemill.services.reward.outcome import AttemptError
 
 
@@ -23,7 +21,6 @@ class FaultKind(StrEnum):
 
 REPLICA_KINDS = (FaultKind.CONNECTION, FaultKind.TIMEOUT, FaultKind.SERVER_ERROR, FaultKind.GARBAGE)
 """The replica failed: it counts against it, and another one may do better."""
-FAILOVER_KINDS = (*REPLICA_KINDS, FaultKind.RATE_LIMITED)
 FINAL_KINDS = (FaultKind.NO_REPLICA, FaultKind.REFUSED_REQUEST)
 """Asking again cannot help: the request itself is wrong, or all patience is used up."""
 
@@ -37,52 +34,32 @@ CHARS_PER_TOKEN = 3
 
 
 class RemoteFault(AttemptError):
-    """One request that gave no value."""
+    """One request that gave no value; `kind` is a `FaultKind`.
 
-    def __init__(self, fault: FaultKind, message: str, *, retry_after_s: float = 0.0) -> None:
+    Where it `asks_for_pause` the replica will answer later: that is no failure of its own, and none of the
+    sample's.
+    """
+
+    def __init__(self, kind: FaultKind, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(
             message,
-            is_timeout=fault is FaultKind.TIMEOUT,
-            is_final=fault in FINAL_KINDS,
-            kind=fault.value,
+            is_timeout=kind is FaultKind.TIMEOUT,
+            is_final=kind in FINAL_KINDS,
+            kind=kind.value,
             retry_after_s=retry_after_s,
         )
-        self.fault = fault
+        self.asks_for_pause = retry_after_s > 0.0
+        self.is_replicas = kind in REPLICA_KINDS
+        """Whether it counts against the replica."""
         self.replica_url = ""
         """Whose fault it was."""
 
-    @property
-    def is_replicas(self) -> bool:
-        """Whether it counts against the replica."""
-        return self.fault in REPLICA_KINDS
-
-    @property
-    def asks_for_pause(self) -> bool:
-        """Whether the replica will answer later: that is no failure of its own, and none of the sample's."""
-        return self.retry_after_s > 0.0
-
-    @property
-    def may_fail_over(self) -> bool:
-        """Whether another replica should be asked at once."""
-        return self.fault in FAILOVER_KINDS
-
 
 def connection_fault(origin: str, error: BaseException) -> RemoteFault:
-    """The fault of a request that was not answered."""
     return RemoteFault(FaultKind.CONNECTION, f"no answer from {origin}: {str(error) or type(error).__name__}")
 
 
-def check_key(name: str, variable: str) -> None:
-    """See that the environment has the key that the config names. Raises ConfigError: it does not."""
-    if variable and not os.environ.get(variable):
-        raise ConfigError(
-            f"servers.{name}: the environment variable {variable} (api_key_env) is not set; every machine "
-            "with reward workers needs it"
-        )
-
-
 def status_fault(origin: str, status: int, headers: Mapping[str, str], said: str) -> RemoteFault:
-    """The fault of an answer whose status is not one of success."""
     message = f"{origin} answered {status}: {' '.join(said.split())[:SHOWN_CHARS]}"
     retry_after_s = retry_after(headers.get("retry-after", ""))
     if status == 429:

@@ -17,44 +17,36 @@ from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.config.reward_kinds import JudgeConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.codec import sendable
-from tidemill.services.reward.functions.processes.pool import execution_of
+from tidemill.services.reward.functions.pool import Execution
 from tidemill.services.reward.functions.request import Request
-from tidemill.services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, RewardOutcome
+from tidemill.services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN
-from tidemill.services.reward.remote.servers import Servers, usage_of
-from tidemill.services.reward.remote.templates import compiled, rendered
-from tidemill.services.reward.remote.verdict import NONCE, Reading, make_verdict, unread
+from tidemill.services.reward.remote.servers import usage_of
+from tidemill.services.reward.remote.templates import SampleTemplate
+from tidemill.services.reward.remote.verdict import NONCE, Verdict, unread
 from tidemill.services.reward.sample import ChatMessages, RewardSample, lines_of
 
-WHOSE = "the judge's"
 NONCE_BYTES = 4
 REGEX_PROCESSES = 2
 """One is busy with an expression that takes long, while the other reads."""
 
 
 class JudgePrompt:
-    """The templates of one judge."""
-
     def __init__(self, name: str, config: JudgeConfig) -> None:
         where = f"reward.rewards.{name}.judge"
-        self._user = compiled(config.template, f"{where}.template")
-        self._system = compiled(config.system, f"{where}.system") if config.system else None
-
-    def text(self, sample: RewardSample, nonce: str = "") -> str:
-        """What the judge reads about a sample. `nonce` is a word that no completion can know.
-
-        Raises:
-            AttemptError: the template asks for something that the sample does not have.
-        """
-        return rendered(self._user, sample, WHOSE, nonce)
+        self._user = SampleTemplate(config.template, f"{where}.template")
+        self._system = SampleTemplate(config.system, f"{where}.system") if config.system else None
 
     def messages(self, sample: RewardSample, nonce: str = "") -> ChatMessages:
-        """The same as a chat."""
-        user = {"role": "user", "content": self.text(sample, nonce)}
-        if self._system is None:
-            return [user]
-        return [{"role": "system", "content": rendered(self._system, sample, WHOSE, nonce)}, user]
+        """What the judge reads about a sample, as a chat; the user's message comes last.
+
+        Raises:
+            AttemptError: a template asks for something that the sample does not have.
+        """
+        system = self._system.render(sample, nonce) if self._system else ""
+        user = {"role": "user", "content": self._user.render(sample, nonce)}
+        return [{"role": "system", "content": system}, user] if self._system else [user]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +74,15 @@ def read_answer(answer: dict[str, Any], api: str) -> JudgeAnswer:
     return JudgeAnswer(sendable(words), sum(usage_of(answer)), choice.get("finish_reason") == "length")
 
 
-class JudgeReward:
-    """The verdicts of one judge."""
-
-    slots: int | None = None
-
-    def __init__(
-        self,
-        name: str,
-        config: JudgeConfig,
-        servers: Servers,
-        timeout_s: float,
-        num_processes: int = 1,
-        threads: int = 1,
-    ) -> None:
-        self.name, self.config, self.servers, self._timeout_s = name, config, servers, timeout_s
-        self._prompt = JudgePrompt(name, config)
-        most = num_processes if config.verdict.function else min(num_processes, REGEX_PROCESSES)
-        self._reading = execution_of(Reading(name, config.verdict), most, threads)
+class JudgeReward(Reward):
+    def __init__(self, name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
+        assert config.judge is not None
+        self.config, self._timeout_s = config.judge, config.timeout_s
+        self.servers = dependencies.servers(config.servers)
+        self._prompt = JudgePrompt(name, config.judge)
+        section, verdict = dependencies.config.reward, config.judge.verdict
+        most = section.processes if verdict.function else min(section.processes, REGEX_PROCESSES)
+        self._reading = Execution(Verdict(name, verdict), most, section.threads)
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         """One attempt. Raises AttemptError: no verdict; mostly a `RemoteFault`."""
@@ -107,7 +90,13 @@ class JudgeReward:
         messages = self._prompt.messages(sample, nonce)
         started = time.monotonic()
         answer = await self._ask(messages, sample)
-        outcome = await self._read(answer, sample, nonce)
+        given = {"words": answer.words, "nonce": nonce, "is_cut": answer.is_cut}
+        try:  # a user's regex or function reads it in a scoring process, within `timeout_s`
+            (outcome,) = await self._reading.run(Request([sample], given), self._timeout_s)
+        except AttemptError as error:
+            fault = unread(answer.words, error)
+            self.servers.count(fault)
+            raise fault from None
         detail = {
             "judgement": answer.words[:MAX_DETAIL_CHARS],
             "judge_tokens": answer.tokens,
@@ -116,7 +105,7 @@ class JudgeReward:
         return RewardOutcome(outcome.value, outcome.components, {**outcome.detail, **detail})
 
     async def close(self) -> None:
-        """End the processes that read verdicts; whoever made the servers closes them."""
+        """End the processes that read verdicts; the dependencies close the servers."""
         await self._reading.close()
 
     async def _ask(self, messages: ChatMessages, sample: RewardSample) -> JudgeAnswer:
@@ -135,30 +124,30 @@ class JudgeReward:
             timeout_s=self._timeout_s,
         )
 
-    async def _read(self, answer: JudgeAnswer, sample: RewardSample, nonce: str) -> RewardOutcome:
-        """The verdict. A user's regex or function reads it in a scoring process, within `timeout_s`."""
-        given = {"words": answer.words, "nonce": nonce, "is_cut": answer.is_cut}
-        try:
-            (outcome,) = await self._reading.run(Request([sample], given), self._timeout_s)
-        except AttemptError as error:
-            fault = unread(answer.words, error)
-            self.servers.count(fault)
-            raise fault from None
-        return outcome
-
-
-def make_judge(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> JudgeReward:
-    assert config.judge is not None
-    servers, section = dependencies.servers(config.servers), dependencies.config.reward
-    return JudgeReward(name, config.judge, servers, config.timeout_s, section.processes, section.threads)
-
 
 def check_judge(name: str, config: NamedRewardConfig) -> None:
-    """Find what is wrong with a judge without asking it; raises ConfigError."""
-    assert config.judge is not None
-    JudgePrompt(name, config.judge)
-    make_verdict(config.judge.verdict)
-    _check_template(name, config.judge)
+    """Find what is wrong with a judge without asking it.
+
+    Raises:
+        ConfigError: a template is none, or does not show the judge what it judges, or the nonce where its
+            verdict is read by it; or the verdict's function cannot be loaded.
+    """
+    judge = config.judge
+    assert judge is not None
+    JudgePrompt(name, judge)
+    Verdict(name, judge.verdict)
+    parsed = [ImmutableSandboxedEnvironment().parse(text) for text in (judge.template, judge.system)]
+    shown = {each for tree in parsed for each in find_undeclared_variables(tree)}
+    where = f"reward.rewards.{name}.judge.template"
+    if "completion" not in shown:
+        raise ConfigError(
+            f"{where} does not show the judge the completion: put {{{{ completion }}}} where it should be"
+        )
+    if NONCE in judge.verdict.regex + judge.verdict.json_field and "nonce" not in shown:
+        raise ConfigError(
+            f"{where} does not show the nonce by which the verdict is read: ask in it for a line such as "
+            f"'Score {{{{ nonce }}}}: N', or take {NONCE} out of the verdict"
+        )
 
 
 def judge_reading(name: str, config: NamedRewardConfig, sample: RewardSample, _: ServersConfig) -> str:
@@ -166,19 +155,3 @@ def judge_reading(name: str, config: NamedRewardConfig, sample: RewardSample, _:
     assert config.judge is not None
     messages = JudgePrompt(name, config.judge).messages(sample)
     return lines_of(messages) if config.judge.api == "chat" else str(messages[-1]["content"])
-
-
-def _check_template(name: str, config: JudgeConfig) -> None:
-    """See that the judge is shown what it judges, and the nonce where its verdict is read by it."""
-    parsed = [ImmutableSandboxedEnvironment().parse(text) for text in (config.template, config.system)]
-    shown = {each for tree in parsed for each in find_undeclared_variables(tree)}
-    where = f"reward.rewards.{name}.judge.template"
-    if "completion" not in shown:
-        raise ConfigError(
-            f"{where} does not show the judge the completion: put {{{{ completion }}}} where it should be"
-        )
-    if NONCE in config.verdict.regex + config.verdict.json_field and "nonce" not in shown:
-        raise ConfigError(
-            f"{where} does not show the nonce by which the verdict is read: ask in it for a line such as "
-            f"'Score {{{{ nonce }}}}: N', or take {NONCE} out of the verdict"
-        )

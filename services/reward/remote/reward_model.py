@@ -11,23 +11,20 @@ from typing import Any
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.config.reward_kinds import RewardModelConfig
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
-from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind
-from tidemill.services.reward.remote.servers import Servers
 from tidemill.services.reward.remote.serving import template_file
 from tidemill.services.reward.sample import IDS_READING, RewardSample, lines_of
 
 MAX_KEPT_TOKENS = 100_000
 
 
-class ModelReward:
-    """Scores samples by a reward model."""
-
-    slots: int | None = None
-
-    def __init__(self, config: RewardModelConfig, servers: Servers, timeout_s: float) -> None:
-        self._config, self._servers, self._timeout_s = config, servers, timeout_s
+class ModelReward(Reward):
+    def __init__(self, _: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
+        assert config.model is not None
+        self._config, self._timeout_s = config.model, config.timeout_s
+        self._servers = dependencies.servers(config.servers)
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         """Ask the model once. Raises AttemptError: no replica gave a score, or there is nothing to score."""
@@ -47,14 +44,6 @@ class ModelReward:
         if self._config.head == "token" and self._config.keep_token_rewards:
             detail["token_rewards"] = [_label(row, self._config.label) for row in scores[:MAX_KEPT_TOKENS]]
         return RewardOutcome(normalise(raw, self._config), {"raw": raw}, detail)
-
-    async def close(self) -> None:
-        """Holds nothing: whoever made the servers closes them."""
-
-
-def make_model_reward(_: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> ModelReward:
-    assert config.model is not None
-    return ModelReward(config.model, dependencies.servers(config.servers), config.timeout_s)
 
 
 def model_reading(_: str, config: NamedRewardConfig, sample: RewardSample, servers: ServersConfig) -> str:
@@ -76,7 +65,6 @@ def model_reading(_: str, config: NamedRewardConfig, sample: RewardSample, serve
 
 
 def make_body(sample: RewardSample, config: RewardModelConfig) -> dict[str, Any]:
-    """The request for one sample."""
     body: dict[str, Any] = {"use_activation": False}
     if config.input == "ids":
         body["input"] = [int(token) for ids in (sample.prompt_ids, sample.completion_ids) for token in ids]
@@ -118,7 +106,6 @@ def reduce_scores(scores: list[Any], sample: RewardSample, config: RewardModelCo
 
 
 def normalise(raw: float, config: RewardModelConfig) -> float:
-    """The value of a raw score."""
     value = raw
     if config.normalise == "sigmoid":
         value = 1.0 / (1.0 + math.exp(-raw)) if raw > -500 else 0.0

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 import structlog
@@ -31,12 +32,11 @@ from tidemill.services.reward.remote.faults import (
     status_fault,
 )
 from tidemill.services.reward.remote.limiter import Limiter, Permit
-from tidemill.services.reward.remote.replica import STATES, Replica
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-Send = Callable[[Replica, Permit], Awaitable[T]]
+Send = Callable[["Replica", Permit], Awaitable[T]]
 """Sends one request to a replica and reads the answer. It raises `RemoteFault`, and says in the permit what
 the request has used."""
 
@@ -46,6 +46,90 @@ HEALTH_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 UNUSED = (FaultKind.CONNECTION, FaultKind.RATE_LIMITED, FaultKind.REFUSED_REQUEST)
 """Requests that failed like this were not computed: their tokens are given back."""
+
+
+FAILURES_BEFORE_REST = 5
+"""In a row. A single failure may be the request's, and a server that died is seen by its /health at once."""
+FIRST_REST_S = 5.0
+LONGEST_REST_S = 60.0
+
+STATES = ("up", "down", "resting", "paused")
+
+
+class Replica:
+    """One server as this worker sees it: how loaded it is, and whether it may be asked now.
+
+    A replica that fails several times in a row, or that asks for a pause, rests. After the rest one request
+    tries it, and not all that wait for it; while that fails, rests become longer.
+
+    `url` is what requests go to; `origin`, its part before the path, answers /health."""
+
+    def __init__(
+        self, url: str, is_registered: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.url, self.is_registered = url, is_registered
+        parts = urlsplit(url)
+        self.origin = f"{parts.scheme}://{parts.netloc}"
+        self.root = self.origin + parts.path.rstrip("/").removesuffix("/v1")
+        """What a path such as /classify is appended to."""
+        self.in_flight = self.last_used = 0
+        self.is_healthy = True
+        """What /health last said; the first request may come before the first look."""
+        self._clock = clock
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what failed: all is well, or another server stands in its place."""
+        self._num_failures, self._rest_s = 0, FIRST_REST_S
+        self._rests_until: float | None = None
+        self._is_paused = self._is_trying = False
+
+    @property
+    def rests_for_s(self) -> float:
+        """Seconds until one request may try it; 0 where none has to wait for that."""
+        return max(0.0, self._rests_until - self._clock()) if self._rests_until is not None else 0.0
+
+    @property
+    def state(self) -> str:
+        if not self.is_healthy:
+            return "down"
+        # Its rest is not over, or one request tries it already.
+        if self._rests_until is not None and (self._is_trying or self.rests_for_s > 0.0):
+            return "paused" if self._is_paused else "resting"
+        return "up"
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may be sent a request now."""
+        return self.state == "up"
+
+    def begin(self) -> None:
+        self.in_flight += 1
+        self._is_trying = self._rests_until is not None
+
+    def succeed(self) -> None:
+        """It was answered. An answer to a request from before a pause says nothing."""
+        if self._is_trying or not self._is_paused:
+            self.reset()
+
+    def fail(self) -> bool:
+        """It failed. Returns whether the replica begins to rest, having been asked as usual until now."""
+        self._num_failures += 1
+        was_trying, self._is_trying = self._is_trying, False
+        if was_trying:
+            self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+        elif self._rests_until is not None or self._num_failures < FAILURES_BEFORE_REST:
+            return False
+        self._rests_until, self._is_paused = self._clock() + self._rest_s, False
+        return not was_trying
+
+    def pause(self, pause_s: float) -> None:
+        self._rests_until = max(self._rests_until or 0.0, self._clock() + pause_s)
+        self._is_trying, self._is_paused = False, True
+
+    def abandon(self) -> None:
+        """The request was cancelled: that says nothing of the replica."""
+        self._is_trying = False
 
 
 class Servers:
@@ -75,7 +159,6 @@ class Servers:
         return list(self._replicas.values())
 
     def states(self) -> Counter[str]:
-        """How many replicas are in which state."""
         return Counter(replica.state for replica in self.replicas)
 
     async def ask_json(
@@ -132,25 +215,34 @@ class Servers:
         Raises:
             RemoteFault: none of those that were asked did, or asking another one cannot help.
         """
-        tried: set[str] = set()
+        tried, patience_s = set[str](), self.config.patience_s
         num_failovers, waits_until, waits_for = 0, 0.0, None
         while True:
             try:
                 return await self._once(send, lane, tokens, timeout_s, tried)
             except RemoteFault as fault:
-                if fault.fault is FaultKind.NO_REPLICA and waits_for is not None:
-                    raise RemoteFault(fault.fault, f"{fault}; the last answer: {waits_for}") from waits_for
+                if fault.kind == FaultKind.NO_REPLICA and waits_for is not None:
+                    raise RemoteFault(
+                        FaultKind.NO_REPLICA, f"{fault}; the last answer: {waits_for}"
+                    ) from waits_for
                 is_down = fault.is_replicas and await self._is_down(fault.replica_url)
-                if is_down or fault.asks_for_pause:
+                has_another = any(one.is_usable and one.url not in tried for one in self.replicas)
+                if is_down or fault.asks_for_pause:  # costs no attempt, but patience
                     waits_for = fault
-                    waits_until = waits_until or time.monotonic() + self.config.patience_s
-                    if not self._has_another(tried):
+                    waits_until = waits_until or time.monotonic() + patience_s
+                    if not has_another:
                         if time.monotonic() >= waits_until:
-                            raise self._out_of_patience(fault) from fault
-                        tried.clear()  # who comes back is as good as new
+                            if fault.asks_for_pause and not patience_s:
+                                raise  # it says when to retry
+                            raise RemoteFault(
+                                FaultKind.NO_REPLICA,
+                                f"servers.{self.name} kept dying, or asking for pauses, for {patience_s:g} s "
+                                f"(patience_s); the last answer: {fault}",
+                            ) from fault
+                        tried.clear()  # a server that comes back is as good as new
                 else:
-                    is_last = num_failovers == MAX_FAILOVERS
-                    if is_last or not fault.may_fail_over or not self._has_another(tried):
+                    may_help = fault.is_replicas or fault.kind == FaultKind.RATE_LIMITED
+                    if num_failovers == MAX_FAILOVERS or not may_help or not has_another:
                         raise
                     num_failovers += 1
                 self.num_failovers += 1
@@ -162,7 +254,6 @@ class Servers:
         metrics.REMOTE_ERRORS.labels(self.name, fault.kind).inc()
 
     def count_tokens(self, permit: Permit, prompt: int, completion: int) -> None:
-        """What an answer has cost."""
         permit.used_tokens = prompt + completion
         self.num_tokens += prompt + completion
         metrics.REMOTE_TOKENS.labels(self.name, "prompt").inc(prompt)
@@ -170,7 +261,6 @@ class Servers:
         metrics.REMOTE_COST.labels(self.name).inc(self.config.prices.cost(prompt, completion))
 
     def report(self, beat: Heartbeat) -> None:
-        """Fill in these servers' part of the worker's heartbeat."""
         states = self.states()
         beat.counts |= {
             f"{self.name}/answered": self.num_answered,
@@ -227,7 +317,7 @@ class Servers:
                         f"{replica.origin} gave no answer within {timeout_s:g} s (timeout_s)",
                     ) from None
                 except RemoteFault as fault:
-                    if fault.fault in UNUSED:
+                    if fault.kind in UNUSED:
                         permit.used_tokens = 0
                     raise
         except RemoteFault as fault:
@@ -252,7 +342,14 @@ class Servers:
             yield replica
         except RemoteFault as fault:
             fault.replica_url = replica.url
-            self._blame(replica, fault)
+            if fault.is_replicas and replica.fail():
+                log.warning(
+                    "a replica fails and rests", servers=self.name, replica=replica.origin, error=str(fault)
+                )
+            if fault.asks_for_pause:
+                replica.pause(fault.retry_after_s)
+            elif not fault.is_replicas:
+                replica.succeed()  # it answered; that the answer is of no use is not its health
             raise
         except BaseException:
             replica.abandon()
@@ -279,14 +376,16 @@ class Servers:
                 return chosen
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise RemoteFault(FaultKind.NO_REPLICA, self._why_none())
+                known = ", ".join(f"{replica.origin} is {replica.state}" for replica in self.replicas)
+                raise RemoteFault(
+                    FaultKind.NO_REPLICA,
+                    f"no replica of servers.{self.name} could be used within {self.config.patience_s:g} s "
+                    f"(patience_s): {known or 'none is configured or registered'}",
+                )
             rests_s = [rest_s for one in self.replicas if (rest_s := one.rests_for_s) > 0]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, *rests_s, self._health_interval_s)):
                     await self._changed.wait()
-
-    def _has_another(self, avoid: Collection[str]) -> bool:
-        return any(replica.is_usable and replica.url not in avoid for replica in self.replicas)
 
     async def _is_down(self, url: str) -> bool:
         """Looks at the /health of a replica that just failed a request; returns whether it is dead.
@@ -304,19 +403,9 @@ class Servers:
         return not replica.is_healthy
 
     def _wake(self) -> None:
-        """Let everybody look again who waits; later waiters wait for the next change."""
+        """Those that wait look again; later ones wait for the next change."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _blame(self, replica: Replica, fault: RemoteFault) -> None:
-        if fault.is_replicas and replica.fail():
-            log.warning(
-                "a replica fails and rests", servers=self.name, replica=replica.origin, error=str(fault)
-            )
-        elif not fault.is_replicas and not fault.asks_for_pause:
-            replica.succeed()  # it answered; that the answer is of no use is not its health
-        if fault.asks_for_pause:
-            replica.pause(fault.retry_after_s)
 
     def _take_over(self, registered: Collection[str]) -> None:
         """Know the registered replicas and those of the config, and no others."""
@@ -326,9 +415,7 @@ class Servers:
             self._replicas[url] = Replica(url, is_registered=True)
         for url in self._replicas.keys() - wanted.keys():
             log.info("a replica left", servers=self.name, replica=url)
-            gone = self._replicas.pop(url)
-            gone.has_left = True
-            metrics.REPLICA_IN_FLIGHT.remove(self.name, gone.origin)
+            metrics.REPLICA_IN_FLIGHT.remove(self.name, self._replicas.pop(url).origin)
 
     async def _examine(self, replica: Replica) -> None:
         was_healthy = replica.is_healthy
@@ -347,23 +434,6 @@ class Servers:
         while True:
             await self.look()
             await asyncio.sleep(self._health_interval_s)
-
-    def _out_of_patience(self, fault: RemoteFault) -> RemoteFault:
-        """The servers keep dying, or asking for pauses: the sample is not the only one to suffer."""
-        if fault.asks_for_pause and not self.config.patience_s:
-            return fault  # who waits for nothing is told when to retry
-        return RemoteFault(
-            FaultKind.NO_REPLICA,
-            f"servers.{self.name} kept dying, or asking for pauses, for {self.config.patience_s:g} s "
-            f"(patience_s); the last answer: {fault}",
-        )
-
-    def _why_none(self) -> str:
-        known = ", ".join(f"{replica.origin} is {replica.state}" for replica in self.replicas)
-        return (
-            f"no replica of servers.{self.name} could be used within {self.config.patience_s:g} s "
-            f"(patience_s): {known or 'none is configured or registered'}"
-        )
 
 
 def usage_of(tree: dict[str, Any]) -> tuple[int, int]:

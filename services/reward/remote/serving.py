@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -34,53 +35,6 @@ STOP_S = 15.0
 """For the server to end by itself; then its group is killed."""
 _GUARD = 'cat > /dev/null; kill -s KILL -- "-$0" 2> /dev/null'
 """Waits for the end of its input, which is the end of whoever holds the other end."""
-
-
-class ServerProcess:
-    """One start of one server. Its output goes where this process's goes."""
-
-    def __init__(self, process: asyncio.subprocess.Process, guard: asyncio.subprocess.Process) -> None:
-        self._process, self._guard = process, guard
-
-    @classmethod
-    async def start(cls, command: Sequence[str], env: Mapping[str, str]) -> "ServerProcess":
-        """Start the server, and its guard."""
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, env=dict(env), start_new_session=True
-        )
-        guard = await asyncio.create_subprocess_exec(
-            "sh", "-c", _GUARD, str(process.pid), stdin=asyncio.subprocess.PIPE, start_new_session=True
-        )
-        return cls(process, guard)
-
-    @property
-    def pid(self) -> int:
-        """Its process id, and the id of its process group."""
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.returncode
-
-    async def wait(self) -> int:
-        """Wait for its end; returns the exit code."""
-        return await self._process.wait()
-
-    async def stop(self) -> None:
-        """Ask it to end, and end it with all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
-                await self._process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        await self._process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            self._guard.kill()  # before its input closes: the group's number may be another one's by then
-        await self._guard.wait()
-
-
 log = structlog.get_logger(__name__)
 
 POLL_S = 0.25
@@ -97,106 +51,105 @@ VLLM_DEFAULTS = {
 _FILLED = re.compile(r"\{(?:host|port|model)\}")
 
 
+@contextlib.asynccontextmanager
+async def running(command: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[Process]:
+    """One start of a server. Its output goes where this process's goes; it ends with the block, or with this
+    process, and so does all that it started."""
+    server = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, env=dict(env), start_new_session=True
+    )
+    guard = await asyncio.create_subprocess_exec(
+        "sh", "-c", _GUARD, str(server.pid), stdin=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            server.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await server.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(server.pid, signal.SIGKILL)
+        await server.wait()
+        with contextlib.suppress(ProcessLookupError):
+            guard.kill()  # before its input closes: the group's number may be another one's by then
+        await guard.wait()
+
+
 async def serve(context: ServiceContext) -> None:
-    """Serve one replica until asked to stop, or until its server ends."""
-    name, config = context.options.servers, context.config
+    """Serve one replica until asked to stop, or until its server ends.
+
+    Raises:
+        EngineError: the server did not come up, or ended by itself.
+        ConfigError: it did, and would every time.
+    """
+    name, config, host = context.options.servers, context.config, context.options.host
     if name not in config.servers:
         known = ", ".join(config.servers) or "none"
         raise ConfigError(f"--servers {name}: the section servers of the run's config has {known}")
-    if problem := complaint(context.options.host, model_token()):
+    if problem := complaint(host, model_token()):
         raise ConfigError(problem)
-    port = context.options.port or _free_port(context.options.host)
+    port = context.options.port or _free_port(host)
     command = server_command(config, name, context.options, port)
-    await ServedReplica(context, port).run(
-        command, server_environment(config.servers[name], context.options.index)
-    )
+    origin = f"http://{reachable_host(host)}:{port}"
+    url, registry = f"{origin}/v1", ReplicaRegistry(context.broker, context.keys, name)
 
-
-class ServedReplica:
-    """A server, and what the run knows of it."""
-
-    def __init__(self, context: ServiceContext, port: int) -> None:
-        host = context.options.host
-        self.origin = f"http://{reachable_host(host)}:{port}"
-        self.url = f"{self.origin}/v1"
-        self._context, self._port = context, port
-        self._local = context.config.servers[context.options.servers].local or LocalServersConfig()
-        self._registry = ReplicaRegistry(context.broker, context.keys, context.options.servers)
-        self._http = httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S)
-
-    async def run(self, command: list[str], env: Mapping[str, str]) -> None:
-        """From the server's start to its end.
-
-        Raises:
-            EngineError: the server did not come up, or ended by itself.
-            ConfigError: it did, and would every time.
-        """
-        context = self._context
-        context.activity.enter(STARTING, self.origin)
-        log.info("starting a server", url=self.url, command=" ".join(command))
-        server = await ServerProcess.start(command, env)
+    async def is_healthy() -> bool:
         try:
-            await context.unless_stopping(self._serve(server))
-            if server.exit_code is None:
-                await self._leave()
-        finally:
-            await self._registry.withdraw(self.url)
-            await server.stop()
-            await self._http.aclose()
+            return (await http.get(f"{origin}/health")).status_code == 200
+        except httpx.HTTPError:
+            return False
 
-    async def _serve(self, server: ServerProcess) -> None:
-        await self._until_healthy(server)
-        log.info("the server is up", url=self.url)
-        self._context.activity.enter(SERVING, self.origin)
+    async def announce_for_ever(server: Process) -> None:
+        local = config.servers[name].local or LocalServersConfig()
+        await _until_healthy(server, is_healthy, local.start_timeout_s, host, port)
+        log.info("the server is up", url=url)
+        context.activity.enter(SERVING, origin)
         ended = asyncio.create_task(server.wait())
         try:
             while not ended.done():
-                if await self._is_healthy():
-                    await self._registry.announce(self.url)
+                if await is_healthy():
+                    await registry.announce(url)
                 await asyncio.wait({ended}, timeout=TTL_S / BEATS_PER_TTL)
         finally:
             ended.cancel()
         raise _end_of(server, "by itself")
 
-    async def _until_healthy(self, server: ServerProcess) -> None:
-        limit_s = self._local.start_timeout_s
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while not await self._is_healthy():
-                    if server.exit_code is not None:
-                        raise self._startup_error(server)
-                    await asyncio.sleep(POLL_S)
-                return
-        raise EngineError(f"the server was not healthy within {limit_s:g} s (local.start_timeout_s)")
-
-    def _startup_error(self, server: ServerProcess) -> TidemillError:
-        """Why the server ended before it was up.
-
-        With exit code 2 its arguments are wrong, and to start it again is no use: unless another process has
-        taken its port, which looks the same.
-        """
-        end = _end_of(server, "before it was up")
-        if server.exit_code == ConfigError.exit_code and _free_port(self._context.options.host, self._port):
-            return ConfigError(str(end))
-        return end
-
-    async def _is_healthy(self) -> bool:
+    context.activity.enter(STARTING, origin)
+    log.info("starting a server", url=url, command=" ".join(command))
+    env = server_environment(config.servers[name], context.options.index)
+    async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as http, running(command, env) as server:
         try:
-            return (await self._http.get(f"{self.origin}/health")).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    async def _leave(self) -> None:
-        """Take the address back, and give routers the time to notice."""
-        await self._registry.withdraw(self.url)
-        await asyncio.sleep(2 * HEALTH_INTERVAL_S)
+            await context.unless_stopping(announce_for_ever(server))
+        finally:
+            await registry.withdraw(url)
+        if server.returncode is None:
+            await asyncio.sleep(2 * HEALTH_INTERVAL_S)  # routers notice, and send nothing more
 
 
-def _end_of(server: ServerProcess, when: str) -> TidemillError:
+async def _until_healthy(
+    server: Process, is_healthy: Callable[[], Awaitable[bool]], limit_s: float, host: str, port: int
+) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while not await is_healthy():
+                if server.returncode is not None:
+                    end = _end_of(server, "before it was up")
+                    # With 2 its arguments are wrong, and to start it again is no use: unless another process
+                    # has taken its port, which looks the same.
+                    is_final = server.returncode == ConfigError.exit_code and _free_port(host, port)
+                    raise ConfigError(str(end)) if is_final else end
+                await asyncio.sleep(POLL_S)
+            return
+    raise EngineError(f"the server was not healthy within {limit_s:g} s (local.start_timeout_s)")
+
+
+def _end_of(server: Process, when: str) -> TidemillError:
     """Why a replica ends with its server; a `ConfigError` where starting it again cannot help."""
-    assert server.exit_code is not None
-    words = f"the server ended {when} ({ending_in_words(server.exit_code)})"
-    if not is_illegal_instruction(server.exit_code):
+    assert server.returncode is not None
+    words = f"the server ended {when} ({ending_in_words(server.returncode)})"
+    if not is_illegal_instruction(server.returncode):
         return EngineError(f"{words}; see its output above")
     return ConfigError(
         f"{words}: it uses what this CPU has not or may not use, as in virtual machines that list AMX. Let "
@@ -303,7 +256,6 @@ def check_local(name: str, reward: NamedRewardConfig, servers: ServersConfig) ->
 
 
 def needs_template(reward: NamedRewardConfig) -> bool:
-    """Whether its servers are sent chats."""
     if reward.judge is not None:
         return reward.judge.api == "chat"
     if reward.teacher is not None:

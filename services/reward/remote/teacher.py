@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.common.config import NamedRewardConfig, ServersConfig, TeacherConfig
+from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.wire.arrays import Bits, Float32, Int32
-from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN
-from tidemill.services.reward.remote.servers import Servers
-from tidemill.services.reward.remote.templates import compiled, rendered
+from tidemill.services.reward.remote.templates import SampleTemplate
 from tidemill.services.reward.sample import IDS_READING, ChatMessages, RewardSample, lines_of
 
 Ids = Sequence[int] | Int32
@@ -32,10 +31,13 @@ MAX_PROMPTS = 4096
 class TeacherPrompt:
     """The prompt that a teacher reads in place of the policy's."""
 
-    def __init__(self, name: str, config: TeacherConfig) -> None:
+    def __init__(self, name: str, reward: NamedRewardConfig) -> None:
+        """Raises ConfigError: its template is none."""
+        config = reward.teacher
+        assert config is not None
         self._name, self._config = name, config
         where = f"reward.rewards.{name}.teacher.template"
-        self._template = compiled(config.template, where) if config.template else None
+        self._template = SampleTemplate(config.template, where) if config.template else None
 
     def of(self, sample: RewardSample) -> str | ChatMessages:
         """Text as it is, or chat messages for the teacher's template.
@@ -44,7 +46,7 @@ class TeacherPrompt:
             AttemptError: the row lacks what the prompt is made of.
         """
         if self._template is not None:
-            found: Any = rendered(self._template, sample, "the teacher's")
+            found: Any = self._template.render(sample)
         else:
             found = sample.extra_info.get(self._config.prompt_column)
         if isinstance(found, list) and found and all(isinstance(message, dict) for message in found):
@@ -61,7 +63,7 @@ class TeacherPrompt:
         return [{"role": "user", "content": found}] if self._config.chat else found
 
 
-class Row:
+class TeacherRow:
     """One segment as the teacher reads it: `ids`, of which those at `places` are what the model sampled."""
 
     def __init__(self, prompt_ids: Ids, completion_ids: Ids, mask: Bits | Sequence[bool]) -> None:
@@ -70,14 +72,11 @@ class Row:
         self.places = [len(prompt_ids) + int(place) for place in chosen]
 
 
-class TeacherReward:
-    """The logprobs of one teacher."""
-
-    slots: int | None = None
-
-    def __init__(self, name: str, config: TeacherConfig, servers: Servers, timeout_s: float) -> None:
-        self._servers, self._timeout_s = servers, timeout_s
-        self._prompt = TeacherPrompt(name, config) if config.has_own_prompt else None
+class TeacherReward(Reward):
+    def __init__(self, name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
+        assert config.teacher is not None
+        self._servers, self._timeout_s = dependencies.servers(config.servers), config.timeout_s
+        self._prompt = TeacherPrompt(name, config) if config.teacher.has_own_prompt else None
         self._known: dict[str, list[int]] = {}
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
@@ -102,10 +101,7 @@ class TeacherReward:
         mean = float(np.mean(found, dtype=np.float64))
         return RewardOutcome(None, {LOGPROB: mean}, teacher_logprobs=found.astype("<f4").tobytes())
 
-    async def close(self) -> None:
-        """Holds nothing: whoever made the servers closes them."""
-
-    async def _rows(self, sample: RewardSample) -> list[Row]:
+    async def _rows(self, sample: RewardSample) -> list[TeacherRow]:
         """All segments. A prompt of the teacher's own stands where the shortest of their prompts stood, with
         which all have to begin: the row's, with what an environment added before the model's first token.
 
@@ -113,7 +109,7 @@ class TeacherReward:
             AttemptError: a rewritten history does not begin with the row's prompt.
         """
         if self._prompt is None:
-            return [Row(s.prompt_ids, s.completion_ids, s.mask) for s in sample.segments]
+            return [TeacherRow(s.prompt_ids, s.completion_ids, s.mask) for s in sample.segments]
         own = await self._ids(self._prompt.of(sample), sample)
         # Segments are in the order of their last answers: the one that the session began with may be any.
         old, rows = min((segment.prompt_ids for segment in sample.segments), key=len), []
@@ -126,7 +122,7 @@ class TeacherReward:
                     kind="prompt",
                 )
             prompt_ids = [*own, *segment.prompt_ids[len(old) :].tolist()]
-            rows.append(Row(prompt_ids, segment.completion_ids, segment.mask))
+            rows.append(TeacherRow(prompt_ids, segment.completion_ids, segment.mask))
         return rows
 
     async def _ids(self, prompt: str | ChatMessages, sample: RewardSample) -> list[int]:
@@ -150,7 +146,7 @@ class TeacherReward:
         return ids
 
 
-def read_logprobs(answer: dict[str, Any], rows: Sequence[Row]) -> Float32:
+def read_logprobs(answer: dict[str, Any], rows: Sequence[TeacherRow]) -> Float32:
     """The logprobs at the rows' places, end to end, from an answer of the completions API.
 
     Raises:
@@ -183,21 +179,10 @@ def read_ids(answer: dict[str, Any]) -> list[int]:
     return ids
 
 
-def make_teacher(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> TeacherReward:
-    assert config.teacher is not None
-    return TeacherReward(name, config.teacher, dependencies.servers(config.servers), config.timeout_s)
-
-
-def check_teacher(name: str, config: NamedRewardConfig) -> None:
-    """Find what is wrong with a teacher without asking it. Raises ConfigError: its template is none."""
-    assert config.teacher is not None
-    TeacherPrompt(name, config.teacher)
-
-
 def teacher_reading(name: str, config: NamedRewardConfig, sample: RewardSample, _: ServersConfig) -> str:
     """What the teacher reads about a sample. Raises AttemptError: the row lacks a part of its prompt."""
     assert config.teacher is not None
     if not config.teacher.has_own_prompt:
         return IDS_READING
-    prompt = TeacherPrompt(name, config.teacher).of(sample)
+    prompt = TeacherPrompt(name, config).of(sample)
     return (prompt if isinstance(prompt, str) else lines_of(prompt) + "\n") + sample.solution_str

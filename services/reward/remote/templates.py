@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidemill.common.errors import ConfigError
@@ -10,39 +10,42 @@ from tidemill.services.reward.outcome import AttemptError, describe
 from tidemill.services.reward.sample import RewardSample
 
 
-def compiled(source: str, where: str) -> Template:
-    """The template in the field `where`. Raises ConfigError: it is none."""
-    try:
-        return ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True).from_string(source)
-    except TemplateError as error:
-        line = getattr(error, "lineno", None)
-        raise ConfigError(
-            f"{where} is no Jinja template: {error}{f' (line {line})' if line else ''}"
-        ) from None
+class SampleTemplate:
+    """The template in the field `where` of the config. Raises ConfigError: it is none."""
 
+    def __init__(self, source: str, where: str) -> None:
+        self._where = where
+        try:
+            environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True)
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            raise ConfigError(
+                f"{where} is no Jinja template: {error}{f' (line {line})' if line else ''}"
+            ) from None
 
-def rendered(template: Template, sample: RewardSample, whose: str, nonce: str = "") -> str:
-    """The text about one sample; `whose` begins an error.
+    def render(self, sample: RewardSample, nonce: str = "") -> str:
+        """The text about one sample. `nonce` is a word that no completion can know.
 
-    Raises:
-        AttemptError: the template asks for something that the sample does not have.
-    """
-    fields: dict[str, Any] = {
-        "prompt": sample.prompt,
-        "messages": sample.chat,
-        "prompt_text": sample.prompt_text,
-        "completion": sample.solution_str,
-        "conversation": sample.conversation,
-        "ground_truth": sample.ground_truth,
-        "extra": sample.extra_info,
-        "data_source": sample.data_source,
-        "nonce": nonce,
-    }
-    try:
-        return template.render(fields)
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        raise AttemptError(
-            f"{whose} template cannot be filled in: {describe(error)}; it sees {', '.join(fields)}",
-            is_final=True,
-            kind="template",
-        ) from error
+        Raises:
+            AttemptError: the template asks for something that the sample does not have.
+        """
+        fields: dict[str, Any] = {
+            "prompt": sample.prompt,
+            "messages": sample.chat,
+            "prompt_text": sample.prompt_text,
+            "completion": sample.solution_str,
+            "conversation": sample.conversation,
+            "ground_truth": sample.ground_truth,
+            "extra": sample.extra_info,
+            "data_source": sample.data_source,
+            "nonce": nonce,
+        }
+        try:
+            return self._template.render(fields)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise AttemptError(
+                f"{self._where} cannot be filled in: {describe(error)}; it sees {', '.join(fields)}",
+                is_final=True,
+                kind="template",
+            ) from error

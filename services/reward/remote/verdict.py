@@ -1,13 +1,14 @@
 """From a judge's words to a number, or to the reason why there is none: words are never 0 by default."""
 
+import contextlib
 import json
 import math
 import re
-from typing import Any, Protocol
+from typing import Any
 
 from tidemill.common.config.reward_kinds import SCORE, VerdictConfig
-from tidemill.services.reward.functions.loading import import_function
-from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.request import Callee, Request
+from tidemill.services.reward.functions.reward_function import import_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome, interpret, users_own
 from tidemill.services.reward.remote.faults import FaultKind, RemoteFault
 
@@ -22,82 +23,63 @@ MAX_BROKEN = 100
 LAST_WORD = re.compile(r"(?<!\S)\S+\Z")
 CUT = ", and the answer was cut off (max_tokens)"
 
+FUNCTION_FIELD = "judge.verdict.function"
 NONCE = "{nonce}"
 """In a regex or field: the word that the template showed the judge, which no completion can know."""
 
 
-class VerdictReader(Protocol):
-    """Reads a judge's words. `completion` is what it judged: the words may quote it.
-
-    Where `is_cut`, the judge was stopped by `max_tokens`: what touches the end may be a part of more.
-    """
-
-    def __call__(
-        self, words: str, completion: str = "", nonce: str = "", is_cut: bool = False
-    ) -> RewardOutcome:
-        """The verdict; its value is None where the function that reads it says so."""
-        ...
-
-
-def make_verdict(config: VerdictConfig) -> VerdictReader:
-    """The reader that the config describes. What it raises is a `RemoteFault` of kind `no_verdict`.
+class Verdict(Callee):
+    """Reads the verdicts of one judge; where anything of the user's runs, in a scoring process: a regex or a
+    function may take for ever. A request has the words, the nonce and `is_cut` beside the judged sample.
 
     Raises:
         ConfigError: `function` cannot be loaded.
-    """
-    read = _function_reader(config) if config.function else _reader(config)
-
-    def verdict(words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
-        outcome = read(words, completion, nonce, is_cut)
-        if outcome.value is None:
-            return outcome
-        return RewardOutcome(_in_range(config, outcome.value, words), outcome.components, outcome.detail)
-
-    return verdict
-
-
-class Reading:
-    """Reads verdicts as a scoring process calls functions: a user's regex or function may take for ever.
-
-    A request has the words, the nonce and `is_cut` beside the sample that was judged.
     """
 
     is_async = False
 
     def __init__(self, name: str, config: VerdictConfig) -> None:
-        self.name, self._config, self._verdict = name, config, make_verdict(config)
-
-    @property
-    def is_cheap(self) -> bool:
-        """Whether nothing of the user's runs."""
-        return not (self._config.regex or self._config.function)
+        self.name, self._config = name, config
+        self.is_cheap = not (config.regex or config.function)
+        self._function = import_function(config.function, FUNCTION_FIELD) if config.function else None
 
     def spec(self) -> dict[str, Any]:
-        """What another process needs to load the same."""
         config = self._config.model_dump_json()
-        return {"maker": f"{__name__}:{load_reading.__name__}", "reference": self.name, "config": config}
+        return {"maker": f"{__name__}:{load_verdict.__name__}", "reference": self.name, "config": config}
 
-    def call(self, request: Request) -> list[RewardOutcome]:
-        """The verdict. Raises RemoteFault: there is none."""
-        return [self._verdict(completion=request.samples[0].solution_str, **request.given)]
+    async def call(self, request: Request) -> list[RewardOutcome]:
+        return [self.read(completion=request.samples[0].solution_str, **request.given)]
 
-    async def call_async(self, request: Request) -> list[RewardOutcome]:
-        return self.call(request)
+    def read(self, words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
+        """The verdict; its value is None where the function that reads it says so.
 
+        Args:
+            words: What the judge said.
+            completion: What it judged: the words may quote it.
+            nonce: The word that stands for `{nonce}` in a regex or field.
+            is_cut: Whether the judge was stopped by `max_tokens`: what touches the end may be a part of more.
 
-def load_reading(reference: str, config: str) -> Reading:
-    return Reading(reference, VerdictConfig.model_validate_json(config))
+        Raises:
+            RemoteFault: there is none.
+        """
+        if self._function is None:
+            outcome = RewardOutcome(self._value(words, completion, nonce, is_cut))
+        else:
+            try:
+                with users_own():
+                    outcome = interpret(self._function(words))
+            except AttemptError as error:
+                raise _none(words, str(error)) from error
+        if outcome.value is not None and self._config.range is not None:
+            low, high = self._config.range
+            if not low <= outcome.value <= high:
+                raise _none(words, f"{outcome.value:g} is outside the range from {low:g} to {high:g}")
+            if self._config.to_unit:
+                outcome.value = (outcome.value - low) / (high - low)
+        return outcome
 
-
-def unread(words: str, error: AttemptError) -> RemoteFault:
-    """The fault where reading a verdict in another process came to `error`."""
-    if error.kind == FaultKind.NO_VERDICT:
-        return RemoteFault(FaultKind.NO_VERDICT, str(error))
-    return _none(words, f"reading it: {error}")
-
-
-def _reader(config: VerdictConfig) -> VerdictReader:
-    def read(words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
+    def _value(self, words: str, completion: str, nonce: str, is_cut: bool) -> float:
+        config = self._config
         is_all = not config.regex and not config.json_field
         if config.regex:
             found: Any = _matched(config.regex.replace(NONCE, nonce), words, completion, is_cut)
@@ -108,25 +90,20 @@ def _reader(config: VerdictConfig) -> VerdictReader:
         value = _chosen(config.choices, found, is_all) if config.choices else _number(found, is_all)
         if value is None or not math.isfinite(value):
             wanted = f"one of {', '.join(config.choices)}" if config.choices else "one finite number"
-            raise _none(
-                words, f"where {wanted} should be stands {str(found)[:SHOWN_CHARS]!r}{CUT if is_cut else ''}"
-            )
-        return RewardOutcome(value)
-
-    return read
+            cut = CUT if is_cut else ""
+            raise _none(words, f"where {wanted} should be stands {str(found)[:SHOWN_CHARS]!r}{cut}")
+        return value
 
 
-def _function_reader(config: VerdictConfig) -> VerdictReader:
-    function = import_function(config.function, "judge.verdict.function", ())
+def load_verdict(reference: str, config: str) -> Verdict:
+    return Verdict(reference, VerdictConfig.model_validate_json(config))
 
-    def read(words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
-        try:
-            with users_own():
-                return interpret(function(words))
-        except AttemptError as error:
-            raise _none(words, str(error)) from error
 
-    return read
+def unread(words: str, error: AttemptError) -> RemoteFault:
+    """The fault where reading a verdict in another process came to `error`."""
+    if error.kind == FaultKind.NO_VERDICT:
+        return RemoteFault(FaultKind.NO_VERDICT, str(error))
+    return _none(words, f"reading it: {error}")
 
 
 def _matched(regex: str, words: str, completion: str, is_cut: bool) -> str:
@@ -157,21 +134,16 @@ def _own(found: list[tuple[str, Any]], words: str, completion: str) -> Any:
 
 
 def _field(path: str, words: str, completion: str) -> Any:
-    objects = [(text, value) for text, tree in _objects(words) if (value := _at(tree, path)) is not _ABSENT]
+    objects = []
+    for text, tree in _objects(words):
+        with contextlib.suppress(LookupError, TypeError):  # it has no such field
+            value: Any = tree
+            for part in path.split("."):
+                value = value[part]
+            objects.append((text, value))
     if not objects:
         raise _none(words, f"there is no JSON object with the field {path!r}")
     return _own(objects, words, completion)
-
-
-_ABSENT = object()
-
-
-def _at(tree: Any, path: str) -> Any:
-    for part in path.split("."):
-        if not isinstance(tree, dict) or part not in tree:
-            return _ABSENT
-        tree = tree[part]
-    return tree
 
 
 def _objects(words: str) -> list[tuple[str, Any]]:
@@ -192,10 +164,8 @@ def _chosen(choices: dict[str, float], found: Any, is_all: bool) -> float | None
     """The value of the choice; of a whole text, the only one that stands in it as a word."""
     folded = {label.strip().casefold(): value for label, value in choices.items()}
     text = str(found).strip().casefold()
-    if text in folded:
-        return folded[text]
-    if not is_all:
-        return None
+    if text in folded or not is_all:
+        return folded.get(text)
     values = {
         value for label, value in folded.items() if re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text)
     }
@@ -204,8 +174,6 @@ def _chosen(choices: dict[str, float], found: Any, is_all: bool) -> float | None
 
 def _number(found: Any, is_all: bool) -> float | None:
     """The number; of a whole text, the only one that stands in it."""
-    if isinstance(found, bool):
-        return float(found)
     if isinstance(found, int | float):
         return float(found)
     if not isinstance(found, str):
@@ -218,15 +186,6 @@ def _number(found: Any, is_all: bool) -> float | None:
 def _parsed(text: str) -> float:
     number = float(text.rstrip("%").replace(",", ""))
     return number / 100 if text.endswith("%") else number
-
-
-def _in_range(config: VerdictConfig, value: float, words: str) -> float:
-    if config.range is None:
-        return value
-    low, high = config.range
-    if not low <= value <= high:
-        raise _none(words, f"{value:g} is outside the range from {low:g} to {high:g}")
-    return (value - low) / (high - low) if config.to_unit else value
 
 
 def _none(words: str, reason: str) -> RemoteFault:

@@ -11,8 +11,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.sample import RewardSample
 
 _NOT_OF_THE_RESULT = {"weight", "applies_to", "timeout_s", "max_attempts", "backoff_s", "max_concurrent"}
-_NOT_OF_THE_RESULT |= {"on_failure", "failure_value", "cache", "sources"}
+_NOT_OF_THE_RESULT |= {"on_failure", "cache", "sources"}
 """Fields of a reward that do not change what it returns."""
 _OF_THE_RESULT: dict[str, Any] = {"base_urls": True, "model": True, "local": {"command", "args"}}
 """Fields of its servers that do."""
@@ -71,14 +70,19 @@ def _file_of(text: str) -> Path | None:
     return None
 
 
-class RewardCache:
-    """The cache of a run, as one worker uses it."""
+@dataclass(eq=False, slots=True)
+class SharedCall:
+    """A call under way, and how many wait for it."""
 
+    task: asyncio.Task[RewardOutcome]
+    num_waiting: int = 0
+
+
+class RewardCache:
     def __init__(self, broker: Broker, keys: Keys, max_bytes: int) -> None:
         self._broker, self._keys = broker, keys.reward_cache
         self._max_bytes = max_bytes
-        self._under_way: dict[str, asyncio.Task[RewardOutcome]] = {}
-        self._waiting: dict[str, int] = {}
+        self._calls: dict[str, SharedCall] = {}
 
     async def get_or_make(
         self, version: str, sample: RewardSample, make: Callable[[], Awaitable[RewardOutcome]]
@@ -88,26 +92,21 @@ class RewardCache:
         A caller that is cancelled does not take the call away from the others that wait for it.
         """
         digest = _digest(version, sample)
-        task = self._under_way.get(digest)
-        if task is None:
-            task = asyncio.ensure_future(self._look_or_make(digest, make))
-            self._under_way[digest] = task
-            task.add_done_callback(partial(self._forget, digest))
+        call = self._calls.get(digest)
+        if call is None:
+            task = asyncio.create_task(self._look_or_make(digest, make))
+            call = self._calls[digest] = SharedCall(task)
         else:
             metrics.REWARD_CACHE.labels("shared").inc()
-        self._waiting[digest] = self._waiting.get(digest, 0) + 1
+        call.num_waiting += 1
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(call.task)
         finally:
-            self._waiting[digest] -= 1
-            if not self._waiting[digest]:
-                del self._waiting[digest]
-                self._forget(digest, task)
-                task.cancel()  # nobody waits for it any more
-
-    def _forget(self, digest: str, task: asyncio.Task[RewardOutcome]) -> None:
-        if self._under_way.get(digest) is task:
-            del self._under_way[digest]
+            call.num_waiting -= 1
+            if call.task.done() or not call.num_waiting:
+                call.task.cancel()  # nothing where it is done
+                if self._calls.get(digest) is call:
+                    del self._calls[digest]
 
     async def _look_or_make(self, digest: str, make: Callable[[], Awaitable[RewardOutcome]]) -> RewardOutcome:
         found = await self._broker.script("cache_get", self._keys, [digest])

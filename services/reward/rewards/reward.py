@@ -1,55 +1,35 @@
 """What a reward is to the worker: something that gives one sample an outcome, or raises `AttemptError`.
 
 Functions, judges, reward models, sandboxes, environments and teachers are its kinds, the rows of `REWARDS`;
-each implements `Reward`. Attempts, backoff, concurrency, cache and failure policy stand around
-all of them alike, in `named.py`: a kind makes one attempt and says what came of it.
+each is a `Reward`. Attempts, backoff, concurrency, cache and failure policy are the same around all of them,
+in `weighted_sum.py`: a kind makes one attempt and says what came of it.
 """
 
+import math
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.reward.functions.loading import load_function
-from tidemill.services.reward.functions.processes.pool import execution_of
+from tidemill.services.reward.functions.pool import Execution
 from tidemill.services.reward.functions.request import Request
-from tidemill.services.reward.functions.reward_function import RewardFunction
+from tidemill.services.reward.functions.reward_function import RewardFunction, load_function
 from tidemill.services.reward.functions.signature import ROUTER
-from tidemill.services.reward.outcome import RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.remote.faults import check_key
-from tidemill.services.reward.remote.judge import check_judge, judge_reading, make_judge
-from tidemill.services.reward.remote.reward_model import make_model_reward, model_reading
+from tidemill.services.reward.remote.judge import JudgeReward, check_judge, judge_reading
+from tidemill.services.reward.remote.reward_model import ModelReward, model_reading
 from tidemill.services.reward.remote.serving import check_local
-from tidemill.services.reward.remote.teacher import check_teacher, make_teacher, teacher_reading
-from tidemill.services.reward.rewards.environment import EnvironmentReward
-from tidemill.services.reward.rewards.sandbox import SandboxJobs, SandboxReward
+from tidemill.services.reward.remote.teacher import TeacherPrompt, TeacherReward, teacher_reading
+from tidemill.services.reward.rewards.sandbox import SandboxReward
 from tidemill.services.reward.sample import RewardSample
 
-
-class Reward(Protocol):
-    """Scores samples, many at once."""
-
-    @property
-    def slots(self) -> int | None:
-        """Samples it makes sense to hold at once; None where only memory sets a limit."""
-
-    async def score(self, sample: RewardSample) -> RewardOutcome:
-        """One attempt, within the reward's own limit of time. Whoever calls decides on retries.
-
-        Raises:
-            AttemptError: it gave no value. Anything else that is raised is taken for one.
-        """
-
-    async def close(self) -> None:
-        """Free what it holds."""
+NUM_TURNS = "num_turns"
 
 
-class FunctionReward:
-    """The reward that a function computes."""
-
+class FunctionReward(Reward):
     def __init__(
         self,
         function: RewardFunction,
@@ -59,28 +39,25 @@ class FunctionReward:
         threads: int = 1,
     ) -> None:
         self.function = function
-        self.execution = execution_of(function, num_processes, threads)
+        self.execution = Execution(function, num_processes, threads)
         self._timeout_s, self._router = timeout_s, router
 
     @property
-    def slots(self) -> int | None:
+    def slots(self) -> int | None:  # type: ignore[override]
         """Those of the function's processes; it grows where they are found to wait."""
         return self.execution.slots
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        """Call the function once, for one sample."""
         (outcome,) = await self.score_group([sample])
         return outcome
 
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
-        """Call the function once, for all samples of a group."""
         given = {ROUTER: await self._router()} if self._router else {}
         return await self.execution.run(Request(samples, given), self._timeout_s)
 
     async def post_process(
         self, samples: list[RewardSample], scores: list[float | None]
     ) -> list[RewardOutcome]:
-        """Have a class post-process its own scores of a group."""
         return await self.execution.run(Request(samples, scores=scores), self._timeout_s)
 
     async def close(self) -> None:
@@ -110,9 +87,35 @@ def load_checked(name: str, config: NamedRewardConfig) -> RewardFunction:
     return function
 
 
-def make_sandbox(_: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> SandboxReward:
-    assert config.sandbox is not None
-    return SandboxReward(config.sandbox, SandboxJobs(dependencies.broker, dependencies.keys))
+class EnvironmentReward(Reward):
+    """The reward that the environment of a session gave itself, which came with the trajectory: that of the
+    session, else the sum over its turns; never 0 for want of one."""
+
+    async def score(self, sample: RewardSample) -> RewardOutcome:
+        """The value, with the environment's metrics and the number of turns as components.
+
+        Raises:
+            AttemptError: the environment gave no reward, or one that is no finite number.
+        """
+        session = sample.session
+        if session is None:
+            raise AttemptError("this is no session: a single turn has no environment", is_final=True)
+        given = [reward for reward in session["turn_rewards"] if reward is not None]
+        value = session["reward"] if session["reward"] is not None else sum(given) if given else None
+        if value is None:
+            raise AttemptError(
+                f"the environment {session['environment']} gave no reward, for the session or a turn "
+                f"(it ended with {session['end']}); take another reward, or have it give one",
+                is_final=True,
+                kind="no_reward",
+            )
+        if not math.isfinite(value):
+            raise AttemptError(
+                f"the environment {session['environment']} gave the reward {value}; expected a finite number",
+                is_final=True,
+            )
+        metrics = {name: number for name, number in session["metrics"].items() if math.isfinite(number)}
+        return RewardOutcome(float(value), {**metrics, NUM_TURNS: float(len(session["turn_rewards"]))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +131,22 @@ class RewardKind:
 
 REWARDS = {
     "function": RewardKind(make_function, load_checked),
-    "judge": RewardKind(make_judge, check_judge, judge_reading),
-    "model": RewardKind(make_model_reward, reading=model_reading),
-    "sandbox": RewardKind(make_sandbox),
+    "judge": RewardKind(JudgeReward, check_judge, judge_reading),
+    "model": RewardKind(ModelReward, reading=model_reading),
+    "sandbox": RewardKind(SandboxReward),
     "environment": RewardKind(lambda *_: EnvironmentReward()),
-    "teacher": RewardKind(make_teacher, check_teacher, teacher_reading),
+    "teacher": RewardKind(TeacherReward, TeacherPrompt, teacher_reading),
 }
 """By the field of `NamedRewardConfig` that configures it; a new kind is one file, its section, and a row."""
+
+
+def check_key(name: str, variable: str) -> None:
+    """See that the environment has the key that the config names. Raises ConfigError: it does not."""
+    if variable and not os.environ.get(variable):
+        raise ConfigError(
+            f"servers.{name}: the environment variable {variable} (api_key_env) is not set; every machine "
+            "with reward workers needs it"
+        )
 
 
 def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> Reward:

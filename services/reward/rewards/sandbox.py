@@ -6,7 +6,6 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -24,13 +23,13 @@ from rq import Queue, Retry
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.config import NamedRewardConfig
 from tidemill.common.process.programs import JobFunction
-from tidemill.common.redis.broker import Broker, redis_url
+from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.keys import Keys
-from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
+from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.sample import RewardSample
 
 log = structlog.get_logger(__name__)
@@ -38,13 +37,20 @@ log = structlog.get_logger(__name__)
 POLL_S = 0.03
 EXAMINE_S = 2.0
 LOST_S = 10.0
-"""A job that runs on a worker that says nothing for this long is lost; a busy worker speaks every 2 s."""
+"""A job whose worker has not been heard of for this long is lost; a busy worker writes every 2 s."""
 JOB_MARGIN_S = 30
 """What a job may take beside the code's own limit before RQ kills it."""
+QUEUE_S = 300.0
+"""How long a completion may wait for a free worker."""
 FAILURE_TTL_S = 3600
 RQ_RETRIES = 2
-GONE = "gone"
 FIRST = asyncio.FIRST_COMPLETED
+GONE = "gone"
+OVER = (GONE, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
+"""States of a job that nobody works on. Waiting in the queue is no loss."""
+FENCE = "```"
+LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
+PYTHON = ("python", "python3", "py")
 
 
 class _Failed(BaseModel):
@@ -77,38 +83,45 @@ def _read(raw: bytes) -> dict[str, Any]:
     return result.model_dump()
 
 
-@dataclass(slots=True)
-class _Sighting:
-    """What was last seen of a job, and since when it looks like that."""
+class SandboxReward(Reward):
+    """Scores completions by running their code; one poller serves all that wait for results."""
 
-    state: str = ""
-    since: float = 0.0
-
-
-class SandboxJobs:
-    """The jobs of one reward worker; one poller serves all that wait."""
-
-    def __init__(self, broker: Broker, keys: Keys, url: str | None = None) -> None:
-        self._broker, self._keys = broker, keys
-        connection = make_blocking_client(url or redis_url(), keys.run_id)
-        self._queue = Queue(keys.sandbox_queue, connection=connection, serializer=JSONSerializer)
+    def __init__(self, _: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
+        assert config.sandbox is not None
+        self.config, self._broker, self._keys = config.sandbox, dependencies.broker, dependencies.keys
+        connection = make_blocking_client(redis_url(), self._keys.run_id)
+        self._queue = Queue(self._keys.sandbox_queue, connection=connection, serializer=JSONSerializer)
         self._waiting: dict[str, list[asyncio.Future[dict[str, Any]]]] = {}
         self._poller: asyncio.Task[None] | None = None
 
-    async def run(self, code: str, tests: Any, config: SandboxConfig) -> dict[str, Any]:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
+        """Run the completion's code against the tests in its ground truth."""
+        code = extract_code(sample.solution_str)
+        if not code.strip():
+            metrics.SANDBOX_JOBS.labels("no_code").inc()
+            return RewardOutcome(0.0, {"passed": 0.0}, {"sandbox": "the completion has no code"})
+        with metrics.SANDBOX_SECONDS.time():
+            result = await self.run(code, sample.ground_truth)
+        share = result["passed"] / result["total"]
+        outcome = next((name for name in result["outcomes"] if name != "done"), "done")
+        metrics.SANDBOX_JOBS.labels(outcome).inc()
+        value = share if self.config.score == "fraction" else float(share == 1.0)
+        detail = {"outcomes": result["outcomes"], "first_failure": result["first_failure"]}
+        return RewardOutcome(value, {"passed": share, "wall_s": result["wall_s"]}, {"sandbox": detail})
+
+    async def run(self, code: str, tests: Any) -> dict[str, Any]:
         """What came of the code, see `services/jobs/sandbox/job.py`.
 
         Raises:
             AttemptError: no worker took it in time, its workers died, or the sandbox failed.
         """
-        limits = config.model_dump(mode="json")
+        limits = self.config.model_dump(mode="json")
         text = json.dumps([self._keys.run_id, code, tests, limits], sort_keys=True, default=str)
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
         job_id = self._keys.sandbox_names + digest
         result = await self._stored(job_id)
         if result is None:
-            arguments = (self._keys.run_id, job_id, code, tests, limits)
-            result = await self._awaited(job_id, arguments, config)
+            result = await self._awaited(job_id, (self._keys.run_id, job_id, code, tests, limits))
         if "error" in result:
             await self._broker.execute("DEL", self._keys.sandbox_result(job_id))
             raise AttemptError(result["error"], is_final=result["is_final"], kind="sandbox")
@@ -121,27 +134,31 @@ class SandboxJobs:
             await asyncio.gather(self._poller, return_exceptions=True)
         await asyncio.to_thread(self._queue.connection.close)
 
-    async def _awaited(
-        self, job_id: str, arguments: tuple[Any, ...], config: SandboxConfig
-    ) -> dict[str, Any]:
-        limit_s = config.queue_s + config.total_s + JOB_MARGIN_S
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    async def _awaited(self, job_id: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+        """The result of a job that somebody has to run; one that is lost with its worker is queued again."""
+        limit_s = QUEUE_S + self.config.total_s + JOB_MARGIN_S
+        result: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         others = self._waiting.setdefault(job_id, [])
-        others.append(future)
+        others.append(result)
         self._poller = self._poller or asyncio.create_task(self._poll(), name="sandbox results")
         try:
             async with asyncio.timeout(limit_s):
-                if len(others) == 1:  # whoever else waits here waits for the same job
-                    await self._rq(self._enqueue, job_id, arguments, config)
-                sighting = _Sighting(since=time.monotonic())
-                while not future.done():
-                    await asyncio.wait((future, self._poller), timeout=EXAMINE_S, return_when=FIRST)
+                if len(others) == 1:  # all others here wait for the same job
+                    await self._rq(self._enqueue, job_id, arguments)
+                state, since = "", time.monotonic()
+                while True:
+                    await asyncio.wait((result, self._poller), timeout=EXAMINE_S, return_when=FIRST)
                     if self._poller.done():
                         self._poller.result()  # what stopped it is for those that depend on it
-                    if not future.done() and await self._is_lost(job_id, sighting):
+                    if result.done():
+                        return result.result()
+                    if (seen := await self._rq(self._state_of, job_id)) != state:
+                        state, since = seen, time.monotonic()
+                    is_silent = time.monotonic() - since > LOST_S and state != JobStatus.QUEUED
+                    if (is_silent or state in OVER) and await self._stored(job_id) is None:
                         log.warning("a sandboxed run was lost with its worker; asking again", job=job_id)
-                        await self._rq(self._enqueue, job_id, arguments, config)
-                return future.result()
+                        await self._rq(self._enqueue, job_id, arguments)
+                        state, since = "", time.monotonic()
         except TimeoutError:
             raise AttemptError(
                 f"no sandbox worker had a result within {limit_s:g} s; are there any (sandbox.workers), and "
@@ -149,7 +166,7 @@ class SandboxJobs:
                 is_timeout=True,
             ) from None
         finally:
-            others.remove(future)
+            others.remove(result)
             if not others:
                 self._waiting.pop(job_id, None)
 
@@ -168,18 +185,6 @@ class SandboxJobs:
         raw = await self._broker.execute("GET", self._keys.sandbox_result(job_id))
         return _read(raw) if raw is not None else None
 
-    async def _is_lost(self, job_id: str, sighting: _Sighting) -> bool:
-        """Whether nobody works on the job any more. Waiting in the queue is no loss."""
-        state = await self._rq(self._state_of, job_id)
-        if state != sighting.state:
-            sighting.state, sighting.since = state, time.monotonic()
-        is_silent = time.monotonic() - sighting.since > LOST_S and state != JobStatus.QUEUED
-        is_over = state in (GONE, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
-        if (is_over or is_silent) and await self._stored(job_id) is None:
-            sighting.state, sighting.since = "", time.monotonic()
-            return True
-        return False
-
     async def _rq(self, call: Any, *arguments: Any) -> Any:
         """One call of RQ, which waits for Redis, on a thread."""
         try:
@@ -187,12 +192,12 @@ class SandboxJobs:
         except redis_errors.RedisError as error:
             raise AttemptError(f"the sandbox queue cannot be reached: {error}", kind="sandbox") from None
 
-    def _enqueue(self, job_id: str, arguments: tuple[Any, ...], config: SandboxConfig) -> None:
+    def _enqueue(self, job_id: str, arguments: tuple[Any, ...]) -> None:
         self._queue.enqueue_call(
             JobFunction.RUN_CODE,
             args=arguments,
             job_id=job_id,
-            timeout=int(config.total_s) + JOB_MARGIN_S,
+            timeout=int(self.config.total_s) + JOB_MARGIN_S,
             result_ttl=0,
             failure_ttl=FAILURE_TTL_S,
             retry=Retry(max=RQ_RETRIES),
@@ -209,38 +214,6 @@ class SandboxJobs:
             return GONE
         beat, state = connection.hget(key, "last_heartbeat"), str(status.decode(errors="replace"))
         return f"{state}:{beat!r}" if state == JobStatus.STARTED else state
-
-
-FENCE = "```"
-LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
-PYTHON = ("python", "python3", "py")
-
-
-class SandboxReward:
-    """Scores completions by running their code."""
-
-    slots: int | None = None
-
-    def __init__(self, config: SandboxConfig, jobs: SandboxJobs) -> None:
-        self._config, self._jobs = config, jobs
-
-    async def score(self, sample: RewardSample) -> RewardOutcome:
-        """Run the completion's code against the tests in its ground truth."""
-        code = extract_code(sample.solution_str)
-        if not code.strip():
-            metrics.SANDBOX_JOBS.labels("no_code").inc()
-            return RewardOutcome(0.0, {"passed": 0.0}, {"sandbox": "the completion has no code"})
-        with metrics.SANDBOX_SECONDS.time():
-            result = await self._jobs.run(code, sample.ground_truth, self._config)
-        share = result["passed"] / result["total"]
-        outcome = next((name for name in result["outcomes"] if name != "done"), "done")
-        metrics.SANDBOX_JOBS.labels(outcome).inc()
-        value = share if self._config.score == "fraction" else float(share == 1.0)
-        detail = {"outcomes": result["outcomes"], "first_failure": result["first_failure"]}
-        return RewardOutcome(value, {"passed": share, "wall_s": result["wall_s"]}, {"sandbox": detail})
-
-    async def close(self) -> None:
-        await self._jobs.close()
 
 
 def extract_code(text: str) -> str:

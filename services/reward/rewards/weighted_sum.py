@@ -1,4 +1,7 @@
-"""The reward of a sample as the weighted sum of its parts, and what a failed part means.
+"""All rewards of a run: each with its limits, attempts and cache, and the weighted sum of them for a sample.
+
+Invariant: `NamedReward.score` gives every sample an outcome, whatever the reward does; a failure is never a
+zero. Training and evaluation have limits of their own, so that evaluation never waits behind training.
 
 What does not apply is left out of the sum, as in TRL. A teacher adds nothing to it: its logprobs travel
 beside it. A part that failed is replaced by its own `failure_value` where its policy is `value`; otherwise it
@@ -6,52 +9,139 @@ fails the score, and the score says whether only the sample or its whole group i
 """
 
 import asyncio
+import contextlib
+import random
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
-from tidemill.common.config import RewardConfig
-from tidemill.common.wire.messages import OnFailure, Score, ScoreStatus
-from tidemill.services.reward.outcome import Detail, RewardOutcome
+from tidemill.common.config import NamedRewardConfig, RewardConfig, RewardLimits, ServersConfig
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Score, ScoreStatus
+from tidemill.services.reward.outcome import (
+    MAX_TRY_CHARS,
+    AttemptError,
+    NamelessTry,
+    Reward,
+    RewardOutcome,
+    contained,
+)
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.rewards.cache import RewardCache
-from tidemill.services.reward.rewards.named import NamedReward
-from tidemill.services.reward.rewards.reward import make_reward
+from tidemill.services.reward.rewards.cache import RewardCache, version_of
+from tidemill.services.reward.rewards.reward import FunctionReward, make_reward
 from tidemill.services.reward.sample import RewardSample
 
-Parts = dict[str, RewardOutcome]
-"""By the reward's name."""
-
+LONGEST_BACKOFF_S = 60.0
 NONE_APPLIES = "no reward applies to this sample: each of them returned None or is for other data sources"
 
+T = TypeVar("T")
+Parts = dict[str, RewardOutcome]
+"""What each reward says of one sample, by its name."""
 
-def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s: float) -> Score:
-    """The message that says what the sum of a sample is."""
-    return Score(
-        ticket=sample.key[0],
-        index=sample.key[1],
-        tokens_digest=sample.tokens_digest,
-        status=total.status,
-        value=total.value,
-        components=total.components,
-        detail=total.detail,
-        error=total.error,
-        on_failure=total.on_failure,
-        attempts=max(Counter(name for name, *_ in total.tries).values(), default=1),
-        tries=tuple(total.tries),
-        worker=worker,
-        latency_s=latency_s,
-        teacher_logprobs=total.teacher_logprobs,
-    )
+
+async def attempt(limits: RewardLimits, once: Callable[[], Awaitable[T]]) -> tuple[T, list[NamelessTry]]:
+    """The first result of `once` under the limits of a reward, and all attempts where it took several.
+
+    Raises:
+        AttemptError: the last attempt failed; its `tries` are all attempts, where there were several.
+    """
+    tries: list[NamelessTry] = []
+    ended = time.monotonic()
+    while True:
+        started = time.monotonic()
+        failure: AttemptError | None = None
+        try:
+            with contained():
+                result = await once()
+        except AttemptError as error:
+            failure = error
+        ended, pause_s = time.monotonic(), started - ended
+        reason = str(failure)[:MAX_TRY_CHARS] if failure else ""
+        tries.append((round(ended - started, 6), round(pause_s, 6), reason))
+        if failure is None:
+            return result, tries if len(tries) > 1 else []
+        if failure.is_final or len(tries) == limits.max_attempts:
+            failure.tries = tries if len(tries) > 1 else []
+            raise failure
+        metrics.SCORE_RETRIES.inc()
+        backoff_s = min(limits.backoff_s * 2 ** (len(tries) - 1), LONGEST_BACKOFF_S)
+        # Jitter of half a pause: workers that failed together must not come back together.
+        backoff_s += random.uniform(0, limits.backoff_s / 2)
+        await asyncio.sleep(max(backoff_s, failure.retry_after_s))
+
+
+class NamedReward:
+    def __init__(
+        self,
+        name: str,
+        config: NamedRewardConfig,
+        reward: Reward,
+        cache: RewardCache | None = None,
+        servers: ServersConfig | None = None,
+    ) -> None:
+        self.name, self.config, self.reward, self.cache = name, config, reward, cache
+        self.version = version_of(name, config, servers) if cache else ""
+        self.failures: Counter[str] = Counter()
+        """How often it failed for good, by kind of failure."""
+        self._places = [
+            asyncio.Semaphore(config.max_concurrent) if config.max_concurrent else contextlib.nullcontext()
+            for _ in ("training", "evaluation")
+        ]
+
+    def applies_to(self, sample: RewardSample) -> bool:
+        return sample.lane in self.config.lanes and self.config.scores_source(
+            sample.data_source, sample.source
+        )
+
+    @property
+    def is_per_group(self) -> bool:
+        """Whether it scores the samples of a group together, when all are there."""
+        return self.config.per == "group"
+
+    async def score(self, sample: RewardSample) -> RewardOutcome:
+        """All attempts at one sample; it never raises for what a reward does."""
+        if not self.applies_to(sample):
+            return RewardOutcome()
+
+        async def once() -> list[RewardOutcome]:
+            return [await self.reward.score(sample)]
+
+        async def make() -> RewardOutcome:
+            return (await self._attempt([sample], once))[0]
+
+        return await (self.cache.get_or_make(self.version, sample, make) if self.cache else make())
+
+    async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
+        if not self.applies_to(samples[0]):
+            return [RewardOutcome() for _ in samples]
+        assert isinstance(self.reward, FunctionReward)  # `per: group` is for functions only
+        return await self._attempt(samples, partial(self.reward.score_group, samples))
+
+    async def _attempt(
+        self, samples: list[RewardSample], once: Callable[[], Awaitable[list[RewardOutcome]]]
+    ) -> list[RewardOutcome]:
+        async def placed() -> list[RewardOutcome]:
+            async with self._places[samples[0].is_evaluation]:
+                return await once()
+
+        try:
+            outcomes, tries = await attempt(self.config, placed)
+        except AttemptError as failure:
+            self.failures[failure.kind] += len(samples)
+            metrics.REWARD_FAILURES.labels(self.name, failure.kind).inc(len(samples))
+            return [RewardOutcome.failed(failure, self.name) for _ in samples]
+        return [replace(outcome, tries=[(self.name, *one) for one in tries]) for outcome in outcomes]
 
 
 class WeightedSum:
-    """All rewards of a run."""
-
     def __init__(self, rewards: Sequence[NamedReward], is_named: bool) -> None:
         self.rewards = list(rewards)
         self._is_named = is_named
-        """Whether the parts go by their names: a single `reward.function` speaks for itself."""
+        """Whether the parts go by their names: a single `reward.function` has none."""
+        self.has_group_rewards = any(named.is_per_group for named in self.rewards)
 
     @property
     def slots(self) -> int | None:
@@ -69,7 +159,6 @@ class WeightedSum:
         return {named.name: part for named, part in zip(single, parts, strict=True)}
 
     async def score_group(self, samples: list[RewardSample]) -> list[Parts]:
-        """The parts of the rewards that score a group at once, for each of its samples."""
         together = [named for named in self.rewards if named.is_per_group]
         columns = await asyncio.gather(*(named.score_group(samples) for named in together))
         return [
@@ -77,52 +166,39 @@ class WeightedSum:
             for place in range(len(samples))
         ]
 
-    @property
-    def has_group_rewards(self) -> bool:
-        """Whether a reward needs all samples of a group."""
-        return any(named.is_per_group for named in self.rewards)
-
-    def sum_up(self, parts: Mapping[str, RewardOutcome]) -> RewardOutcome:
+    def sum_up(self, parts: Parts) -> RewardOutcome:
         """The weighted sum of the parts of one sample, or why there is none."""
-        components, detail = self._notes(parts)
-        total, num_values, failed, is_group_lost = 0.0, 0, list[str](), False
-        policy: OnFailure = ""
-        teacher_logprobs: bytes | None = None
+        total = RewardOutcome(tries=[one for part in parts.values() for one in part.tries])
+        total.components, total.detail = self._notes(parts)
+        value, has_value, failed = 0.0, False, list[NamedReward]()
         for named in self.rewards:
             part, config = parts[named.name], named.config
-            value = part.value
+            found = part.value
             if not part.is_ok:
-                value = config.failure_value
-                if value is None or not self._is_named:
-                    failed.append(named.name)
-                    is_group_lost |= config.on_failure == "drop_group"
+                found = config.failure_value
+                if found is None or not self._is_named:
+                    failed.append(named)
                     continue
-                components[named.name] = value
-                detail.setdefault("failures", {})[named.name] = part.error
-            if value is not None:
-                total += config.weight * value
-                num_values += 1
+                total.components[named.name] = found
+                total.detail.setdefault("failures", {})[named.name] = part.error
+            if found is not None:
+                value += config.weight * found
+                has_value = True
             elif part.teacher_logprobs is not None:
-                teacher_logprobs = part.teacher_logprobs
-                num_values += 1
-        status, error = ScoreStatus.OK, ""
+                total.teacher_logprobs = part.teacher_logprobs
+                has_value = True
         if failed:
-            status, error = parts[failed[0]].status, parts[failed[0]].error
+            first = parts[failed[0].name]
+            total.status, total.error, total.teacher_logprobs = first.status, first.error, None
             if self._is_named:
-                error = "; ".join(f"{name}: {parts[name].error}" for name in failed)
-                policy = "drop_group" if is_group_lost else "drop_sample"
-        elif not num_values:
-            status, error = ScoreStatus.FAILED, NONE_APPLIES
-        return RewardOutcome(
-            total if status is ScoreStatus.OK else None,
-            components,
-            detail,
-            None if failed else teacher_logprobs,
-            status,
-            error,
-            tries=[one for part in parts.values() for one in part.tries],
-            on_failure=policy,
-        )
+                total.error = "; ".join(f"{named.name}: {parts[named.name].error}" for named in failed)
+                is_group_lost = any(named.config.on_failure == "drop_group" for named in failed)
+                total.on_failure = "drop_group" if is_group_lost else "drop_sample"
+        elif has_value:
+            total.value = value
+        else:
+            total.status, total.error = ScoreStatus.FAILED, NONE_APPLIES
+        return total
 
     def failures(self) -> dict[str, int]:
         """How often each reward failed, as `<name>:<kind>`."""
@@ -131,18 +207,16 @@ class WeightedSum:
         }
 
     async def close(self) -> None:
-        """Free what the rewards hold."""
-        await asyncio.gather(*(named.close() for named in self.rewards))
+        await asyncio.gather(*(named.reward.close() for named in self.rewards))
 
-    def _notes(self, parts: Mapping[str, RewardOutcome]) -> tuple[dict[str, float | None], Detail]:
+    def _notes(self, parts: Parts) -> tuple[dict[str, float | None], dict[str, Any]]:
         if not self._is_named:
             (part,) = parts.values()
             return dict(part.components), dict(part.detail)
         components: dict[str, float | None] = {name: part.value for name, part in parts.items()}
-        detail: dict[str, Any] = {name: part.detail for name, part in parts.items() if part.detail}
         for name, part in parts.items():
             components |= {f"{name}/{key}": value for key, value in part.components.items()}
-        return components, detail
+        return components, {name: part.detail for name, part in parts.items() if part.detail}
 
 
 def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) -> WeightedSum:
@@ -163,3 +237,22 @@ def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) ->
         for name, named in config.named.items()
     ]
     return WeightedSum(rewards, bool(config.rewards))
+
+
+def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s: float) -> Score:
+    return Score(
+        ticket=sample.key[0],
+        index=sample.key[1],
+        tokens_digest=sample.tokens_digest,
+        status=total.status,
+        value=total.value,
+        components=total.components,
+        detail=total.detail,
+        error=total.error,
+        on_failure=total.on_failure,
+        attempts=max(Counter(name for name, *_ in total.tries).values(), default=1),
+        tries=tuple(total.tries),
+        worker=worker,
+        latency_s=latency_s,
+        teacher_logprobs=total.teacher_logprobs,
+    )

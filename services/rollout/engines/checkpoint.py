@@ -60,7 +60,7 @@ def checkpoint_tensors(
     base: Mapping[str, tuple[TensorInfo, Bits]], deltas: Sequence[Sequence[Path]]
 ) -> "Iterator[tuple[str, Tensor]]":
     """The same as tensors with their names."""
-    from tidemill.services.rollout.engines.tensors import as_tensor
+    from tidemill.services.rollout.engines.held_weights import as_tensor
 
     for info, flat in patched_tensors(base, deltas):
         yield info.name, as_tensor(info, flat)

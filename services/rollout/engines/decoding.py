@@ -32,7 +32,6 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "SamplingBatch":
-        """Collect the parameters of the rows of a batch."""
         greedy = [row.temperature == 0.0 for row in rows]
         temperatures = [1.0 if row.temperature == 0.0 else row.temperature for row in rows]
         # A greedy row is not filtered, so that its logprob is that of the whole distribution.
@@ -45,16 +44,6 @@ class SamplingBatch:
             torch.tensor(top_k, device=device) if min(top_k) < vocab_size else None,
             torch.tensor(top_p, device=device) if min(top_p) < 1.0 else None,
             torch.tensor(min_p, device=device) if max(min_p) > 0.0 else None,
-        )
-
-    def select(self, rows: Tensor) -> "SamplingBatch":
-        """The parameters of some of the rows, in the order of `rows`."""
-        return SamplingBatch(
-            self.temperature_B[rows],
-            None if self.is_greedy_B is None else self.is_greedy_B[rows],
-            None if self.top_k_B is None else self.top_k_B[rows],
-            None if self.top_p_B is None else self.top_p_B[rows],
-            None if self.min_p_B is None else self.min_p_B[rows],
         )
 
 
@@ -157,8 +146,11 @@ class _Batch:
         self._model = model
         self._device: torch.device = model.device
         self._keys_B = np.array([row.noise_key for row in rows], dtype=np.uint64)
-        vocab_size = model.config.get_text_config().vocab_size
-        self._sampling = SamplingBatch.of([row.sampling for row in rows], vocab_size, self._device)
+        self._sampling = self._sampling_params()
+
+    def _sampling_params(self) -> SamplingBatch:
+        vocab_size = self._model.config.get_text_config().vocab_size
+        return SamplingBatch.of([row.sampling for row in self.rows], vocab_size, self._device)
 
     def prefill(self) -> Tensor:
         """Run the distinct prompts and spread the result over the rows. Returns logits of shape [B, V]."""
@@ -199,7 +191,7 @@ class _Batch:
             return ids_B
         keep_B = torch.tensor(keep, device=self._device)
         self._cache.batch_select_indices(keep_B)
-        self._sampling = self._sampling.select(keep_B)
+        self._sampling = self._sampling_params()
         self._keys_B = self._keys_B[keep]
         self._mask_BT, self._next_position_B = self._mask_BT[keep_B], self._next_position_B[keep_B]
         return ids_B[keep_B]

@@ -7,6 +7,7 @@ it; `load` returns only when the new weights are what the engine computes with.
 """
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tidemill.common.config.rollout import RolloutConfig
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import VersionSpan
 
@@ -164,6 +166,21 @@ class StopTexts:
         self._num_seen = len(token_ids)
         self.is_reached = any(stop in text for stop in self._texts)
         return self.is_reached
+
+
+def share_cores(rollout: RolloutConfig) -> int:
+    """Set what OpenMP reads when it is loaded, so call this before torch is imported.
+
+    Returns the number of threads: as configured, or an even share of the cores for each of this
+    machine's workers, less one core for everything else. The user's own environment wins over the share.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if rollout.num_threads:
+        os.environ["OMP_NUM_THREADS"] = str(rollout.num_threads)
+    else:
+        share = max(1, (len(os.sched_getaffinity(0)) - 1) // rollout.workers)
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    return int(os.environ["OMP_NUM_THREADS"].split(",")[0])
 
 
 def check_length(request: GenerationRequest, max_model_len: int) -> None:

@@ -7,7 +7,7 @@ torch, for an engine sets what OpenMP reads before, and uses no network; only a 
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,7 @@ from safetensors import SafetensorError
 
 from tidemill.common.config.run import ModelConfig, is_path
 from tidemill.common.errors import ConfigError, EngineError, WeightsError
-from tidemill.common.run.chat_template import exact_attention
-from tidemill.common.run.model_overrides import with_overrides
-from tidemill.common.run.rope import freeze_rope
+from tidemill.common.run.model_config import exact_attention, freeze_rope, with_overrides
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_ids, check_length
 
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 class ModelFolder:
     """A model that can be loaded: its tokenizer, the ids that end a completion, and its limits."""
 
-    path: str
     tokenizer: Any
     eos_ids: tuple[int, ...]
     vocab_size: int
@@ -83,7 +80,7 @@ def open_model(model: ModelConfig) -> ModelFolder:
     if is_local:
         # Set before the hub library is imported: reading a folder must never wait for a network.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
         hf_config = AutoConfig.from_pretrained(model.path, local_files_only=is_local)
@@ -102,13 +99,18 @@ def open_model(model: ModelConfig) -> ModelFolder:
             f"model.max_model_len is {model.max_model_len}, but {model.path} has a context of {context} "
             "tokens; lower model.max_model_len"
         )
-    eos_ids = tuple(sorted(set(_eos_ids(model.path, text_config, tokenizer))))
+    found = getattr(text_config, "eos_token_id", None)
+    with contextlib.suppress(OSError):  # many models have no generation config
+        found = GenerationConfig.from_pretrained(model.path).eos_token_id or found
+    found = [found] if isinstance(found, int) else found or []
+    eos_ids = {token for token in (tokenizer.eos_token_id, *found) if token is not None}
     if not eos_ids:
         raise ConfigError(
             f"{model.path} names no end-of-sequence token, so completions could never stop; "
             "set eos_token_id in its generation_config.json"
         )
-    return ModelFolder(model.path, tokenizer, eos_ids, int(text_config.vocab_size), model.max_model_len)
+    vocab_size = int(text_config.vocab_size)
+    return ModelFolder(tokenizer, tuple(sorted(eos_ids)), vocab_size, model.max_model_len)
 
 
 def _is_local(path: str) -> bool:
@@ -123,19 +125,6 @@ def _is_local(path: str) -> bool:
     if is_path(path):
         raise ConfigError(f"model.path {path} is not a folder; give the folder of a Hugging Face model")
     return False
-
-
-def _eos_ids(path: str, text_config: Any, tokenizer: Any) -> Iterator[int]:
-    """Every id that ends a completion: of the generation config, else the model's, and the tokenizer's."""
-    from transformers import GenerationConfig
-
-    found = getattr(text_config, "eos_token_id", None)
-    with contextlib.suppress(OSError):  # many models have no generation config
-        found = GenerationConfig.from_pretrained(path).eos_token_id or found
-    if tokenizer.eos_token_id is not None:
-        yield int(tokenizer.eos_token_id)
-    if found is not None:
-        yield from [found] if isinstance(found, int) else found
 
 
 def _unusable(path: str, reason: str, error: Exception) -> str:
@@ -256,14 +245,9 @@ def pieces_of(model: Any, infos: Iterable[TensorInfo]) -> "HeldWeights":
         if info.name not in state or tuple(state[info.name].shape) != info.shape:
             raise ValueError(f"{info.name} has no parameter of that name and shape")
         tensor = state[info.name].detach()
-        strides = tuple(torch_strides(info.shape))
+        strides = tuple(math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape)))
         pieces.append(Piece(Key(info.name, 0, info.shape, strides), info, tensor))
     held = HeldWeights(pieces)
     if reason := held.reason_not_to_patch():
         raise ValueError(reason)
     return held
-
-
-def torch_strides(shape: Sequence[int]) -> Iterator[int]:
-    for axis in range(len(shape)):
-        yield math.prod(shape[axis + 1 :])

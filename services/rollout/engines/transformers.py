@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,7 @@ from tidemill.services.rollout.engines.engine import (
     WeightUpdate,
     check_ids,
     request_key,
+    share_cores,
 )
 from tidemill.services.rollout.engines.model import (
     ModelEngine,
@@ -33,7 +35,6 @@ from tidemill.services.rollout.engines.model import (
     open_model,
     pieces_of,
 )
-from tidemill.services.rollout.engines.vllm_launch import share_cores
 
 if TYPE_CHECKING:
     from tidemill.services.rollout.engines.decoding import DecodingRow
@@ -75,7 +76,14 @@ class TransformersEngine(ModelEngine):
     async def start(self) -> None:
         num_threads = share_cores(self._config.rollout)
         self._folder = await asyncio.to_thread(open_model, self._config.model)
-        self._model = await self._on_thread(lambda: self._open_model(num_threads))
+
+        def load() -> Any:
+            import torch
+
+            torch.set_num_threads(num_threads)  # where torch was imported before, it has read another number
+            return load_model(self._config.model)
+
+        self._model = await self._on_thread(load)
         self.version = 0
         self._runner = asyncio.create_task(self._run(), name="transformers-engine")
 
@@ -111,7 +119,7 @@ class TransformersEngine(ModelEngine):
         model = self._running_model()
         check_given(files, deltas)
         # On another thread than the model's: the files are read while a batch decodes.
-        write = await asyncio.to_thread(self._stage if files else self._stage_deltas, files, deltas, digest)
+        write = await asyncio.to_thread(self._stage, files, deltas, digest)
         async with self._model_in_use:
             paused = time.perf_counter()
             await self._on_thread(write)
@@ -199,22 +207,16 @@ class TransformersEngine(ModelEngine):
     def _stage(
         self, files: Sequence[Path], deltas: Sequence[Sequence[Path]], digest: str
     ) -> Callable[[], None]:
-        """Read a version; returns what writes it."""
-        tensors = dict(checkpoint_tensors(read_tensors(files), deltas))
-        pairs = match_weights(self._running_model(), tensors)
-        return lambda: copy_weights(pairs)
-
-    def _stage_deltas(
-        self, _: Sequence[Path], deltas: Sequence[Sequence[Path]], digest: str
-    ) -> Callable[[], None]:
-        """Prove that the deltas lead to `digest`; returns what writes them."""
-        held = self._held
-        if held is None:
-            raise WeightsMismatchError("it is not known what the model holds, so no delta can be proven")
-        change, changes = held.stage(deltas)
-        proven = prove(self._digest, change, digest)
-
+        """Read a version, or prove that deltas alone lead to `digest`; returns what writes it."""
+        if files:
+            tensors = dict(checkpoint_tensors(read_tensors(files), deltas))
+            return partial(copy_weights, match_weights(self._running_model(), tensors))
         from tidemill.services.rollout.engines.held_weights import apply
+
+        if self._held is None:
+            raise WeightsMismatchError("it is not known what the model holds, so no delta can be proven")
+        change, changes = self._held.stage(deltas)
+        proven = prove(self._digest, change, digest)
 
         def write() -> None:
             if wrong := apply(changes):
@@ -235,13 +237,6 @@ class TransformersEngine(ModelEngine):
         except ValueError:  # the model has other names than its files: it gets whole versions
             return None, None
         return held, Digest.parse(digest)
-
-    def _open_model(self, num_threads: int) -> Any:
-        """Load the model onto its device. Runs on the model's thread."""
-        import torch
-
-        torch.set_num_threads(num_threads)  # where torch was imported before, it has read another number
-        return load_model(self._config.model)
 
     def _running_model(self) -> Any:
         if self._model is None:

@@ -12,7 +12,6 @@ Logprobs are those of the processed distribution, so they equal the trainer's at
 import asyncio
 import gc
 import json
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from tidemill.services.rollout.engines.engine import (
     check_ids,
 )
 from tidemill.services.rollout.engines.model import ModelEngine, open_model
-from tidemill.services.rollout.engines.vllm_launch import start_vllm
+from tidemill.services.rollout.engines.vllm_launch import is_cpu, start_vllm
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -156,8 +155,6 @@ class VllmEngine(ModelEngine):
     async def sleep(self) -> None:
         """Stand still, move the weights to the CPU's memory (on a CPU they stay) and drop the KV cache, which
         `wake` has computed again for what was running."""
-        from tidemill.services.rollout.engines.vllm_layers import is_cpu
-
         await self._updating.acquire()
         llm, self._moves = self._running_llm(), not is_cpu()
         if self._moves:
@@ -255,7 +252,7 @@ class VllmEngine(ModelEngine):
                 "deltas": [[str(file) for file in delta] for delta in deltas],
                 "report": report,
             }
-            num_ranks = len(await self._call("tidemill_stage", job))
+            num_ranks = len(await self._call("begin_staging", job))
             # Ranks answer through files. To ask them by calls would hold up the core, which generates.
             while len(answers := _answered(report)) < num_ranks:
                 if llm.errored:
@@ -282,7 +279,7 @@ class VllmEngine(ModelEngine):
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         paused = time.perf_counter()
         try:
-            answers = await self._call("tidemill_apply")
+            answers = await self._call("apply")
             if wrong := sum(answer["wrong"] for answer in answers):
                 raise EngineError(f"what was read back is not what was written ({wrong:,} differences)")
         except EngineError as error:
@@ -310,7 +307,7 @@ class VllmEngine(ModelEngine):
         Raises:
             ConfigError: no update of this model could be right.
         """
-        answers = await self._call("tidemill_open")
+        answers = await self._call("open")
         if refused := [answer["refuse"] for answer in answers if answer["refuse"]]:
             raise ConfigError(f"model.path {self._config.model.path}: {refused[0]}")
         unread = [answer["unread"] for answer in answers if answer["unread"]]
@@ -325,15 +322,16 @@ class VllmEngine(ModelEngine):
             return
         owners: set[str] = set()
         disowned = []
-        for answer in await self._call("tidemill_keys"):
+        for answer in await self._call("keys"):
             keys = [json.dumps(key) for key in answer["keys"]]
             disowned.append([place for place, key in enumerate(keys) if key in owners])
             owners.update(keys)
-        await self._call("tidemill_disown", disowned)
+        await self._call("disown", disowned)
 
     async def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Call every rank. Raises EngineError: one of them failed."""
-        answers: list[dict[str, Any]] = await self._running_llm().collective_rpc(method, args=args)
+        llm = self._running_llm()
+        answers: list[dict[str, Any]] = await llm.collective_rpc("tidemill", args=(method, *args))
         if errors := [answer["error"] for answer in answers if answer["error"]]:
             raise EngineError(f"{method}: {errors[0]}")
         return answers
@@ -345,7 +343,7 @@ class VllmEngine(ModelEngine):
 
 
 def _answered(report: str) -> list[Path]:
-    return [Path(report, name) for name in os.listdir(report) if name.endswith(".json")]
+    return list(Path(report).glob("*.json"))
 
 
 def _as_generation(

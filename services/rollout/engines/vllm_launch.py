@@ -3,33 +3,17 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from tidemill.common.config.rollout import RolloutConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EngineError
 from tidemill.common.process.children import hide_memory
 from tidemill.common.process.programs import VLLM_EXTENSION
 from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
-from tidemill.common.run.model_overrides import for_vllm, with_overrides
-from tidemill.services.rollout.engines.engine import request_key
+from tidemill.common.run.model_config import for_vllm, with_overrides
+from tidemill.services.rollout.engines.engine import request_key, share_cores
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-
-
-def share_cores(rollout: RolloutConfig) -> int:
-    """Set what OpenMP reads when it is loaded, so call this before torch is imported.
-
-    Returns the number of threads: as configured, or an even share of the cores for each of this
-    machine's workers, less one core for everything else. The user's own environment wins over the share.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if rollout.num_threads:
-        os.environ["OMP_NUM_THREADS"] = str(rollout.num_threads)
-    else:
-        share = max(1, (len(os.sched_getaffinity(0)) - 1) // rollout.workers)
-        os.environ.setdefault("OMP_NUM_THREADS", str(share))
-    return int(os.environ["OMP_NUM_THREADS"].split(",")[0])
 
 
 OWNER_VARIABLE = "TIDEMILL_ENGINE_OWNER"
@@ -73,8 +57,6 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
     from transformers import AutoConfig
     from vllm import AsyncEngineArgs
 
-    from tidemill.services.rollout.engines.vllm_layers import is_cpu
-
     options = config.rollout.vllm
     fields: dict[str, Any] = {
         "model": config.model.path,
@@ -108,6 +90,13 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         # given, so nothing else depends on it.
         fields["gpu_memory_utilization"] = 0.01
     return AsyncEngineArgs(**(fields | options.extra))
+
+
+def is_cpu() -> bool:
+    """Whether vLLM computes on the CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def hide_engine() -> None:

@@ -7,10 +7,7 @@ itself, and experts keep it beside the packed copy, which `refresh` makes again 
 
 from typing import Any
 
-REFUSED_QUANTIZATION = (
-    "quantized weights ({}) cannot be updated: their scales would have to be computed again each time. Leave "
-    "rollout.vllm.extra.quantization out, and start from a model that is not quantized"
-)
+from tidemill.services.rollout.engines.vllm_launch import is_cpu
 
 
 def keep_parameters() -> None:
@@ -45,20 +42,20 @@ def keep_parameters() -> None:
 
 
 def _pack_beside(experts: Any, layer: Any, pack: Any) -> None:
-    """Let vLLM pack a stand-in that has copies of the layer's experts."""
+    """Let vLLM pack a module that has copies of the layer's experts."""
     from torch.nn import Module, Parameter
 
-    stand_in = Module()
+    copies = Module()
     for name, parameter in layer.named_parameters(recurse=False):
         copy = Parameter(parameter.detach().clone(), requires_grad=False)
-        stand_in.register_parameter(name, copy)
+        copies.register_parameter(name, copy)
     for name in ("moe_config", "activation"):
-        setattr(stand_in, name, getattr(layer, name, None))
-    pack(experts, stand_in)
+        setattr(copies, name, getattr(layer, name, None))
+    pack(experts, copies)
     bias = getattr(layer, "w13_bias", None)
-    if bias is not None and stand_in.w13_bias.shape != bias.shape:
+    if bias is not None and copies.w13_bias.shape != bias.shape:
         raise ValueError("experts with a bias whose size vLLM pads on this CPU cannot be updated")
-    experts.tidemill_packed = {"w1": stand_in.w13_weight.data, "w2": stand_in.w2_weight.data}
+    experts.tidemill_packed = {"w1": copies.w13_weight.data, "w2": copies.w2_weight.data}
 
 
 def refresh(model: Any, dtype: Any) -> None:
@@ -70,16 +67,3 @@ def refresh(model: Any, dtype: Any) -> None:
             repack()
         if hasattr(layer, "W_UV") or hasattr(layer, "W_UK_T"):
             layer.process_weights_after_loading(dtype)  # in place: captured graphs keep their addresses
-
-
-def reason_to_refuse(vllm_config: Any) -> str:
-    """Why no update of this model could be right, as far as its configuration tells."""
-    quantization = vllm_config.model_config.quantization
-    return REFUSED_QUANTIZATION.format(quantization) if quantization else ""
-
-
-def is_cpu() -> bool:
-    """Whether vLLM computes on the CPU."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())

@@ -3,8 +3,8 @@
 Nothing heavy is imported here, and no code of a user's: both wait until the player starts.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from tidemill.common.config.environment import AGENT, OPENENV, SINGLE_TURN, TOOLS, EnvironmentConfig
 from tidemill.common.config.run import RunConfig
@@ -14,22 +14,23 @@ from tidemill.services.rollout.sessions.template_chat import open_chat
 if TYPE_CHECKING:
     from tidemill.services.rollout.environments.environment import Design, Stage
 
-OBJECT = ("player:EnvironmentPlayer", "objects:object_design")
+PLAYER = f"{__name__}.player:EnvironmentPlayer"
+OBJECT = (PLAYER, f"{__name__}.objects:object_design")
 """Any other `use`: a class or factory of a user's."""
 ENVIRONMENTS = {
-    SINGLE_TURN: ("single_turn:SingleTurn", ""),
-    TOOLS: ("player:EnvironmentPlayer", "tools:tools_design"),
-    OPENENV: ("player:EnvironmentPlayer", "openenv:OpenEnvStage"),
-    AGENT: ("agent:AgentPlayer", ""),
+    SINGLE_TURN: ("tidemill.services.rollout.sessions.player:SingleTurn", ""),
+    TOOLS: (PLAYER, f"{__name__}.tools:tools_design"),
+    OPENENV: (PLAYER, f"{__name__}.openenv:OpenEnvStage"),
+    AGENT: (f"{__name__}.agent:AgentPlayer", ""),
 }
 """By `rollout.environment.use`: what plays the samples, and what it plays with, a `Design` or a `Stage`. Both
-are names in this folder, imported when they are used."""
+are imported when they are used."""
 
 
 def build_player(config: RunConfig, decode: Decode) -> Player:
     """What plays the samples of one worker; `start` loads the environment. `decode` is the engine's."""
     player, _ = _row(config.rollout.environment)
-    built: Player = _found(player)(config, decode, lambda: open_chat(config))
+    built: Player = resolve_name(player)(config, decode, lambda: open_chat(config))
     return built
 
 
@@ -40,14 +41,9 @@ def load(config: EnvironmentConfig) -> "Design | Stage":
         ConfigError: it does not exist, cannot be imported, or is no environment.
     """
     _, loader = _row(config)
-    loaded: Design | Stage = _found(loader)(config)
+    loaded: Design | Stage = resolve_name(loader)(config)
     return loaded
 
 
 def _row(config: EnvironmentConfig) -> tuple[str, str]:
     return ENVIRONMENTS.get(OPENENV if config.use.startswith(OPENENV) else config.use, OBJECT)
-
-
-def _found(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(f"{__name__}.{module}"), attribute)

@@ -6,30 +6,36 @@ once the model has answered is truncated; what a program started is killed as it
 """
 
 import asyncio
+import contextlib
+import json
 import os
 import re
+import shutil
+import signal
+import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import structlog
 
 from tidemill.common.config.run import RunConfig
-from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.process.children import frame_of, receive
+from tidemill.common.process.programs import Child
+from tidemill.common.process.worker_process import StartupError, WorkerProcess
 from tidemill.common.wire.messages import Ticket
-from tidemill.services.rollout.environments.agent_programs import (
-    Assignment,
-    Result,
-    end_leftovers,
-    program_of,
-)
-from tidemill.services.rollout.environments.opening import row_of
-from tidemill.services.rollout.gateway.program_errors import ProgramError
+from tidemill.services.rollout.environments.agent_host import COMMAND
+from tidemill.services.rollout.environments.environment import Row, row_of
+from tidemill.services.rollout.environments.program_errors import ProgramError
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
 from tidemill.services.rollout.sessions.chat import ChatFormat
-from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, observe, play_again
+from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player
 
 log = structlog.get_logger(__name__)
 
@@ -40,21 +46,100 @@ PROGRAM_ERROR = "program_error"
 """The session's metric: 1 where an error of the program ended it."""
 NOT_IN_ALIAS = re.compile(r"[^A-Za-z0-9._-]+")
 """Clients read a slash or a colon in a model's name as the end of a provider's."""
+SESSION, WORKER = "TIDEMILL_SESSION", "TIDEMILL_WORKER"
+"""Variables by which what a dead worker has left is found."""
 
 
-class AgentPlayer:
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a program says about its session."""
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_truncated: bool = False
+    """An error ended it, and the session is scored by what is there."""
+
+
+class AgentProgram:
+    """A Python function, plain or async, or a command of the shell. A host process has a process of its own
+    for each session, killed with all it started."""
+
+    def __init__(self, agent: str, model: str = "model", placeholder_key: str = "none") -> None:
+        self._agent, self._spec = agent, {"agent": agent, "model": model, "placeholder_key": placeholder_key}
+        self.is_heavy_to_start = agent.startswith(COMMAND)
+        """Whether each session starts a new interpreter, or whatever it is."""
+        self._folder: Path | None = None
+        self._host: WorkerProcess | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Load the program, in the host. Raises ConfigError: it cannot be run."""
+        self._folder = Path(tempfile.mkdtemp(prefix="tidemill-agent-"))
+        self._host = WorkerProcess(Child.AGENTS, f"rollout.environment.agent {self._agent}")
+        try:
+            await self._host.start(self._spec | {"path": str(self._folder / "host")})
+        except StartupError as error:
+            await self.close()
+            raise ConfigError(str(error)) from None
+
+    async def run(self, name: str, row: Row, root: str, key: str) -> Result:
+        """Play the session at `root`: have the host fork, and wait for the result. A host that has died is
+        started again. Cancelling it kills the session's processes.
+
+        Raises:
+            ProgramError: the program failed.
+            EnvironmentFaultError: its process died.
+        """
+        async with self._starting:
+            if self._host is None or not self._host.is_sound:
+                await self.close()
+                await self.start()
+        assert self._folder is not None
+        variables = {SESSION: name, WORKER: _mark_of(psutil.Process())}
+        asked = {"row": row, "root": root, "key": key, "variables": variables}
+        pid = 0
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._folder / "host")
+            try:
+                pid = (await receive(reader))["pid"]
+                writer.write(frame_of(json.loads(json.dumps(asked, default=str))))
+                result = await receive(reader)
+            finally:
+                writer.close()
+                if pid:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(pid, signal.SIGKILL)
+        except (OSError, asyncio.IncompleteReadError):
+            raise EnvironmentFaultError(
+                f"the process of the agent {self._agent} ended without a result; its output is in the log of "
+                "the rollout worker",
+                "died",
+            ) from None
+        if error := result.get("error"):
+            raise ProgramError(f"the agent {self._agent} failed: {error}", result["cause"])
+        return Result(**result)
+
+    async def close(self) -> None:
+        """End the host; the kernel ends what it has forked."""
+        if self._host is not None:
+            self._host.kill()
+            await self._host.wait()
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+
+class AgentPlayer(Player):
     """Plays the sessions of one worker's agents."""
 
+    chat: ChatFormat
+
     def __init__(self, config: RunConfig, decode: Decode, open_chat: OpenChat) -> None:
-        self._open_chat, self._decode = open_chat, decode
-        section = self._section = config.rollout.environment
-        model = alias_of(config.model.path)
-        self._program = program_of(section.agent, model)
-        self._limits = Limits(
-            section.max_turns, section.max_tokens, config.model.max_model_len, section.max_segments
-        )
+        super().__init__(config, decode, open_chat)
+        section, self._max_model_len = self.section, config.model.max_model_len
+        # What agents call the model: the last part of its path.
+        model = NOT_IN_ALIAS.sub("-", config.model.path.rstrip("/").rpartition("/")[2]).strip("-") or "model"
         self._gateway = Gateway(model, section.gateway_host, section.structured_output == "refuse")
-        self._chat: ChatFormat | None = None
+        self._program = AgentProgram(section.agent, model, self._gateway.placeholder_key)
         self._played: Counter[str] = Counter()
         """Names of the sessions that are played now."""
         self._starts = asyncio.Semaphore(len(os.sched_getaffinity(0)))
@@ -65,28 +150,10 @@ class AgentPlayer:
     async def start(self) -> None:
         """Load the program and the tokenizer, and listen. Raises ConfigError: one of them cannot be used."""
         await asyncio.to_thread(end_leftovers)
-        self._chat = await asyncio.to_thread(self._open_chat)
+        self.chat = await asyncio.to_thread(self.open_chat)
         await self._program.start()
         await self._gateway.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
-
-    async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
-        """Play one sample, again where its program fails.
-
-        Raises:
-            EnvironmentFaultError: it failed in every attempt.
-        """
-        self._played[name] += 1
-        try:
-            return await play_again(
-                lambda faults: self._play_once(ticket, name, ask, faults),
-                self._section.attempts,
-                name,
-            )
-        finally:
-            self._played[name] -= 1
-            self._played += Counter()  # forget those that nobody plays
-            self._has_ended.set()
 
     async def close(self) -> None:
         """Stop listening, and end what was started."""
@@ -105,13 +172,14 @@ class AgentPlayer:
             self._has_ended.clear()
             await asyncio.to_thread(end_leftovers, self._played)
 
-    async def _play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
-        assert self._chat is not None, "the player was never started"
-        session = GatewaySession(self._chat, self._decode, ask, ticket.sampling, self._limits)
+    async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
+        section = self.section
+        limits = Limits(section.max_turns, section.max_tokens, self._max_model_len, section.max_segments)
+        session = GatewaySession(self.chat, self.decode, ask, ticket.sampling, limits)
+        self._played[name] += 1
         try:
             with self._gateway.serving(session) as root:
-                assignment = Assignment(name, row_of(ticket), root, session.key, self._gateway.model)
-                program = await self._start(assignment, session)
+                program = await self._start(name, row_of(ticket), root, session)
                 try:
                     result = await self._watched(program, session)
                 finally:
@@ -119,6 +187,9 @@ class AgentPlayer:
                     await asyncio.wait({program})
         finally:
             await session.close()
+            self._played[name] -= 1
+            self._played += Counter()  # forget those that nobody plays
+            self._has_ended.set()
         if not session.histories.recorded:
             raise EnvironmentFaultError(
                 "the agent ended without an answer of the model; it must ask at the address it is given "
@@ -126,17 +197,18 @@ class AgentPlayer:
                 "start",
             )
         played = session.played(result.reward, result.metrics, num_faults)
-        observe(played)
         return replace(played, finish="length") if result.is_truncated else played
 
-    async def _start(self, assignment: Assignment, session: GatewaySession) -> "asyncio.Task[Result]":
+    async def _start(self, name: str, row: Row, root: str, session: GatewaySession) -> "asyncio.Task[Result]":
         """Start the program, beside as many others that have not asked yet as there are cores: an interpreter
         and its libraries take seconds of one, and more at once run into their own limits of time."""
-        if not self._program.is_heavy_to_start:
-            return asyncio.create_task(self._program.run(assignment))
-        await self._starts.acquire()
-        session.active_at = time.monotonic()
-        program = asyncio.create_task(self._program.run(assignment))
+        is_heavy = self._program.is_heavy_to_start
+        if is_heavy:
+            await self._starts.acquire()
+            session.active_at = time.monotonic()
+        program = asyncio.create_task(self._program.run(name, row, root, session.key))
+        if not is_heavy:
+            return program
         asked = asyncio.create_task(session.asked.wait())
 
         async def release() -> None:
@@ -153,22 +225,22 @@ class AgentPlayer:
 
     async def _watched(self, program: "asyncio.Task[Result]", session: GatewaySession) -> Result:
         """What the program came to, within the limits of time."""
-        deadline = time.monotonic() + self._section.session_timeout_s
+        deadline = time.monotonic() + self.section.session_timeout_s
         while not program.done():
             now = time.monotonic()
             silent_s = 0.0 if session.num_running else now - session.active_at
-            if silent_s >= self._section.call_timeout_s or now >= deadline:
+            if silent_s >= self.section.call_timeout_s or now >= deadline:
                 if session.histories.recorded:
                     # Once the model has answered, what runs may be its doing, and so is that it never ends:
                     # the session is truncated. It stays so, also if a turn ends before the program is killed.
                     session.reach("timeout" if session.end == "done" else session.end)
-                    return Result(self._section.program_error_value)
+                    return Result(self.section.program_error_value)
                 raise EnvironmentFaultError(
                     f"the agent neither asked the model nor ended for {silent_s:.0f} s "
                     "(rollout.environment.call_timeout_s, session_timeout_s)",
                     "timeout",
                 )
-            left_s = min(deadline - now, self._section.call_timeout_s - silent_s)
+            left_s = min(deadline - now, self.section.call_timeout_s - silent_s)
             both: set[asyncio.Future[Any]] = {program, session.failed}
             await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
@@ -184,8 +256,8 @@ class AgentPlayer:
         """What a session comes to whose program failed. Raises ProgramError: it is played again."""
         if session.limit:  # one branch of the program met it, also where others went on
             session.reach(session.limit)
-        value, is_cut = self._section.program_error_value, session.end != "done"
-        is_replayed = self._section.on_program_error == "fault"
+        value, is_cut = self.section.program_error_value, session.end != "done"
+        is_replayed = self.section.on_program_error == "fault"
         is_models = error.cause == "model" or (not is_replayed and error.cause == "unknown")
         if not session.histories.recorded or error.cause == "machine" or not (is_models or is_cut):
             raise error
@@ -200,6 +272,33 @@ class AgentPlayer:
         return Result(metrics={PROGRAM_ERROR: 1.0}, is_truncated=True)
 
 
-def alias_of(path: str) -> str:
-    """What agents call the model: the last part of its path."""
-    return NOT_IN_ALIAS.sub("-", path.rstrip("/").rpartition("/")[2]).strip("-") or "model"
+def end_leftovers(played: Container[str] = ()) -> int:
+    """Kill what sessions have left on this machine; returns how many processes that were.
+
+    That is what dead workers have left, and what of this one belongs to no session in `played`, which
+    may change meanwhile: programs that left their group (`setsid`) before their session ended.
+    """
+    num_ended, own = 0, _mark_of(psutil.Process())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            variables = process.environ()
+            worker = variables.get(WORKER, "")
+            is_left = variables.get(SESSION) not in played if worker == own else not _is_alive(worker)
+            if worker and is_left:
+                process.kill()
+                num_ended += 1
+    if num_ended:
+        log.warning("killed what agents had left after their session", processes=num_ended)
+    return num_ended
+
+
+def _mark_of(process: psutil.Process) -> str:
+    """Tells a process from others that have the same number later."""
+    return f"{process.pid}:{process.create_time():.2f}"
+
+
+def _is_alive(mark: str) -> bool:
+    try:
+        return _mark_of(psutil.Process(int(mark.partition(":")[0]))) == mark
+    except (psutil.Error, ValueError):
+        return False

@@ -1,31 +1,36 @@
-"""The process that runs agent functions: it imports them once, and forks a process for every session.
+"""The process that runs agent programs: it imports functions once, and forks a process for every session.
 
-So a session starts in milliseconds, a function that blocks or dies hurts nobody, and it can be killed with
+So a session starts in milliseconds, a program that blocks or dies hurts nobody, and it can be killed with
 all that it started. The kernel kills sessions as this process dies, and this process as the worker dies.
 """
 
 import contextlib
 import ctypes
 import gc
+import http.client
 import inspect
+import json
 import os
 import select
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
+from urllib.parse import urlsplit
 
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.children import become_child, end_with_parent, read_frame, sender
-from tidemill.common.process.programs import run_main
+from tidemill.common.process.programs import ending_in_words, run_main
 from tidemill.common.process.users_code import load_users
+from tidemill.services.rollout.environments.program_errors import ProgramError, cause_in, cause_of
 from tidemill.services.rollout.environments.users_code import metrics_of, number_of
-from tidemill.services.rollout.gateway.placeholder import Placeholder
-from tidemill.services.rollout.gateway.program_errors import cause_of
 
 FIELD = "rollout.environment.agent"
+COMMAND = "$ "
 OFFERED = ("row", "base_url", "anthropic_base_url", "api_key", "model")
 """What a function may take, by name."""
 QUIET = {
@@ -38,8 +43,16 @@ QUIET = {
 """Without these, libraries ask servers on the internet, which takes seconds where there are none; keep
 answers on disk, where other sessions would find them and not ask the model; or fail for want of its price."""
 MAX_TRACE_CHARS = 4000
+LONGEST_VARIABLE = 100_000
+"""Linux refuses to start a program with a longer one; a row is on stdin, too."""
+TAIL_BYTES, TAIL_CHARS = 16_384, 2_000
+PIPES_CLOSE_S = 1.0
+"""What a command has started may hold its output open."""
 BACKLOG = 4096
 PR_SET_PDEATHSIG = 1
+
+Program = Callable[[Mapping[str, Any]], Any]
+"""Plays a session with what it is `OFFERED`; what it returns is read by `result_of`."""
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -50,9 +63,9 @@ def main(descriptor: int, parent: int) -> None:
         if spec is None:
             return
         placeholder = Placeholder()
-        os.environ.update(variables_of(placeholder.root, placeholder.key, spec["model"]))
+        os.environ.update(variables_of(placeholder.root, spec["placeholder_key"], spec["model"]))
         try:
-            function = load_agent(spec["agent"])
+            program = load_program(spec["agent"])
         except ConfigError as error:
             send({"error": str(error)})
             return
@@ -68,18 +81,20 @@ def main(descriptor: int, parent: int) -> None:
                     if os.fork() == 0:
                         channel.close()
                         listener.close()
-                        _serve(connection, function, placeholder)
+                        _serve(connection, program, placeholder, spec["model"])
 
 
-def load_agent(reference: str) -> Callable[..., Any]:
-    """The function, made to take all of `OFFERED`.
+def load_program(agent: str) -> Program:
+    """The command or function that the config names.
 
     Raises:
         ConfigError: it does not exist, or wants what nobody gives.
     """
-    function = load_users(FIELD, reference)
+    if agent.startswith(COMMAND):
+        return lambda offered: _run_command(agent.removeprefix(COMMAND), offered["row"])
+    function = load_users(FIELD, agent)
     if not callable(function):
-        raise ConfigError(f"{FIELD} {reference} is {type(function).__name__}; expected a function")
+        raise ConfigError(f"{FIELD} {agent} is {type(function).__name__}; expected a function")
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -87,13 +102,14 @@ def load_agent(reference: str) -> Callable[..., Any]:
     required = {p.name for p in parameters if p.default is p.empty and p.kind not in variadic}
     if unknown := sorted(required - (names & set(OFFERED))):
         raise ConfigError(
-            f"{FIELD} {reference} takes ({', '.join(p.name for p in parameters)}), and nothing gives "
-            f"{', '.join(unknown)}. Write it as def {reference.rpartition(':')[2]}(row, base_url, api_key); "
+            f"{FIELD} {agent} takes ({', '.join(p.name for p in parameters)}), and nothing gives "
+            f"{', '.join(unknown)}. Write it as def {agent.rpartition(':')[2]}(row, base_url, api_key); "
             f"it may take {', '.join(OFFERED)}, which are passed by keyword, so the names matter"
         )
 
     def call(offered: Mapping[str, Any]) -> Any:
-        return function(**{name: value for name, value in offered.items() if takes_all or name in names})
+        returned = function(**{name: offered[name] for name in OFFERED if takes_all or name in names})
+        return run_main(returned) if inspect.iscoroutine(returned) else returned
 
     return call
 
@@ -110,7 +126,57 @@ def variables_of(root: str, key: str, model: str) -> dict[str, str]:
     }
 
 
-def _serve(connection: socket.socket, function: Callable[..., Any], placeholder: Placeholder) -> NoReturn:
+def result_of(returned: Any, verb: str) -> dict[str, Any]:
+    """Reward and metrics in what a program gave. Raises EnvironmentFaultError: it is none of that."""
+    if not isinstance(returned, Mapping):
+        returned = {"reward": returned}
+    reward = number_of(returned.get("reward"), verb, "reward")
+    return {"reward": reward, "metrics": metrics_of(returned.get("metrics"))}
+
+
+class Placeholder:
+    """The model's address for what an agent's file makes while it is imported, such as `client = OpenAI()`.
+
+    The file is imported once, before there is a session. It gets a port of this machine that nothing listens
+    on, so that no client reaches a provider, and what asks while the file is imported is refused at once. In
+    the process of a session, connections to it are made to the gateway, which is told whose they are.
+    """
+
+    def __init__(self) -> None:
+        self._reserved = socket.socket()  # bound for as long as the host lives, and never listened on
+        self._reserved.bind(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._reserved.getsockname()
+        self.root = f"http://{self.address[0]}:{self.address[1]}"
+
+    def route(self, root: str, key: str) -> None:
+        """From now on, this process's connections to the placeholder are those of the session at `root`."""
+        session = urlsplit(root)
+        gateway = (session.hostname or "", session.port or 80)
+
+        def claim(caller: socket.socket) -> None:
+            # Before the caller can send anything: the gateway knows the session by the connection's port.
+            asking = http.client.HTTPConnection(*gateway)
+            path = f"{session.path}/connections/{caller.getsockname()[1]}"
+            asking.request("POST", path, headers={"x-api-key": key})
+            asking.getresponse().read()
+            asking.close()
+
+        def redirected(connect: Callable[..., Any]) -> Callable[..., Any]:
+            def connect_to(caller: socket.socket, address: Any) -> Any:
+                if not isinstance(address, tuple) or address[:2] != self.address:
+                    return connect(caller, address)
+                try:
+                    return connect(caller, gateway)  # of a socket that does not block, this raises
+                finally:
+                    claim(caller)
+
+            return connect_to
+
+        for name in ("connect", "connect_ex"):
+            setattr(socket.socket, name, redirected(getattr(socket.socket, name)))
+
+
+def _serve(connection: socket.socket, program: Program, placeholder: Placeholder, model: str) -> NoReturn:
     """One session, from its frame to its result.
 
     The process whose number the worker has leads the group, and lives until the worker kills that: the number
@@ -129,31 +195,65 @@ def _serve(connection: socket.socket, function: Callable[..., Any], placeholder:
                 signal.pause()
         end_with_parent(leader)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what it starts can be waited for
-        os.environ.update(asked["variables"])
-        offered = asked["offered"]
-        placeholder.route(offered["anthropic_base_url"], offered["api_key"])
-        send(_result(function, offered))
+        root, key = asked["root"], asked["key"]
+        os.environ.update(variables_of(root, key, model) | asked["variables"])
+        placeholder.route(root, key)
+        urls = {"base_url": f"{root}/v1", "anthropic_base_url": root}
+        send(_result(program, {"row": asked["row"], "api_key": key, "model": model} | urls))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(0)
 
 
-def _result(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def _result(program: Program, offered: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        returned = function(offered)
-        if inspect.iscoroutine(returned):
-            returned = run_main(returned)
-        return result_of(returned, "it returned")
+        return result_of(program(offered), "it returned")
+    except ProgramError as error:
+        return {"error": str(error), "cause": error.cause}
     except EnvironmentFaultError as error:
         return {"error": str(error), "cause": "machine"}
     except BaseException as error:
         return {"error": traceback.format_exc()[-MAX_TRACE_CHARS:], "cause": cause_of(error)}
 
 
-def result_of(returned: Any, verb: str) -> dict[str, Any]:
-    """Reward and metrics in what a program gave. Raises EnvironmentFaultError: it is none of that."""
-    if not isinstance(returned, Mapping):
-        returned = {"reward": returned}
-    reward = number_of(returned.get("reward"), verb, "reward")
-    return {"reward": reward, "metrics": metrics_of(returned.get("metrics"))}
+def _run_command(command: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a command of the shell; the last line of its output may be a result in JSON.
+
+    Raises:
+        ProgramError: it ended with an exit code other than 0.
+    """
+    data = json.dumps(row)
+    short = {"TIDEMILL_ROW": data} if len(data) < LONGEST_VARIABLE else {}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, shell=True, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | short
+    )
+    assert process.stdin and process.stdout and process.stderr
+    output, errors = bytearray(), bytearray()
+    readers = [
+        threading.Thread(target=_keep_tail, args=each, daemon=True)
+        for each in ((process.stdout, output), (process.stderr, errors))
+    ]
+    for reader in readers:
+        reader.start()
+    with contextlib.suppress(BrokenPipeError), process.stdin as row_pipe:  # it may end without reading it
+        row_pipe.write(data.encode())
+    code = process.wait()
+    for reader in readers:
+        reader.join(PIPES_CLOSE_S)
+    if code:
+        said = errors.decode(errors="replace")
+        end = f"{ending_in_words(code)}: {said.strip()[-TAIL_CHARS:]}"
+        raise ProgramError(f"the command ended with {end}", cause_in(said, code))
+    lines = output.decode(errors="replace").strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) and found.keys() & {"reward", "metrics"} else {}
+
+
+def _keep_tail(pipe: IO[bytes], tail: bytearray) -> None:
+    while chunk := os.read(pipe.fileno(), TAIL_BYTES):
+        tail[:] = (tail + chunk)[-TAIL_BYTES:]

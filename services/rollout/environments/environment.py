@@ -10,11 +10,27 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.run.dataset import PROMPT
+from tidemill.common.wire.messages import Ticket
 
 Row = Mapping[str, Any]
 """The columns of a dataset row, `prompt` among them."""
 CHOICE = "environment"
 """The column that chooses among several kinds."""
+
+
+def row_of(ticket: Ticket) -> dict[str, Any]:
+    """The columns of the ticket's row. Datasets for TRL call the ground truth `solution`, SkyRL's and verl's
+    have it in a map."""
+    chat = ticket.extra.get(PROMPT)
+    prompt = chat if isinstance(chat, list) else ticket.own_text or ticket.prompt_text
+    known = {"data_source": ticket.data_source, "ground_truth": ticket.ground_truth}
+    return {**known, **ticket.extra, PROMPT: prompt}
+
+
+def chat_of(prompt: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A row's prompt as a chat."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +75,27 @@ class Kind:
     """A new one is as good: one that hangs in a call may be replaced in the middle of a session."""
 
 
-class Environment(Protocol):
+class Environment:
     """What answers the model in one session. Every method may raise EnvironmentFaultError."""
 
     async def reset(self, row: Row) -> Opening:
         """The session begins."""
+        return Opening()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
         """The model calls a tool."""
+        raise NotImplementedError
 
     async def step(self, text: str) -> Act:
-        """The model said something."""
+        """The model said something; where nothing answers text, it is done."""
+        return Act(is_done=True)
 
     async def finish(self) -> Closing:
         """The session has ended; still before `close`."""
+        return Closing()
 
     async def close(self) -> None:
-        """Release what it holds. Called once, however the session ended; never raises."""
+        """Release what it holds. Called once, however the session ended."""
 
 
 class Stage(Protocol):
@@ -96,7 +116,7 @@ class Design:
 
     def __init__(
         self,
-        makers: "Mapping[str, Callable[[Row], Environment]]",
+        makers: Mapping[str, Callable[[Row], Environment]],
         describe: Callable[[str], Kind],
         is_async: bool,
     ) -> None:
@@ -120,15 +140,13 @@ class Design:
         return self._makers[self._chosen(row)](row)
 
     def _chosen(self, row: Row) -> str:
-        if len(self._makers) == 1:
-            return next(iter(self._makers))
-        name = row.get(CHOICE)
-        if name not in self._makers:
-            expected = ", ".join(self._makers)
-            raise EnvironmentFaultError(
-                f"the row's column {CHOICE!r} is {name!r}; expected one of {expected}", "start"
-            )
-        return str(name)
+        name = next(iter(self._makers)) if len(self._makers) == 1 else row.get(CHOICE)
+        if name in self._makers:
+            return str(name)
+        expected = ", ".join(self._makers)
+        raise EnvironmentFaultError(
+            f"the row's column {CHOICE!r} is {name!r}; expected one of {expected}", "start"
+        )
 
 
 def invalid_call(error: str) -> Act:

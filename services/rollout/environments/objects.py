@@ -15,14 +15,24 @@ its end and is no tool.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.users_code import load_users
 from tidemill.common.run.dataset import PROMPT
-from tidemill.services.rollout.environments.environment import Act, Closing, Design, Kind, Opening, Row
+from tidemill.services.rollout.environments.environment import (
+    Act,
+    Closing,
+    Design,
+    Environment,
+    Kind,
+    Opening,
+    Row,
+    chat_of,
+)
 from tidemill.services.rollout.environments.tools import ToolBox, bound, is_coroutine, schema_of
 from tidemill.services.rollout.environments.users_code import (
     act_of,
@@ -44,16 +54,19 @@ NO_TOOLS = frozenset({"reset", "get_reward", "close", "get_metrics"})
 Maker = Callable[[Row], Any]
 
 
-class ObjectEnvironment:
+class ObjectEnvironment(Environment):
     """One object of users' code, for one session."""
 
-    def __init__(self, make: Maker, row: Row, name: str, takes_text: bool) -> None:
+    def __init__(self, make: Maker, name: str, takes_text: bool, row: Row) -> None:
         """With `takes_text` it has `step`; else its public methods are tools."""
         self._name, self._takes_text = name, takes_text
         with contained(f"making {name}", "start"):
             self._object = make(row)
         tools = [] if takes_text else tools_of(type(self._object))
         self._tools = ToolBox({tool: getattr(self._object, tool) for tool in tools})
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
+        return await self._tools.call(name, arguments)
 
     async def reset(self, row: Row) -> Opening:
         """Call `reset`, or `init` as SkyRL-gym has it."""
@@ -62,8 +75,7 @@ class ObjectEnvironment:
         returned = None
         with contained(where, "reset"):
             if callable(init):
-                prompt = row[PROMPT]
-                chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+                chat = chat_of(row[PROMPT])
                 returned = await finished(init([dict(message) for message in chat]))
                 # What it hands back as it was is rendered as the ticket has it.
                 if isinstance(returned, tuple) and returned and returned[0] == chat:
@@ -72,14 +84,9 @@ class ObjectEnvironment:
                 returned = await finished(call_reset(reset, row))
         return opening_of(returned, where)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        """Call the method of that name."""
-        return await self._tools.call(name, arguments)
-
     async def step(self, text: str) -> Act:
-        """Call `step` with what the model said; where there is none, the model is done."""
         if not self._takes_text:
-            return Act(is_done=True)
+            return await super().step(text)
         where = f"{self._name}.step"
         with contained(where, "step"):
             returned = await finished(self._object.step(text))
@@ -91,7 +98,6 @@ class ObjectEnvironment:
         return Closing(reward, metrics_of(await self._ask("get_metrics")))
 
     async def close(self) -> None:
-        """Call its `close`, where it has one."""
         await self._ask("close", "close")
 
     async def _ask(self, method: str, kind: str = "reward") -> Any:
@@ -119,47 +125,35 @@ def object_design(config: EnvironmentConfig) -> Design:
         ConfigError: it does not exist, cannot be imported, or is no environment.
     """
     named = load_users(FIELD, config.use)
-    if isinstance(named, Mapping):
-        makers = {str(name): _maker(one, config) for name, one in named.items()}
-        return _design(makers, {name: _class_of(one, config) for name, one in named.items()}, False)
-    found, name = _class_of(named, config), config.use.rpartition(":")[2]
-    if not callable(getattr(found, "step", None)):
-        return _design({name: _maker(named, config)}, {name: found}, takes_text=False)
-    _check_step(found, name)
-    is_skyrl = callable(getattr(found, "init", None))
-    maker = _skyrl_maker(named, config) if is_skyrl else _maker(named, config)
-    return _design({name: maker}, {name: found}, takes_text=True)
+    is_dict = isinstance(named, Mapping)
+    factories = named if is_dict else {config.use.rpartition(":")[2]: named}
+    classes = {str(name): _class_of(factory, config) for name, factory in factories.items()}
+    takes_text = not is_dict and all(callable(getattr(found, "step", None)) for found in classes.values())
+    makers, methods = {}, []
+    for (name, found), factory in zip(classes.items(), factories.values(), strict=True):
+        if takes_text:
+            _check_step(found, name)
+        elif not callable(getattr(found, "reset", None)):
+            raise ConfigError(f"{FIELD} {name}: {found.__name__} has no reset; {EXPECTED}")
+        is_skyrl = takes_text and callable(getattr(found, "init", None))
+        make = (_skyrl_maker if is_skyrl else _maker)(factory, config)
+        makers[name] = partial(ObjectEnvironment, make, name, takes_text)
+        called = (*NO_TOOLS, *(("init", "step") if takes_text else tools_of(found)))
+        methods += [getattr(found, method) for method in called if hasattr(found, method)]
+
+    def describe(name: str) -> Kind:
+        found = classes[name]
+        tools = [] if takes_text else tools_of(found)
+        schemas = [schema_of(bound(getattr(found, tool)), tool, f"{name}.{tool}") for tool in tools]
+        return Kind(name, schemas, takes_text)
+
+    return Design(makers, describe, all(map(is_coroutine, methods)))
 
 
 def tools_of(found: type) -> list[str]:
     """The names of a class's tools: functions without an underscore, inherited ones too."""
     functions = inspect.getmembers(found, predicate=inspect.isfunction)
     return [name for name, _ in functions if not name.startswith("_") and name not in NO_TOOLS]
-
-
-def _design(makers: Mapping[str, Maker], classes: Mapping[str, type], takes_text: bool) -> Design:
-    names = [tools_of(found) for found in classes.values()]
-    methods = [
-        getattr(found, method)
-        for found, tools in zip(classes.values(), names, strict=True)
-        for method in {*NO_TOOLS, *(("init", "step") if takes_text else tools)}
-        if hasattr(found, method)
-    ]
-
-    def describe(name: str) -> Kind:
-        return Kind(name, () if takes_text else _schemas(classes[name], name), takes_text)
-
-    def making(name: str) -> Callable[[Row], ObjectEnvironment]:
-        return lambda row: ObjectEnvironment(makers[name], row, name, takes_text)
-
-    if not takes_text:
-        for name, found in classes.items():
-            _check_reset(found, name)
-    return Design({name: making(name) for name in makers}, describe, all(map(is_coroutine, methods)))
-
-
-def _schemas(found: type, name: str) -> Sequence[Mapping[str, Any]]:
-    return [schema_of(bound(getattr(found, tool)), tool, f"{name}.{tool}") for tool in tools_of(found)]
 
 
 def _maker(named: Any, config: EnvironmentConfig) -> Maker:
@@ -201,12 +195,6 @@ def _class_of(named: Any, config: EnvironmentConfig) -> type:
     if not callable(getattr(found, "step", None)) and not callable(getattr(found, "reset", None)):
         raise ConfigError(f"{FIELD} {config.use}: {found.__name__} has neither step nor reset; {EXPECTED}")
     return found
-
-
-def _check_reset(found: type, name: str) -> None:
-    """Raises ConfigError: the class has no `reset`, or it is no method."""
-    if not callable(getattr(found, "reset", None)):
-        raise ConfigError(f"{FIELD} {name}: {found.__name__} has no reset; {EXPECTED}")
 
 
 def _check_step(found: Any, name: str) -> None:

@@ -10,30 +10,32 @@ to train on; a later one that the session's time cuts off is left out, with what
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.run import RunConfig
+from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import Ticket
 from tidemill.common.wire.segments import Session, SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments import load
 from tidemill.services.rollout.environments.environment import (
     Act,
-    Closing,
     Design,
     Environment,
     Kind,
+    Opening,
     Row,
     Stage,
+    chat_of,
     invalid_call,
+    row_of,
 )
-from tidemill.services.rollout.environments.local import LocalStage
-from tidemill.services.rollout.environments.opening import prompt_ids, row_of
-from tidemill.services.rollout.environments.processes import ProcessStage
-from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed
-from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, observe, play_again
+from tidemill.services.rollout.environments.stages import LocalStage, ProcessStage
+from tidemill.services.rollout.sessions.chat import ChatFormat, ChatMessage, Parsed
+from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder
 from tidemill.services.rollout.sessions.template_chat import content_text
 
@@ -51,8 +53,11 @@ def build_stage(config: EnvironmentConfig) -> Stage:
     return LocalStage(loaded, config.call_timeout_s) if loaded.is_async else ProcessStage(loaded, config)
 
 
-class EnvironmentPlayer:
+class EnvironmentPlayer(Player):
     """Plays the sessions of one worker."""
+
+    stage: Stage
+    chat: ChatFormat
 
     def __init__(
         self,
@@ -61,48 +66,23 @@ class EnvironmentPlayer:
         open_chat: OpenChat,
         make_stage: Callable[[EnvironmentConfig], Stage] = build_stage,
     ) -> None:
-        self.config, self.section, self.decode = config, config.rollout.environment, decode
-        self._make_stage, self._open_chat = make_stage, open_chat
-        self._stage: Stage | None = None
-        self._chat: ChatFormat | None = None
+        super().__init__(config, decode, open_chat)
+        self._make_stage = make_stage
+        self._is_started = False
         self._closing: set[asyncio.Task[None]] = set()
-
-    @property
-    def stage(self) -> Stage:
-        """What sets up the environments, once it is started."""
-        assert self._stage is not None, "the player was never started"
-        return self._stage
-
-    @property
-    def chat(self) -> ChatFormat:
-        """The model's chat format, once it is loaded."""
-        assert self._chat is not None, "the player was never started"
-        return self._chat
 
     async def start(self) -> None:
         """Load the environment and the tokenizer. Raises ConfigError: one of them cannot be used."""
-        self._stage = self._make_stage(self.section)
-        self._chat = await asyncio.to_thread(self._open_chat)
-
-    async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
-        """Play one sample, again where its environment fails.
-
-        Raises:
-            EnvironmentFaultError: it failed in every attempt.
-            ValueError: the prompt is too long, or the chat template refuses what the environment says.
-        """
-        return await play_again(
-            lambda num_faults: self._play_once(ticket, ask, num_faults), self.section.attempts, name
-        )
+        self.stage, self._is_started = self._make_stage(self.section), True
+        self.chat = await asyncio.to_thread(self.open_chat)
 
     async def close(self) -> None:
         """Close what is still open, and end what was started."""
-        if self._closing:
-            await asyncio.gather(*self._closing, return_exceptions=True)
-        if self._stage is not None:
-            await self._stage.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        if self._is_started:
+            await self.stage.close()
 
-    async def _play_once(self, ticket: Ticket, ask: Ask, num_faults: int) -> Played:
+    async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
         row = row_of(ticket)
         kind = self.stage.kind_of(row)
         # The session's time includes making its environment.
@@ -137,8 +117,7 @@ class Play:
             EnvironmentFaultError: the environment failed.
             ValueError: the prompt leaves no room, or the chat template refuses what the environment says.
         """
-        opening = await self._environment.reset(row)
-        ids = prompt_ids(ticket, opening, self._kind.tools, self._chat, self._player.config.data)
+        ids = self._prompt_ids(ticket, row, await self._environment.reset(row))
         recorder = SegmentRecorder(ids)
         if self._room(recorder) <= 0:
             raise ValueError(
@@ -147,20 +126,40 @@ class Play:
             )
         end = await self._take_turns(ticket, recorder, ask)
         closing = await self._environment.finish()
+        reward = closing.reward  # of the whole session; else the sum over its turns
+        if reward is None and self._turn_rewards:
+            reward = sum(self._turn_rewards)
         segment = recorder.segment()
         session = Session(
             environment=self._kind.name,
             turns=segment.turns,
             messages=tuple(self._messages),
             end=end,
-            reward=self._reward(closing),
+            reward=reward,
             metrics=dict(closing.metrics),
             num_faults=num_faults,
         )
         text = self._player.decode(recorder.completion_ids)
-        played = Played(segment, text, "stop" if end == "done" else "length", session)
-        observe(played)
-        return played
+        return Played(segment, text, "stop" if end == "done" else "length", session)
+
+    def _prompt_ids(self, ticket: Ticket, row: Row, opening: Opening) -> list[int]:
+        """Ids of the first prompt: the ticket's, unless there are tools to describe or the environment adds
+        something. Then the row's chat is rendered once more, with the run's system prompt and suffix."""
+        chat, data = self._chat, self._player.config.data
+        ids: list[int] = ticket.prompt_ids.tolist()
+        has_tools = bool(self._kind.tools) and chat.has_template
+        if not opening.added and opening.messages is None and not has_tools:
+            return ids
+        if not chat.has_template:
+            if opening.messages is not None:
+                return chat.render(opening.messages)
+            return ids + chat.extend([], True, [{"role": "user", "content": opening.added}])
+        messages = opening.messages
+        if messages is None:
+            messages = _appended(chat_of(row[PROMPT]), data.prompt_suffix)
+            if data.system_prompt and messages[0].get("role") != "system":
+                messages = [{"role": "system", "content": data.system_prompt}, *messages]
+        return chat.render(_appended(messages, opening.added), self._kind.tools)
 
     async def _take_turns(self, ticket: Ticket, recorder: SegmentRecorder, ask: Ask) -> SessionEnd:
         context: list[int] = []
@@ -205,7 +204,11 @@ class Play:
             reward=sum(rewards) if rewards else None,
             environment_s=time.monotonic() - begun,
         )
-        self._answers = [self._cut(dict(message)) for act in acts for message in act.messages]
+        self._answers = [dict(message) for act in acts for message in act.messages]
+        if limit := self._section.max_result_tokens:  # a long answer loses its middle
+            for message in self._answers:
+                if isinstance(message.get("content"), str):
+                    message["content"] = self._chat.shorten(message["content"], limit)
         self._messages += self._answers
         if is_cut:
             return "max_tokens"
@@ -215,22 +218,18 @@ class Play:
         """The environment's answers; calls in order, one after the other."""
         if not parsed.calls and self._kind.takes_text:
             return [await self._environment.step(content_text(parsed.message.get("content")))]
+        names = [tool["function"]["name"] for tool in self._kind.tools]
         acts = []
         for number, call in enumerate(parsed.calls):
-            act = await self._make(call)
+            if call.error:
+                act = invalid_call(call.error)
+            elif call.name not in names:
+                act = invalid_call(f"there is no tool {call.name!r}; there is {', '.join(names)}")
+            else:
+                act = await self._environment.call(call.name, call.arguments)
             link = {"role": "tool", "name": call.name or "unknown", "tool_call_id": f"call_{number}"}
-            acts.append(
-                Act([{**link, **message} for message in act.messages], act.reward, act.is_done, act.is_wrong)
-            )
+            acts.append(replace(act, messages=[{**link, **message} for message in act.messages]))
         return acts
-
-    async def _make(self, call: Call) -> Act:
-        names = [tool["function"]["name"] for tool in self._kind.tools]
-        if call.error:
-            return invalid_call(call.error)
-        if call.name not in names:
-            return invalid_call(f"there is no tool {call.name!r}; there is {', '.join(names)}")
-        return await self._environment.call(call.name, call.arguments)
 
     def _room(self, recorder: SegmentRecorder) -> int:
         """Tokens by which the completion may grow."""
@@ -241,15 +240,15 @@ class Play:
     def _left_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def _cut(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A long answer loses its middle."""
-        limit = self._section.max_result_tokens
-        if not limit or not isinstance(message.get("content"), str):
-            return message
-        return message | {"content": self._chat.shorten(message["content"], limit)}
 
-    def _reward(self, closing: Closing) -> float | None:
-        """The reward that the environment gave at the end, else the sum over its turns."""
-        if closing.reward is not None:
-            return closing.reward
-        return sum(self._turn_rewards) if self._turn_rewards else None
+def _appended(messages: Sequence[ChatMessage], text: str) -> list[Mapping[str, Any]]:
+    """With the text at the end of the last user message, without a separator, as TRL does it."""
+    changed = list(messages)
+    if not text:
+        return changed
+    for place in reversed(range(len(changed))):
+        if changed[place].get("role") == "user":
+            content = content_text(changed[place].get("content")) + text
+            changed[place] = {**changed[place], "content": content}
+            return changed
+    return [*changed, {"role": "user", "content": text}]

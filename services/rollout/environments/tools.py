@@ -5,7 +5,6 @@ What the model gives is held to the types; wrong arguments, and whatever the fun
 the model as errors, for they may be its own doing.
 """
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
@@ -14,22 +13,14 @@ from typing import Any
 from tidemill.common.config.environment import TOOLS, EnvironmentConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.users_code import load_users
-from tidemill.services.rollout.environments.environment import (
-    Act,
-    Closing,
-    Design,
-    Kind,
-    Opening,
-    Row,
-    invalid_call,
-)
+from tidemill.services.rollout.environments.environment import Act, Design, Environment, Kind, invalid_call
 from tidemill.services.rollout.environments.users_code import complaint, finished, result_text
 
 Function = Callable[..., Any]
 
 
-class ToolBox:
-    """Functions that the model may call, by name."""
+class ToolBox(Environment):
+    """Functions that the model may call, by name. As an environment, nothing but these."""
 
     def __init__(self, functions: Mapping[str, Function]) -> None:
         self._functions = {name: _checking(function) for name, function in functions.items()}
@@ -40,8 +31,6 @@ class ToolBox:
 
         try:
             returned = await finished(self._functions[name](**arguments))
-        except asyncio.CancelledError:
-            raise
         except ValidationError as error:
             wrong = "; ".join(
                 f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()[:5]
@@ -50,23 +39,6 @@ class ToolBox:
         except (Exception, SystemExit) as error:
             return invalid_call(complaint(error))
         return Act([{"content": result_text(returned)}])
-
-
-class Tools(ToolBox):
-    """An environment that is nothing but functions."""
-
-    async def reset(self, row: Row) -> Opening:
-        return Opening()
-
-    async def step(self, text: str) -> Act:
-        """Without a call the model is done."""
-        return Act(is_done=True)
-
-    async def finish(self) -> Closing:
-        return Closing()
-
-    async def close(self) -> None:
-        """Nothing is held."""
 
 
 def tools_design(config: EnvironmentConfig) -> Design:
@@ -88,7 +60,8 @@ def tools_design(config: EnvironmentConfig) -> Design:
         schemas = [schema_of(function, name, name) for name, function in functions.items()]
         return Kind(kind, schemas, is_stateless=True)
 
-    return Design({TOOLS: lambda row: Tools(functions)}, describe, all(map(is_coroutine, functions.values())))
+    is_async = all(map(is_coroutine, functions.values()))
+    return Design({TOOLS: lambda row: ToolBox(functions)}, describe, is_async)
 
 
 def schema_of(function: Function, name: str, where: str) -> dict[str, Any]:

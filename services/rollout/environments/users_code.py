@@ -3,7 +3,6 @@
 Everything that is wrong is said with the place that is wrong and with what was expected there.
 """
 
-import asyncio
 import inspect
 import json
 import math
@@ -31,8 +30,6 @@ def contained(where: str, kind: str) -> Iterator[None]:
     try:
         yield
     except EnvironmentFaultError:
-        raise
-    except asyncio.CancelledError:
         raise
     except (Exception, SystemExit) as error:
         raise EnvironmentFaultError(f"{where} raised {described(error)}", kind) from error

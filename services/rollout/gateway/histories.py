@@ -9,6 +9,7 @@ those of sub-agents do: each is found again by the longest match. A history goes
 prompt describes.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,7 +24,6 @@ from tidemill.services.rollout.gateway.dialogue import (
     RequestError,
     identity,
 )
-from tidemill.services.rollout.gateway.reading import num_within
 from tidemill.services.rollout.sessions.chat import ChatFormat
 from tidemill.services.rollout.sessions.player import Decode
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder
@@ -144,12 +144,22 @@ class Histories:
         ]
         known.sort(key=lambda history: len(history.identities), reverse=True)
         for history in known:
-            goes_on = len(asked) > len(history.identities) and _begins(asked, history.identities)
-            if goes_on and (continuation := self._extended(history, question)) is not None:
-                return continuation
-        realigned = (self._realigned(history, question, asked) for history in known)
-        longest = max(filter(None, realigned), key=lambda found: found.num_shared, default=None)
-        return longest or self._begun(self._rendered(question), question.tool_keys)
+            place = len(history.identities)
+            if len(asked) <= place or not _begins(asked, history.identities):
+                continue
+            new = question.messages[place:]
+            try:
+                context = self._chat.extend(history.turn_ids, history.is_closed, new, question.tools)
+            except ValueError:  # the template cannot render the new messages there
+                continue
+            return Continuation("clean", history, len(history.recorder.completion_ids), context)
+        realigned = filter(None, (self._realigned(history, question) for history in known))
+        if longest := max(realigned, key=lambda found: found.num_shared, default=None):
+            return longest
+        try:
+            return self._begun(self._chat.render(question.messages, question.tools), question.tool_keys)
+        except ValueError as error:
+            raise RequestError(f"the model's chat template refuses these messages: {error}") from None
 
     def _find_text(self, prompt: str | list[int]) -> Continuation:
         """The same for a prompt without messages: text or ids that go on where a segment ended."""
@@ -173,20 +183,9 @@ class Histories:
         kind: Kind = "forked" if self.all else "new"
         return Continuation(kind, RecordedHistory(SegmentRecorder(prompt_ids), tools), 0, [])
 
-    def _extended(self, history: RecordedHistory, question: Question) -> Continuation | None:
-        """None where the template cannot render the new messages there."""
-        new = question.messages[len(history.identities) :]
-        try:
-            context = self._chat.extend(history.turn_ids, history.is_closed, new, question.tools)
-        except ValueError:
-            return None
-        return Continuation("clean", history, len(history.recorder.completion_ids), context)
-
-    def _realigned(
-        self, history: RecordedHistory, question: Question, asked: tuple[Identity, ...]
-    ) -> Continuation | None:
+    def _realigned(self, history: RecordedHistory, question: Question) -> Continuation | None:
         """None unless the text of the last answer alone is another one, and begins as what was sampled."""
-        place = len(history.identities) - 1
+        asked, place = question.identities, len(history.identities) - 1
         if len(asked) <= place or not _begins(asked, history.identities[:place]):
             return None
         (role, _, calls), (_, ours, made) = asked[place], history.identities[place]
@@ -228,15 +227,14 @@ class Histories:
         num_kept_chars = len(self._decode(turn_ids[:kept])) - start
         return (kept, theirs[num_kept_chars:]) if num_kept_chars > 0 else (0, "")
 
-    def _rendered(self, question: Question) -> list[int]:
-        try:
-            return self._chat.render(question.messages, question.tools)
-        except ValueError as error:
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from None
-
 
 def _begins(whole: Sequence[Identity], start: Sequence[Identity]) -> bool:
     return num_shared(whole, start) == len(start)
+
+
+def num_within(ids: Sequence[int], num_chars: int, decode: Decode) -> int:
+    """Tokens at the start whose text is not longer."""
+    return bisect_right(range(len(ids)), num_chars, key=lambda i: len(decode(ids[: i + 1])))
 
 
 def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -1,15 +1,16 @@
 """The gateway: a small HTTP server inside the rollout worker, on a loopback port of its own.
 
 Every session has an address of its own, `/s/<token>/v1`, that speaks OpenAI's and Anthropic's APIs. An answer
-is generated and read as a whole; a client that asks for a stream gets it as one, once it is there.
+is generated and read as a whole; a client that asks for a stream gets it as one, once it is there. On a
+connection that a session has claimed, `/v1` is its address too, with a key that all sessions know.
 """
 
 import asyncio
 import contextlib
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 import structlog
 from starlette.applications import Starlette
@@ -21,27 +22,16 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.http_server import ServerInService, server_config
 from tidemill.common.process.listening import listen
 from tidemill.common.telemetry import metrics
-from tidemill.services.rollout.gateway import anthropic_messages, openai_chat, openai_responses
-from tidemill.services.rollout.gateway.dialogue import Api, Body, RequestError, has_usage
+from tidemill.services.rollout.gateway.apis import APIS, Api, anthropic_question
+from tidemill.services.rollout.gateway.dialogue import RequestError
+from tidemill.services.rollout.gateway.request import Body, has_usage, ignored_in, wishes_in
 from tidemill.services.rollout.gateway.session import GatewaySession
-from tidemill.services.rollout.gateway.wishes import ignored_in, wishes_in
 from tidemill.services.rollout.sessions.calls import MAX_DEPTH, is_deeper
 
 log = structlog.get_logger(__name__)
 
-APIS = {
-    "chat/completions": openai_chat.CHAT,
-    "completions": openai_chat.TEXT,
-    "responses": openai_responses.RESPONSES,
-    "messages": anthropic_messages.MESSAGES,
-}
-"""By path: how requests are read, and answers written."""
 RETRY_COUNT = "x-stainless-retry-count"
 """The header in which the clients of OpenAI and Anthropic say whether they ask again."""
-
-Endpoint = Callable[[GatewaySession, Body, str | None], Awaitable[Response]]
-"""With the session, the request and what `RETRY_COUNT` says."""
-
 KEEP_ALIVE_S = 600
 """Clients keep connections while their tools run; closing one earlier looks like a fault."""
 COUNT = "messages/count_tokens"
@@ -52,6 +42,9 @@ MAX_NOTED = 256
 """So many parameters are named in the log; what names they have is the clients' affair."""
 NO_RETRY = {"x-should-retry": "false"}
 """For both clients: not retryable."""
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
+
+Endpoint = Callable[[GatewaySession, Request], Awaitable[Response]]
 
 
 class Gateway:
@@ -62,19 +55,27 @@ class Gateway:
 
     def __init__(self, model: str, host: str = "127.0.0.1", refuses_wishes: bool = False) -> None:
         self.model, self.host, self.root = model, host, ""
+        self.placeholder_key = secrets.token_urlsafe(24)
+        """The key on connections that are claimed."""
         self._refuses_wishes = refuses_wishes
         self._sessions: dict[str, GatewaySession] = {}
+        self._claimed: dict[tuple[str, int], GatewaySession] = {}
+        """By the client's end of a connection."""
         self._noted: set[str] = set()
         self._serving: asyncio.Task[None] | None = None
         posts = {path: self._asking(api) for path, api in APIS.items()} | {COUNT: self._count}
-        gets: dict[str, Endpoint] = {"models": self._models, "models/{name:path}": self._one_model}
+        gets: dict[str, Endpoint] = {"models": self._models, "models/{name:path}": self._models}
         routes = [
-            Route(f"/s/{{token}}/v1/{path}", self._endpoint(endpoint), methods=[method])
+            Route(f"{prefix}/v1/{path}", self._endpoint(endpoint), methods=[method])
+            for prefix in ("/s/{token}", "")
             for method, endpoints in (("POST", posts), ("GET", gets))
             for path, endpoint in endpoints.items()
         ]
-        app = Starlette(routes=routes)
-        self._server = ServerInService(server_config(app, timeout_keep_alive=KEEP_ALIVE_S))
+        claims = Route("/s/{token}/connections/{port:int}", self._endpoint(self._claim), methods=["POST"])
+        app = Starlette(routes=[*routes, claims])
+        # A connection's other end is what the kernel says, whatever headers say.
+        config = server_config(app, timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=False)
+        self._server = ServerInService(config)
 
     async def start(self) -> None:
         """Listen. Raises ConfigError: not at this address."""
@@ -100,48 +101,68 @@ class Gateway:
             yield f"{self.root}/s/{session.token}"
         finally:
             del self._sessions[session.token]
+            self._claimed = {end: one for end, one in self._claimed.items() if one is not session}
 
     def _endpoint(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
-                session = self._session(request)
-                body = await _body(request, session) if request.method == "POST" else {}
-                return await endpoint(session, body, request.headers.get(RETRY_COUNT))
+                return await endpoint(self._session(request), request)
             except RequestError as error:
-                return _refusal(error)
+                refused = error
             except asyncio.CancelledError:
-                return _refusal(RequestError("the session is over", "session_over", 404))
+                refused = RequestError("the session is over", "session_over", 404)
             except Exception as error:  # the session fails with it; its program must not try again
                 log.warning("a request of an agent failed", error=str(error))
-                return _refusal(RequestError("the engine failed", "engine_failed", 500))
+                refused = RequestError("the engine failed", "engine_failed", 500)
+            described = {  # in a form that both clients read
+                "message": f"{refused.message} ({refused.code})",
+                "type": ERROR_TYPES.get(refused.status, "invalid_request_error"),
+                "code": refused.code,
+                "param": None,
+                "details": {"error_code": refused.code},  # Anthropic's client then sends its history whole
+            }
+            return JSONResponse({"type": "error", "error": described}, refused.status, NO_RETRY)
 
         return answer
 
     def _session(self, request: Request) -> GatewaySession:
-        session = self._sessions.get(request.path_params["token"])
+        token = request.path_params.get("token")
+        session = self._claimed.get(_end_of(request)) if token is None else self._sessions.get(token)
         if session is None:
             raise RequestError("there is no session at this address, or it is over", "session_over", 404)
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(
-            (request.headers.get("x-api-key") or given).encode(), session.key.encode()
-        ):
+        given = request.headers.get("x-api-key") or given
+        key = self.placeholder_key if token is None else session.key
+        if not hmac.compare_digest(given.encode(), key.encode()):
             raise RequestError(
                 "the key is not the session's; use the one that came with its address", "key", 401
             )
         return session
 
+    async def _claim(self, session: GatewaySession, request: Request) -> Response:
+        """The session's program has made this connection to the placeholder's address."""
+        self._claimed[_end_of(request)[0], request.path_params["port"]] = session
+        return Response()
+
     def _asking(self, api: Api) -> Endpoint:
         """The endpoint that has the model answer."""
 
-        async def ask(session: GatewaySession, body: Body, retry_count: str | None) -> Response:
+        async def ask(session: GatewaySession, request: Request) -> Response:
             # What is malformed is refused before anything is generated, so all of the request is read first.
+            body = await _body(request, session)
             question = api.question_of(body)
             is_stream, _ = body.get("stream"), has_usage(body)
             self._check_wishes(body)
+            retry_count = request.headers.get(RETRY_COUNT)
             answer = await session.answer(question, None if retry_count is None else retry_count != "0")
             if not is_stream:
                 return JSONResponse(api.answer_of(answer, self.model, body))
-            return _stream(api.events_of(answer, self.model, body))
+            lines = []
+            for event in api.events_of(answer, self.model, body):
+                named = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
+                lines.append(f"{named}data: {event if isinstance(event, str) else json.dumps(event)}\n\n")
+            headers = {"cache-control": "no-cache"}
+            return Response("".join(lines), media_type="text/event-stream", headers=headers)
 
         return ask
 
@@ -165,21 +186,24 @@ class Gateway:
             self._noted.update(new)
             log.info(what, parameters=new)
 
-    async def _models(self, session: GatewaySession, body: Body, _: str | None) -> Response:
-        pages = {"has_more": False, "first_id": self.model, "last_id": self.model}
-        return JSONResponse({"object": "list", "data": [self._shown], **pages})
-
-    async def _one_model(self, session: GatewaySession, body: Body, _: str | None) -> Response:
-        return JSONResponse(self._shown)  # it answers to any name
-
-    @property
-    def _shown(self) -> dict[str, Any]:
+    async def _models(self, session: GatewaySession, request: Request) -> Response:
+        """The one model there is, whatever name is asked for."""
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "tidemill"}
-        return model | {"type": "model", "display_name": self.model, "created_at": "1970-01-01T00:00:00Z"}
+        model |= {"type": "model", "display_name": self.model, "created_at": "1970-01-01T00:00:00Z"}
+        if "name" in request.path_params:
+            return JSONResponse(model)
+        pages = {"has_more": False, "first_id": self.model, "last_id": self.model}
+        return JSONResponse({"object": "list", "data": [model], **pages})
 
-    async def _count(self, session: GatewaySession, body: Body, _: str | None) -> Response:
-        num_tokens = await session.count_tokens(anthropic_messages.question_of(body))
-        return JSONResponse({"input_tokens": num_tokens})
+    async def _count(self, session: GatewaySession, request: Request) -> Response:
+        question = anthropic_question(await _body(request, session))
+        return JSONResponse({"input_tokens": await session.count_tokens(question)})
+
+
+def _end_of(request: Request) -> tuple[str, int]:
+    """The client's end of the connection."""
+    client = request.client
+    return (client.host, client.port) if client else ("", 0)
 
 
 async def _body(request: Request, session: GatewaySession) -> Body:
@@ -202,26 +226,3 @@ async def _body(request: Request, session: GatewaySession) -> Body:
     if is_deeper(body, MAX_DEPTH):
         raise RequestError(f"the request has lists or objects more than {MAX_DEPTH} deep")
     return body
-
-
-def _stream(events: Iterable[Mapping[str, Any] | str]) -> Response:
-    """Server-sent events, each after the name of its type where it has one."""
-    lines = []
-    for event in events:
-        named = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
-        data = event if isinstance(event, str) else json.dumps(event)
-        lines.append(f"{named}data: {data}\n\n")
-    return Response("".join(lines), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-def _refusal(error: RequestError) -> Response:
-    """In a form that both clients read."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
-    described = {
-        "message": f"{error.message} ({error.code})",
-        "type": kinds.get(error.status, "invalid_request_error"),
-        "code": error.code,
-        "param": None,
-        "details": {"error_code": error.code},  # Anthropic's client then sends its history without a thread
-    }
-    return JSONResponse({"type": "error", "error": described}, error.status, NO_RETRY)

@@ -9,29 +9,37 @@ shorter history. When it is closed, nothing of it runs and nothing more is answe
 """
 
 import asyncio
+import json
 import secrets
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tidemill.common.config.environment import AGENT
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Session, SessionEnd
+from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.gateway.dialogue import (
     SESSION_LIMIT,
     Answer,
     Message,
     Question,
     RequestError,
+    call_of,
 )
-from tidemill.services.rollout.gateway.histories import Continuation, Histories, RecordedHistory, num_shared
-from tidemill.services.rollout.gateway.reading import cut_at, read
-from tidemill.services.rollout.sessions.chat import ChatFormat
+from tidemill.services.rollout.gateway.histories import (
+    Continuation,
+    Histories,
+    RecordedHistory,
+    num_shared,
+    num_within,
+)
+from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played
 
 MAX_REPEATS = 8
 """How often one answer is given again. Clients retry twice; who asks more often wants another answer."""
-
 LONG_CHARACTERS = 20_000
 """From here on the loop would notice how long templates and tokenizers take."""
 BODY_BYTES_PER_TOKEN = 32
@@ -171,10 +179,9 @@ class GatewaySession:
         )
         return self._limit("max_tokens", what) if is_asked else RequestError(what, SESSION_LIMIT)
 
-    def played(self, reward: float | None, metrics: dict[str, float], num_faults: int = 0) -> Played:
+    def played(self, reward: float | None, metrics: Mapping[str, float], num_faults: int = 0) -> Played:
         """What the session came to. Raises ValueError: the model was never asked."""
         first, *forks = (history.recorder.segment() for history in self.histories.recorded)
-        last = self.histories.recorded[-1].recorder
         session = Session(
             environment=AGENT,
             turns=first.turns,
@@ -182,11 +189,11 @@ class GatewaySession:
             messages=tuple(self._said()),
             end=self.end,
             reward=reward,
-            metrics=metrics,
+            metrics=dict(metrics),
             histories=dict(self.counts),
             num_faults=num_faults,
         )
-        text = self._decode(last.completion_ids)
+        text = self._decode(self.histories.recorded[-1].recorder.completion_ids)
         return Played(first, text, "stop" if self.end == "done" else "length", session)
 
     def _said(self) -> list[Message]:
@@ -217,6 +224,10 @@ class GatewaySession:
             f"{self._limits.max_model_len} tokens (model.max_model_len)"
         )
 
+    def _limit(self, end: SessionEnd, what: str) -> RequestError:
+        self.reach(end)
+        return RequestError(f"{what}; it ends here", SESSION_LIMIT)
+
     async def _find(self, question: Question) -> Continuation:
         """The history that the question continues; a long question is tokenised beside the loop."""
         if question.num_characters < LONG_CHARACTERS:
@@ -224,17 +235,16 @@ class GatewaySession:
         return await asyncio.to_thread(self.histories.find, question)
 
     async def _start(self, question: Question) -> _Given:
-        if self.num_turns >= self._limits.max_turns:
-            raise self._limit(
-                "max_turns", f"the session has had its {self._limits.max_turns} turns (max_turns)"
-            )
+        limits = self._limits
+        if self.num_turns >= limits.max_turns:
+            raise self._limit("max_turns", f"the session has had its {limits.max_turns} turns (max_turns)")
         if problem := self._overlong(question):
             raise self._limit("max_tokens", problem)
         found = await self._find(question)
         self._check_open()
         history = found.history
         if found.kind in ("new", "forked"):
-            if len(self.histories.all) >= (most := self._limits.max_segments):
+            if len(self.histories.all) >= (most := limits.max_segments):
                 raise self._limit("max_tokens", f"the session has {most} histories already (max_segments)")
             self.histories.all.append(history)
         # Before the task runs: until its turn ends no other question may continue this history.
@@ -259,35 +269,6 @@ class GatewaySession:
         task.add_done_callback(ended)
         return _Given(task, history)
 
-    async def _room(self, found: Continuation, asked: int | None) -> int:
-        """Tokens that the turn may have. Where turns that run may use up the session's, it waits for their
-        end: none is refused, or cut, for tokens that another one may leave."""
-        num_prompt = len(found.ids)
-        room = min(self._sampling.max_tokens, self._limits.max_model_len - num_prompt)
-        if room < 1:
-            raise self._limit(
-                "max_tokens",
-                f"the history has {num_prompt} tokens, and the model reads {self._limits.max_model_len} "
-                "(model.max_model_len)",
-            )
-        room = min(room, asked or room)
-        limit = self._limits.max_tokens
-        while limit and (left := self._left(limit) - found.num_added) < room:
-            if not self._reserved_tokens:
-                if left < 1:
-                    raise self._limit("max_tokens", f"the session has used its {limit} tokens (max_tokens)")
-                return left
-            self._has_ended.clear()
-            await self._has_ended.wait()
-        return room
-
-    def _left(self, limit: int) -> int:
-        return limit - self.histories.num_tokens - self._reserved_tokens
-
-    def _limit(self, end: SessionEnd, what: str) -> RequestError:
-        self.reach(end)
-        return RequestError(f"{what}; it ends here", SESSION_LIMIT)
-
     async def _generate(self, found: Continuation, question: Question) -> Answer:
         num_refused = self._num_refused
         max_tokens = await self._room(found, question.max_tokens)
@@ -301,6 +282,30 @@ class GatewaySession:
             self._is_truncated = False
         return answer
 
+    async def _room(self, found: Continuation, asked: int | None) -> int:
+        """Tokens that the turn may have. Where turns that run may use up the session's, it waits for their
+        end: none is refused, or cut, for tokens that another one may leave."""
+        limit, max_model_len, num_prompt = self._limits.max_tokens, self._limits.max_model_len, len(found.ids)
+        room = min(self._sampling.max_tokens, max_model_len - num_prompt)
+        if room < 1:
+            raise self._limit(
+                "max_tokens",
+                f"the history has {num_prompt} tokens, and the model reads {max_model_len} "
+                "(model.max_model_len)",
+            )
+        room = min(room, asked or room)
+        while limit:
+            left = limit - self.histories.num_tokens - self._reserved_tokens - found.num_added
+            if left >= room:
+                break
+            if not self._reserved_tokens:
+                if left < 1:
+                    raise self._limit("max_tokens", f"the session has used its {limit} tokens (max_tokens)")
+                return left
+            self._has_ended.clear()
+            await self._has_ended.wait()
+        return room
+
     async def _say(self, found: Continuation, question: Question, max_tokens: int) -> Answer:
         started = time.monotonic()
         ids, history = found.ids, found.history
@@ -311,7 +316,7 @@ class GatewaySession:
             raise RequestError(f"the engine refuses the prompt: {error}") from None
         if found.kind != "new":
             self.counts[found.kind] += 1
-        generation = cut_at(whole, question.stop, self._decode)
+        generation = _cut_at(whole, question.stop, self._decode)
         if history.recorder.turns:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
         found.record(generation, time.monotonic() - started)
@@ -321,13 +326,61 @@ class GatewaySession:
         is_clients_limit = max_tokens == question.max_tokens and max_tokens < runs
         is_truncated = generation.finish == "length" and not is_clients_limit
         history.end = "max_tokens" if is_truncated else "done"
+        # A call is whole where the model ended its turn, not a limit or a client's stop sequence.
         is_cut = not history.is_closed
-        answer, parsed = read(generation, question, self._chat, self._decode, len(ids), is_cut)
-        num_wrong = sum(1 for call in parsed.calls if call.error)
+        parsed = Parsed({})
+        if question.messages:
+            parsed = self._chat.parse(generation.token_ids, question.tools, is_cut)
         history.recorder.describe_last_turn(
             finish="length" if is_truncated else "stop",
             num_calls=len(parsed.calls),
-            num_wrong_calls=num_wrong,
+            num_wrong_calls=sum(1 for call in parsed.calls if call.error),
         )
+        answer = _answer_of(question, generation, parsed, self._decode, len(ids))
         history.hold(question, answer)
         return answer
+
+
+def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Generation:
+    """The generation up to the first of a client's stop sequences; the same one where there is none."""
+    ids = generation.token_ids
+    text = decode(ids) if stops else ""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    if not found:
+        return generation
+    num_tokens = max(1, num_within(ids, min(found), decode))
+    return replace(
+        generation,
+        token_ids=ids[:num_tokens],
+        logprobs=generation.logprobs[:num_tokens],
+        spans=tuple(span for span in generation.spans if span[1] < num_tokens),
+        finish="stop",
+    )
+
+
+def _answer_of(
+    question: Question, generation: Generation, parsed: Parsed, decode: Decode, num_prompt_tokens: int
+) -> Answer:
+    """What the client gets, without the calls that cannot be made: where there are no others, what the model
+    wrote is text for the client, whose own loop answers the model."""
+    ids = generation.token_ids
+    made = [call for call in parsed.calls if not call.error and question.tool_choice != "none"]
+    message: Message = {"role": "assistant", "content": str(parsed.message.get("content") or "")}
+    if not question.messages or (parsed.calls and not made):
+        message["content"] = decode(ids)
+    elif reasoning := parsed.message.get("reasoning_content"):
+        message["reasoning_content"] = reasoning
+    if made:
+        message["tool_calls"] = [
+            call_of(f"call_{secrets.token_hex(12)}", call.name, json.dumps(call.arguments)) for call in made
+        ]
+    texts = (decode([token]) for token in ids) if question.has_logprobs else ()
+    return Answer(
+        secrets.token_hex(12),
+        message,
+        "length" if generation.finish == "length" else "tool_calls" if made else "stop",
+        num_prompt_tokens,
+        len(ids),
+        max(0, generation.num_cached_tokens),
+        tuple(zip(texts, generation.logprobs, strict=False)),
+    )

@@ -10,6 +10,7 @@ Models whose tokenizer brings a response template of its own are read by transfo
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from tidemill.services.rollout.sessions.chat import Call
@@ -58,8 +59,11 @@ def _calls_in(body: str, is_meant: bool) -> Iterator[Call]:
         try:
             value, place = _DECODER.raw_decode(body, place)
         except (ValueError, RecursionError):
-            if is_meant or _looks_meant(body[place:]):
-                yield _call(body[place:])
+            # Else it was not to be a call, but another answer that begins with a bracket.
+            keys = ('"arguments"', '"parameters"')
+            rest = body[place:]
+            if is_meant or ('"name"' in rest and any(key in rest for key in keys)):
+                yield _call(rest)
             return
         for one in value if isinstance(value, list) else [value]:
             if is_meant or (isinstance(one, dict) and "name" in one):
@@ -68,15 +72,10 @@ def _calls_in(body: str, is_meant: bool) -> Iterator[Call]:
             place += 1
 
 
-def _looks_meant(text: str) -> bool:
-    """Whether broken JSON was to be a call, and no other answer that begins with a bracket."""
-    return '"name"' in text and ('"arguments"' in text or '"parameters"' in text)
-
-
 def _call(body: str) -> Call:
     if function := _FUNCTION.match(body.strip()):
         given = {name.strip(): _value(text) for name, text in _parameters(function[2])}
-        return _checked(function[1].strip(), given)
+        return read_call({"name": function[1].strip(), "arguments": given})
     try:
         value = _DECODER.decode(body.strip())
     except ValueError as error:
@@ -101,10 +100,8 @@ def _parameters(text: str) -> Iterator[tuple[str, str]]:
 def _value(text: str) -> Any:
     """Text stays text, for only the tool knows its types; lists and objects are read."""
     if text.strip()[:1] in ("[", "{"):
-        try:
+        with suppress(ValueError, RecursionError):
             return json.loads(text)
-        except (ValueError, RecursionError):
-            return text
     return text
 
 
@@ -119,18 +116,12 @@ def read_call(value: Any) -> Call:
         return Call("", error=f"a call must be JSON with name and arguments, got {_shown(repr(value))}")
     arguments: Any = next((value[key] for key in ("arguments", "parameters") if key in value), {})
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return Call(name, error=f"the arguments must be a JSON object, got {_shown(repr(arguments))}")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
         return Call(name, error=f"the arguments must be a JSON object, got {_shown(repr(arguments))}")
-    return _checked(name, arguments)
-
-
-def _checked(name: str, arguments: dict[str, Any]) -> Call:
     return Call(name, error=_TOO_DEEP) if is_deeper(arguments, MAX_DEPTH) else Call(name, arguments)
 
 

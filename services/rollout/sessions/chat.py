@@ -1,11 +1,9 @@
 """A model's chat format: from messages to token ids, and back from what the model wrote."""
 
-import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-from tidemill.common.wire.codec import pack
 
 ChatMessage = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -19,17 +17,6 @@ class Call:
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-
-
-def checked(call: Call) -> Call:
-    """The call, with an error where its arguments are JSON to Python alone: integers above 64 bits, NaN and
-    infinities. The error is returned to the model, wherever the tool runs."""
-    try:
-        pack(call.arguments)
-        json.dumps(call.arguments, allow_nan=False)
-    except (ValueError, OverflowError, RecursionError) as error:
-        return Call(call.name, error=f"the arguments of a call must be JSON with numbers of 64 bits: {error}")
-    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +56,32 @@ class ChatFormat(Protocol):
 
     def shorten(self, text: str, max_tokens: int) -> str:
         """A text of at most about so many tokens: a longer one loses its middle, and says so."""
+
+
+class SimulatedChat:
+    """Words in place of a tokenizer, for the simulated engine: each is a token, whose id is a hash; tokens
+    are the words `t17`. There are no calls."""
+
+    has_template = False
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
+        """The ids of all words; never none, for an engine needs a prompt."""
+        words = " ".join(str(message.get("content") or "") for message in messages).split() or ["."]
+        return [zlib.crc32(word.encode()) % self._vocab_size for word in words]
+
+    def extend(
+        self, turn_ids: Sequence[int], is_stopped: bool, messages: Sequence[ChatMessage], tools: Tools = ()
+    ) -> list[int]:
+        return self.render(messages)
+
+    def encode(self, text: str) -> list[int]:
+        return self.render([{"content": text}])
+
+    def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
+        return Parsed({"role": "assistant", "content": " ".join(f"t{token}" for token in turn_ids)})
+
+    def shorten(self, text: str, max_tokens: int) -> str:
+        return " ".join(text.split()[:max_tokens])

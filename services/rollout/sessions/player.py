@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
+from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import SamplingParams, Ticket
@@ -43,49 +44,69 @@ class Played:
         return fields | {"text": self.text, "finish": self.finish, "session": self.session}
 
 
-class Player(Protocol):
+class Player:
     """Plays samples, many at once; made once for each worker process."""
+
+    def __init__(self, config: RunConfig, decode: Decode, open_chat: OpenChat) -> None:
+        self.config, self.section = config, config.rollout.environment
+        self.decode, self.open_chat = decode, open_chat
 
     async def start(self) -> None:
         """Load what it needs. Raises ConfigError: the environment cannot be used as configured."""
 
     async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
-        """Play one sample of the ticket to its end; `name` tells it from all others that run.
+        """Play one sample of the ticket to its end, again where its environment fails; `name` tells it from
+        all others that run.
 
         Raises:
             EnvironmentFaultError: the environment failed in every attempt: no fault of the model's.
-            ValueError: the engine refuses the prompt.
+            ValueError: the engine refuses the prompt, or the chat template what the environment says.
         """
+        num_faults = 0
+        metrics.SESSIONS_HELD.inc()
+        try:
+            while True:
+                try:
+                    played = await self.play_once(ticket, name, ask, num_faults)
+                    break
+                except EnvironmentFaultError as fault:
+                    num_faults += 1
+                    metrics.ENVIRONMENT_FAULTS.labels(fault.kind).inc()
+                    is_last = num_faults >= self.section.attempts
+                    log.warning("an environment failed", sample=name, error=str(fault), again=not is_last)
+                    if is_last:
+                        raise
+                await asyncio.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**num_faults))
+        finally:
+            metrics.SESSIONS_HELD.dec()
+        _observe(played)
+        return played
+
+    async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
+        """One attempt, after so many that have failed."""
+        raise NotImplementedError
 
     async def close(self) -> None:
         """End what it started: processes, servers, environments."""
 
 
-async def play_again(play_once: Callable[[int], Awaitable[Played]], attempts: int, name: str) -> Played:
-    """Play a session, again where its environment fails; `play_once` gets how often it has failed.
+class SingleTurn(Player):
+    """The smallest environment: one completion, and nothing that answers it."""
 
-    Raises:
-        EnvironmentFaultError: it failed in every attempt.
-    """
-    num_faults = 0
-    metrics.SESSIONS_HELD.inc()
-    try:
-        while True:
-            try:
-                return await play_once(num_faults)
-            except EnvironmentFaultError as fault:
-                num_faults += 1
-                metrics.ENVIRONMENT_FAULTS.labels(fault.kind).inc()
-                is_last = num_faults >= attempts
-                log.warning("an environment failed", sample=name, error=str(fault), again=not is_last)
-                if is_last:
-                    raise
-            await asyncio.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**num_faults))
-    finally:
-        metrics.SESSIONS_HELD.dec()
+    async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
+        generation = await ask(ticket.prompt_ids.tolist(), ticket.sampling)
+        # Nothing is checked here: the trajectory that is made of it is, and twice would cost time.
+        sampled: dict[str, Any] = {
+            "prompt_ids": ticket.prompt_ids,
+            "completion_ids": generation.token_ids,
+            "logprobs": generation.logprobs,
+            "spans": generation.spans,
+        }
+        segment = Segment.model_construct(**sampled)
+        return Played(segment, self.decode(generation.token_ids), generation.finish)
 
 
-def observe(played: Played) -> None:
+def _observe(played: Played) -> None:
     """Count a session in the metrics."""
     session = played.session
     assert session is not None

@@ -12,8 +12,16 @@ from functools import lru_cache
 from typing import Any
 
 from tidemill.common.config.run import RunConfig
+from tidemill.common.wire.codec import pack
 from tidemill.services.rollout.sessions.calls import find_calls, format_of, read_call
-from tidemill.services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed, Tools, checked
+from tidemill.services.rollout.sessions.chat import (
+    Call,
+    ChatFormat,
+    ChatMessage,
+    Parsed,
+    SimulatedChat,
+    Tools,
+)
 
 MARK = "MODELSTURN"
 """Stands for what the model said. No template changes a plain word."""
@@ -32,33 +40,22 @@ class TemplateChat:
         template = getattr(tokenizer, "chat_template", None) if has_template else None
         if isinstance(template, dict):
             template = template.get("default")
-        self._has_template = bool(template)
+        self.has_template = bool(template)
         self._own_parser = call_format == "auto" and bool(getattr(tokenizer, "response_template", None))
         self._call_format = format_of(str(template or "")) if call_format == "auto" else call_format
-        self._speaks = self._opening() if self._has_template else ""
+        self._speaks = self._opening() if self.has_template else ""
         ids = self.encode(self._speaks)
         self._opening_id = ids[0] if ids and ids[0] in self._special_ids else None
         self._ending = lru_cache(maxsize=256)(self._ending_of)
 
-    @property
-    def has_template(self) -> bool:
-        """Whether there is a chat template; without one, only text goes between the turns."""
-        return self._has_template
-
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that follows other ids."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)[
             "input_ids"
         ]
         return ids
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
-        """The ids of a whole chat, ending where the model speaks.
-
-        Raises:
-            ValueError: the template refuses these messages.
-        """
-        if not self._has_template:
+        if not self.has_template:
             ids: list[int] = self._tokenizer(_text_of(messages))["input_ids"]
             return ids
         is_prefilled = bool(messages) and messages[-1].get("role") == "assistant"
@@ -67,12 +64,7 @@ class TemplateChat:
     def extend(
         self, turn_ids: Sequence[int], is_stopped: bool, messages: Sequence[ChatMessage], tools: Tools = ()
     ) -> list[int]:
-        """The ids between the model's turn and its next one.
-
-        Raises:
-            ValueError: the template cannot render these messages there.
-        """
-        if not self._has_template:
+        if not self.has_template:
             return self.encode(_text_of(messages))
         caller = _called_by(messages)
         is_prefilled = messages[-1].get("role") == "assistant"
@@ -90,12 +82,14 @@ class TemplateChat:
         return after[place + 1 :] if last is not None else after[place:]
 
     def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
-        """The message and the calls in what the model sampled. Calls are looked for where there are tools; of
-        a turn that was cut off, a call without its end has an error."""
+        """Calls are looked for where there are tools."""
         if tools and self._own_parser:
             return self._parse_own(turn_ids, tools, is_cut)
+        ids = list(turn_ids)
+        while ids and ids[-1] in self._eos_ids:
+            ids.pop()
         text: str = self._tokenizer.decode(
-            self._without_end(turn_ids), skip_special_tokens=not tools, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=not tools, clean_up_tokenization_spaces=False
         )
         thought, text = self._split_thought(text)
         calls: tuple[Call, ...] = ()
@@ -106,7 +100,6 @@ class TemplateChat:
         return Parsed(_message(text, thought, calls), calls)
 
     def shorten(self, text: str, max_tokens: int) -> str:
-        """The text, or its two ends with a note of what is left out between them."""
         ids = self.encode(text)
         if len(ids) <= max_tokens:
             return text
@@ -116,12 +109,6 @@ class TemplateChat:
             for part in (ids[:head], ids[len(ids) - tail :])
         )
         return f"{first}\n[{len(ids) - max_tokens} tokens left out]\n{last}"
-
-    def _without_end(self, turn_ids: Sequence[int]) -> list[int]:
-        ids = list(turn_ids)
-        while ids and ids[-1] in self._eos_ids:
-            ids.pop()
-        return ids
 
     def _split_thought(self, text: str) -> tuple[str, str]:
         """A call within a thought is no call; a template may have opened the thought."""
@@ -212,8 +199,6 @@ def open_chat(config: RunConfig) -> ChatFormat:
         ConfigError: the model's folder cannot be used.
     """
     if not config.rollout.engine_traits.loads_model:
-        from tidemill.services.rollout.sessions.simulated_chat import SimulatedChat
-
         return SimulatedChat(config.rollout.simulated.vocab_size)
     from tidemill.services.rollout.engines.model import open_model
 
@@ -262,11 +247,19 @@ def with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
 
 
 def _whole(calls: Sequence[Call], is_open: bool) -> tuple[Call, ...]:
-    """The calls, where `is_open` the last of them with an error: it has no end."""
-    read = [checked(call) for call in calls]
-    if is_open and read:
-        read[-1] = Call(read[-1].name, error="the answer was cut off within this call")
-    return tuple(read)
+    """The calls, where `is_open` the last of them with an error: it has no end. So have calls whose arguments
+    are JSON to Python alone (integers above 64 bits, NaN, infinities), wherever their tools run."""
+    whole = list(calls)
+    for place, call in enumerate(whole):
+        try:
+            pack(call.arguments)
+            json.dumps(call.arguments, allow_nan=False)
+        except (ValueError, OverflowError, RecursionError) as error:
+            problem = f"the arguments of a call must be JSON with numbers of 64 bits: {error}"
+            whole[place] = Call(call.name, error=problem)
+    if is_open and whole:
+        whole[-1] = Call(whole[-1].name, error="the answer was cut off within this call")
+    return tuple(whole)
 
 
 def _message(text: str, thought: str, calls: Sequence[Call]) -> dict[str, Any]:

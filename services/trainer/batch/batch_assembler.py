@@ -41,12 +41,12 @@ class Precompute:
         has_statistics = algorithm.needs_start_logprobs or algorithm.needs_start_entropies
         is_needed_again = trainer.passes > 1 and trainer.needs_proximal
         self.is_needed_always = (
-            algorithm.needs_reference or algorithm.value.head or has_statistics or is_needed_again
+            algorithm.needs_reference or algorithm.needs_values or has_statistics or is_needed_again
         )
         """Whether no group can be trained without; else those of the first mini-batch can."""
         self.is_needed = trainer.needs_proximal or self.is_needed_always
         self.needs_start_weights = trainer.mini_batches > 1 and (
-            trainer.needs_proximal or algorithm.value.head or has_statistics
+            trainer.needs_proximal or algorithm.needs_values or has_statistics
         )
         """Whether it takes the weights at the start of the step, also later in it."""
 

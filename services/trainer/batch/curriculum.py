@@ -24,13 +24,16 @@ from tidemill.common.config.data import CurriculumConfig
 from tidemill.common.wire.messages import Commit, Outcome
 from tidemill.services.trainer.batch.prompts import PromptSource
 
+MEMORY = 0.5
+"""Weight of a prompt's rate until now when its next group is in."""
+
 
 @dataclass(slots=True)
 class Record:
     """What became of one prompt until now."""
 
     rate: float
-    """Share of the samples that solve it; what is older counts less (`memory`)."""
+    """Share of the samples that solve it; what is older counts less (`MEMORY`)."""
     num_solved: int
     num_scored: int
     epoch: int
@@ -83,7 +86,7 @@ class Deck:
             return
         rate, before = num_solved / num_scored, self.records.get(place)
         if before is not None:
-            rate = self.config.memory * before.rate + (1.0 - self.config.memory) * rate
+            rate = MEMORY * before.rate + (1.0 - MEMORY) * rate
             num_solved, num_scored = before.num_solved + num_solved, before.num_scored + num_scored
         self.records[place] = Record(rate, num_solved, num_scored, self.epoch)
         if not self._is_between(rate):

@@ -34,9 +34,8 @@ class PromptPlan:
         if config.data.curriculum is not None:
             self._curriculum = Curriculum(sources, config.data.curriculum)
         self.fingerprint = _fingerprint(sources, weights, limits)
-        common = SamplingParams(**config.rollout.sampling.model_dump())
-        own = [source.sampling.model_dump(exclude_none=True) for source in named] or [{}]
-        self._sampling = [common.model_copy(update=update) for update in own]
+        sampling = list(map(config.sampling_of, named)) or [config.rollout.sampling]
+        self._sampling = [SamplingParams(**own.model_dump()) for own in sampling]
         self._sizes = [config.group_size(source.name) for source in sources]
 
     def fields(self, number: int, min_version: int) -> dict[str, Any]:
@@ -147,7 +146,7 @@ class PromptPlan:
             return None
         source = self.sources[self._source_of(ticket)]
         row = int(source.rows[self._curriculum.places[ticket]])
-        threshold = self._config.trainer.evaluation.success_threshold
+        threshold = self._config.trainer.algorithm.success_threshold
         return source.name, row, sum(reward >= threshold for reward in rewards), len(rewards)
 
 

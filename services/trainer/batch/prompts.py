@@ -27,8 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import is_path
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.dataset import ChatMessage, Row
-from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
+from tidemill.common.run.dataset import ChatMessage, Row, read_evaluation_rows, read_training_rows
 from tidemill.common.wire.arrays import Int32
 
 log = structlog.get_logger(__name__)

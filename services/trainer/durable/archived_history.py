@@ -63,20 +63,6 @@ class ArchivedHistory:
                 return False
         return True
 
-    async def repair(self) -> bool:
-        """List again what a torn manifest has lost; False where the archive is being written just now."""
-        from tidemill.common.archive.writer import sweep, writing  # brings pyarrow, which takes its time
-
-        if not self.is_used:
-            return True
-        try:
-            with writing(self.run_dir):
-                for stream in ALIGNED:
-                    await asyncio.to_thread(sweep, self._folder(stream))
-        except LockedError:
-            return False
-        return True
-
     async def align(self, settled: Positions | None = None) -> bool:
         """Make the archive a beginning of what Redis holds; False where it is being written just now.
 
@@ -84,7 +70,7 @@ class ArchivedHistory:
         that starts knows that only of what its checkpoint had `settled`: entries above are forgotten where
         Redis has lost them, because their tickets are open again.
         """
-        from tidemill.common.archive.writer import sweep, writing
+        from tidemill.common.archive.archiver import sweep, writing  # brings pyarrow, which takes its time
 
         if not self.is_used:
             return True
@@ -100,7 +86,7 @@ class ArchivedHistory:
         return True
 
     async def _align(self, stream: StreamName, manifest: Manifest, settled: Positions | None) -> None:
-        from tidemill.common.archive.writer import cut_back
+        from tidemill.common.archive.archiver import cut_back
 
         last, standing = manifest.last_id, await self._standing(stream, manifest)
         if id_order(standing) >= id_order(last):
@@ -173,12 +159,14 @@ def _missing(folder: Path, position: str, trimmed: str) -> list[str]:
     before = max(position, manifest.removed.last_id, key=id_order)
     segments = [segment for segment in manifest.segments if matters(segment.last_id)]
     is_first = bool(segments) and segments[0] is manifest.segments[0]
-    if is_first and id_order(segments[0].previous_id or START) > id_order(before):
-        found.append(f"{folder}: entries after {before} up to {segments[0].previous_id} are not there")
+    if is_first and id_order(segments[0].details.previous_id or START) > id_order(before):
+        previous = segments[0].details.previous_id
+        found.append(f"{folder}: entries after {before} up to {previous} are not there")
     for one, other in pairwise(manifest.segments):
-        if matters(other.previous_id or START) and other.previous_id != one.last_id:
-            found.append(f"{folder}: entries after {one.last_id} up to {other.previous_id} are not there")
-    found += [problem for segment in segments if (problem := _damage(manifest.path(segment), segment))]
+        previous = other.details.previous_id
+        if matters(previous or START) and previous != one.last_id:
+            found.append(f"{folder}: entries after {one.last_id} up to {previous} are not there")
+    found += [problem for segment in segments if (problem := _damage(segment))]
     last = max(before, manifest.last_id, key=id_order)
     if id_order(trimmed) > id_order(last):
         found.append(
@@ -187,12 +175,13 @@ def _missing(folder: Path, position: str, trimmed: str) -> list[str]:
     return found
 
 
-def _damage(path: Path, segment: ArchiveSegment) -> str:
+def _damage(segment: ArchiveSegment) -> str:
+    what = f"{segment.path}, with {segment.entries} entries,"
     try:
-        is_whole = file_checksum(path) == segment.checksum
+        is_whole = file_checksum(segment.path) == segment.checksum
     except OSError as error:
-        return f"{path}, with {segment.entries} entries, cannot be read: {error.strerror}"
-    return "" if is_whole else f"{path}, with {segment.entries} entries, is damaged: its checksum differs"
+        return f"{what} cannot be read: {error.strerror}"
+    return "" if is_whole else f"{what} is damaged: its checksum differs"
 
 
 async def _newest_first(

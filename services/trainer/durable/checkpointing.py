@@ -36,8 +36,8 @@ from tidemill.common.streams import (
     read_raw,
     trim_before,
 )
+from tidemill.common.streams.log import KEPT_COMMITS, newest_begin
 from tidemill.common.streams.selection import StreamName
-from tidemill.common.streams.trimming import KEPT_COMMITS, newest_begin
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.services.trainer.batch.batch_assembler import Dropped

@@ -32,7 +32,7 @@ from tidemill.common.streams import (
     last_id,
     read_range,
 )
-from tidemill.common.streams.trimming import KEPT_COMMITS
+from tidemill.common.streams.log import KEPT_COMMITS
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit

@@ -167,10 +167,6 @@ class Replayer:
         is_trimmed = self.context.config.streams.trims_commits
         await restore_commits(broker, keys, self.journal, version, is_trimmed=is_trimmed)
 
-    async def repair_archive(self) -> None:
-        """List again what a torn manifest has lost, before anything is read. Raises StoppedError."""
-        await self._when_free(self.archived.repair)
-
     async def _align(self, needed: Mapping[StreamName, str]) -> None:
         """Have the archive forget what Redis has lost above the checkpoint."""
         try:

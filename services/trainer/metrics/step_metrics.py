@@ -85,7 +85,7 @@ def _busy_s(intervals: Iterable[tuple[str, float, float]]) -> float:
 
 
 SUCCESS_THRESHOLD = 0.5
-"""The default of `trainer.evaluation.success_threshold`."""
+"""The default of `trainer.algorithm.success_threshold`."""
 OLDEST_BUCKET = 8
 """The last bucket of the staleness histogram: so many steps or more."""
 

@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from tidemill.common.run.chat_template import exact_attention, has_capped_attention
+from tidemill.common.run.model_config import exact_attention, has_capped_attention
 
 log = structlog.get_logger(__name__)
 

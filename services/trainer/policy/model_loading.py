@@ -23,8 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tidemill.common.config.run import ModelConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.model_overrides import with_overrides
-from tidemill.common.run.rope import freeze_rope
+from tidemill.common.run.model_config import freeze_rope, with_overrides
 from tidemill.services.trainer.policy.attention import choose_attention
 from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.weights.pretrained import (

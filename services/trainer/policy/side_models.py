@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tidemill.common.config.penalties import ReferenceConfig, ValueConfig
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.penalties import ReferenceConfig
 from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.weights.store import model_tensors
@@ -121,11 +122,11 @@ class Critic(ValueHead):
 
 
 def make_value_head(
-    model: PreTrainedModel, config: ValueConfig, make_scorer: MakeScorer, device: torch.device
+    model: PreTrainedModel, algorithm: AlgorithmConfig, make_scorer: MakeScorer, device: torch.device
 ) -> ValueHead | None:
     """What estimates values, where the config wants any; the model may be without storage as yet."""
-    if not config.head:
+    if not algorithm.needs_values:
         return None
-    if config.model == "own":
+    if algorithm.value.model == "own":
         return Critic(model, make_scorer, device)
-    return ValueHead(model, config.detach, device)
+    return ValueHead(model, algorithm.value.detach, device)

@@ -90,7 +90,7 @@ class SimulatedPolicy(HasCoefficients, SavesState):
         """Take `prepare_s` for each `group_size` samples; all three models agree with every engine."""
         time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
         algorithm = self._trainer.algorithm
-        has_values = algorithm.value.head
+        has_values = algorithm.needs_values
         return [
             PrecomputedTokens(
                 proximal_logprobs=sample.rollout_logprobs if self._trainer.needs_proximal else None,

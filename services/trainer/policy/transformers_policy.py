@@ -158,7 +158,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         return TokenScorer(model, self._dtype, routers)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
-        return make_value_head(model, self._config.algorithm.value, self._make_scorer, self._device)
+        return make_value_head(model, self._config.algorithm, self._make_scorer, self._device)
 
     def _find_device(self, model: PreTrainedModel) -> torch.device:
         return model.device

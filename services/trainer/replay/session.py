@@ -177,6 +177,6 @@ class Session:
 def _metrics_of(commit: Commit, result: StepResult, config: RunConfig) -> dict[str, float]:
     """A step's metrics, but for those that are times."""
     num_dropped = sum(index < 0 for _, index, _ in commit.dropped)
-    threshold = config.trainer.evaluation.success_threshold
+    threshold = config.trainer.algorithm.success_threshold
     numbers = step_metrics(commit.step, result, num_dropped, 0.0, threshold)
     return {name: value for name, value in numbers.items() if name != "step_time_s"}

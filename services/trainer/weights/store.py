@@ -93,6 +93,9 @@ class BegunVersion:
 class WeightStore:
     """The `weights` folder of one run. One trainer writes it; constructing it clears what a crash left."""
 
+    max_chain_share = 0.5
+    """When the deltas since the last full version exceed this share of its bytes, the next is full."""
+
     def __init__(
         self, run_dir: Path, config: WeightsConfig | None = None, publisher: Publisher | None = None
     ) -> None:
@@ -200,14 +203,14 @@ class WeightStore:
     def _parent(self, version: int, state: WeightState) -> WeightManifest | None:
         """The version that this one is to be a delta to; None where it is to be full."""
         last, config = self._last, self.config
-        if config.delta == "off" or last is None or last.version != version - 1:
+        if last is None or last.version != version - 1:
             return None
         base = last.base if last.is_delta else last.version
         is_worth_it = (
             state.before == last.digest
             and state.share_changed <= config.max_share_changed
             and version - base < config.base_every
-            and last.chain_bytes <= config.max_chain_share * state.num_bytes
+            and last.chain_bytes <= self.max_chain_share * state.num_bytes
         )
         return last if is_worth_it else None
 

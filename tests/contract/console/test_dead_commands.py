@@ -8,11 +8,12 @@ import pytest
 from typer.testing import Result
 
 from tests.support.letters import bury_next, make_ticket, tickets_of, write_letter
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.errors import ConfigError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
-from tidemill.common.streams import append_numbered, length
+from tidemill.common.streams import length
 
 ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"
 HOSTILE = f"[bold red]{ESCAPE}{RIGHT_TO_LEFT}\nfake line"

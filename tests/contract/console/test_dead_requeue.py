@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from tests.support.letters import bury_next, make_ticket, samples_of, tickets_of, write_letter
+from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import as_session
 from tests.support.training import make_score, messages, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import update_state
-from tidemill.common.streams import Delivery, append, append_numbered, group_status, length, scan
+from tidemill.common.streams import Delivery, append, group_status, length, scan
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, Ticket, Trajectory

@@ -8,12 +8,13 @@ from dataclasses import asdict
 import pytest
 
 from tests.support.letters import make_ticket
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.replicas import ReplicaRegistry
 from tidemill.common.run.state import publish_config, update_state
-from tidemill.common.streams import Consumer, append, append_numbered
+from tidemill.common.streams import Consumer, append
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Ticket, Trajectory

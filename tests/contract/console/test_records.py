@@ -12,13 +12,14 @@ import pytest
 
 from tests.conftest import SERVERS
 from tests.support.histories import DIGESTS, commits, letters, trajectories, write_small_run
+from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import ANSWER, QUESTION, RESULT, SECOND, as_session
 from tests.support.traces import problems_of
 from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import ConfigError
 from tidemill.common.history.records import STAGES, SampleFacts
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, append, append_numbered
+from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import REWARD_GROUP
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
 from tidemill.services.console.records import streams

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import FORK, as_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
@@ -17,7 +18,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.history import GroupCursor, History
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import append, append_numbered, trim_before
+from tidemill.common.streams import append, trim_before
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
 from tidemill.services.console.compare.diff import (

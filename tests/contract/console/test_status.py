@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.histories import commits, small_config, tickets, trajectories, write_small_run
+from tests.support.numbered import append_numbered
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import FINISHED, RUNNING, publish_config, update_state
-from tidemill.common.streams import Consumer, append, append_numbered
+from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket, Trajectory
 from tidemill.services.console.options import StatusOptions

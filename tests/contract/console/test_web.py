@@ -17,6 +17,7 @@ import yaml
 from tests.conftest import SERVERS
 from tests.support.archives import archive
 from tests.support.models import run_config
+from tests.support.numbered import append_numbered
 from tests.support.waiting import wait_until
 from tests.support.web_runs import (
     SCRIPT,
@@ -32,7 +33,7 @@ from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
-from tidemill.common.streams import append, append_numbered
+from tidemill.common.streams import append
 from tidemill.common.wire.keys import RUNS, Keys
 from tidemill.services.console.web import runs
 from tidemill.services.console.web.curves import MAX_POINTS

@@ -2,8 +2,9 @@
 
 from benchmarks.scale_cluster import count
 from tests.support.histories import tickets
+from tests.support.numbered import append_numbered
 from tests.support.training import publish_group
-from tidemill.common.streams import Consumer, append, append_numbered
+from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Commit, DeadLetter, Ticket
 

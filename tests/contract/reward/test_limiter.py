@@ -115,8 +115,8 @@ async def test_a_dead_workers_places_are_free_when_its_lease_ends(
     first_end = await _lease_end(broker, keys)
     await wait_until(lambda: _is_after(broker, keys, first_end))  # as long as it lives, it renews
     held.start(survivor, 2)
-    assert crashed._loop is not None
-    crashed._loop.cancel()  # as if the process had been killed: no word to anybody
+    assert crashed._upkeep is not None
+    crashed._upkeep.cancel()  # as if the process had been killed: no word to anybody
     await wait_until(lambda: held.num_held == 2)
     await lost.cancel()
     await held.cancel()

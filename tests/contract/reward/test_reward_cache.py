@@ -12,7 +12,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.cache import RewardCache, version_of
-from tidemill.services.reward.rewards.named import NamedReward
+from tidemill.services.reward.rewards.weighted_sum import NamedReward
 from tidemill.services.reward.sample import RewardSample
 
 

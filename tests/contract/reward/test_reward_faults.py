@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.model_servers import dependencies_of
 from tests.support.reward_worker import num_pending, scores, worker
 from tests.support.scoring import Pool, obedient_functions
 from tests.support.trajectories import make_trajectory
-from tidemill.common.config.reward_kinds import JudgeConfig
+from tidemill.common.config import NamedRewardConfig
 from tidemill.common.process.heartbeats import FAILURES, Heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import append
@@ -57,17 +58,15 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", ["plain", "waits"])
-@pytest.mark.parametrize("policy", ["drop_sample", "drop_group", "value"])
+@pytest.mark.parametrize("policy", ["drop_sample", "drop_group", -0.5])
 async def test_what_a_function_does_wrong_has_the_outcome_of_its_policy_and_is_counted(
-    broker: Broker, keys: Keys, tmp_path: Path, name: str, policy: str
+    broker: Broker, keys: Keys, tmp_path: Path, name: str, policy: str | float
 ) -> None:
     path = tmp_path / "rewards.py"
     path.write_text(dedent(SOURCE))
     faults = FAULTS | ({"dies": (ScoreStatus.FAILED, "process of the reward")} if name == "plain" else {})
     texts = [*faults, "fine"]
     limits: dict[str, Any] = {"timeout_s": 2.0, "max_attempts": 1, "on_failure": policy}
-    if policy == "value":
-        limits["failure_value"] = -0.5
     rewards = {"mine": {"function": f"{path}:{name}", **limits}, "rule": {"function": "exact_match"}}
     async with worker(broker, keys, rewards=rewards, processes=2) as context:
         await append(
@@ -80,7 +79,7 @@ async def test_what_a_function_does_wrong_has_the_outcome_of_its_policy_and_is_c
     assert (made["fine"].status, made["fine"].value) == (ScoreStatus.OK, 1.0)
     for text, (status, reason) in faults.items():
         score = made[text]
-        if policy == "value":
+        if isinstance(policy, float):
             assert (score.status, score.value) == (ScoreStatus.OK, -0.5), text
             assert reason in score.detail["failures"]["mine"]
         else:
@@ -169,8 +168,9 @@ async def test_reading_a_verdict_is_limited_and_holds_up_nothing(tmp_path: Path,
         said = {"sleeps": "within 0.5 s", "exits": "exit code 3", "interrupts": "KeyboardInterrupt"}
     verdict = {"regex": r"(?:a+)+$|\d"} if kind == "regex" else {"function": f"{path}:read"}
     calls = SaysItsCompletion()
-    config = JudgeConfig.model_validate({"servers": "s", "template": "{{ completion }}", "verdict": verdict})
-    judge = JudgeReward("j", config, calls, 0.5)  # type: ignore[arg-type]
+    tree = {"servers": "s", "template": "{{ completion }}", "verdict": verdict}
+    config = NamedRewardConfig.model_validate({"judge": tree, "timeout_s": 0.5})
+    judge = JudgeReward("j", config, dependencies_of(calls, processes=1, threads=1))
     sample = RewardSample((0, 0), False, "", "text", None)
     try:
         for calls.words, reason in said.items():

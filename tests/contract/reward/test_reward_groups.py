@@ -17,7 +17,7 @@ from tidemill.common.streams import Consumer, Delivery, append, ensure_group, gr
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Lane, ScoreStatus, Trajectory
 from tidemill.services.reward.outcome import RewardOutcome
-from tidemill.services.reward.rewards.group_scoring import GroupResult
+from tidemill.services.reward.rewards.groups import GroupResult
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.trainer.batch.reconciler import delete_results
 
@@ -232,8 +232,7 @@ async def test_post_processing_that_fails_is_a_failure_of_that_reward_alone(
         "agent": {
             "function": f"{path}:Breaks",
             "max_attempts": 1,
-            "on_failure": "value",
-            "failure_value": 0.5,
+            "on_failure": 0.5,
         },
         "length": {"function": f"{path}:length"},
     }

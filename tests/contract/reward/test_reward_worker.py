@@ -20,14 +20,14 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, Entry, append, ensure_group, group_status, read_range
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Trajectory
-from tidemill.services.reward.outcome import AttemptError, RewardOutcome
-from tidemill.services.reward.rewards.post_processing import PostProcessing
+from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
+from tidemill.services.reward.rewards.groups import PostProcessing
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.reward.worker import RewardLane, Scorer, serve
 from tidemill.services.reward.worker_metrics import WorkerMetrics
 
 
-class GatedReward:
+class GatedReward(Reward):
     """A reward whose samples wait until the test lets them go."""
 
     def __init__(self) -> None:
@@ -96,8 +96,7 @@ def start(broker: Broker, keys: Keys) -> Callable[..., Any]:
             context,
             lane,
             scorer,
-            WorkerMetrics(context.activity),
-            config.reward.max_in_flight,
+            WorkerMetrics(context.activity, config.reward, scorer.reward),
             PostProcessing(config.reward, scorer.reward),
         )
         return running(worker.run(), context)
@@ -241,13 +240,13 @@ async def test_no_more_is_fetched_than_there_are_free_slots(broker: Broker, keys
 async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: Broker, keys: Keys) -> None:
     held, config = GatedReward(), make_config(reward={"max_in_flight": 2})
     context = make_context(broker, keys, config)
-    counts = WorkerMetrics(context.activity)
 
     class TrainingHangs(GatedReward):
         async def score(self, sample: RewardSample) -> RewardOutcome:
             return RewardOutcome(1.0) if sample.is_evaluation else await held.score(sample)
 
     scorer = scorer_of(TrainingHangs(), config.reward)
+    counts = WorkerMetrics(context.activity, config.reward, scorer.reward)
     await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(5)])
     lanes = [
         RewardLane(
@@ -255,7 +254,6 @@ async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: B
             lane,
             scorer,
             counts,
-            config.reward.max_in_flight,
             PostProcessing(config.reward, scorer.reward),
         ).run()
         for lane in Lane

@@ -16,11 +16,10 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.run.replicas import ReplicaRegistry
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane
-from tidemill.services.reward.remote import replica as resting
+from tidemill.services.reward.remote import servers as resting
 from tidemill.services.reward.remote.faults import FaultKind, RemoteFault, status_fault
 from tidemill.services.reward.remote.limiter import Limiter, Permit
-from tidemill.services.reward.remote.replica import Replica
-from tidemill.services.reward.remote.servers import Servers
+from tidemill.services.reward.remote.servers import Replica, Servers
 
 
 @pytest.fixture

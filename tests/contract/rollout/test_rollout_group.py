@@ -23,7 +23,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import group_status
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import DeadLetter, Lane, Trajectory, fault_of
-from tidemill.services.rollout.environments.single_turn import SingleTurn
+from tidemill.services.rollout.sessions.player import SingleTurn
 from tidemill.services.rollout.worker import RolloutWorker
 
 

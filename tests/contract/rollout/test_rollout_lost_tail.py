@@ -135,7 +135,7 @@ class TestLostHistory:
             await lose_tail(broker, keys.weights, entry_id_of(2))
             newest = await worker.follower._newest()
             assert newest.message.version == 2
-            assert not worker.follower._is_news(newest.message)
+            assert not worker.follower._is_to_load(newest.message)
             await announce(3)
             await announce(4)
             await wait_until(lambda: worker.engine.version == 4)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.support.models import run_config, tiny_model
+from tests.support.numbered import append_numbered
 from tests.support.versions import Chain
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import append_numbered
 from tidemill.common.weights.digest import digest_of
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import WeightManifest

@@ -12,7 +12,7 @@ from tests.support.training import answering, commits_of, lose_tail, publish_gro
 from tests.support.whole_trainer import GROUPS, SIZE, crash_after_commit, run
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.archiver import archive_run
-from tidemill.common.archive.manifest import MANIFEST_FILE, Manifest, is_needed, note_needed
+from tidemill.common.archive.manifest import Manifest, is_needed, note_needed
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import History, StreamName
 from tidemill.common.redis.broker import Broker
@@ -62,19 +62,6 @@ async def test_commits_go_too_and_a_restart_reads_them_from_the_archive(
         await run(make(**TIGHT))
     history = History(keys.run_id, context.run_dir, broker)
     assert [c.step async for c in history.messages(StreamName.COMMITS, Commit)] == list(range(6))
-
-
-async def test_a_manifest_that_is_cut_short_is_put_right_from_its_files(
-    make, broker, keys, archives_at_once
-) -> None:
-    async with answering(broker, keys):
-        folder = stream_folder(await crashed(make, broker, keys), STREAM)
-        known = Manifest.load(folder).last_id
-        text = (folder / MANIFEST_FILE).read_bytes()
-        (folder / MANIFEST_FILE).write_bytes(text[: len(text) - 40])
-        await run(make(**TIGHT))
-    assert [commit.step for commit in await commits_of(broker, keys)] == list(range(6))
-    assert int(known.partition("-")[0]) <= int(Manifest.load(folder).last_id.partition("-")[0])
 
 
 @pytest.mark.parametrize("loss", ["the disk", "the last file", "a file in the middle", "bytes of a file"])

@@ -5,10 +5,11 @@ import math
 import pytest
 
 from tests.support.models import make_samples
+from tests.support.numbered import append_numbered
 from tests.support.training import commits_of
 from tidemill.common.errors import TidemillError
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Mark, MarkLostError, append_numbered, entry_id_of, last_id
+from tidemill.common.streams import Mark, MarkLostError, entry_id_of, last_id
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable.commits import (

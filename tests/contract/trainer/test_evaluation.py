@@ -33,8 +33,9 @@ def prompts(count: int) -> list[Prompt]:
 def make(broker: Broker, keys: Keys) -> Callable[..., Evaluator]:
     """An evaluator of two samples a prompt, on sets `a` of two prompts and `b` of one."""
 
-    def make(a: int = 2, b: int = 1, **evaluation: Any) -> Evaluator:
-        config = trainer_config(evaluation={"samples": 2, "temperature": 0.7, **evaluation})
+    def make(a: int = 2, b: int = 1, algorithm: Any = None, **evaluation: Any) -> Evaluator:
+        sampled = {"samples": 2, "temperature": 0.7, **evaluation}
+        config = trainer_config(evaluation=sampled, algorithm=algorithm or {})
         context = make_context(broker, keys, config)
         return Evaluator(context, {"a": prompts(a), "b": prompts(b)}, Trimmer(context))
 
@@ -85,7 +86,7 @@ class TestSums:
         # Version 4 has tickets 12, 13 (set a) and 14 (set b).
         await publish({(12, 0): 1.0, (12, 1): 0.4, (13, 0): 0.0, (13, 1): 0.2}, finish="length")
         await publish({(14, 0): 0.0, (14, 1): 0.0})
-        results = await evaluated(make(success_threshold=0.4), 4)
+        results = await evaluated(make(algorithm={"success_threshold": 0.4}), 4)
         a, b = results["a"], results["b"]
         assert a.score == pytest.approx((1.0 + 0.4 + 0.0 + 0.2) / 4)
         assert (a.accuracy, a.pass_at_k) == (0.5, 0.5)

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from tests.support.consumers import make_ticket, samples_of, take_ticket
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
 from tidemill.common.errors import LeaseLostError
@@ -17,7 +18,7 @@ from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(
     broker: Broker, keys: Keys, seed: int
 ) -> None:
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=16))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=16))])
     consumer, delivery = await take_ticket(broker, keys)
     order = random.Random(seed).sample(range(16), 16)
 
@@ -36,7 +37,7 @@ async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(
 async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(
     broker: Broker, keys: Keys
 ) -> None:
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
     consumer, delivery = await take_ticket(broker, keys)
     first, second = (make_trajectory(0, index, group_size=2) for index in range(2))
     for sample, is_last in ((first, False), (first, False), (second, True)):
@@ -51,7 +52,7 @@ async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(
 async def test_the_version_of_a_group_in_flight_does_not_count_as_a_sample(
     broker: Broker, keys: Keys
 ) -> None:
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
     consumer, delivery = await take_ticket(broker, keys)
     await broker.execute("HSET", keys.progress(0), "version", 3)
     sample = make_trajectory(0, 0, group_size=2)
@@ -61,7 +62,7 @@ async def test_the_version_of_a_group_in_flight_does_not_count_as_a_sample(
 
 
 async def test_who_takes_over_a_half_done_group_adds_only_what_is_missing(broker: Broker, keys: Keys) -> None:
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=4))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=4))])
     slow, delivery = await take_ticket(broker, keys, "slow")
     samples = [make_trajectory(0, index, group_size=4) for index in range(4)]
     out = (keys.trajectories(), keys.progress(0))

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.numbered import append_numbered
 from tests.support.training import lose_tail, make_plan, make_prompts, messages, trainer_config
 from tidemill.common.errors import TidemillError
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import append, append_missing, append_numbered, entry_id_of, last_id, read_range
+from tidemill.common.streams import append, append_missing, entry_id_of, last_id, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Ticket
 from tidemill.services.trainer.batch.scheduler import Outstanding, Scheduler

@@ -16,7 +16,7 @@ from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import Garbled, append, entry_id_of, length, trim_before
-from tidemill.common.streams.trimming import newest_begin
+from tidemill.common.streams.log import newest_begin
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable import checkpointing, commits

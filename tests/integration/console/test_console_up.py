@@ -33,7 +33,6 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.common.run.state import read_config, update_state
-from tidemill.common.streams import append_numbered
 
 async def main(run_id, stop_after):
     broker, keys = await Broker.connect(), Keys(run_id)

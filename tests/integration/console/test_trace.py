@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.traces import problems_of
 from tests.support.training import commits_of
-from tidemill.common.archive.writer import archive_stream, writing
+from tidemill.common.archive.archiver import archive_stream, writing
 from tidemill.common.history import StreamName
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.__main__ import app

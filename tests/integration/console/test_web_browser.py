@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import SERVERS
 from tests.support.browsers import browsing, chromium, serving
+from tests.support.numbered import append_numbered
 from tests.support.preloaded import REPO
 from tests.support.recorded_sessions import as_session
 from tests.support.runs import ServiceRun, simulated_config
@@ -23,7 +24,7 @@ from tests.support.web_runs import (
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
-from tidemill.common.streams import append, append_numbered
+from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus
 

@@ -178,16 +178,12 @@ def test_a_job_is_not_unpacked_beyond_all_bounds(monkeypatch: pytest.MonkeyPatch
 
 WAITING = """
 import sys, time
-from tidemill.common.redis.client import make_blocking_client
-from tidemill.services.jobs.known_jobs import KnownWorker, work
+from tidemill.services.jobs.known_jobs import serve_queue
 
 def wait(seconds):
     time.sleep(seconds)
 
-connection, queue, names = make_blocking_client(sys.argv[1]), sys.argv[2], sys.argv[3]
-options = {"connection": connection, "job_monitoring_interval": 1}
-make = lambda: KnownWorker(queue, {"wait": wait}, names, **options)
-work(make, "these tests")
+sys.exit(serve_queue(*sys.argv[1:], {"wait": wait}, "these tests", job_monitoring_interval=1))
 """
 
 
@@ -196,9 +192,10 @@ async def test_a_worker_whose_redis_dies_during_a_job_goes_on_with_the_next_one(
     server = EmbeddedRedis(tmp_path / "redis")
     server.start()
     queue = Queue(KEYS.jobs_queue, connection=make_blocking_client(server.url), serializer=JSONSerializer)
-    command = [sys.executable, "-c", WAITING, server.url, KEYS.jobs_queue, KEYS.jobs_names]
+    command = [sys.executable, "-c", WAITING, KEYS.run_id, KEYS.jobs_queue, KEYS.jobs_names]
+    env = os.environ | {URL_VARIABLE: server.url}
     worker = await asyncio.to_thread(
-        lambda: subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True)
+        lambda: subprocess.Popen(command, cwd=REPO, env=env, stderr=subprocess.PIPE, text=True)
     )
     try:
         first = asked(queue, "wait", 4)

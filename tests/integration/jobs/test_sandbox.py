@@ -13,11 +13,10 @@ import pytest
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.services.jobs.sandbox.jail import SandboxError
-from tidemill.services.jobs.sandbox.job import run_tests
+from tidemill.services.jobs.sandbox.job import probe, run_cases, run_tests
 from tidemill.services.jobs.sandbox.programs import make_cases
-from tidemill.services.jobs.sandbox.runner import probe, run_cases
 
-LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="prefer")
+LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 HASTY = LIMITS.model_copy(update={"time_s": 1.5})
 ANY_OUTPUT: dict[str, Any] = {"inputs": [""], "outputs": ["ok"]}
 
@@ -28,16 +27,15 @@ def passes(code: str, tests: Any, config: SandboxConfig = LIMITS) -> bool:
     return bool(result["passed"] == result["total"])
 
 
-def outcome(code: str, config: SandboxConfig = LIMITS, namespaces: bool = True) -> dict[str, Any]:
-    config = config if namespaces else config.model_copy(update={"isolation": "prefer"})
-    (result,), _ = run_cases(make_cases(code, ANY_OUTPUT, 1), config, namespaces=namespaces)
+def outcome(code: str, config: SandboxConfig = LIMITS) -> dict[str, Any]:
+    (result,) = run_cases(make_cases(code, ANY_OUTPUT, 1), config)
     return result
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def isolated() -> None:
     try:
-        probe(LIMITS.model_copy(update={"isolation": "require"}))
+        probe(LIMITS)
     except SandboxError as error:
         pytest.skip(f"no jails here: {error}")
 
@@ -71,7 +69,6 @@ def test_a_program_may_be_longer_than_an_argument_of_the_kernel() -> None:
     assert passes(f"{long}\nprint(int(input()) + 1)", {"inputs": ["1"], "outputs": ["2"]})
     assert passes("def f(x): return x + 1", [f"{long}\nassert f(1) == 2"])
     assert not passes(f"{long}\nprint(1)", {"inputs": ["1"], "outputs": ["2"]})
-    assert outcome(f"{long}\nprint(1)", namespaces=False)["stdout"] == "1\n"
 
 
 def test_part_of_the_tests_counts_as_that_part() -> None:
@@ -100,15 +97,6 @@ def test_a_ground_truth_without_tests_is_an_error_and_no_zero(tests: Any) -> Non
     assert result["is_final"]
 
 
-@pytest.fixture(params=[True, False], ids=["namespaces", "limits alone"])
-def namespaces(request: pytest.FixtureRequest) -> bool:
-    if request.param:
-        request.getfixturevalue("isolated")
-    elif not _can_run_without(LIMITS):
-        pytest.skip("the interpreter is in a folder that other users cannot read")
-    return bool(request.param)
-
-
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -126,8 +114,8 @@ def namespaces(request: pytest.FixtureRequest) -> bool:
     ],
     ids=["loop", "sleep", "output", "memory", "file", "fork bomb", "memory of many"],
 )
-def test_limits_end_what_does_not_end_by_itself(code: str, expected: set[str], namespaces: bool) -> None:
-    found = outcome(code, LIMITS if expected == {"memory"} else HASTY, namespaces)
+def test_limits_end_what_does_not_end_by_itself(code: str, expected: set[str]) -> None:
+    found = outcome(code, LIMITS if expected == {"memory"} else HASTY)
     assert found["outcome"] in expected, found
     assert found.get("code") != 0 or found["outcome"] != "done"
 
@@ -136,7 +124,7 @@ LEAVE = "for leave in (os.setsid, lambda: os.setpgid(0, 0)):\n    try: leave()\n
 """A program that is left alone by a kill of its process group would go on without limits."""
 
 
-def test_nothing_outlives_its_program(namespaces: bool) -> None:
+def test_nothing_outlives_its_program() -> None:
     mark = f"tidemill-test-{os.getpid()}"
     code = (
         "import os, sys, time\nr, w = os.pipe()\nos.set_inheritable(w, True)\n"
@@ -145,19 +133,17 @@ def test_nothing_outlives_its_program(namespaces: bool) -> None:
         "f'import os, time; os.write({w}, bytes(1)); time.sleep(600)'])\n"
         "os.read(r, 1)\nprint('ok')"
     )
-    assert outcome(code, namespaces=namespaces)["stdout"] == "ok\n"
+    assert outcome(code)["stdout"] == "ok\n"
     assert not [p for p in psutil.process_iter() if mark in " ".join(_cmdline(p))]
 
 
-async def test_a_jail_ends_with_whoever_started_it(namespaces: bool) -> None:
+async def test_a_jail_ends_with_whoever_started_it() -> None:
     mark = f"tidemill-sleeper-{os.getpid()}"
     code = f"import os, sys\nos.execv(sys.executable, ['{mark}', '-c', 'import time; time.sleep(600)'])"
     starter = os.fork()
     if starter == 0:
         run_cases(
-            make_cases(code, ANY_OUTPUT, 1),
-            LIMITS.model_copy(update={"time_s": 600.0, "total_s": 600.0}),
-            namespaces=namespaces,
+            make_cases(code, ANY_OUTPUT, 1), LIMITS.model_copy(update={"time_s": 600.0, "total_s": 600.0})
         )
         os._exit(0)
     try:
@@ -168,14 +154,14 @@ async def test_a_jail_ends_with_whoever_started_it(namespaces: bool) -> None:
     await wait_until(lambda: not [p for p in psutil.process_iter() if mark in _cmdline(p)])
 
 
-def test_there_is_no_network(isolated: None) -> None:
+def test_there_is_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         found = outcome(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)\nprint('ok')")
     assert "OSError" in found["stderr"]
 
 
-def test_it_writes_and_reads_nothing_outside(isolated: None, tmp_path: Path) -> None:
+def test_it_writes_and_reads_nothing_outside(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     for path in (secret, Path("/etc/passwd"), Path(__file__)):
@@ -185,15 +171,11 @@ def test_it_writes_and_reads_nothing_outside(isolated: None, tmp_path: Path) -> 
         assert not path.exists()
     assert passes("open('own', 'w').write('x')\nprint('ok')", ANY_OUTPUT)
     # The next program finds an empty folder.
-    found, _ = run_cases(
-        make_cases("import os; print(os.listdir()); open('x', 'w')", ANY_OUTPUT, 1) * 2, LIMITS
-    )
+    found = run_cases(make_cases("import os; print(os.listdir()); open('x', 'w')", ANY_OUTPUT, 1) * 2, LIMITS)
     assert [result["stdout"] for result in found] == ["[]\n", "[]\n"]
 
 
-def test_it_sees_neither_the_environment_nor_other_processes(
-    isolated: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_sees_neither_the_environment_nor_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", "hunter2")
     code = (
         "import os, glob\nprint(dict(os.environ))\n"
@@ -207,7 +189,7 @@ def test_it_sees_neither_the_environment_nor_other_processes(
     assert int(seen or 0) <= 2
 
 
-def test_it_cannot_kill_who_watches_it_nor_become_anybody_else(isolated: None) -> None:
+def test_it_cannot_kill_who_watches_it_nor_become_anybody_else() -> None:
     code = (
         "import os, signal\n"
         "for pid in (1, os.getppid(), -1):\n"
@@ -219,26 +201,10 @@ def test_it_cannot_kill_who_watches_it_nor_become_anybody_else(isolated: None) -
     assert passes("print('ok')", ANY_OUTPUT)
 
 
-def test_packages_of_this_project_are_there_for_who_asks(isolated: None) -> None:
+def test_packages_of_this_project_are_there_for_who_asks() -> None:
     code = "import msgpack\nprint('ok')"
     assert passes(code, ANY_OUTPUT, LIMITS.model_copy(update={"packages": True}))
     assert not passes(code, ANY_OUTPUT)
-
-
-def test_requiring_isolation_refuses_to_run_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tidemill.services.jobs.sandbox import runner
-
-    run = runner.run_cases
-    monkeypatch.setattr(runner, "run_cases", lambda cases, config: run(cases, config, namespaces=False))
-    if _can_run_without(LIMITS):
-        assert runner.probe(LIMITS.model_copy(update={"isolation": "prefer"})) is False
-    with pytest.raises(SandboxError):
-        runner.probe(LIMITS.model_copy(update={"isolation": "require"}))
-
-
-def _can_run_without(config: SandboxConfig) -> bool:
-    result = outcome("print('ok')", config, namespaces=False)
-    return bool(result["outcome"] == "done" and result["code"] == 0)
 
 
 def _cmdline(process: psutil.Process) -> list[str]:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import pytest
 
 from tests.support.preloaded import REPO
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox.jail import SandboxError
-from tidemill.services.jobs.sandbox.memory_group import memory_group
+from tidemill.services.jobs.sandbox import jail
+from tidemill.services.jobs.sandbox.jail import SandboxError, memory_group
+from tidemill.services.jobs.sandbox.job import probe, run_cases
 from tidemill.services.jobs.sandbox.programs import make_cases
-from tidemill.services.jobs.sandbox.runner import probe, run_cases
 
-LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="require")
-ALONE = LIMITS.model_copy(update={"isolation": "prefer"})
+LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 CALL = """
 import ctypes, errno, json, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -74,14 +72,12 @@ CALLS = {
 NETWORK = {"network", "packet sockets", "kernel sockets", "virtual machine sockets"}
 
 
-def ran(code: str, config: SandboxConfig = LIMITS, namespaces: bool = True) -> dict[str, Any]:
-    (result,), _ = run_cases(
-        make_cases(code, {"inputs": [""], "outputs": [""]}, 1), config, namespaces=namespaces
-    )
+def ran(code: str) -> dict[str, Any]:
+    (result,) = run_cases(make_cases(code, {"inputs": [""], "outputs": [""]}, 1), LIMITS)
     return result
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def isolated() -> None:
     try:
         probe(LIMITS)
@@ -89,18 +85,9 @@ def isolated() -> None:
         pytest.skip(f"no jails here: {error}")
 
 
-@pytest.fixture(params=[True, False], ids=["namespaces", "limits alone"])
-def namespaces(request: pytest.FixtureRequest) -> bool:
-    if request.param:
-        request.getfixturevalue("isolated")
-    elif ran("import random", ALONE, False).get("code") != 0:
-        pytest.skip("the interpreter is in a folder that other users cannot read")
-    return bool(request.param)
-
-
-def test_the_kernel_refuses_what_leads_out_of_the_jail(namespaces: bool) -> None:
+def test_the_kernel_refuses_what_leads_out_of_the_jail(isolated: None) -> None:
     lines = [f"print(json.dumps([{name!r}, {call}]), flush=True)" for name, call in CALLS.items()]
-    found = ran(CALL + "\n".join(lines), LIMITS if namespaces else ALONE, namespaces)
+    found = ran(CALL + "\n".join(lines))
     answers = dict(json.loads(line) for line in found["stdout"].splitlines())
     expected = {name: "ENETUNREACH" if name in NETWORK else "ENOSYS" for name in CALLS}
     assert answers == expected, found
@@ -152,12 +139,12 @@ print("has it")
 """
 
 
-def test_a_process_whose_first_thread_has_ended_hides_no_memory(namespaces: bool) -> None:
-    found = ran(HEADLESS, LIMITS if namespaces else ALONE, namespaces)
+def test_a_process_whose_first_thread_has_ended_hides_no_memory(isolated: None) -> None:
+    found = ran(HEADLESS)
     assert found["outcome"] == "memory", found
 
 
-def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_jail() -> None:
+def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_jail(isolated: None) -> None:
     name = f"headless-{os.getpid()}"
     code = (
         "import ctypes, os, threading, time\n"
@@ -168,18 +155,18 @@ def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_jail() -> N
         "    time.sleep(0.2)\n    libc.syscall(60, 0)\n"
         "time.sleep(1)\nprint('ok')"
     )
-    assert ran(code, ALONE, namespaces=False)["stdout"] == "ok\n"
+    assert ran(code)["stdout"] == "ok\n"
     names = [path.read_text(errors="replace") for path in Path("/proc").glob("[0-9]*/task/*/comm")]
     assert f"{name[:15]}\n" not in names
 
 
 @pytest.mark.parametrize("name", [b"\xff", b"\rVmRSS: -99999"], ids=["no text", "lines of its own"])
-def test_no_name_hides_what_a_process_uses(namespaces: bool, name: bytes) -> None:
-    found = ran(NAMED.format(name=name), LIMITS if namespaces else ALONE, namespaces)
+def test_no_name_hides_what_a_process_uses(isolated: None, name: bytes) -> None:
+    found = ran(NAMED.format(name=name))
     assert found["outcome"] == "memory", found
 
 
-def test_a_nest_of_folders_is_cleared_away(namespaces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nest_of_folders_is_cleared_away(isolated: None) -> None:
     """Deeper than Python calls itself, and than a path can say. It is no failure of the sandbox."""
     code = """
 import os
@@ -189,29 +176,24 @@ os.symlink("/", "root"); os.mkdir("shut"); os.mkdir("shut/a"); os.chmod("shut", 
 for _ in range(3000):
     os.mkdir("a"); os.chdir("a")
 """
-    config = LIMITS if namespaces else ALONE
-    own = Path(tempfile.mkdtemp(prefix="tidemill-jails-"))  # a jail's user must get into it
-    own.chmod(0o755)
-    monkeypatch.setattr(tempfile, "tempdir", str(own))
     tests = {"inputs": ["", ""], "outputs": ["[]", "[]"]}
     cases = make_cases(code, tests, 2)
-    results, _ = run_cases(cases, config, namespaces=namespaces)
+    results = run_cases(cases, LIMITS)
     assert [case.passed(result) for case, result in zip(cases, results, strict=True)] == [True, True], results
-    own.rmdir()
 
 
 MOUNTED = """
 import ctypes, sys
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.services.jobs.sandbox.programs import Case
-from tidemill.services.jobs.sandbox.runner import run_cases
+from tidemill.services.jobs.sandbox.job import run_cases
 libc, folder = ctypes.CDLL(None), sys.argv[1]
 libc.unshare(0x20000)  # this process's mounts are its own from here on
 libc.mount(b"none", b"/", None, 16384 | 1 << 18, None)
 libc.mount(b"none", folder.encode(), b"tmpfs", 0, b"mode=1777")
 open(folder + "/is mounted", "w").close()
 code = f"import os; print(os.listdir({folder!r})); open({folder!r} + '/escaped', 'w')"
-print(run_cases([Case(code, "", "")], SandboxConfig(time_s=20.0, total_s=60.0))[0][0])
+print(run_cases([Case(code, "", "")], SandboxConfig(time_s=20.0, total_s=60.0))[0])
 """
 
 
@@ -225,18 +207,14 @@ def test_what_is_mounted_below_a_folder_of_the_system_is_read_only_too(isolated:
     assert "is mounted" in done.stdout and "Read-only file system" in done.stdout, done
 
 
-def test_nothing_is_run_where_isolation_is_required_and_not_to_be_had(tmp_path: Path) -> None:
-    """Not even once: the worker learns what the kernel allows before the code is started."""
+def test_nothing_is_run_where_no_jail_is_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "was-here"
     tmp_path.chmod(0o777)
-    with pytest.raises(SandboxError) as caught:
-        ran(f"open({str(mark)!r}, 'w')", LIMITS, namespaces=False)
-    assert "isolation: prefer" in str(caught.value) and "seccomp=unconfined" in str(caught.value)
+    monkeypatch.setattr(jail, "FETCHED", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match=r"bubblewrap.*seccomp=unconfined"):
+        ran(f"open({str(mark)!r}, 'w')")
     assert not mark.exists()
-
-
-def test_isolation_is_required_unless_somebody_says_otherwise() -> None:
-    assert SandboxConfig().isolation == "require"
 
 
 def test_what_programs_need_is_there(isolated: None) -> None:

@@ -19,6 +19,7 @@ from rq import Queue, Worker
 from rq.serializers import JSONSerializer
 
 from tests.support.preloaded import REPO
+from tests.support.rewards import code_reward
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
@@ -30,11 +31,13 @@ from tidemill.common.run.state import publish_config
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.rewards import sandbox
-from tidemill.services.reward.rewards.sandbox import SandboxJobs, SandboxReward, extract_code
+from tidemill.services.reward.rewards.sandbox import SandboxReward, extract_code
 from tidemill.services.reward.sample import RewardSample
 
+MakeReward = Callable[..., SandboxReward]
+
 KEYS = Keys("coded")
-CONFIG = SandboxConfig(time_s=30.0, total_s=60.0, isolation="prefer")  # jobs work on any kernel
+CONFIG = SandboxConfig(time_s=30.0, total_s=60.0)
 TESTS = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
 DOUBLES = "Here it is:\n```python\nprint(int(input()) * 2)\n```\nDone."
 
@@ -44,9 +47,10 @@ def sample(text: str, tests: Any = TESTS, number: int = 0) -> RewardSample:
 
 
 @pytest.fixture
-async def redis(tmp_path: Path) -> AsyncIterator[str]:
+async def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     server = EmbeddedRedis(tmp_path / "redis")
     server.start()
+    monkeypatch.setenv(URL_VARIABLE, server.url)
     broker = await Broker.connect(server.url)
     rewards = {"code": {"sandbox": CONFIG.model_dump()}}
     await publish_config(broker, KEYS, make_config(run_id=KEYS.run_id, reward={"rewards": rewards}))
@@ -56,11 +60,16 @@ async def redis(tmp_path: Path) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def jobs(redis: str) -> AsyncIterator[SandboxJobs]:
-    broker = await Broker.connect(redis)
-    jobs = SandboxJobs(broker, KEYS, redis)
-    yield jobs
-    await jobs.close()
+async def make(redis: str) -> AsyncIterator[MakeReward]:
+    broker, made = await Broker.connect(redis), list[SandboxReward]()
+
+    def make(**changes: Any) -> SandboxReward:
+        made.append(code_reward(broker, KEYS, CONFIG.model_copy(update=changes)))
+        return made[-1]
+
+    yield make
+    for reward in made:
+        await reward.close()
     await broker.close()
 
 
@@ -93,10 +102,9 @@ def test_code_is_taken_from_its_fence() -> None:
     assert extract_code("x = 1") == "x = 1"
 
 
-async def test_code_is_scored_by_the_workers_of_its_run(jobs: SandboxJobs, start: Callable[..., Any]) -> None:
+async def test_code_is_scored_by_the_workers_of_its_run(make: MakeReward, start: Callable[..., Any]) -> None:
     worker = start()
-    reward = SandboxReward(CONFIG, jobs)
-    part = SandboxReward(CONFIG.model_copy(update={"score": "fraction"}), jobs)
+    reward, part = make(), make(score="fraction")
     wrong = "```python\nn = int(input())\nprint(2)\n```"
     found = await asyncio.gather(
         *(reward.score(sample(DOUBLES, number=n)) for n in range(8)),
@@ -122,13 +130,14 @@ RAN = {"passed": 1, "total": 1, "outcomes": ["done"], "wall_s": 0.1, "first_fail
     + [json.dumps(RAN | change).encode() for change in ({"passed": 2}, {"total": 0}, {"wall_s": math.nan})],
 )
 async def test_a_result_that_cannot_be_read_fails_one_attempt_and_no_other(
-    jobs: SandboxJobs, redis: str, written: bytes
+    make: MakeReward, redis: str, written: bytes
 ) -> None:
     """Whoever has the password of a sandbox worker may write it."""
+    reward = make()
     with make_blocking_client(redis) as hostile:
 
         async def answered(code: str, answer: bytes) -> Any:
-            running = asyncio.create_task(jobs.run(code, TESTS, CONFIG))
+            running = asyncio.create_task(reward.run(code, TESTS))
             await wait_until(lambda: hostile.keys("rq:job:*"))
             key = hostile.keys("rq:job:*")[0].decode()
             hostile.set(KEYS.sandbox_result(key.removeprefix("rq:job:")), answer)
@@ -143,12 +152,13 @@ async def test_a_result_that_cannot_be_read_fails_one_attempt_and_no_other(
 
 
 async def test_jobs_are_on_the_metrics_of_their_worker(
-    jobs: SandboxJobs, start: Callable[..., Any], redis: str
+    make: MakeReward, start: Callable[..., Any], redis: str
 ) -> None:
     """RQ forks for every job, in a process that is no part of the service."""
     start()
+    reward = make()
     programs = [DOUBLES.replace("print", f"pass  # {n}\nprint") for n in range(3)]  # equal ones are one job
-    await asyncio.gather(*(SandboxReward(CONFIG, jobs).score(sample(text)) for text in programs))
+    await asyncio.gather(*(reward.score(sample(text)) for text in programs))
     broker = await Broker.connect(redis)
     try:
         (beat,) = await read_heartbeats(broker, KEYS)
@@ -161,13 +171,14 @@ async def test_jobs_are_on_the_metrics_of_their_worker(
 
 
 async def test_a_run_killed_with_its_worker_is_done_by_another(
-    jobs: SandboxJobs, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make: MakeReward,
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(sandbox, "LOST_S", 6.0)
     first = start("first")
-    waiting = asyncio.create_task(
-        SandboxReward(CONFIG, jobs).score(sample("import time\ntime.sleep(3)\nprint(int(input()) * 2)"))
-    )
+    waiting = asyncio.create_task(make().score(sample("import time\ntime.sleep(3)\nprint(int(input()) * 2)")))
     await wait_until(lambda: _jail_below(first.pid))
     worker = psutil.Process(first.pid)
     for process in [worker, *worker.children(recursive=True)]:
@@ -179,27 +190,24 @@ async def test_a_run_killed_with_its_worker_is_done_by_another(
 
 
 async def test_without_workers_there_is_a_timeout_and_no_zero(
-    jobs: SandboxJobs, monkeypatch: pytest.MonkeyPatch
+    make: MakeReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "JOB_MARGIN_S", 1)
-    config = CONFIG.model_copy(update={"queue_s": 0.5, "total_s": 0.5})
+    monkeypatch.setattr(sandbox, "QUEUE_S", 0.5)
     with pytest.raises(AttemptError, match="no sandbox worker had a result") as caught:
-        await SandboxReward(config, jobs).score(sample(DOUBLES))
+        await make(total_s=0.5).score(sample(DOUBLES))
     assert caught.value.is_timeout
 
 
 async def test_a_result_is_there_for_whoever_asks_again(
-    jobs: SandboxJobs, start: Callable[..., Any], redis: str
+    make: MakeReward, start: Callable[..., Any], redis: str
 ) -> None:
     worker = start()
-    first = await SandboxReward(CONFIG, jobs).score(sample(DOUBLES))
+    first = await make().score(sample(DOUBLES))
     worker.kill()
     worker.wait()
-    broker = await Broker.connect(redis)
-    another = SandboxJobs(broker, KEYS, redis)  # as after the death of a reward worker
-    assert await asyncio.wait_for(SandboxReward(CONFIG, another).score(sample(DOUBLES)), 120) == first
-    await another.close()
-    await broker.close()
+    another = make()  # as after the death of a reward worker
+    assert await asyncio.wait_for(another.score(sample(DOUBLES)), 120) == first
 
 
 async def test_two_runs_on_one_redis_do_not_take_each_others_jobs(redis: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.services.jobs.sandbox.job import run_tests
 
-LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="prefer")
+LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 TESTS: Any = [
     "assert f(1) == 2",
     "assert [f(x) for x in range(3)] == [1, 2, 3]",

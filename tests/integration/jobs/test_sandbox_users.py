@@ -12,17 +12,17 @@ import pytest
 import redis
 
 from tests.support.preloaded import REPO
+from tests.support.rewards import code_reward
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.trajectories import make_config
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.redis.broker import URL_VARIABLE, Broker
 from tidemill.common.run.state import publish_config
 from tidemill.common.wire.keys import Keys
-from tidemill.services.reward.rewards.sandbox import SandboxJobs, SandboxReward
 from tidemill.services.reward.sample import RewardSample
 
 KEYS = Keys("secured")
-CONFIG = SandboxConfig(time_s=30.0, total_s=60.0, isolation="prefer")  # jobs work on any kernel
+CONFIG = SandboxConfig(time_s=30.0, total_s=60.0)
 PASSWORDS = {
     user: f"{user}-s3cret"
     for user in (
@@ -50,20 +50,21 @@ async def test_code_is_scored_without_a_refusal(tmp_path: Path, monkeypatch: pyt
         url = f"redis://127.0.0.1:{server.port}/0"
         _as(monkeypatch, "admin")
         admin = await Broker.connect(url)
-        reward = {"rewards": {"code": {"sandbox": CONFIG.model_dump()}}}
-        await publish_config(admin, KEYS, make_config(run_id=KEYS.run_id, reward=reward))
+        section = {"rewards": {"code": {"sandbox": CONFIG.model_dump()}}}
+        await publish_config(admin, KEYS, make_config(run_id=KEYS.run_id, reward=section))
         await admin.close()
         worker = _start(url, tmp_path)
         _as(monkeypatch, "reward")
         broker = await Broker.connect(url)
-        jobs = SandboxJobs(broker, KEYS, url)
+        monkeypatch.setenv(URL_VARIABLE, url)
+        reward = code_reward(broker, KEYS, CONFIG)
         sample = RewardSample((0, 0), False, "code", "print(1)", {"inputs": [""], "outputs": ["1"]})
         try:
-            outcome = await asyncio.wait_for(SandboxReward(CONFIG, jobs).score(sample), 120)
+            outcome = await asyncio.wait_for(reward.score(sample), 120)
         finally:
             worker.send_signal(signal.SIGTERM)
             code = await asyncio.to_thread(worker.wait, 120)
-            await jobs.close()
+            await reward.close()
             await broker.close()
         assert (outcome.value, code) == (1.0, 0), (tmp_path / "log").read_text()
         watching = redis.Redis(

@@ -14,6 +14,7 @@ from rq import Queue, Retry
 from rq.serializers import JSONSerializer
 
 from tests.support.preloaded import REPO
+from tests.support.rewards import code_reward
 from tests.support.servers import INFRA, RedisServer, newest_server, server_version
 from tests.support.trajectories import make_config
 from tidemill.common.config.reward_kinds import SandboxConfig
@@ -22,10 +23,9 @@ from tidemill.common.redis.broker import URL_VARIABLE, Broker
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.run.state import publish_config
 from tidemill.common.wire.keys import Keys
-from tidemill.services.reward.rewards.sandbox import SandboxJobs
 
 KEYS, OTHER = Keys("first.1"), Keys("second")
-LIMITS = SandboxConfig(time_s=30.0, total_s=60.0, isolation="prefer")
+LIMITS = SandboxConfig(time_s=30.0, total_s=60.0)
 
 pytestmark = pytest.mark.skipif(
     not newest_server() or server_version(newest_server()) < (7, 0),
@@ -101,12 +101,12 @@ async def run_code(
     become(monkeypatch, users, f"{prefix}reward")
     worker = start_worker(os.environ | users.variables(f"{prefix}sandbox"), folder)
     broker = await Broker.connect()
-    jobs = SandboxJobs(broker, KEYS)
+    reward = code_reward(broker, KEYS, LIMITS)
     try:
         tests = {"inputs": ["1"], "outputs": ["2"]}
-        found = await asyncio.wait_for(jobs.run("print(int(input()) * 2)", tests, LIMITS), 120)
+        found = await asyncio.wait_for(reward.run("print(int(input()) * 2)", tests), 120)
     finally:
-        await jobs.close()
+        await reward.close()
         await broker.close()
         worker.terminate()
         await asyncio.to_thread(worker.wait, 60)

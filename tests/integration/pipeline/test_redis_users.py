@@ -18,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.support.letters import make_ticket
+from tests.support.numbered import append_numbered
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import (
@@ -38,7 +39,7 @@ from tidemill.common.config import RewardConfig, RunConfig, ServersConfig
 from tidemill.common.errors import BrokerError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
-from tidemill.common.streams import append, append_numbered
+from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.exporter.exporter import MetricsReader

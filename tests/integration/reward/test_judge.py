@@ -266,7 +266,7 @@ async def test_a_retry_waits_as_long_as_the_server_asks(worker: Worker, form: st
 
 async def test_the_policy_says_what_a_failure_means(worker: Worker) -> None:
     async with MisbehavingServer(says(500)) as server:
-        policy = {"max_attempts": 1, "on_failure": "value", "failure_value": -1.0}
+        policy = {"max_attempts": 1, "on_failure": -1.0}
         async with worker.running(server, **policy):
             score = await worker.score()
     assert (score.status, score.value) == (ScoreStatus.OK, -1.0)

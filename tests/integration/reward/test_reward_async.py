@@ -14,7 +14,7 @@ from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import RewardConfig
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
-from tidemill.services.reward.functions.loading import load_function
+from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.reward import FunctionReward
 

@@ -11,11 +11,12 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.support.misbehaving import MisbehavingServer, cuts, says
-from tests.support.model_servers import servers_at
+from tests.support.model_servers import dependencies_of, servers_at
 from tests.support.reward_models import tiny_classifier
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.config import NamedRewardConfig
 from tidemill.common.config.reward_kinds import RewardModelConfig
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Score, ScoreStatus
@@ -28,8 +29,8 @@ SAMPLE = RewardSample((0, 0), False, "d", "w1", "1", {}, "w2", (5,), (6, 7))
 
 
 def reward_of(url: str, http: httpx.AsyncClient, patience_s: float = 300.0, **fields: Any) -> ModelReward:
-    config = RewardModelConfig(servers="there", **fields)
-    return ModelReward(config, servers_at(url, http, patience_s=patience_s), 10.0)
+    config = NamedRewardConfig(model=RewardModelConfig(servers="there", **fields), timeout_s=10.0)
+    return ModelReward("rm", config, dependencies_of(servers_at(url, http, patience_s=patience_s)))
 
 
 async def test_killing_one_of_two_replicas_costs_no_sample(tmp_path: Path) -> None:

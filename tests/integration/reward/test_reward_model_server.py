@@ -219,13 +219,13 @@ async def test_a_full_queue_says_when_to_come_again_and_evaluation_goes_first(
         asked = [asyncio.create_task(raw(client, input=[3]))]
         await wait_until(lambda: standing.batches)
         asked += [asyncio.create_task(raw(client, input=[4 + i])) for i in range(4)]
-        await wait_until(lambda: batcher.num_waiting == 4)
+        await wait_until(lambda: len(batcher.waiting) == 4)
         refused = await client.post("/classify", json={"input": [9]})
         assert (refused.status_code, int(refused.headers["Retry-After"]) >= 1) == (429, True)
         asked.pop().cancel()  # who leaves frees the place
-        await wait_until(lambda: batcher.num_waiting == 3)
+        await wait_until(lambda: len(batcher.waiting) == 3)
         asked.append(asyncio.create_task(raw(client, "eval", input=[20])))
-        await wait_until(lambda: batcher.num_waiting == 4)
+        await wait_until(lambda: len(batcher.waiting) == 4)
         standing.go.set()
         await asyncio.gather(*asked)
     assert [20] in standing.batches[1]
@@ -308,7 +308,10 @@ async def test_the_process_serves_counts_finishes_what_it_took_and_exits_with_0(
     ("arguments", "said"),
     [
         (["--model", "/nowhere/at/all"], "the folder does not exist"),
-        (["--model", "m", "--max-padding", "2"], "2.0 is not from 0.0 to 1.0"),
+        (
+            ["--model", "m", "--max-padding", "2"],
+            "argument --max-padding: Input should be less than or equal to 1, got 2",
+        ),
         (["--model", "a/m", "--chat-template", "/nowhere"], "cannot read the chat template"),
     ],
 )

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from tests.support.waiting import wait_until
-from tidemill.services.reward.functions.loading import load_function
-from tidemill.services.reward.functions.processes.pool import ProcessExecution, ProcessPool
+from tidemill.services.reward.functions.pool import Execution, ProcessPool
 from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.sample import RewardSample
 
@@ -171,7 +171,7 @@ async def test_closing_leaves_no_process(reference: str, tmp_path: Path) -> None
 
 
 async def test_evaluation_has_processes_of_its_own(reference: str, tmp_path: Path) -> None:
-    execution = ProcessExecution(load_function(reference, {}), num_processes=1)
+    execution = Execution(load_function(reference, {}), num_processes=1)
     training = [
         asyncio.create_task(execution.run(Request([sample(HANG, "training")]), 3600)) for _ in range(3)
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.scoring import HOLDS_THE_LOCK, Pool, obedient_functions, peak
-from tidemill.services.reward.functions.processes.pool import Sizing
+from tidemill.services.reward.functions.pool import Sizing
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 
 WAIT = "time.sleep(0.2)"

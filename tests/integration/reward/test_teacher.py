@@ -14,14 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.misbehaving import MisbehavingServer, cuts, hangs, says
-from tests.support.model_servers import servers_at
+from tests.support.model_servers import dependencies_of, servers_at
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.reward_models import CHAT_TEMPLATE, server_url, start_server
 from tests.support.runs import ServiceRun
 from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.config import TeacherConfig
+from tidemill.common.config import NamedRewardConfig, TeacherConfig
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory
 from tidemill.services.reward.outcome import AttemptError
@@ -35,8 +35,8 @@ TRAJECTORY = make_trajectory(completion_ids=np.array([5, 6, 7], np.int32))
 def teacher_of(
     url: str, http: httpx.AsyncClient, timeout_s: float = 30.0, patience_s: float = 300.0, **fields: Any
 ) -> TeacherReward:
-    config = TeacherConfig(servers="there", **fields)
-    return TeacherReward("wise", config, servers_at(url, http, patience_s=patience_s), timeout_s)
+    config = NamedRewardConfig(teacher=TeacherConfig(servers="there", **fields), timeout_s=timeout_s)
+    return TeacherReward("wise", config, dependencies_of(servers_at(url, http, patience_s=patience_s)))
 
 
 async def logprobs_of(teacher: TeacherReward, trajectory: Trajectory) -> np.ndarray:

@@ -17,7 +17,7 @@ from tests.support.scripted_model import ScriptedModel
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.wire.messages import SamplingParams
-from tidemill.services.rollout.environments.agent_programs import SESSION, WORKER, end_leftovers
+from tidemill.services.rollout.environments.agent import SESSION, WORKER, end_leftovers
 
 TICKET = make_ticket()
 
@@ -169,9 +169,10 @@ async def test_a_limit_that_one_branch_met_is_no_fault_where_another_one_went_on
 
 async def test_a_program_that_says_nothing_is_a_fault_and_is_killed() -> None:
     async with player("$ sleep 3600 & sleep 3600", call_timeout_s=0.3) as agent:
+        idle = len(children())
         with pytest.raises(EnvironmentFaultError, match="neither asked the model nor ended"):
             await agent.play(TICKET, "s", ScriptedModel().ask)
-        await wait_until(no_children)
+        await wait_until(lambda: len(children()) == idle)
 
 
 async def test_a_limit_of_turns_ends_a_loop_that_knows_no_end_and_truncates_it() -> None:

@@ -18,7 +18,7 @@ from tidemill.common.errors import EnvironmentFaultError
 from tidemill.services.rollout.environments import load
 from tidemill.services.rollout.environments.environment import Design
 from tidemill.services.rollout.environments.player import build_stage
-from tidemill.services.rollout.environments.processes import ProcessStage
+from tidemill.services.rollout.environments.stages import ProcessStage
 
 ROW = {"prompt": "Play.", "ground_truth": 7}
 
@@ -37,6 +37,10 @@ def stage_of(**section: Any) -> ProcessStage:
     design = load(config)
     assert isinstance(design, Design)
     return ProcessStage(design, config)
+
+
+def pids_of(stage: ProcessStage) -> list[int]:
+    return [process.pid for process in stage.num_sessions]
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ async def test_sessions_keep_their_state_in_one_process_each_and_blocking_does_n
             await game.reset(ROW | {"ground_truth": number})
         acts = [await game.step("2") for game in games]
         assert [act.is_done for act in acts] == [False, False, True, False]
-        assert len(stage.pids) == 2
+        assert len(pids_of(stage)) == 2
 
 
 async def test_a_hung_call_costs_its_session_and_its_process_and_the_others_end_there(
@@ -77,14 +81,14 @@ async def test_a_hung_call_costs_its_session_and_its_process_and_the_others_end_
         stuck, other = [await stage.open(ROW) for _ in range(2)]
         await stuck.reset(ROW | {"name": "stuck"})
         await other.reset(ROW | {"name": "other"})
-        (old,) = stage.pids
+        (old,) = pids_of(stage)
         with pytest.raises(EnvironmentFaultError, match="step took longer than 4 s"):
             await stuck.step("hang")
         assert (await other.step("x")).messages
         replaced = await stage.open(ROW)
-        assert set(stage.pids) > {old}
+        assert set(pids_of(stage)) > {old}
         await other.close()
-        assert (tmp_path / "other").exists() and old not in stage.pids
+        assert (tmp_path / "other").exists() and old not in pids_of(stage)
         await replaced.close()
 
 
@@ -103,7 +107,7 @@ async def test_a_process_that_dies_is_a_fault_of_its_sessions_and_is_replaced() 
     async with opened(use=f"{THIS}:Guess", processes=1) as stage:
         first = await stage.open(ROW)
         await first.reset(ROW)
-        os.kill(stage.pids[0], signal.SIGKILL)
+        os.kill(pids_of(stage)[0], signal.SIGKILL)
         with pytest.raises(EnvironmentFaultError, match=r"died \(SIGKILL\)|has died") as fault:
             await first.step("3")
         assert fault.value.kind == "died"
@@ -134,7 +138,7 @@ async def test_opening_that_is_broken_off_leaves_nothing() -> None:
     opening.cancel()
     await asyncio.gather(opening, return_exceptions=True)
     await stage.close()
-    assert not stage.pids
+    assert not pids_of(stage)
 
 
 async def test_what_an_environment_started_ends_with_its_process(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from tests.support.scripted_model import END, ByteChat, ScriptedModel, call_line
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Segment
+from tidemill.services.rollout.gateway.request import READ
 from tidemill.services.rollout.gateway.server import RETRY_COUNT, Gateway
 from tidemill.services.rollout.gateway.session import LONG_CHARACTERS, GatewaySession, Limits
-from tidemill.services.rollout.gateway.wishes import READ
 
 anthropic, openai = late("anthropic"), late("openai")
 

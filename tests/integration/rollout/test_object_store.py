@@ -28,8 +28,7 @@ from tidemill.common.streams import read_raw
 from tidemill.common.weights.remote import ObjectStore, open_remote
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Score, Trajectory, WeightManifest, fault_of
-from tidemill.services.rollout.weights.download import WeightDownload
-from tidemill.services.rollout.weights.routes import find_route
+from tidemill.services.rollout.weight_versions import WeightDownload, find_route
 from tidemill.services.trainer.weights.publisher import ObjectPublisher
 
 RUN = "far-away"

@@ -221,7 +221,7 @@ async def test_requests_that_arrive_during_the_pause_belong_to_the_new_version(
 
     async def call_and_submit(method: str, **options: Any) -> Any:
         result = await call(method, **options)
-        if method == "tidemill_apply":
+        if options.get("args") == ("apply",):
             running.extend(asyncio.create_task(engine.generate(request)) for request in requests)
             await llm.is_paused()  # an answer from the engine: by now it has the requests too
         return result

@@ -25,7 +25,7 @@ from tests.support.models import (
     write_tokenizer,
 )
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.chat_template import exact_attention
+from tidemill.common.run.model_config import exact_attention
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import GenerationRequest

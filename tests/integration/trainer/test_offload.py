@@ -45,7 +45,7 @@ def trained(policy: TransformersPolicy, steps: range) -> dict[str, Tensor]:
 
 
 LEAVING: dict[str, dict[str, Any]] = {
-    "a critic": {"algorithm": {"advantage": "gae", "value": {"head": True, "model": "own"}}},
+    "a critic": {"algorithm": {"advantage": "gae", "value": {"model": "own"}}},
     "a reference that moves": {
         "algorithm": {
             "reference": {"model": "updated", "every": 1},

@@ -35,7 +35,7 @@ SUMS: dict[str, Any] = {
     "importance": {"normalise": True},
     "rejection": {"bounds": {"seq_mean_k3": 20.0}, "denominator": "kept"},
 }
-HEAD: dict[str, Any] = {"advantage": "gae", "value": {"head": True}}
+HEAD: dict[str, Any] = {"advantage": "gae"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "all sums": {"algorithm": {"reference": {"model": "frozen"}, **SUMS}},
     "a sum with every micro-batch": {"sum_gradients": "micro_batch"},
@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "value head": {"algorithm": HEAD},
-    "critic": {"algorithm": HEAD | {"value": {"head": True, "model": "own"}}},
+    "critic": {"algorithm": HEAD | {"value": {"model": "own"}}},
     "adapters": {
         "lora": {"rank": 3, "alpha": 12},
         "algorithm": HEAD | {"reference": {"model": "frozen"}, "kl": SUMS["kl"]},

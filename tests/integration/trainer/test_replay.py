@@ -16,7 +16,7 @@ from tests.support import preloaded
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import commits_of
-from tidemill.common.archive.writer import archive_stream, writing
+from tidemill.common.archive.archiver import archive_stream, writing
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.history import History, StreamName
 from tidemill.common.history.records import read_group

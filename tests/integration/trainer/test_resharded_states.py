@@ -25,7 +25,7 @@ def model() -> PreTrainedModel:
 
 
 def config_of(**more: Any) -> TrainerConfig:
-    algorithm = {"advantage": "gae", "value": {"head": True}}
+    algorithm = {"advantage": "gae"}
     return TrainerConfig.model_validate(FIELDS | {"algorithm": algorithm} | more)
 
 

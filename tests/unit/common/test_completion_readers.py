@@ -16,7 +16,7 @@ from tidemill.common.wire.messages import PromptFields
 from tidemill.services.console.web import texts
 from tidemill.services.reward.builtin import exact_match, gsm8k, math_equivalence
 from tidemill.services.reward.remote.faults import RemoteFault
-from tidemill.services.reward.remote.verdict import make_verdict
+from tidemill.services.reward.remote.verdict import Verdict
 from tidemill.services.reward.rewards.sandbox import extract_code
 from tidemill.services.rollout.gateway.dialogue import identity
 from tidemill.services.rollout.sessions.calls import MAX_DEPTH, find_calls, read_call
@@ -65,7 +65,7 @@ def called(arguments: str) -> dict[str, Any]:
 def judged(text: str, **config: Any) -> None:
     for is_cut in (False, True):
         with suppress(RemoteFault):
-            make_verdict(VerdictConfig(**config))(text, text, is_cut=is_cut)
+            Verdict("j", VerdictConfig(**config)).read(text, text, is_cut=is_cut)
 
 
 def shown_prompt(text: str) -> None:

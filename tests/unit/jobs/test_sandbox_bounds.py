@@ -10,17 +10,11 @@ OWN = [SandboxConfig(memory_mb=256, packages=False), SandboxConfig(memory_mb=512
 
 
 def test_who_asks_does_not_decide_how_safe_it_is() -> None:
-    asked = SandboxConfig(isolation="prefer", memory_mb=1 << 20, time_s=3600.0, packages=True)
+    asked = SandboxConfig(memory_mb=1 << 20, time_s=3600.0, packages=True)
     found = within(asked, OWN)
-    assert (found.isolation, found.memory_mb, found.packages) == ("require", 512, False)
+    assert (found.memory_mb, found.packages) == (512, False)
     assert found.time_s == 6.0
     assert within(OWN[1], OWN) == OWN[1]
-
-
-def test_a_run_that_prefers_isolation_may_be_asked_for_it() -> None:
-    own = [SandboxConfig(isolation="prefer")]
-    assert within(SandboxConfig(isolation="require"), own).isolation == "require"
-    assert within(SandboxConfig(isolation="prefer"), own).isolation == "prefer"
 
 
 def test_a_job_of_another_run_or_of_another_id_is_refused() -> None:

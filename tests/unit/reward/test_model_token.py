@@ -11,8 +11,7 @@ from tidemill.common.config import ServersConfig
 from tidemill.common.run.replicas import MODEL_TOKEN_VARIABLE, complaint, key_for
 from tidemill.services.reward.model_server.__main__ import main
 from tidemill.services.reward.model_server.app import TokenGate
-from tidemill.services.reward.remote.replica import Replica
-from tidemill.services.reward.remote.servers import Servers
+from tidemill.services.reward.remote.servers import Replica, Servers
 
 TOKEN = "0123456789abcdef-token"
 

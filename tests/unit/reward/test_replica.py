@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tidemill.services.reward.remote.replica import (
+from tidemill.services.reward.remote.servers import (
     FAILURES_BEFORE_REST,
     FIRST_REST_S,
     LONGEST_REST_S,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.common.run.dataset import read_dataset
+from tests.support.rows import read_dataset
 from tidemill.services.reward.builtin import exact_match, gsm8k, math_equivalence
 from tidemill.services.reward.outcome import AttemptError
 

@@ -9,9 +9,8 @@ import pytest
 
 from tidemill.common.config import NamedRewardConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.reward.functions.loading import load_function
-from tidemill.services.reward.functions.request import Request
-from tidemill.services.reward.functions.reward_function import RewardFunction
+from tidemill.services.reward.functions.request import Request, run_through
+from tidemill.services.reward.functions.reward_function import RewardFunction, load_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.reward import check_reward
 from tidemill.services.reward.sample import RewardSample
@@ -32,7 +31,7 @@ def load(tmp_path: Path) -> Any:
     """Write a module and load one of its functions."""
 
     def load(source: str, name: str = "reward", style: str = "auto", **kwargs: Any) -> RewardFunction:
-        path = tmp_path / "rewards.py"
+        path = tmp_path / f"rewards{len(list(tmp_path.iterdir()))}.py"
         path.write_text(dedent(source))
         return load_function(f"{path}:{name}", kwargs, style)
 
@@ -40,7 +39,7 @@ def load(tmp_path: Path) -> Any:
 
 
 def call(function: RewardFunction, *samples: RewardSample, **given: Any) -> list[RewardOutcome]:
-    return function.call(Request(list(samples), given))
+    return run_through(function.call(Request(list(samples), given)))
 
 
 def test_verls_own_functions_need_not_take_a_data_source(load: Any) -> None:
@@ -57,7 +56,7 @@ async def test_router_and_tokenizer_reach_a_function_that_takes_them(load: Any) 
             return {"score": 1, "seen": [reward_router_address, reward_model_tokenizer]}
     """)
     request = Request([sample()], {"reward_router_address": "host:1"})
-    assert (await function.call_async(request))[0].detail["seen"] == ["host:1", None]
+    assert (await function.call(request))[0].detail["seen"] == ["host:1", None]
 
 
 def test_a_function_that_insists_on_a_router_needs_one_in_the_config(load: Any) -> None:
@@ -174,7 +173,7 @@ def test_a_class_is_made_with_its_kwargs_and_its_tuples_are_read(load: Any) -> N
     agent = load(source, "Agent", value=0.5)
     (outcome,) = call(agent, sample("text"))
     assert (outcome.value, outcome.detail) == (0.5, {"notes": ["text", "because"]})
-    changed = agent.call(Request([sample()] * 3, scores=[1.0, None, 2.0]))
+    changed = run_through(agent.call(Request([sample()] * 3, scores=[1.0, None, 2.0])))
     assert [outcome.value for outcome in changed] == [2.0, None, 3.0]
     with pytest.raises(ConfigError, match="does not fit the constructor"):
         load(source, "Agent", valu=1)
@@ -244,7 +243,7 @@ RUBRIC = """
 async def test_functions_of_a_verifiers_rubric_get_completion_and_answer(load: Any) -> None:
     function = load(RUBRIC)
     for extra in ({"level": 2}, {"level": 2, "prompt": CHAT}):
-        (outcome,) = await function.call_async(Request([sample("truth", extra_info=extra)]))
+        (outcome,) = await function.call(Request([sample("truth", extra_info=extra)]))
         assert outcome.value == 1.0
     plain = load("def reward(completion, answer): return completion == answer")
     assert call(plain, sample("truth"))[0].value == 1.0

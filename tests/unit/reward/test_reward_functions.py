@@ -8,9 +8,8 @@ import pytest
 
 from tidemill.common.errors import ConfigError
 from tidemill.services.reward.builtin import BUILTINS
-from tidemill.services.reward.functions.loading import load_function
-from tidemill.services.reward.functions.request import Request
-from tidemill.services.reward.functions.reward_function import RewardFunction
+from tidemill.services.reward.functions.request import Request, run_through
+from tidemill.services.reward.functions.reward_function import RewardFunction, load_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.sample import RewardSample
 
@@ -21,12 +20,12 @@ def sample(**fields: Any) -> RewardSample:
 
 
 def score(function: RewardFunction, *samples: RewardSample) -> RewardOutcome:
-    (outcome,) = function.call(Request(list(samples)))
+    (outcome,) = run_through(function.call(Request(list(samples))))
     return outcome
 
 
 async def score_async(function: RewardFunction, *samples: RewardSample) -> RewardOutcome:
-    (outcome,) = await function.call_async(Request(list(samples)))
+    (outcome,) = await function.call(Request(list(samples)))
     return outcome
 
 
@@ -123,13 +122,13 @@ def test_one_sample_cannot_change_the_next(write: Any) -> None:
     [
         (
             "import nowhere_to_be_found",
-            "importing .*reward.py failed: ModuleNotFoundError: .*nowhere_to_be_found",
+            "importing it failed: ModuleNotFoundError: .*nowhere_to_be_found.*reward.py, line 1",
         ),
-        ("\n\ndef compute_score(:", r"SyntaxError.*\(line 3\)"),
+        ("\n\ndef compute_score(:", r"SyntaxError.*\(reward.py, line 3\)"),
         ("raise ValueError('not today')", "ValueError: not today"),
         ("import sys; sys.exit(0)", "SystemExit"),
-        ("def compute_scores(): ...", "has no 'compute_score'; it has compute_scores"),
-        ("", "it defines no functions"),
+        ("def compute_scores(): ...", "has no 'compute_score'; did you mean 'compute_scores'"),
+        ("", "its functions: none"),
         ("compute_score = 3", "is a value of type int, not a function"),
         ("class compute_score: ...", "is a class without compute_score; expected a class with that"),
         ("class compute_score:\n    def compute_score(self, text): ...", "names matter"),
@@ -162,8 +161,8 @@ def test_a_function_that_cannot_be_used_is_refused_in_plain_words(
         ("/nowhere/reward.py", "names no function.*reward.py:compute_score"),
         ("/nowhere/reward.py:compute_score", "/nowhere/reward.py does not exist"),
         ("reward.py:", "is incomplete"),
-        ("no_such_package.rewards:score", "importing the module no_such_package.rewards failed"),
-        ("json:dump_all", "has no 'dump_all'; it has dumps?"),
+        ("no_such_package.rewards:score", "no_such_package.rewards:score: importing it failed"),
+        ("json:dump_all", "has no 'dump_all'; did you mean 'dump"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused(reference: str, expected: str) -> None:

@@ -49,7 +49,7 @@ def test_limits_hold_and_every_row_is_served_in_the_end(seed: int) -> None:
     waiting = set(rows(*(chance.randint(1, 120) for _ in range(60))))
     rounds = 0
     while waiting:
-        oldest = min(waiting, key=lambda row: row.rank)
+        oldest = min(waiting, key=lambda row: (row.priority, row.number))
         batch = select_batch(waiting, LIMITS)
         assert oldest in batch
         padded = max(lengths_of(batch)) * len(batch)

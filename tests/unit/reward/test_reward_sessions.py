@@ -16,13 +16,13 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.children import content_of, frame_of
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
-from tidemill.services.reward.functions.loading import load_function
-from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.request import Request, run_through
+from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.judge import JudgePrompt
 from tidemill.services.reward.remote.reward_model import make_body, reduce_scores
-from tidemill.services.reward.rewards.environment import EnvironmentReward
-from tidemill.services.reward.rewards.group_scoring import GroupResult
+from tidemill.services.reward.rewards.groups import GroupResult
+from tidemill.services.reward.rewards.reward import EnvironmentReward
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.reward.worker import Scorer
 
@@ -94,9 +94,9 @@ def test_functions_get_the_session_as_verl_and_trl_hand_it_over(tmp_path: Path) 
         "    return [len(each) + len(ids) / 10 for each, ids in zip(completions, completion_ids)]\n"
     )
     sample = sample_of(make_segment((1,), (2,), (3, 3), (4,), rewards=(1.0, 2.0)))
-    (verl,) = load_function(f"{path}:verl", {}, "auto").call(Request([sample]))
+    (verl,) = run_through(load_function(f"{path}:verl", {}, "auto").call(Request([sample])))
     assert (verl.value, verl.components) == (2.0, {"sum": 3.0, "tools": 1.0})
-    (trl,) = load_function(f"{path}:trl", {}, "auto").call(Request([sample]))
+    (trl,) = run_through(load_function(f"{path}:trl", {}, "auto").call(Request([sample])))
     assert trl.value == 3 + 4 / 10
 
 
@@ -109,7 +109,7 @@ def test_a_single_turn_is_handed_over_as_ever() -> None:
 def test_judges_and_reward_models_read_the_conversation_and_score_the_models_tokens() -> None:
     sample = sample_of()
     template = "{% for m in conversation %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    text = JudgePrompt("j", JudgeConfig(servers="s", template=template)).text(sample)
+    text = JudgePrompt("j", JudgeConfig(servers="s", template=template)).messages(sample)[-1]["content"]
     assert "tool: 2" in text and "assistant: It is 2." in text
     config = RewardModelConfig(servers="s", head="token", input="ids", token_reward="sum")
     assert make_body(sample, config)["input"] == [1, 2, 3, 4, 5, 7, 8, 9]

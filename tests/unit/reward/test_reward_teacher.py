@@ -7,24 +7,25 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from tests.support.model_servers import dependencies_of
 from tests.support.rewards import together
 from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_trajectory
-from tidemill.common.config import NamedRewardConfig, TeacherConfig
+from tidemill.common.config import NamedRewardConfig, ServersConfig, TeacherConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.remote.teacher import (
-    Row,
     TeacherPrompt,
     TeacherReward,
-    check_teacher,
+    TeacherRow,
     read_logprobs,
 )
 from tidemill.services.reward.rewards.cache import _digest
-from tidemill.services.reward.rewards.group_scoring import GroupResult
+from tidemill.services.reward.rewards.groups import GroupResult
+from tidemill.services.reward.rewards.reward import check_reward
 from tidemill.services.reward.rewards.weighted_sum import score_of
 from tidemill.services.reward.sample import RewardSample
 
@@ -123,11 +124,11 @@ def test_logprobs_wait_in_redis_for_the_rest_of_their_group() -> None:
 
 class TestRows:
     def test_a_row_ends_with_the_last_sampled_token(self) -> None:
-        row = Row([1, 2], [3, 4, 5, 6], [True, False, True, False])
+        row = TeacherRow([1, 2], [3, 4, 5, 6], [True, False, True, False])
         assert (row.ids, row.places) == ([1, 2, 3, 4, 5], [2, 4])
 
     def test_nothing_sampled_is_nothing_to_ask(self) -> None:
-        assert Row([1, 2], [3], [False]).places == [] and Row([1], [], []).places == []
+        assert TeacherRow([1, 2], [3], [False]).places == [] and TeacherRow([1], [], []).places == []
 
 
 def answer(*rows: list[Any]) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def entry(token: int, logprob: Any, **others: Any) -> dict[str, Any]:
     return {str(token): {"logprob": logprob, "rank": 1}} | others
 
 
-ROWS = [Row([1, 2], [3, 4, 5], [True, False, True]), Row([7], [8], [True])]
+ROWS = [TeacherRow([1, 2], [3, 4, 5], [True, False, True]), TeacherRow([7], [8], [True])]
 GOOD = [None, entry(2, -9.0), entry(3, -0.5), entry(4, -9.0), entry(5, -0.75, **{"9": {"logprob": -0.1}})]
 
 
@@ -169,7 +170,8 @@ def test_an_answer_that_lacks_a_logprob_is_no_answer(rows: Any, said: str) -> No
 
 class TestOwnPrompt:
     def of(self, sample: RewardSample, **fields: Any) -> Any:
-        return TeacherPrompt("wise", TeacherConfig(servers="s", **fields)).of(sample)
+        teacher = TeacherConfig(servers="s", **fields)
+        return TeacherPrompt("wise", NamedRewardConfig(teacher=teacher)).of(sample)
 
     def sample(self, **extra: Any) -> RewardSample:
         return RewardSample.from_trajectory(make_trajectory(extra=extra), Lane.TRAIN)
@@ -199,15 +201,15 @@ class TestOwnPrompt:
             async def _ids(self, prompt: Any, sample: RewardSample) -> list[int]:
                 return [90, 91]
 
-        config = TeacherConfig(servers="s", prompt_column="hint")
-        teacher = Teacher("wise", config, None, 1.0)  # type: ignore[arg-type]
+        config = NamedRewardConfig(teacher=TeacherConfig(servers="s", prompt_column="hint"))
+        teacher = Teacher("wise", config, dependencies_of(None))
         branch, main = make_segment((3, 4, 5, 6), (7,)), make_segment((3, 4), (5,), (8,), (9,))
         session = make_session(0, 1, branch, main, extra={"hint": "a"})
         rows = await teacher._rows(RewardSample.from_trajectory(session, Lane.TRAIN))
         assert [row.ids for row in rows] == [[90, 91, 5, 6, 7], [90, 91, 5, 8, 9]]
 
     def test_a_template_that_cannot_be_filled_in_is_final(self) -> None:
-        with pytest.raises(AttemptError, match="the teacher's template") as caught:
+        with pytest.raises(AttemptError, match=r"teacher\.template cannot be filled in") as caught:
             self.of(self.sample(), template="{{ extra.hint.deep }}")
         assert caught.value.is_final
 
@@ -215,7 +217,7 @@ class TestOwnPrompt:
 def test_what_is_no_template_is_found_before_the_run() -> None:
     reward = NamedRewardConfig(teacher=TeacherConfig(servers="s", template="{{ a"))
     with pytest.raises(ConfigError, match=r"wise.teacher.template is no Jinja template"):
-        check_teacher("wise", reward)
+        check_reward("wise", reward, {"s": ServersConfig()})
 
 
 def test_functions_in_other_processes_are_sent_no_segments() -> None:

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from tidemill.common.config.rollout import RolloutConfig
-from tidemill.services.rollout.engines.vllm_launch import share_cores
+from tidemill.services.rollout.engines.engine import share_cores
 
 
 @pytest.fixture(autouse=True)

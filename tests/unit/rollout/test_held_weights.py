@@ -15,7 +15,7 @@ from tidemill.common.weights.delta import WINDOW, DeltaWriter
 from tidemill.common.weights.digest import Digest, digest_of
 from tidemill.services.rollout.engines import held_weights
 from tidemill.services.rollout.engines.held_weights import HeldWeights, apply, trace
-from tidemill.services.rollout.engines.vllm_weights import RankWeights
+from tidemill.services.rollout.engines.vllm_worker import RankWeights
 
 Q, K, DOWN = (TensorInfo(name, "BF16", (4, 6)) for name in ("q", "k", "down"))
 INFOS = [Q, K, DOWN]

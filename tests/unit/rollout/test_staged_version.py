@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.unit.rollout.test_held_weights import Rank, random_values, traced
-from tidemill.services.rollout.engines import staged_version
-from tidemill.services.rollout.engines.staged_version import HostMemory, StagedVersion
+from tidemill.services.rollout.engines import held_weights
+from tidemill.services.rollout.engines.held_weights import HostMemory, StagedVersion
 
 
 def test_each_rank_gets_its_parts_in_the_dtype_of_its_parameters() -> None:
@@ -52,7 +52,7 @@ def test_copies_and_their_proof_go_side_by_side(monkeypatch: pytest.MonkeyPatch)
     def on(stream: Stream) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(staged_version, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(held_weights, "_is_on_gpu", lambda _: True)
     locked: list[int] = []
     cudart = SimpleNamespace(cudaHostRegister=lambda address, size, flags: locked.append(size))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)

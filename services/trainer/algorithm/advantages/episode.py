@@ -71,13 +71,13 @@ def length_penalties(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> l
     """What is taken off the reward of each sample of a group for its length, relative to the group's longest.
 
     weight * pass rate * length / longest, for tokens and for turns; the pass rate is the share of scores of
-    at least `pass_threshold`. Nobody pays where nothing was solved, so exploring stays free. Scores 1, 1, 0,
-    0 of 10, 5, 20, 20 tokens and a weight of 0.2: 0.05, 0.025, 0.1, 0.1.
+    at least `success_threshold`. Nobody pays where nothing was solved, so exploring stays free. Scores 1, 1,
+    0, 0 of 10, 5, 20, 20 tokens and a weight of 0.2: 0.05, 0.025, 0.1, 0.1.
     """
     penalty = algorithm.length_penalty
     if not penalty.is_on or not samples:
         return [0.0] * len(samples)
-    is_success_G = np.array([sample.reward >= algorithm.pass_threshold for sample in samples])
+    is_success_G = np.array([sample.reward >= algorithm.success_threshold for sample in samples])
     tokens_G = np.array([sample.num_trained for sample in samples], dtype=np.float64)
     turns_G = np.array([max(len(sample.turns), 1) for sample in samples], dtype=np.float64)
     shares_G = penalty.tokens * tokens_G / max(tokens_G.max(), 1.0) + penalty.turns * turns_G / turns_G.max()

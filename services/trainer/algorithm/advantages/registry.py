@@ -181,7 +181,7 @@ def _gdpo(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
 
 
 def _pass_at_k(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
-    k, threshold = algorithm.pass_k, algorithm.pass_threshold
+    k, threshold = algorithm.pass_k, algorithm.success_threshold
     return _of_rewards(lambda rewards: pass_at_k(rewards, k, threshold))(groups, algorithm)
 
 

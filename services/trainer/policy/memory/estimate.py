@@ -95,7 +95,7 @@ def trainer_take(
     num_tokens = max(num_tokens, config.model.max_model_len)
     shards = trainer.shard_ranks or trainer.num_ranks
     trained = num_trained(config, sizes)
-    has_critic = trainer.algorithm.value.head and trainer.algorithm.value.model == "own"
+    has_critic = trainer.algorithm.needs_values and trainer.algorithm.value.model == "own"
     states = _states(config, sizes, gpu_bytes, shards, trained, has_critic)
     copies = 1 + has_critic
     training = {
@@ -139,7 +139,7 @@ def _states(
     if has_critic:
         parts["critic"] = 16.0 * count / shards
     needs_start = trainer.needs_proximal or algorithm.needs_start_logprobs or algorithm.needs_start_entropies
-    if trainer.updates_per_step > 1 and (needs_start or algorithm.value.head):
+    if trainer.updates_per_step > 1 and (needs_start or algorithm.needs_values):
         parts["held weights"] = 4.0 * trained / shards
     return parts
 
@@ -261,7 +261,7 @@ def host_take(
     training = {}
     if ranks:
         training["checkpoint on its way to the disk"] = checkpoint * min(ranks, shards)
-    if engines and config.weights.delta == "auto" and element_bytes(config) == 2:
+    if engines and config.weights.base_every > 1 and element_bytes(config) == 2:
         share = config.weights.max_share_changed
         training["changes that engines stage"] = 6.0 * share * count * engines
     starting = {}

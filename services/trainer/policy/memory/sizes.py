@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from tidemill.common.config import RunConfig
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.chat_template import exact_attention
-from tidemill.common.run.model_overrides import with_overrides
+from tidemill.common.run.model_config import exact_attention, with_overrides
 from tidemill.services.trainer.policy.attention import VARLEN, head_size, why_no_flash, why_no_varlen
 from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.model_loading import compute_dtype, recomputable_layers

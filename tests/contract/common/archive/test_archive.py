@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import SERVERS
-from tests.support.archives import STREAM, archive, fill, ids_listed, raw, run_folder, scanned
+from tests.support.archives import STREAM, archive, fill, raw, run_folder, scanned
+from tests.support.numbered import append_numbered
 from tests.support.preloaded import REPO
 from tidemill.common.archive import stream_folder
-from tidemill.common.archive.archiver import check, retain
-from tidemill.common.archive.manifest import MANIFEST_FILE, Manifest
+from tidemill.common.archive.archiver import check, retain, writing
+from tidemill.common.archive.manifest import Manifest
 from tidemill.common.archive.rows import records_of
-from tidemill.common.archive.writer import sweep, writing
 from tidemill.common.config import ArchiveConfig
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import LockedError
@@ -23,50 +23,39 @@ from tidemill.common.history import History, StreamName
 from tidemill.common.history.records import read_trajectories
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import Entry, Garbled, append_numbered, decoded, trim_before
+from tidemill.common.streams import Entry, Garbled, decoded, trim_before
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 
 DEATHS = {
-    "in the middle of a file": "tidemill.common.archive.writer.widen",
-    "before the file has its name": "tidemill.common.archive.writer.publish_file",
-    "between the name and the manifest": "tidemill.common.archive.manifest.Manifest.appended",
-    "in the middle of a line of the manifest": "tidemill.common.files.os.fsync",
-    "after the manifest": "tidemill.common.archive.writer._write_segment",
+    "in the middle of a file": "widen",
+    "before the file has its name": "publish_file",
+    "after the file has its name": "ArchiveSegment",
 }
 MORTAL = """
-import importlib, os, runpy, signal, sys
-path, countdown = sys.argv.pop(1), int(sys.argv.pop(1))
-owner, name = path.rsplit(".", 1)
-try:
-    target = importlib.import_module(owner)
-except ModuleNotFoundError:
-    module, attribute = owner.rsplit(".", 1)
-    target = getattr(importlib.import_module(module), attribute)
-whole = getattr(target, name)
+import os, runpy, signal, sys
+from tidemill.common.archive import archiver
+name, countdown = sys.argv.pop(1), 2
+whole = getattr(archiver, name)
 
 def mortal(*args, **options):
     global countdown
-    if name == "fsync" and not os.readlink(f"/proc/self/fd/{args[0]}").endswith("/_manifest.jsonl"):
-        return whole(*args, **options)
     countdown -= 1
     if countdown == 0:
-        if name == "fsync":
-            os.truncate(f"/proc/self/fd/{args[0]}", os.fstat(args[0]).st_size - 20)
         os.kill(os.getpid(), signal.SIGKILL)
     return whole(*args, **options)
 
-setattr(target, name, mortal)
+setattr(archiver, name, mortal)
 runpy.run_module("tests.support.archives", run_name="__main__")
 """
 
 
 async def contents(run_dir: Path) -> list[Entry | Garbled]:
-    """What the files that are listed hold, in the order of the manifest."""
+    """What the files hold, in order."""
     manifest = Manifest.load(stream_folder(run_dir, STREAM))
     found: list[Entry | Garbled] = []
     for segment in manifest.segments:
-        held = list(records_of(pq.read_table(manifest.path(segment)), STREAM.message_type))
+        held = list(records_of(pq.read_table(segment.path), STREAM.message_type))
         ends = (held[0].entry_id, held[-1].entry_id, len(held))
         assert ends == (segment.first_id, segment.last_id, segment.entries)
         found += held
@@ -111,19 +100,19 @@ async def test_a_killed_archiver_leaves_nothing_missing_and_nothing_twice(
     key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
     await fill(broker, key, range(30))
     before = await expected(broker, key)
-    command = [sys.executable, "-c", MORTAL, point, "2", redis_server.url, keys.run_id, str(run_dir)]
+    command = [sys.executable, "-c", MORTAL, point, redis_server.url, keys.run_id, str(run_dir)]
     archiver = await asyncio.to_thread(subprocess.run, command, cwd=REPO, timeout=120)
     assert archiver.returncode < 0, "it was to be killed"
     listed = await contents(run_dir)  # what is listed is whole already
     assert listed == before[: len(listed)]
-    # The run goes on, and lets go of what is listed.
+    # The run goes on, and trims what is archived.
     if listed:
         await trim_before(broker, key, listed[-1].entry_id)
     await archive(broker, keys, run_dir, segment_bytes=3000)  # files of other names than those it had begun
     assert await contents(run_dir) == before
     left = {path.name for path in stream_folder(run_dir, STREAM).iterdir()}
     manifest = Manifest.load(stream_folder(run_dir, STREAM))
-    assert left == {segment.file for segment in manifest.segments} | {MANIFEST_FILE}
+    assert left == {segment.path.name for segment in manifest.segments}
 
 
 async def test_one_process_writes_at_a_time(broker: Broker, keys: Keys, tmp_path: Path) -> None:
@@ -141,28 +130,13 @@ async def test_a_lookup_opens_only_the_files_that_can_hold_it(
     await archive(broker, keys, run_dir)
     manifest = Manifest.load(stream_folder(run_dir, STREAM))
     for segment in manifest.segments:  # any other file is not even looked at
-        if not segment.may_hold("ticket", 25, 25):
-            manifest.path(segment).write_bytes(b"")
+        least, greatest = (segment.details.bounds or {})["ticket"]
+        if not least <= 25 <= greatest:
+            segment.path.write_bytes(b"")
     found = await read_trajectories(History(keys.run_id, run_dir, None), 25)
     assert [t.key for t in found] == [(25, 0), (25, 1)]
     with pytest.raises(ArchiveError, match="cannot be read"):
         await scanned(History(keys.run_id, run_dir, None))
-
-
-async def test_a_torn_line_of_the_manifest_is_not_read_and_comes_back(
-    broker: Broker, keys: Keys, tmp_path: Path
-) -> None:
-    run_dir = run_folder(tmp_path, keys)
-    await fill(broker, keys.trajectories(), range(10))
-    await archive(broker, keys, run_dir)
-    folder = stream_folder(run_dir, STREAM)
-    before = Manifest.load(folder)
-    path = folder / MANIFEST_FILE
-    path.write_bytes(path.read_bytes()[:-30])
-    assert ids_listed(Manifest.load(folder)) == ids_listed(before)[:-1]
-    assert ids_listed(sweep(folder)) == ids_listed(before)
-    assert await archive(broker, keys, run_dir) == 0
-    assert ids_listed(Manifest.load(folder)) == ids_listed(before)
 
 
 class TestRetention:
@@ -177,13 +151,13 @@ class TestRetention:
 
     async def test_by_size(self, broker: Broker, keys: Keys, run_dir: Path) -> None:
         before = Manifest.load(stream_folder(run_dir, STREAM))
-        limit = sum(segment.num_bytes for segment in before.segments[2:])
+        limit, gone = sum(segment.num_bytes for segment in before.segments[2:]), before.segments[:2]
         with writing(run_dir):
             small = ArchiveConfig().model_copy(update={"keep_gb": limit / 2**30})  # below what a user may say
             assert retain(run_dir, small) == 2
         after = Manifest.load(stream_folder(run_dir, STREAM))
         assert after.segments == before.segments[2:] and after.last_id == before.last_id
-        assert after.removed.entries == sum(segment.entries for segment in before.segments[:2])
+        assert after.removed.entries == sum(segment.entries for segment in gone)
         assert len(list(after.folder.glob("*.parquet"))) == len(after.segments)
         assert await archive(broker, keys, run_dir) == 0, "what Redis still has is not archived again"
         history = History(keys.run_id, run_dir, None)
@@ -200,7 +174,7 @@ class TestRetention:
         assert not Manifest.load(folder).segments
         await fill(broker, keys.trajectories(), range(30, 32))
         assert await archive(broker, keys, run_dir) == 6
-        assert Manifest.load(folder).segments[0].bounds["ticket"] == (30, 31)
+        assert Manifest.load(folder).segments[0].details.bounds["ticket"] == [30, 31]
 
     async def test_commits_and_weights_stay(self, broker: Broker, keys: Keys, tmp_path: Path) -> None:
         run_dir = run_folder(tmp_path, keys)
@@ -216,10 +190,9 @@ async def test_a_check_finds_what_is_missing_or_damaged(broker: Broker, keys: Ke
     await fill(broker, keys.trajectories(), range(30))
     await archive(broker, keys, run_dir)
     assert check(run_dir) == []
-    manifest = Manifest.load(stream_folder(run_dir, STREAM))
-    missing, damaged = (manifest.path(segment) for segment in manifest.segments[:2])
+    missing, damaged = (s.path for s in Manifest.load(stream_folder(run_dir, STREAM)).segments[:3:2])
     missing.unlink()
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
     found = {damage.path: damage.reason for damage in check(run_dir)}
-    assert found.keys() == {missing, damaged}
-    assert "not there" in found[missing] and "bytes" in found[damaged]
+    assert found.keys() == {missing.parent, damaged}
+    assert "are missing before" in found[missing.parent] and "bytes" in found[damaged]

@@ -2,11 +2,12 @@
 
 import pytest
 
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.history.records import read_group
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Entry, append, append_numbered
+from tidemill.common.streams import Entry, append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, Score, ScoreStatus
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.archives import STREAM, archive, fill, raw, run_folder, scanned
+from tests.support.numbered import append_numbered
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.history import ALL, History, Record, Selection, StreamName
 from tidemill.common.history.records import read_group
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import Entry, append, append_numbered, id_after, trim_before
+from tidemill.common.streams import Entry, append, id_after, trim_before
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
 

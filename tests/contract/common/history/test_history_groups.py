@@ -6,13 +6,12 @@ import pytest
 
 from tests.support.training import make_score
 from tests.support.trajectories import make_trajectory
-from tidemill.common.history import GroupCursor, History, MissingRecordsError, StreamName, TicketCursor
+from tidemill.common.history import GroupCursor, History, MissingRecordsError, StreamName
 from tidemill.common.history import groups as groups_module
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import append, append_numbered, id_after, id_before
+from tidemill.common.streams import append, id_after, id_before
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import SamplingParams, Ticket
 
 SIZE = 2
 
@@ -100,27 +99,6 @@ async def test_the_search_for_what_is_gone_ends_before_all_is_in_memory(broker, 
         for ticket in range(1, 60):
             assert len((await cursor.groups([ticket]))[ticket].trajectories) == SIZE, "what follows is there"
             cursor.close([ticket])
-
-
-async def test_tickets_are_read_forward_and_those_that_are_gone_left_out(broker, keys):
-    made = [
-        Ticket(
-            ticket=number,
-            step=0,
-            min_version=0,
-            group_size=SIZE,
-            sampling=SamplingParams(max_tokens=4),
-            prompt_ids=make_trajectory().prompt_ids,
-        )
-        for number in range(2, 6)
-    ]
-    await append_numbered(broker, keys.prompts(), ((ticket.ticket, ticket) for ticket in made))
-    cursor = TicketCursor(History(keys.run_id, None, broker))
-    assert sorted(await cursor.tickets([0, 2, 3])) == [2, 3]
-    assert sorted(await cursor.tickets([2, 4])) == [2, 4]
-    cursor.close([2, 4])
-    assert sorted(await cursor.tickets([2, 9])) == []
-    await cursor.aclose()
 
 
 def test_the_id_after_another_undoes_the_one_before() -> None:

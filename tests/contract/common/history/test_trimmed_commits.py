@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.archives import archive, run_folder
+from tests.support.numbered import append_numbered
 from tidemill.common.history import ALL, History, Selection, StreamName
 from tidemill.common.history import history as history_module
 from tidemill.common.history.journal import JOURNAL_FILE, journal_steps, newest_below, read_journal
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import append_numbered, entry_id_of, trim_before
+from tidemill.common.streams import entry_id_of, trim_before
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable.commits import CommitJournal

@@ -1,71 +1,70 @@
 """Where the entries of a ticket lie in a long stream."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common.history import History, StreamName
-from tidemill.common.history.records import read_group
-from tidemill.common.history.windows import near_tickets
+from tidemill.common.history.records import CLOCK_SPARE_S, near_tickets, read_group
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import append_numbered
-from tidemill.common.streams.entries import id_order
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
 
-STEPS, GROUPS = 200, 4
-FAR = 10 * (STEPS + 1) * GROUPS
+NUM_TICKETS, BEGIN_S, STEP_S = 40, 1_700_000_000, 60
 
 
-async def write(broker: Broker, keys: Keys, places: dict[int, int]) -> None:
-    """Tickets of one sample; one every ten milliseconds, or where `places` has it."""
-    ids = np.arange(2, dtype=np.int32)
+def ms_of(ticket: int) -> int:
+    """When its entries are appended; it was issued 20 s before, and is trained 20 s after."""
+    return 1000 * (BEGIN_S + ticket * STEP_S)
+
+
+async def write(broker: Broker, keys: Keys, times_ms: Iterable[int]) -> None:
+    """A ticket of one sample for each step."""
     tickets = [
-        Ticket(ticket=n, step=n // GROUPS, min_version=max(0, n // GROUPS - 1), group_size=1, prompt_ids=ids,
-               sampling=SamplingParams(max_tokens=8))
-        for n in range(STEPS * GROUPS)
+        Ticket(ticket=n, step=n, min_version=n, group_size=1, prompt_ids=np.arange(2, dtype=np.int32),
+               sampling=SamplingParams(max_tokens=8), issued_at=ms_of(n) / 1000 - 20)
+        for n in range(NUM_TICKETS)
     ]  # fmt: skip
-    await append_numbered(broker, keys.prompts(), [(t.ticket, t) for t in tickets])
     commits = [
-        Commit(step=s, version=s + 1, groups=tuple(range(s * GROUPS, (s + 1) * GROUPS)),
-               mini_batches=((tuple((n, 0) for n in range(s * GROUPS, (s + 1) * GROUPS)),),))
-        for s in range(STEPS)
-    ]  # fmt: skip
-    await append_numbered(broker, keys.commits, [(c.step, c) for c in commits])
-    entries = sorted((places.get(n, 10 * n + 1), n) for n in range(STEPS * GROUPS))
-    for key, make in (
-        (keys.trajectories(), lambda n: make_trajectory(n, 0, group_size=1)),
-        (keys.scores(), lambda n: Score(ticket=n, index=0, status=ScoreStatus.OK, value=1.0)),
-    ):
-        commands = [
-            ("XADD", key, f"{ms}-0", "v", SCHEMA, "p", codec.encode_payload(make(n))) for ms, n in entries
-        ]
-        await broker.pipeline(commands)
+        Commit(
+            step=n, version=n + 1, groups=(n,), mini_batches=((((n, 0),),),), finished_at=ms_of(n) / 1000 + 20
+        )
+        for n in range(NUM_TICKETS)
+    ]
+    await append_numbered(broker, keys.prompts(), enumerate(tickets))
+    await append_numbered(broker, keys.commits, enumerate(commits))
+    for ms, n in sorted(zip(times_ms, range(NUM_TICKETS), strict=True)):
+        score = Score(ticket=n, index=0, status=ScoreStatus.OK, value=1.0)
+        for key, message in (
+            (keys.trajectories(), make_trajectory(n, 0, group_size=1)),
+            (keys.scores(), score),
+        ):
+            payload = codec.encode_payload(message)
+            await broker.execute("XADD", key, f"{ms}-0", "v", SCHEMA, "p", payload)
 
 
-@pytest.mark.parametrize("ticket", [0, 3, 401, STEPS * GROUPS - 1])
+@pytest.mark.parametrize("ticket", [0, 7, NUM_TICKETS - 1])
 async def test_a_window_holds_the_ticket_and_little_else(broker, keys, ticket):
-    await write(broker, keys, {})
-    for stream in (StreamName.TRAJECTORIES, StreamName.SCORES):
-        near = await near_tickets(History(keys.run_id, None, broker), stream, ticket, ticket)
-        assert near.has_id(f"{10 * ticket + 1}-0")
-        entries = await broker.execute("XRANGE", stream.key(keys), near.first_id, near.last_id)
-        assert len(entries) <= 2 * (4 * 2 * GROUPS + 64) + 8
-
-
-async def test_copies_that_come_late_mislead_nobody(broker, keys):
-    await write(broker, keys, {})
-    for number in (5, 6, 7):
-        copy = codec.encode_payload(make_trajectory(number, 0, group_size=1))
-        await broker.execute("XADD", keys.trajectories(), f"{FAR + number}-0", "v", SCHEMA, "p", copy)
+    await write(broker, keys, map(ms_of, range(NUM_TICKETS)))
     history = History(keys.run_id, None, broker)
-    near = await near_tickets(history, StreamName.TRAJECTORIES, 790, 790)
-    assert id_order(near.first_id) < id_order("7901-0") and near.has_id("7901-0")
+    near = await near_tickets(history, ticket, ticket, commit=await history.commit(ticket))
+    for stream in (StreamName.TRAJECTORIES, StreamName.SCORES):
+        entries = await broker.execute("XRANGE", stream.key(keys), near.first_id, near.last_id)
+        assert f"{ms_of(ticket)}-0".encode() in dict(entries)
+        assert len(entries) <= 1 + 2 * (1 + CLOCK_SPARE_S // STEP_S)
+    in_flight = await near_tickets(history, ticket, ticket)
+    assert (in_flight.first_id, in_flight.last_id) == (near.first_id, "+")
 
 
-async def test_a_trained_group_is_found_wherever_it_lies(broker, keys):
-    await write(broker, keys, {2: FAR})
+async def test_a_group_is_found_wherever_it_lies(broker, keys):
+    """Its entries have the times of a clock that is wrong."""
+    times_ms = [ms_of(n) for n in range(NUM_TICKETS)]
+    times_ms[2] = ms_of(10**4)
+    await write(broker, keys, times_ms)
     group = await read_group(History(keys.run_id, None, broker), 2)
     assert group.is_trained and group.is_whole

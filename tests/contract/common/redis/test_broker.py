@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SERVERS
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common import streams
@@ -147,7 +148,7 @@ async def test_nothing_is_lost_or_doubled_when_redis_is_killed_and_restarted(
 
     async def write() -> None:
         for number in range(total):
-            await streams.append_numbered(broker, keys.trajectories(), [(number, make_trajectory(number))])
+            await append_numbered(broker, keys.trajectories(), [(number, make_trajectory(number))])
 
     async def work() -> None:
         worker = Consumer(
@@ -201,7 +202,7 @@ async def test_a_server_that_stops_answering_is_waited_out(
     assert own_redis.pid is not None
     os.kill(own_redis.pid, signal.SIGSTOP)
     try:
-        append = asyncio.create_task(streams.append_numbered(broker, keys.commits, [(0, make_commit(0))]))
+        append = asyncio.create_task(append_numbered(broker, keys.commits, [(0, make_commit(0))]))
         await wait_until(lambda: broker.waited_s > 0)
     finally:
         os.kill(own_redis.pid, signal.SIGCONT)
@@ -225,7 +226,7 @@ async def test_a_refused_number_is_never_passed_by_later_ones(own_redis: Embedde
         [(number, make_commit(number, "x" * 40_000)) for number in range(n, n + 20)]
         for n in range(0, 400, 20)
     ]
-    new = [await streams.append_numbered(broker, keys.commits, call) for call in calls]
+    new = [await append_numbered(broker, keys.commits, call) for call in calls]
     await squeezing
     assert new == [20] * 20
     read = await streams.read_range(broker, keys.commits, Commit)

@@ -54,8 +54,8 @@ async def test_who_has_looked_before_notices_that_the_clock_is_set_back(broker: 
     await publish(broker, keys, 1)
     (held,) = await fetched(make_consumer(broker, keys, "dead"), 1)
     await set_clock_back(broker, keys.trajectories(), REWARD_GROUP, TEN_MINUTES_S)
-    now_ms, asked_at = rival.takeover._clock._told
-    rival.takeover._clock._told = (now_ms + int(2000 * LEASE_S), asked_at)  # as if the server were behind now
+    now_ms, asked_at = rival.takeover._clock
+    rival.takeover._clock = (now_ms + int(2000 * LEASE_S), asked_at)  # as if the server were behind now
     for _ in range(2):  # the first look notices it, the second one begins the lease
         rival.takeover.next_at = 0.0
         assert await rival.fetch(10, 0) == []
@@ -70,8 +70,8 @@ async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker: Broker, 
     holder, rival = make_consumer(broker, keys, "holder"), make_consumer(broker, keys, "rival")
     (held,) = await fetched(holder, 1)
     assert await rival.fetch(10, 0) == []
-    now_ms, asked_at = rival.takeover._clock._told
-    rival.takeover._clock._told = (
+    now_ms, asked_at = rival.takeover._clock
+    rival.takeover._clock = (
         now_ms - int(2000 * LEASE_S),
         asked_at,
     )

@@ -19,6 +19,7 @@ from tests.support.consumers import (
     scored,
     take_ticket,
 )
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common import streams
@@ -284,7 +285,7 @@ async def test_a_publisher_waits_while_redis_is_full_and_goes_on_when_it_is_not(
     broker: Broker, keys: Keys
 ) -> None:
     await publish(broker, keys, 2)
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
     consumer = make_consumer(broker, keys)
     rollout, ticket = await take_ticket(broker, keys)
     held = await fetched(consumer, 2)
@@ -299,7 +300,7 @@ async def test_a_publisher_waits_while_redis_is_full_and_goes_on_when_it_is_not(
             asyncio.create_task(
                 rollout.publish_sample(ticket, keys.trajectories(), keys.progress(0), sample)
             ),
-            asyncio.create_task(streams.append_numbered(broker, keys.prompts(), numbered)),
+            asyncio.create_task(append_numbered(broker, keys.prompts(), numbered)),
             asyncio.create_task(streams.append(broker, keys.commits, make_score(5))),
         ]
         refused = "errorstat_OOM"  # counted by the server since 6.2

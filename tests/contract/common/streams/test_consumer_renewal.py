@@ -7,10 +7,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.support.letters import make_ticket, samples_of, tickets_of
+from tests.support.numbered import append_numbered
 from tests.support.training import make_score
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.streams import Consumer, append, append_numbered
+from tidemill.common.streams import Consumer, append
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from tests.support.consumers import (
     publish,
     scored,
 )
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
 from tidemill.common.errors import LeaseLostError
@@ -84,7 +85,7 @@ async def test_a_ticket_that_is_trimmed_while_it_is_held_leaves_no_progress(
     """Two tickets are held; the first goes, and its holder publishes nothing more."""
     await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
     tickets = [(number, make_ticket(number)) for number in range(2)]
-    await streams.append_numbered(broker, keys.prompts(), tickets)
+    await append_numbered(broker, keys.prompts(), tickets)
     consumer = make_rollout(broker, keys)
     held = [found for found in await consumer.fetch(2, 0) if isinstance(found, Delivery)]
     for number, delivery in enumerate(held):
@@ -154,7 +155,7 @@ async def test_a_stream_that_vanished_is_created_again(broker: Broker, keys: Key
     await publish(broker, keys, 1)
     rollout, consumer = make_rollout(broker, keys), make_consumer(broker, keys)
     await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket())])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket())])
     (ticket,) = await rollout.fetch(1, 0)
     assert isinstance(ticket, Delivery)
     (held,) = await fetched(consumer, 1)

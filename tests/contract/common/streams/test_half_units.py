@@ -14,6 +14,7 @@ import pytest
 from tests.chaos.mortal_redis import append_only_file
 from tests.conftest import SERVERS
 from tests.support.consumers import make_ticket, samples_of, take_ticket
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
 from tidemill.common.redis.broker import Broker
@@ -58,7 +59,7 @@ async def found(server: EmbeddedRedis, keys: Keys) -> tuple[list[int], set[int]]
 async def begin(server: EmbeddedRedis, keys: Keys) -> None:
     server.start()
     broker = await Broker.connect(server.url)
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=SIZE))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=SIZE))])
     await broker.close()
     await publish(server, keys, 0, 1)
 

@@ -9,7 +9,7 @@ from tests.support.consumers import make_consumer
 from tests.support.trajectories import make_trajectory
 from tidemill.common.history import History, StreamName
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import OffsetReader, ReadSize, append, ensure_group, read_size, scan
+from tidemill.common.streams import OffsetReader, ReadSize, append, ensure_group, log, scan
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Trajectory
 
@@ -31,7 +31,7 @@ def answers(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(broker, "execute", counting)
     monkeypatch.setattr(broker, "max_bytes", LIMIT_BYTES)
-    monkeypatch.setattr(read_size, "READ_BYTES", LIMIT_BYTES)
+    monkeypatch.setattr(log, "READ_BYTES", LIMIT_BYTES)
     return counts
 
 
@@ -68,7 +68,7 @@ async def test_answers_have_no_more_bytes_than_fit(
     samples = [make_trajectory(0, n, text=text, group_size=160) for n, text in enumerate(texts)]
     await append(broker, keys.trajectories(), *samples)
     assert await read(broker, keys) == list(range(160))
-    assert answers[0] == read_size.UNSEEN_SHARE
+    assert answers[0] == log.UNSEEN_SHARE
     assert max(answers) > 16
     assert max(answers[-10:]) <= 3
 
@@ -76,7 +76,7 @@ async def test_answers_have_no_more_bytes_than_fit(
 def test_an_entry_that_is_larger_than_all_that_fits_is_read_alone_and_then_more_again() -> None:
     size = ReadSize(64 * MIB)
     assert size.limit(256) == 8 and size.limit(0) == 0
-    size.saw([(b"p", b"x" * (read_size.READ_BYTES + 1))])
+    size.saw([(b"p", b"x" * (log.READ_BYTES + 1))])
     assert size.limit(256) == 1
     for expected in (1, 4, 8):
         size.saw([(b"p", b"x")])

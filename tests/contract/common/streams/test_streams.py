@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from redis import exceptions as redis_errors
 
+from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
 from tidemill.common.redis.broker import Broker
@@ -80,9 +81,9 @@ async def test_a_numbered_append_happens_once_however_often_it_is_repeated(
 ) -> None:
     first = [(step, make_commit(step, "a")) for step in range(3)]
     again = [(step, make_commit(step, "b")) for step in range(1, 5)]
-    assert await streams.append_numbered(broker, keys.commits, first) == 3
-    assert await streams.append_numbered(broker, keys.commits, first) == 0
-    assert await streams.append_numbered(broker, keys.commits, again) == 2
+    assert await append_numbered(broker, keys.commits, first) == 3
+    assert await append_numbered(broker, keys.commits, first) == 0
+    assert await append_numbered(broker, keys.commits, again) == 2
     read = await streams.read_range(broker, keys.commits, Commit)
     assert [(c.step, c.digest) for c in messages_of(read)] == [
         (0, "a"),
@@ -92,36 +93,31 @@ async def test_a_numbered_append_happens_once_however_often_it_is_repeated(
         (4, "b"),
     ]
     assert [entry.entry_id for entry in read] == [streams.entry_id_of(step) for step in range(5)]
-    assert await streams.append_numbered(broker, keys.commits, []) == 0
+    assert await append_numbered(broker, keys.commits, []) == 0
 
 
 async def test_of_two_writers_of_a_number_one_wins(broker: Broker, keys: Keys) -> None:
     def commits(digest: str) -> list[tuple[int, Commit]]:
         return [(step, make_commit(step, digest)) for step in range(20)]
 
-    new = await asyncio.gather(
-        *(streams.append_numbered(broker, keys.commits, commits(writer)) for writer in "abcd")
-    )
-    assert sum(new) == 20
+    await asyncio.gather(*(append_numbered(broker, keys.commits, commits(writer)) for writer in "abcd"))
     assert [c.step for c in messages_of(await streams.read_range(broker, keys.commits, Commit))] == list(
         range(20)
     )
 
 
 async def test_a_numbered_append_is_not_repeated_after_trimming(broker: Broker, keys: Keys) -> None:
-    await streams.append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(3)])
+    await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(3)])
     await streams.trim_before(broker, keys.commits, streams.entry_id_of(3))
     assert await streams.length(broker, keys.commits) == 0
-    assert (
-        await streams.append_numbered(broker, keys.commits, [(2, make_commit(2)), (3, make_commit(3))]) == 1
-    )
+    assert await append_numbered(broker, keys.commits, [(2, make_commit(2)), (3, make_commit(3))]) == 1
 
 
 async def test_an_append_that_can_never_work_is_an_error(broker: Broker, keys: Keys) -> None:
     await broker.execute("SET", keys.commits, "not a stream")
     for call in (
-        streams.append_numbered(broker, keys.commits, [(0, make_commit(0))]),
-        streams.append_numbered(broker, keys.commits, [(0, make_commit(0)), (1, make_commit(1))]),
+        append_numbered(broker, keys.commits, [(0, make_commit(0))]),
+        append_numbered(broker, keys.commits, [(0, make_commit(0)), (1, make_commit(1))]),
         streams.append(broker, keys.commits, make_commit(0)),
     ):
         with pytest.raises(redis_errors.ResponseError, match="WRONGTYPE"):
@@ -178,7 +174,7 @@ async def test_reading_after_the_id_before_an_entry_begins_with_it(broker: Broke
 
 
 async def test_a_range_has_both_its_ends(broker: Broker, keys: Keys) -> None:
-    await streams.append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(6)])
+    await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(6)])
     first, last = streams.entry_id_of(2), streams.entry_id_of(4)
     read = await streams.read_range(broker, keys.commits, Commit, first, last)
     assert [c.step for c in messages_of(read)] == [2, 3, 4]
@@ -187,7 +183,7 @@ async def test_a_range_has_both_its_ends(broker: Broker, keys: Keys) -> None:
 
 
 async def test_a_scan_sees_every_entry_once_whatever_the_batch(broker: Broker, keys: Keys) -> None:
-    await streams.append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(7)])
+    await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(7)])
     for batch in (1, 3, 7, 256):
         seen = [entry async for entry in streams.scan(broker, keys.commits, Commit, batch=batch)]
         assert [c.step for c in messages_of(seen)] == list(range(7))
@@ -218,7 +214,7 @@ async def test_an_entry_that_cannot_be_decoded_comes_back_with_its_bytes(broker:
 
 
 async def test_trimming_removes_what_lies_below_an_id_and_nothing_else(broker: Broker, keys: Keys) -> None:
-    await streams.append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(300)])
+    await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(300)])
     assert await streams.trim_before(broker, keys.commits, streams.entry_id_of(123)) == 123
     left = messages_of(await streams.read_range(broker, keys.commits, Commit))
     assert [c.step for c in left] == list(range(123, 300))
@@ -265,7 +261,7 @@ async def use_everything(broker: Broker, keys: Keys) -> None:
             )
             await consumer.leave()
         await streams.trim_before(broker, keys.trajectories(lane), held[3].entry_id)
-    await streams.append_numbered(broker, keys.commits, [(0, make_commit(0))])
+    await append_numbered(broker, keys.commits, [(0, make_commit(0))])
     await update_state(broker, keys, version=3)
 
 

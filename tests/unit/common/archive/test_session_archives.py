@@ -1,6 +1,5 @@
 """Archives that hold sessions beside single turns."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -8,11 +7,11 @@ import pytest
 from tests.support.histories import trajectories
 from tests.support.recorded_sessions import QUESTION, RESULT, as_session
 from tidemill.common.archive import stream_folder
+from tidemill.common.archive.archiver import SegmentFile
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.archive.reader import select
-from tidemill.common.archive.rows import RawEntry
-from tidemill.common.archive.writer import write_segments
-from tidemill.common.streams.entries import Entry
+from tidemill.common.files import aside_file
+from tidemill.common.streams.entries import START, Entry
 from tidemill.common.streams.selection import ALL, Selection, StreamName
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Message
@@ -26,20 +25,18 @@ def found(folder: Path, selection: Selection = ALL) -> list[Message]:
 
 
 @pytest.fixture
-async def mixed(tmp_path: Path) -> Path:
+def mixed(tmp_path: Path) -> Path:
     """An archive in which ticket 3 was played as sessions."""
-    made = [as_session(one) if one.ticket == 3 else one for one in trajectories()]
-
-    async def entries(after: str) -> AsyncIterator[RawEntry]:
-        for number, message in enumerate(made, 1):
-            if after != f"{len(made)}-0":
-                yield f"{number}-0", codec.encode(message)
-
-    await write_segments(tmp_path, STREAM, entries, segment_bytes=10**6, is_last=True)
-    return stream_folder(tmp_path, STREAM)
+    folder = stream_folder(tmp_path, STREAM)
+    segment = SegmentFile(STREAM.message_type, START)
+    with aside_file(folder / "segment") as aside:
+        for number, one in enumerate(trajectories(), 1):
+            segment.add((f"{number}-0", codec.encode(as_session(one) if one.ticket == 3 else one)), aside)
+        segment.publish(aside, folder)
+    return folder
 
 
-async def test_sessions_beside_single_turns_come_back_entry_by_entry(mixed: Path) -> None:
+def test_sessions_beside_single_turns_come_back_entry_by_entry(mixed: Path) -> None:
     back = found(mixed)
     assert back == [as_session(one) if one.ticket == 3 else one for one in trajectories()]
     assert [codec.encode(made) for made in back[6:8]] == [
@@ -48,11 +45,11 @@ async def test_sessions_beside_single_turns_come_back_entry_by_entry(mixed: Path
 
 
 @pytest.mark.parametrize("words", [RESULT, r"17 \* 23$"])
-async def test_what_was_said_in_a_session_is_found(mixed: Path, words: str) -> None:
+def test_what_was_said_in_a_session_is_found(mixed: Path, words: str) -> None:
     assert all(words not in made.text and QUESTION not in made.text for made in found(mixed))
     assert [made.key for made in found(mixed, Selection(pattern=words))] == [(3, 0), (3, 1)]
     assert found(mixed, Selection(pattern=f"no {words}")) == []
 
 
-async def test_a_version_that_made_only_a_fork_is_found(mixed: Path) -> None:
+def test_a_version_that_made_only_a_fork_is_found(mixed: Path) -> None:
     assert [made.key for made in found(mixed, Selection(versions=(3, 3)))] == [(3, 0), (3, 1)]

@@ -29,10 +29,8 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
 @pytest.mark.parametrize(
     ("algorithm", "sections", "reason"),
     [
-        ({"advantage": "gae"}, {}, "set value.head to true"),
-        ({"value": {"head": True}}, {}, "does not use its values"),
         (
-            {"advantage": "gae", "value": {"head": True, "model": "own"}},
+            {"advantage": "gae", "value": {"model": "own"}},
             {"trainer": {"lora": {}}},
             "a whole second model",
         ),
@@ -91,7 +89,7 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ({"loss": "reinforce", **ROLLOUT}, {}, "would leave staleness uncorrected"),
         ({"importance": {"mode": "mask"}, **ROLLOUT}, {}, "would weigh every token twice"),
         (
-            {"loss": "gspo", "advantage": "gae", "value": {"head": True}, **ROLLOUT},
+            {"loss": "gspo", "advantage": "gae", **ROLLOUT},
             {},
             "needs one advantage for it",
         ),
@@ -115,7 +113,7 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ({"advantage": "gdpo", "kl": {"place": "reward"}, **FROZEN}, {"reward": TWO_REWARDS}, "by itself"),
         ({"advantage": "gdpo", "filter_zero_variance": True}, {"reward": TWO_REWARDS}, "sums are equal"),
         ({"length_penalty": {"tokens": 0.1}, "mask_truncated": True}, {}, "longest of their group"),
-        ({"length_penalty": {"turns": 0.1}, "advantage": "pass_at_k"}, {}, "reach pass_threshold"),
+        ({"length_penalty": {"turns": 0.1}, "advantage": "pass_at_k"}, {}, "reach success_threshold"),
         ({"length_penalty": {"turns": 0.1}, "advantage": "remax"}, {}, "with a greedy one alone"),
         ({"advantage": "gdpo", "length_penalty": {"tokens": 1.0}}, {"reward": TWO_REWARDS}, "by itself"),
         ({"entropy_control": {"target": 0.1, "low": 0.1}}, {}, "lies outside of its low and high"),
@@ -146,7 +144,7 @@ def test_a_bad_combination_is_refused_with_the_reason(algorithm, sections, reaso
     ("algorithm", "trainer"),
     [
         ({"advantage": "reinforce_plus_plus"}, {"group_size": 1}),
-        ({"advantage": "gae", "value": {"head": True}}, {"group_size": 1}),
+        ({"advantage": "gae"}, {"group_size": 1}),
         ({"loss": "gspo", "importance": {"level": "geometric", "mode": "mask"}}, {"mini_batches": 2}),
         ({"loss": "gspo", "importance": {"mode": "off"}}, {"mini_batches": 4}),
         ({"dual_clip": 3.0}, {"mini_batches": 2}),
@@ -203,8 +201,7 @@ def test_off_means_off_though_yaml_reads_it_as_false(tmp_path):
 
 def test_every_name_of_the_config_has_a_function_behind_it():
     for name in ADVANTAGES:
-        value = {"head": name == "gae"}
-        assert find_advantage(AlgorithmConfig(advantage=name, value=value)).estimate is not None
+        assert find_advantage(AlgorithmConfig(advantage=name)).estimate is not None
     for name in LOSSES:
         level = {"level": "sequence"} if LOSSES[name].level == "sequence" else {}
         old = "rollout" if LOSSES[name].weighs_by_rollout else "recompute"

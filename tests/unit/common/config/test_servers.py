@@ -61,11 +61,3 @@ def test_what_does_not_fit_is_refused_by_its_field(
 def test_rewards_and_functions_share_servers(rewards: dict[str, Any], servers: dict[str, Any]) -> None:
     config = make_config(reward={"rewards": rewards}, servers=servers)
     assert {one.servers or one.router for one in config.reward.named.values()} == {"s"}
-
-
-@pytest.mark.parametrize("kind", ["judge", "model", "teacher"])
-def test_the_shape_of_releases_before_is_refused_with_todays(kind: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_config(reward={"rewards": {"r": {kind: {"base_urls": ["http://h:1/v1"], "hedge": None}}}})
-    said = str(caught.value)
-    assert f"reward.rewards.r.{kind}" in said and f"{kind}: {{servers: NAME" in said

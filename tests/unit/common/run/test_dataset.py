@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.rows import read_dataset
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
-from tidemill.common.run.dataset import Row, gsm8k_answer, read_dataset
-from tidemill.common.run.training_rows import read_training_rows
+from tidemill.common.run.dataset import Row, gsm8k_answer, read_training_rows
 
 SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
 
@@ -65,7 +65,7 @@ def test_verls_columns_are_read_from_either_format(tmp_path: Path, write: Any) -
 
 def test_a_prompt_may_be_text_and_the_truth_a_column_of_its_own(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"problem": "1+1=", "ground_truth": 2, "level": 3})
-    assert read_dataset(path, "problem") == [Row("1+1=", "", 2, {"level": 3}, 0, f"{path} line 1")]
+    assert read_dataset(path) == [Row("1+1=", "", 2, {"level": 3}, 0, f"{path} line 1")]
 
 
 def test_the_solution_of_a_dataset_for_trl_is_its_truth_and_stays_a_column(tmp_path: Path) -> None:
@@ -174,8 +174,8 @@ def test_gsm8k_is_read_as_it_comes() -> None:
     assert all(row.ground_truth.lstrip("-").isdigit() for row in rows)
 
 
-def test_gsm8k_with_question_named_as_the_prompt_column_is_the_same() -> None:
-    assert read_dataset(SAMPLE, "question") == read_dataset(SAMPLE)
+def test_gsm8k_with_question_named_as_the_prompt_is_the_same() -> None:
+    assert read_dataset(SAMPLE, names={"prompt": "question"}) == read_dataset(SAMPLE)
 
 
 @pytest.mark.parametrize(

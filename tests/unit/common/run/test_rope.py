@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.rope import freeze_rope
+from tidemill.common.run.model_config import freeze_rope
 
 LONGROPE = {
     "rope_type": "longrope",

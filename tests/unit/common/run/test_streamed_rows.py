@@ -10,11 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.late_imports import late
+from tests.support.rows import read_dataset
 from tidemill.common.config import DataConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.dataset import read_dataset
-from tidemill.common.run.hub_datasets import open_hub_dataset
-from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
+from tidemill.common.run.dataset import read_evaluation_rows, read_training_rows
 
 datasets = late("datasets")
 ROWS = [{"prompt": f"what is {i}?", "ground_truth": str(i), "level": i % 3} for i in range(7)]
@@ -104,7 +103,7 @@ def test_a_name_of_the_hub_says_dataset_config_and_split(
 
 def test_a_name_of_another_form_says_what_is_expected() -> None:
     with pytest.raises(ConfigError, match="expected hub:OWNER/NAME"):
-        open_hub_dataset("hub:a/b/c/d")
+        read_dataset("hub:a/b/c/d")
 
 
 def test_without_the_package_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +138,6 @@ def test_own_names_hold_for_streamed_rows_and_sources(tmp_path: Path) -> None:
             "hi",
             "hi",
         )
-    with pytest.raises(ValueError, match="both name the prompt"):
-        DataConfig(train=path, columns=columns, prompt_column="text")
 
 
 def test_what_is_read_as_a_whole_is_not_streamed(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> PendingGroup:
 def test_a_sample_without_its_payload_is_left_out_whatever_its_score_and_the_policy(tmp_path, status, value):
     """It may have been scored while its file was there."""
     statuses = dict.fromkeys(range(4), ScoreStatus.OK) | {1: status}
-    policy = {"reward__on_failure": "value", "reward__failure_value": value} if value else {}
+    policy = {"reward__on_failure": value} if value else {}
     config = trainer_config(**policy, group_size=4)
     outcome = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
     assert isinstance(outcome, TrainableGroup)

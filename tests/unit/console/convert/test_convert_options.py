@@ -41,7 +41,7 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("verl", {"trainer.total_training_steps": 7}, {"trainer.steps": 7, "trainer.epochs": None}),
     ("verl", {"algorithm.norm_adv_by_std_in_grpo": False}, {ALGORITHM + "advantage": "dr_grpo"}),
     ("verl", {"algorithm.adv_estimator": "gae", "critic.optim.lr": 2e-5},
-     {ALGORITHM + "value.head": True, ALGORITHM + "value.model": "own",
+     {ALGORITHM + "advantage": "gae", ALGORITHM + "value.model": "own",
       ALGORITHM + "value.lr": 2e-5, ALGORITHM + "gae_lambda": 1.0,
       "trainer.num_ranks": 8}),
     ("verl", {A + "clip_ratio_low": 2.0}, {ALGORITHM + "clip_low": 1.0}),

@@ -51,7 +51,7 @@ def test_an_unknown_field_that_is_an_option_elsewhere_is_translated(
         main()
     said = capsys.readouterr().err
     assert ended.value.code == 2
-    assert "  data.prompt_key is data.prompt_column (verl's data.prompt_key)" in said
+    assert "  data.prompt_key is data.columns.prompt (verl's data.prompt_key)" in said
     assert "  trainer.num_generations is trainer.group_size (TRL's num_generations)" in said
     assert "zzz is" not in said and "tidemill convert" in said
 

@@ -16,8 +16,8 @@ from tidemill.common.wire.messages import SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments import load
 from tidemill.services.rollout.environments.environment import Design, Stage
-from tidemill.services.rollout.environments.local import LocalStage
 from tidemill.services.rollout.environments.player import EnvironmentPlayer
+from tidemill.services.rollout.environments.stages import LocalStage
 from tidemill.services.rollout.environments.users_code import observed
 from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import TemplateChat

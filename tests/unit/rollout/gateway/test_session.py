@@ -12,9 +12,8 @@ from tidemill.common.wire.messages import Lane, SamplingParams, Trajectory
 from tidemill.common.wire.segments import Session
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.environments.agent import AgentPlayer
-from tidemill.services.rollout.environments.agent_programs import Result
-from tidemill.services.rollout.gateway.anthropic_messages import question_of
+from tidemill.services.rollout.environments.agent import AgentPlayer, Result
+from tidemill.services.rollout.gateway.apis import anthropic_question
 from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
 from tidemill.services.trainer.groups.samples import make_sample
@@ -198,9 +197,9 @@ async def test_a_question_within_other_limits_is_another_question(more: dict[str
 )
 def test_the_tool_that_a_client_wants_is_a_part_of_its_question(choices: tuple[Any, Any]) -> None:
     message = {"messages": [USER]}
-    keys = {question_of(message | {"tool_choice": choice}).key for choice in choices}
+    keys = {anthropic_question(message | {"tool_choice": choice}).key for choice in choices}
     assert len(keys) == 2
-    assert question_of(message).key == question_of(message | {"tool_choice": "auto"}).key
+    assert anthropic_question(message).key == anthropic_question(message | {"tool_choice": "auto"}).key
 
 
 async def test_counting_what_is_too_long_is_refused_and_ends_nothing() -> None:

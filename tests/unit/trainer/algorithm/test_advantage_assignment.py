@@ -211,15 +211,15 @@ class TestGae:
 
     def test_goes_over_trained_tokens_and_fills_in_the_values_targets(self):
         # The token in the middle is no action: rewards 0, 1, values 0.5, 0.25 as in the function's docstring.
-        advantages = assigner(advantage="gae", value={"head": True, "whiten": False}, gae_lambda=0.5)
+        advantages = assigner(advantage="gae", value={"whiten": False}, gae_lambda=0.5)
         assert advantages.scope == "group"
         (done,) = assigned(advantages, group(0, sample(0, 0, 1.0, values=self.VALUES, mask=self.MASK)))
         np.testing.assert_allclose(done.advantage, [0.125, 0.0, 0.75])
         np.testing.assert_allclose(done.returns, [0.625, 0.0, 1.0])
 
     def test_whitening_takes_the_whole_batch_and_leaves_the_targets(self):
-        plain = assigner(advantage="gae", value={"head": True, "whiten": False})
-        whitened = assigner(advantage="gae", value={"head": True})
+        plain = assigner(advantage="gae", value={"whiten": False})
+        whitened = assigner(advantage="gae")
         assert whitened.scope == "batch"
         groups = [group(t, sample(t, 0, float(t), values=self.VALUES)) for t in range(3)]
         raw = np.concatenate([s.advantage for s in assigned(plain, *groups)])

@@ -351,7 +351,7 @@ class TestValueLoss:
             "returns_N": tensor(0.0, 3.0),
             "weights_N": tensor(1.0, 0.5),
         }
-        value = {"head": True, "coefficient": 0.1, "clip": None}
+        value = {"coefficient": 0.1, "clip": None}
         tokens = make_tokens([0.6, 0.6], [0.6, 0.6], [0.0, 0.0], **fields)
         terms = loss_of(tokens, advantage="gae", value=value)
         # 0.1 * (1 * 0.5 + 0.5 * 4.5)

@@ -278,7 +278,7 @@ def test_logprobs_take_the_place_of_sampled_tokens_only() -> None:
         ({"rollout": {"sampling": {"top_p": 0.9}}}, "take place: loss"),
         ({"trainer": {"algorithm": {"preset": "gspo"}}}, "one advantage for a sequence"),
         ({"trainer": {"algorithm": {"teacher": {"place": "loss", "gamma": 0.5}}}}, "leave gamma out"),
-        ({"reward": {"on_failure": "value", "failure_value": 0.0}}, "cannot stand for a teacher"),
+        ({"reward": {"on_failure": 0.0}}, "cannot stand for a teacher"),
         ({"reward": {"rewards": {"wise": TEACHER | {"weight": -1.0}}}}, "at least 0"),
         ({"reward": {"rewards": {"wise": TEACHER, "other": TEACHER}}}, "both teachers of all data sources"),
         (

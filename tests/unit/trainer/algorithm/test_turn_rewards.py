@@ -68,7 +68,7 @@ def test_gae_is_the_recursion_over_the_models_tokens(per: str) -> None:
         gamma=GAMMA,
         gamma_per=per,
         gae_lambda=LAMBDA,
-        value={"head": True, "whiten": False},
+        value={"whiten": False},
     )
     rewards, expected, following = [0.0, 1.0, 0.0, 0.0, 2.0], [0.0] * 5, 0.0
     for t in range(4, -1, -1):
@@ -117,9 +117,7 @@ def test_group_estimators_compare_the_scores_of_sessions() -> None:
 def test_a_single_turn_is_one_turn() -> None:
     """Discounted per turn, its tokens are not discounted at all."""
     plain = replace(session(0, 3.0), turns=(), forked=())
-    (sample,) = assigned(
-        plain, advantage="gae", gamma=GAMMA, gamma_per="turn", value={"head": True, "whiten": False}
-    )
+    (sample,) = assigned(plain, advantage="gae", gamma=GAMMA, gamma_per="turn", value={"whiten": False})
     assert sample.returns is not None
     assert sample.returns[sample.mask].tolist() == pytest.approx([3.0 * 1.0] * 4 + [3.0])
 

@@ -113,7 +113,7 @@ class TestFailedScores:
         trained(filtered(config, group_of(1.0, 0.0, 1.0, 0.0)))
 
     def test_value_is_what_the_config_says_never_a_silent_zero(self):
-        config = config_of(reward__on_failure="value", reward__failure_value=-0.5)
+        config = config_of(reward__on_failure=-0.5)
         verdict = trained(filtered(config, group_of(1.0, None, 0.0, None)))
         assert verdict.rewards == [1.0, -0.5, 0.0, -0.5]
         assert verdict.left_out == []
@@ -223,7 +223,7 @@ class TestPoliciesOfSingleRewards:
 
     def test_the_runs_value_is_not_for_scores_with_a_policy_of_their_own(self):
         config = config_of()
-        update = {"on_failure": "value", "failure_value": 0.5}
+        update = {"on_failure": 0.5}
         config = config.model_copy(update={"reward": config.reward.model_copy(update=update)})
         assert trained(filtered(config, self.with_policy(""))).rewards == [1.0, 0.0, 0.5]
         assert trained(filtered(config, self.with_policy("drop_sample"))).rewards == [1.0, 0.0]

@@ -246,7 +246,7 @@ def test_gradient_checkpointing_changes_no_gradient_of_adapters():
 
 
 def test_a_value_head_is_trained_beside_adapters():
-    algorithm = {"advantage": "gae", "value": {"head": True}}
+    algorithm = {"advantage": "gae"}
     policy = make_policy(**LORA, algorithm=algorithm)
     names = {name.partition(".")[0] for name, _ in policy._parameters}
     assert names == {"model", "value_head"}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreT
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
 from tests.support.models import make_policy, make_samples, run_config, write_tokenizer
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.chat_template import exact_attention
+from tidemill.common.run.model_config import exact_attention
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 from tidemill.services.rollout.engines.decoding import score_completion
 from tidemill.services.rollout.engines.model import load_model as load_for_engine

@@ -162,7 +162,7 @@ def test_states_of_one_rank_by_hand():
 
 def test_states_of_ranks_that_hold_copies_by_hand():
     algorithm = {"reference": {"model": "frozen", "dtype": "bfloat16"},
-                 "value": {"head": True, "model": "own"}, "advantage": "gae"}  # fmt: skip
+                 "value": {"model": "own"}, "advantage": "gae"}  # fmt: skip
     trainer = {"num_ranks": 8, "shard_ranks": 4, "mini_batches": 2, "algorithm": algorithm}
     take = trainer_take(config_of(trainer), model_of(), 1e9, 16, recomputed=True)
     assert take.always == {

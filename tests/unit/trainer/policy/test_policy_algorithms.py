@@ -49,7 +49,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl": {"kl": {"place": "loss", "estimator": "k3", "coefficient": 0.5}, **FROZEN},
     "corrected k3": {"kl": {"place": "loss", "estimator": "corrected_k3"}, **ROLLOUT, **FROZEN},
     "entropy": {"entropy_coefficient": 0.3},
-    "gae": {"advantage": "gae", "value": {"head": True}},
+    "gae": {"advantage": "gae"},
 }
 
 
@@ -206,7 +206,7 @@ class TestReference:
             np.testing.assert_array_equal(values, expected)
 
 
-PPO: dict[str, Any] = {"advantage": "gae", "value": {"head": True, "clip": None}}
+PPO: dict[str, Any] = {"advantage": "gae", "value": {"clip": None}}
 
 
 def with_returns(policy: TransformersPolicy, samples: list[Sample], target: float) -> list[Sample]:
@@ -247,7 +247,7 @@ class TestValueHead:
         torch.testing.assert_close(found, gradients_of(policy), rtol=1e-7, atol=1e-9)
 
     def test_detached_it_leaves_the_policy_alone(self):
-        policy = make_policy(algorithm=PPO | {"value": {"head": True, "detach": True}})
+        policy = make_policy(algorithm=PPO | {"value": {"detach": True}})
         batch = with_returns(policy, make_samples(5), 0.7)
         policy.accumulate(one_batch(batch))
         assert all(not p.grad.any() for p in policy._model.parameters() if p.grad is not None)
@@ -255,7 +255,7 @@ class TestValueHead:
 
     def test_has_a_learning_rate_of_its_own(self):
         policy = make_policy(
-            algorithm=PPO | {"value": {"head": True, "lr": 0.5}},
+            algorithm=PPO | {"value": {"lr": 0.5}},
             optimizer={"lr": 0.1, "schedule": "linear"},
             steps=2,
         )
@@ -305,7 +305,7 @@ class TestValueHead:
 class TestCritic:
     CRITIC: ClassVar[dict[str, Any]] = {
         "advantage": "gae",
-        "value": {"head": True, "model": "own", "clip": None},
+        "value": {"model": "own", "clip": None},
     }
 
     def values(self, policy: TransformersPolicy, samples: list[Sample]) -> np.ndarray:

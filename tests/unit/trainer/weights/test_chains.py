@@ -54,7 +54,8 @@ def kinds(run: Path, versions: range) -> list[tuple[str, int]]:
 
 
 def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path: Path) -> None:
-    store = WeightStore(tmp_path, WeightsConfig(base_every=4, max_chain_share=10.0))
+    store = WeightStore(tmp_path, WeightsConfig(base_every=4))
+    store.max_chain_share = 10.0
     policy = policy_in_bf16()
     for version, share in enumerate([0.0, 0.02, 0.0, 0.5, 0.02, 0.02, 0.02, 0.02]):
         change(policy, share, version)
@@ -68,7 +69,8 @@ def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path:
 
 
 def test_a_chain_longer_than_its_share_of_a_base_ends(tmp_path: Path) -> None:
-    store = WeightStore(tmp_path, WeightsConfig(max_chain_share=0.2))
+    store = WeightStore(tmp_path)
+    store.max_chain_share = 0.2
     policy = policy_in_bf16()
     for version in range(4):
         change(policy, 0.05, version)
@@ -78,8 +80,8 @@ def test_a_chain_longer_than_its_share_of_a_base_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float32_and_delta_off_write_in_full(tmp_path: Path, dtype: torch.dtype) -> None:
-    store = WeightStore(tmp_path, WeightsConfig(delta="off" if dtype == torch.bfloat16 else "auto"))
+def test_float32_and_a_base_every_version_write_in_full(tmp_path: Path, dtype: torch.dtype) -> None:
+    store = WeightStore(tmp_path, WeightsConfig(base_every=1 if dtype == torch.bfloat16 else 50))
     policy = make_policy(dtype=dtype)
     for version in range(2):
         change(policy, 0.01, version)
@@ -116,7 +118,8 @@ def test_bits_count_not_values() -> None:
 
 
 def test_pruning_keeps_what_a_chain_needs_and_no_more(tmp_path: Path) -> None:
-    store = WeightStore(tmp_path, WeightsConfig(base_every=3, max_chain_share=10.0))
+    store = WeightStore(tmp_path, WeightsConfig(base_every=3))
+    store.max_chain_share = 10.0
     policy = policy_in_bf16()
     for version in range(8):
         change(policy, 0.01, version)

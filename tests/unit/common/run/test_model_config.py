@@ -11,7 +11,7 @@ import torch
 from tidemill.common.config import ModelConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
-from tidemill.common.run.model_overrides import for_vllm, overridden, with_overrides
+from tidemill.common.run.model_config import for_vllm, overridden, with_overrides
 from tidemill.services.console.check.model_folder import inspect_model
 from tidemill.services.rollout.engines.model import load_model as load_for_engine
 from tidemill.services.rollout.engines.model import open_model
@@ -61,7 +61,7 @@ def test_trainer_and_engine_have_the_model_of_an_edited_config(tmp_path: Path) -
     with torch.inference_mode():
         expected = load_model(edited, torch.device("cpu"))(IDS).logits
         trained = load_model(changed, torch.device("cpu"))(IDS).logits
-        sampled = load_for_engine(changed, "cpu")(IDS).logits
+        sampled = load_for_engine(changed)(IDS).logits
         plain = load_model(model(max_model_len=64), torch.device("cpu"))(IDS).logits
     assert torch.equal(trained, expected)
     assert torch.allclose(sampled, expected, atol=1e-5)

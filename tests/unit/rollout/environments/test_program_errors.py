@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from tidemill.services.rollout.gateway.program_errors import cause_in, cause_of
+from tidemill.services.rollout.environments.program_errors import cause_in, cause_of
 
 
 def raised_from(error: Exception, cause: BaseException) -> Exception:

@@ -1,54 +1,99 @@
-"""What one rank of vLLM does with new weights: stage, apply, and prove. Runs in vLLM's worker processes.
+"""What runs in vLLM's worker processes: new weights reach the model of one rank from here.
+
+An update has two halves. `stage` works on a thread of its own while generation goes on: of a full version it
+maps the files, whose pages all ranks of a machine share; of deltas it reads the changes of this rank's part
+onto the device, and says how they change the digest of what the engine holds. `apply` writes them while
+generation is paused, and reads back what parameters hold now.
 
 Where it is known where the loader puts values, and they can be read back there, they are written there: those
 of deltas, and on GPUs those of full versions. Other full versions go through the model's loader as at the
 start; on GPUs through vLLM's layerwise reload, which converts layouts again. Either way parameters are
-written in place, and read back afterwards.
+written in place.
 """
 
+import contextlib
+import json
+import os
+import select
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tidemill.common.files import write_atomically
 from tidemill.common.weights.bits import Bits, TensorInfo
 from tidemill.services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
-from tidemill.services.rollout.engines.held_weights import HeldWeights, StagedChange, apply, trace
-from tidemill.services.rollout.engines.staged_version import NAMES, HostMemory, StagedVersion
-from tidemill.services.rollout.engines.vllm_layers import is_cpu, reason_to_refuse, refresh
+from tidemill.services.rollout.engines.held_weights import (
+    NAMES,
+    HeldWeights,
+    HostMemory,
+    StagedChange,
+    StagedVersion,
+    apply,
+    trace,
+)
+from tidemill.services.rollout.engines.vllm_launch import OWNER_VARIABLE, is_cpu
+from tidemill.services.rollout.engines.vllm_layers import keep_parameters, refresh
+
+REFUSED_QUANTIZATION = (
+    "quantized weights ({}) cannot be updated: their scales would have to be computed again each time. Leave "
+    "rollout.vllm.extra.quantization out, and start from a model that is not quantized"
+)
+
+Answer = dict[str, Any]
+Version = tuple[Mapping[str, tuple[TensorInfo, Bits]], Sequence[Sequence[Path]]]
+"""The tensors of a full version, and deltas to it."""
+
+
+class WeightLoader:
+    """Mixed into vLLM's worker class, which has `model_runner` and the rest."""
+
+    model_runner: Any
+    vllm_config: Any
+    rank: int
+    tidemill_weights: "RankWeights | None" = None
+
+    def tidemill(self, method: str, *arguments: Any) -> Answer:
+        """Call a method of this rank's weights; `collective_rpc` does on every rank. What goes wrong is
+        returned as `error`: after a call that fails on one rank alone, vLLM's answers lag behind by one."""
+        try:
+            if self.tidemill_weights is None:
+                model = self.model_runner.get_model()
+                self.tidemill_weights = RankWeights(model, self.vllm_config, self.rank)
+            answer: Answer = getattr(self.tidemill_weights, method)(*arguments)
+            return {"error": ""} | answer
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
 
 class RankWeights:
     """The weights of one rank's model."""
 
-    def __init__(self, model: Any, vllm_config: Any) -> None:
-        self.model, self._config = model, vllm_config
+    def __init__(self, model: Any, vllm_config: Any, rank: int = 0) -> None:
+        self.model, self._config, self._rank = model, vllm_config, rank
         self.held = HeldWeights([])
         self._infos: list[TensorInfo] = []
         self._is_plain = False
-        self.no_patch = ""
+        self._no_patch = ""
         """Why deltas cannot be written over the full version that was loaded last."""
         self._loaded: set[str] | None = None
         """Parameters that the starting model's files filled: each version has to fill them again."""
         self._disowned: set[int] = set()
-        self._full: tuple[Mapping[str, tuple[TensorInfo, Bits]], Sequence[Sequence[Path]]] | None = None
+        self._full: Version | None = None
         self._changes: list[StagedChange] = []
         self._version: StagedVersion | None = None
         self._memory = HostMemory()
         self._stream: Any = None
 
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
-
-    def open(self) -> dict[str, Any]:
-        """Compare what the model holds with the files that it was just loaded from."""
-        if refuse := reason_to_refuse(self._config):
-            return {"refuse": refuse}
+    def open(self) -> Answer:
+        """Compare what the model holds with the files that it was just loaded from; `refuse` says why no
+        update could be right, `unread` why what the engine holds cannot be read back."""
+        if quantization := self._config.model_config.quantization:
+            return {"refuse": REFUSED_QUANTIZATION.format(quantization)}
         try:
             tensors = dict(self._starting_tensors())
             self._infos = [TensorInfo(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
@@ -64,7 +109,22 @@ class RankWeights:
             return {"refuse": f"new weights would not reach what vLLM computes with on this CPU: {converted}"}
         return {"refuse": "", "unread": unread}
 
-    def stage(self, files: Sequence[str], deltas: Sequence[Sequence[str]]) -> dict[str, Any]:
+    def begin_staging(self, job: Mapping[str, Any]) -> Answer:
+        """Start to stage `files` and `deltas`; returns at once. The result is written as JSON into the folder
+        `report`, because asking for it by a call would hold up the engine's core."""
+
+        def stage() -> None:
+            try:
+                answer = {"error": ""} | self.stage(job["files"], job["deltas"])
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            with contextlib.suppress(OSError):
+                write_atomically(Path(job["report"]) / f"{self._rank}.json", json.dumps(answer))
+
+        threading.Thread(target=stage, daemon=True, name="stage").start()
+        return {}
+
+    def stage(self, files: Sequence[str], deltas: Sequence[Sequence[str]]) -> Answer:
         """Read what is to be applied. Of deltas alone: how they change the digest of what is held.
 
         Raises:
@@ -77,8 +137,7 @@ class RankWeights:
             base = read_tensors([Path(file) for file in files])
             if self._is_copied(base):
                 with self._beside():
-                    tensors = checkpoint_tensors(base, paths)
-                    self._version = StagedVersion(self.held, tensors, self._memory)
+                    self._version = StagedVersion(self.held, checkpoint_tensors(base, paths), self._memory)
             else:
                 self._full = (base, paths)
             return {}
@@ -88,46 +147,53 @@ class RankWeights:
             change, self._changes = self.held.stage(paths, self._disowned)
         return {"low": change.low, "high": change.high}
 
-    @contextmanager
+    @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
         """On a GPU, work on a stream of its own, complete at the end: what reads its results is vLLM's
         stream, which knows nothing of this one. This thread's stream would be that of device 0, or vLLM's."""
-        if self._device.type != "cuda":
+        device: torch.device = next(self.model.parameters()).device
+        if device.type != "cuda":
             yield
             return
         # One for all versions: torch keeps what is freed for the stream that had it, so that each other one
         # would take a version's memory again.
-        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._stream = self._stream or torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
 
-    def apply(self) -> int:
-        """Write what was staged; returns how many values the parameters do not hold afterwards, or 1 where
-        only the sum is known.
+    def apply(self) -> Answer:
+        """Write what was staged. `wrong`: how many values the parameters do not hold afterwards, or 1 where
+        only the sum is known; `traced`: whether `keys` has changed; `no_patch`: why deltas over this version
+        could not be proven.
 
         Raises:
             ValueError: the files lack a parameter of the model, which would have kept its old values.
         """
-        full, version, changes = self._full, self._version, self._changes
+        held, full, version, changes = self.held, self._full, self._version, self._changes
         self._changes, self._full, self._version = [], None, None
         with torch.no_grad():
-            if version is not None:
-                wrong = self._copy(version)
+            if full is not None:
+                wrong = self._load(*full)
+            elif version is not None:
+                wrong = int(not version.write())
+                self._no_patch = ""
+                self._refresh()
             else:
-                wrong = self._patch(changes) if full is None else self._load(*full)
+                wrong = apply(changes)
+                self._refresh()
         if not is_cpu():
             torch.accelerator.synchronize()
-        return wrong
+        return {"wrong": wrong, "traced": held is not self.held, "no_patch": self._no_patch}
 
-    def disown(self, pieces: Sequence[int]) -> None:
-        """Leave these pieces out of digests: a lower rank counts them."""
-        self._disowned = set(pieces)
+    def keys(self) -> Answer:
+        """Which positions this rank holds, piece by piece."""
+        return {"keys": [list(piece.key) for piece in self.held]}
 
-    def _patch(self, changes: Sequence[StagedChange]) -> int:
-        wrong = apply(changes)
-        self._refresh()
-        return wrong
+    def disown(self, pieces: Sequence[Sequence[int]]) -> Answer:
+        """Leave pieces out of digests: a lower rank counts them. Of each rank their places in `keys`."""
+        self._disowned = set(pieces[self._rank])
+        return {}
 
     def _is_copied(self, base: Mapping[str, tuple[TensorInfo, Bits]]) -> bool:
         """Whether a full version needs no loader: it has the tensors whose places are known, each its own. On
@@ -135,12 +201,6 @@ class RankWeights:
         if not self._is_plain or is_cpu() or self.held.reason_not_to_patch():
             return False
         return {info.name: info for info in self._infos} == {name: info for name, (info, _) in base.items()}
-
-    def _copy(self, version: StagedVersion) -> int:
-        is_there = version.write()
-        self._refresh()
-        self.no_patch = ""
-        return int(not is_there)
 
     def _load(self, base: Mapping[str, tuple[TensorInfo, Bits]], deltas: Sequence[Sequence[Path]]) -> int:
         tensors = checkpoint_tensors(base, deltas)
@@ -157,7 +217,7 @@ class RankWeights:
         if infos != self._infos:  # names and dtypes may be others than those of the starting model
             self._infos, self._disowned = infos, set()
             self.held, _ = trace(self.model.load_weights, infos)
-        self.no_patch = self.held.reason_not_to_patch()
+        self._no_patch = self.held.reason_not_to_patch()
         return self._num_wrong(checkpoint_tensors(base, deltas))
 
     def _refresh(self) -> None:
@@ -190,3 +250,25 @@ class RankWeights:
         return sum(
             piece.num_wrong(tensor) for name, tensor in tensors for piece in self.held.pieces.get(name, [])
         )
+
+
+def _end_with(owner: int) -> None:
+    """End this process, and the engine's core above it, when the process `owner` ends.
+
+    vLLM's processes survive a killed parent: they would keep the GPU's memory from the next worker.
+    """
+    core = os.getppid()
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        poll = select.poll()
+        poll.register(os.pidfd_open(owner), select.POLLIN)
+        poll.poll()
+    if core not in (owner, 1) and os.getppid() == core:
+        os.kill(core, signal.SIGKILL)
+    os._exit(1)
+
+
+if OWNER_VARIABLE in os.environ:
+    threading.Thread(
+        target=_end_with, args=(int(os.environ[OWNER_VARIABLE]),), daemon=True, name="owner"
+    ).start()
+    keep_parameters()

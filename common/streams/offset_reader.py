@@ -1,0 +1,120 @@
+"""Reads a stream by offset, and knows how far its position can be relied on after a loss of Redis.
+
+A server that takes over may lack the newest entries, and number new ones with a clock that is behind: below
+the position of a reader there are entries then that it has never seen. So some of the entries that were read
+are kept with a hash, and the reader goes back to the newest of them that stands. That is sound among entries
+of one history only: what was read since it was last known that no other server has taken over is left out.
+"""
+
+from typing import Generic, TypeVar
+
+import xxhash
+
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams.entries import START, Entry, Garbled, id_order
+from tidemill.common.streams.log import ReadSize, block_for, entries_of
+from tidemill.common.wire.messages import Message
+
+MAX_RUNGS = 256
+"""When there are more, every second one goes: they stay spread over all that was read."""
+LOOKED_AT_ONCE = 16
+
+Rung = tuple[str, str]
+"""Id of an entry, and a hash over its values."""
+
+M = TypeVar("M", bound=Message)
+
+
+class Trail:
+    """Rungs in the order of reading, spread evenly."""
+
+    def __init__(self, rungs: list[Rung] | None = None) -> None:
+        self.rungs: list[Rung] = [(entry_id, mark) for entry_id, mark in rungs or []]
+        self._sure_to = self.rungs[-1][0] if self.rungs else START
+        self._stride, self._num_passed = 1, 0
+
+    @property
+    def sure(self) -> list[Rung]:
+        """The rungs that are known to be of one history."""
+        return [rung for rung in self.rungs if id_order(rung[0]) <= id_order(self._sure_to)]
+
+    def follow(self, entry_id: str, raw: list[bytes]) -> None:
+        """The reader has passed an entry."""
+        self._num_passed += 1
+        if self._num_passed % self._stride:
+            return
+        self.rungs.append((entry_id, _hash(raw)))
+        if len(self.rungs) > MAX_RUNGS:
+            del self.rungs[::2]
+            self._stride *= 2
+
+    def trust(self, entry_id: str) -> None:
+        """No other server has taken over before the reader had come to this entry."""
+        self._sure_to = max(self._sure_to, entry_id, key=id_order)
+
+    async def last_standing(self, broker: Broker, key: str) -> str:
+        """Id of the newest rung that the stream holds unchanged; what is above it is forgotten.
+
+        `START` where there is none: what stands is trimmed, or nothing does.
+        """
+        while self.rungs:
+            newest = self.rungs[-LOOKED_AT_ONCE:]
+            found = await broker.pipeline([("XRANGE", key, entry_id, entry_id) for entry_id, _ in newest])
+            for (entry_id, mark), entries in zip(reversed(newest), reversed(found), strict=True):
+                if entries and not isinstance(entries, Exception) and _hash(entries[0][1]) == mark:
+                    self._sure_to = entry_id
+                    return entry_id
+                self.rungs.pop()
+        self._sure_to = START
+        return START
+
+
+def _hash(raw: list[bytes]) -> str:
+    return xxhash.xxh3_64_hexdigest(b"\0".join(raw))
+
+
+class OffsetReader(Generic[M]):
+    """Reads without a consumer group: the position is the reader's own to keep."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        key: str,
+        message_type: type[M],
+        position: str = START,
+        trail: Trail | None = None,
+    ) -> None:
+        """With a `trail` of what was read before, the stream is looked at before `position` is relied on."""
+        self.broker, self.key, self.message_type = broker, key, message_type
+        self.position = position
+        self.trail = Trail() if trail is None else trail
+        self._is_sure, self._size = trail is None, ReadSize(broker.max_bytes)
+
+    @property
+    def safe_position(self) -> str:
+        """A position that nothing unread lies below."""
+        return self.position if self._is_sure else START
+
+    async def read(self, count: int = 256, block_s: float = 0.0) -> list[Entry[M] | Garbled]:
+        """The next entries after the position, which moves on; waits up to `block_s` for the first."""
+        if not self._is_sure:
+            standing = await self.trail.last_standing(self.broker, self.key)
+            self.position = min(self.position, standing, key=id_order)
+            self._is_sure = True
+        most = self._size.limit(count)
+        command = ("XREAD", "COUNT", most, *block_for(block_s), "STREAMS", self.key, self.position)
+        reply = await self.broker.execute(*command)
+        if not reply:
+            return []
+        self._size.saw(raw for _, raw in reply[0][1])
+        entries = await entries_of(self.broker, reply[0][1], self.message_type)
+        # Only what its caller gets is passed: a cancelled read is repeated from where it was.
+        for entry_id, raw in reply[0][1]:
+            self.trail.follow(entry_id.decode(), raw)
+        self.position = entries[-1].entry_id
+        return entries
+
+    def reread(self, position: str) -> "OffsetReader[M]":
+        """A reader that goes back to `position`, or further where the stream has lost its tail since."""
+        # A trail of its own: this reader may still be given an answer of the server that is gone.
+        return OffsetReader(self.broker, self.key, self.message_type, position, Trail(self.trail.sure))

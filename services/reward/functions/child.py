@@ -1,0 +1,279 @@
+"""What runs in a process of its own: load the function once, then answer calls, several at a time.
+
+Frames on the given socket, both ways (`request.py`). The first answer says whether the function loaded. Then
+every call has a number, and its answer carries the same. A `beat` says twice a second that this process still
+runs Python code: a call that holds the interpreter lock silences it. The process ends when its parent closes
+the socket or dies, whatever the function is doing.
+
+Plain functions run in threads: the first call in the main thread, others beside it. The worker decides how
+many run at once; with one at a time everything happens in the main thread.
+
+Async functions run on one event loop, any number at once. One that blocks in place of awaiting holds up its
+neighbours and nothing else. While the loop stands still, every beat says for how long, and where in whose
+call. Time in which the loop stood still counts against no call's limit; a single step that is longer than its
+limit does, and the worker ends the process.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import importlib
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from pathlib import Path
+from typing import Any, BinaryIO
+from weakref import WeakKeyDictionary
+
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.children import Send, become_child, read_frame, sender
+from tidemill.services.reward.functions.request import Callee, answer_to, failure_to_wire, run_through
+from tidemill.services.reward.functions.reward_function import load_function, load_group_function
+from tidemill.services.reward.outcome import AttemptError
+
+BEAT_S = 0.5
+TICK_S = 0.1
+BLOCKED_S = 0.5
+"""A loop that has not turned for so long is blocked."""
+MOST_THREADS = 256
+LEAST_S = 0.05
+"""Shorter measurements of the load say nothing."""
+CALLER = "services/reward/functions/reward_function.py"
+OUR_FILES = ("services/reward/", "/asyncio/", "/contextlib.py")
+
+_has_used_signals = threading.Event()
+_thread = threading.local()
+_current_call: contextvars.ContextVar[int] = contextvars.ContextVar("call")
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve the socket `descriptor` until process `parent` closes it."""
+    for name in ("signal", "alarm", "setitimer"):
+        if hasattr(signal, name):
+            setattr(signal, name, _noted(getattr(signal, name)))
+    with become_child(descriptor, parent) as channel, channel.makefile("rb") as frames:
+        spec = read_frame(frames)
+        if spec is None:
+            return
+        send = sender(channel)
+        try:
+            function = _loaded(spec)
+        except ConfigError as error:
+            send({"error": str(error)})
+            return
+        send({})
+        _has_used_signals.clear()  # what importing the function did is no matter
+        calls = LoopCalls(function, send) if function.is_async else ThreadCalls(function, send)
+        threading.Thread(target=_read_for_ever, args=(frames, calls), daemon=True).start()
+        threading.Thread(target=_beat_for_ever, args=(calls, send), daemon=True).start()
+        try:
+            calls.serve()
+        except BaseException:
+            traceback.print_exc()
+        finally:  # it never returns; should it, the worker sees a process that died, and starts another
+            os._exit(1)
+
+
+def _loaded(spec: dict[str, Any]) -> Callee:
+    """What `spec` describes: a reward function, a group function, or what `maker` makes of the rest."""
+    if maker := spec.pop("maker", ""):
+        module, _, name = maker.partition(":")
+        made: Callee = getattr(importlib.import_module(module), name)(**spec)
+        return made
+    return load_group_function(**spec) if spec.pop("is_group", False) else load_function(**spec)
+
+
+def _read_for_ever(frames: BinaryIO, calls: "LoopCalls | ThreadCalls") -> None:
+    with contextlib.suppress(OSError):
+        while (frame := read_frame(frames)) is not None:
+            calls.take(frame)
+    sys.stdout.flush()
+    os._exit(0)  # calls may be running that nobody waits for any more
+
+
+def _beat_for_ever(calls: "LoopCalls | ThreadCalls", send: Send) -> None:
+    while True:
+        time.sleep(BEAT_S)
+        send({"beat": calls.state()})
+
+
+def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `signal` that notes its use, and which calls wanted what only the main thread can do."""
+
+    @wraps(function)
+    def noted(*args: Any) -> Any:
+        _has_used_signals.set()
+        if threading.current_thread() is not threading.main_thread():
+            _thread.was_refused = True
+            raise ValueError("signal only works in main thread of the main interpreter")
+        return function(*args)
+
+    return noted
+
+
+class ThreadCalls:
+    def __init__(self, function: Callee, send: Send) -> None:
+        self._function, self._send = function, send
+        self._for_main: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._is_main_busy = False
+        self._others = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="reward")
+        self._active_at = self._since = time.monotonic()
+        self._computed_s = _computing_s()
+
+    def take(self, frame: dict[str, Any]) -> None:
+        """Start a call. A thread cannot be stopped: what is broken off dies with the process."""
+        now = time.monotonic()
+        if not self._is_main_busy and now - self._active_at > LEAST_S:  # it was idle
+            self._since, self._computed_s = now, _computing_s()
+        if self._is_main_busy:
+            self._others.submit(self._answer, frame)
+        else:
+            self._is_main_busy = True
+            self._for_main.put(frame)
+
+    def state(self) -> dict[str, Any]:
+        """Nothing but that there is a beat."""
+        return {}
+
+    def serve(self) -> None:
+        while True:
+            self._answer(self._for_main.get(), is_main=True)
+
+    def _answer(self, frame: dict[str, Any], is_main: bool = False) -> None:
+        _thread.was_refused = False
+        answer = run_through(answer_to(self._function, frame["call"]))
+        if _thread.was_refused:
+            answer = {"again": True}
+        if _has_used_signals.is_set():
+            answer["main_only"] = True
+        if is_main:
+            self._is_main_busy = False  # before the answer, which may bring the next call at once
+        self._send({"id": frame["id"], "load": self._load(), **answer})
+
+    def _load(self) -> float | None:
+        """How many cores this process kept busy since the last answer to this; None where it is too early."""
+        now = self._active_at = time.monotonic()
+        busy_s = now - self._since
+        if busy_s < LEAST_S:
+            return None
+        computed_s = _computing_s()
+        load = (computed_s - self._computed_s) / busy_s
+        self._since, self._computed_s = now, computed_s
+        return load
+
+
+def _computing_s() -> float:
+    """Seconds that this process and its children computed, or would have, had they been given a core."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total_s = time.process_time() + children.ru_utime + children.ru_stime
+    # On a machine that is full, a function that computes waits for a core; taken for one that waits for a
+    # server, it would be given more and more calls at once.
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            total_s += int(task.read_text().split()[1]) / 1e9
+    return total_s
+
+
+class LoopCalls:
+    def __init__(self, function: Callee, send: Send) -> None:
+        self._function, self._send = function, send
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(self._make_task)
+        self._thread = threading.get_ident()
+        self._running: dict[int, tuple[asyncio.Task[dict[str, Any]], asyncio.TimerHandle]] = {}
+        self._owners: WeakKeyDictionary[asyncio.Future[Any], int] = WeakKeyDictionary()
+        self._turned_at, self._lost_s = time.monotonic(), 0.0
+        self._step: tuple[int | None, float] = (None, 0.0)
+        """The task at the last beat, and since when it has been the one that runs."""
+
+    def take(self, frame: dict[str, Any]) -> None:
+        """Start a call on the loop, or break one off."""
+        self._loop.call_soon_threadsafe(self._start if "call" in frame else self._break_off, frame)
+
+    def state(self) -> dict[str, Any]:
+        """For how long the loop has stood still, if it does, where, and in whose step."""
+        now = time.monotonic()
+        blocked_s = now - self._turned_at
+        task = asyncio.current_task(self._loop)
+        if task is None or blocked_s < BLOCKED_S:
+            self._step = (None, now)
+            return {}
+        if self._step[0] != id(task):
+            self._step = (id(task), now)
+        frame = sys._current_frames().get(self._thread)
+        return {
+            "blocked_s": blocked_s,
+            "step_s": now - self._step[1],
+            "id": self._owners.get(task),
+            "where": _where(traceback.extract_stack(frame)) if frame is not None else "",
+        }
+
+    def serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._turn()
+        while not self._loop.is_closed():
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # whoever awaits that task sees it
+                self._loop.run_forever()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        self._lost_s += max(0.0, now - self._turned_at - 2 * TICK_S)
+        self._turned_at = now
+        self._loop.call_later(TICK_S, self._turn)
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+        """Whatever a call starts is known as its own."""
+        task = asyncio.Task(work, loop=loop, **options)
+        if (owner := _current_call.get(None)) is not None:
+            self._owners[task] = owner
+        return task
+
+    def _start(self, frame: dict[str, Any]) -> None:
+        number, timeout_s = frame["id"], frame["timeout_s"]
+        _current_call.set(number)  # the context is this callback's own
+        task = self._loop.create_task(answer_to(self._function, frame["call"]))
+        timer = self._loop.call_later(timeout_s, self._check_limit, number, timeout_s, self._lost_s)
+        self._running[number] = task, timer
+        task.add_done_callback(lambda _: self._answer(number, task))
+
+    def _check_limit(self, number: int, timeout_s: float, lost_s: float) -> None:
+        """At its limit a call is cancelled, and left alone if it does not mind that."""
+        if (left_s := self._lost_s - lost_s) > 0:
+            timer = self._loop.call_later(left_s, self._check_limit, number, timeout_s, self._lost_s)
+            self._running[number] = self._running[number][0], timer
+            return
+        self._break_off({"cancel": number})
+        error = AttemptError(f"no result within {timeout_s:g} s (timeout_s)", is_timeout=True)
+        self._send({"id": number, **failure_to_wire(error)})
+
+    def _break_off(self, frame: dict[str, Any]) -> None:
+        if found := self._running.pop(frame["cancel"], None):
+            found[0].cancel()
+            found[1].cancel()
+
+    def _answer(self, number: int, task: "asyncio.Task[dict[str, Any]]") -> None:
+        if (found := self._running.pop(number, None)) is None:
+            return  # late, or broken off: no answer is wanted
+        found[1].cancel()
+        cancelled = failure_to_wire(AttemptError("the function was cancelled from inside"))
+        self._send({"id": number, **(cancelled if task.cancelled() else task.result())})
+
+
+def _where(stack: "traceback.StackSummary") -> str:
+    """The user's line that does not return, and what it called."""
+    users = [frame for frame in stack if not any(part in frame.filename for part in OUR_FILES)]
+    calls = (i for i, frame in enumerate(stack) if frame.filename.endswith(CALLER))
+    inside = [frame for frame in stack[next(calls, 0) :] if frame in users] or [stack[-1]]
+    first, last = inside[0], stack[-1]
+    text = f"{first.name} ({Path(first.filename).name}, line {first.lineno})"
+    return (
+        text if last is first else f"{text}, in {last.name} ({Path(last.filename).name}, line {last.lineno})"
+    )

@@ -1,0 +1,369 @@
+"""Where a reward function runs: cheap ones on the worker's loop, all others in processes of their own.
+
+Guarantees: `Execution.run` takes no longer than its limit of time, once it has begun to run, and nothing that
+a function does, blocking, computing or dying, holds up this process: its leases and heartbeats go on.
+
+Plain functions get `size` processes, each with as many calls at once as `Sizing` says; async ones get one
+process with any number. A call that is late or broken off costs its process: that takes no more calls, and is
+killed with all that it started when its others have ended.
+
+A call that ends its process is found. Calls that were in flight together are run again in a process apart,
+with at most half as many beside them each time; so only one that was alone when its process died fails.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from tidemill.common.process.programs import Child
+from tidemill.common.process.worker_process import StartupError, WorkerProcess
+from tidemill.common.telemetry import metrics
+from tidemill.services.reward.functions.request import Callee, Request, outcomes_of
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+
+log = structlog.get_logger(__name__)
+
+SAMPLES_PER_PROCESS = 8
+"""Enough to keep a process busy; more would keep samples from workers that have nothing to do."""
+UNRESTRICTED = 1 << 30
+IDLE, BUSY, FULL = 0.35, 0.6, 0.95
+"""Loads, as shares of a core: below the first the number doubles, below the second it grows by one, above the
+last it shrinks by one."""
+SHOWN_S = 60.0
+"""How long the heartbeat shows a loop that was blocked."""
+MOST_KNOWN = 1024
+SILENT_S = 1.5
+"""A process that has not beaten for so long runs no Python code: some call holds the interpreter's lock."""
+GRACE_S = 5.0
+"""How much longer than its calls may take a loop may stand still before its process is killed."""
+
+
+class Execution:
+    """Calls one function. Evaluation has processes of its own, as many, so that it never queues."""
+
+    def __init__(self, function: Callee, num_processes: int, threads: int = 1) -> None:
+        self._function, self._is_async = function, function.is_async
+        self._least = SAMPLES_PER_PROCESS * num_processes
+        self._pools: tuple[ProcessPool, ...] = ()
+        if function.is_async or not function.is_cheap:
+            size = 1 if function.is_async else num_processes
+            self._pools = tuple(
+                ProcessPool(function.spec(), size, threads, function.is_async) for _ in ("training", "eval")
+            )
+
+    @property
+    def slots(self) -> int | None:
+        """Samples it makes sense to hold at once; None where only memory sets a limit."""
+        parallel = self.parallel  # twice what runs: while one call ends, the next sample is there
+        return None if parallel is None else max(self._least, 2 * parallel)
+
+    @property
+    def parallel(self) -> int | None:
+        """Samples that are scored at once now; None where only `slots` sets a limit."""
+        return None if self._is_async or not self._pools else self._pools[0].capacity
+
+    @property
+    def notes(self) -> list[str]:
+        return [text for pool in self._pools if (text := pool.blockage.note_text)]
+
+    async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
+        """One outcome for each sample of the request. Raises AttemptError: see `ProcessPool.run`."""
+        if not self._pools:
+            return await self._function.call(request)
+        return await self._pools[request.samples[0].is_evaluation].run(request, timeout_s)
+
+    async def close(self) -> None:
+        for pool in self._pools:
+            await pool.close()
+
+
+class Sizing:
+    """How many calls each process of a pool takes at once; all of them run the same function."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self.calls = most, 1
+
+    def observe(self, load: float | None, is_wanted: bool) -> None:
+        """A call has ended; `load` was measured, `is_wanted` says whether others wait for a place."""
+        if load is None:
+            return
+        if load > FULL:
+            self.calls = max(1, self.calls - 1)
+        elif is_wanted and load < BUSY:
+            self.calls = min(self._most, 2 * self.calls if load < IDLE else self.calls + 1)
+
+    def pin(self) -> None:
+        """The function works in main threads only: one call at a time from now on."""
+        self._most = self.calls = 1
+
+
+class Blockage:
+    """What the scoring processes of one function report of their event loops."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._where = name, ""
+        self._seen_at, self._num_seen, self._longest_s = float("-inf"), 0, 0.0
+
+    def note(self, beat: dict[str, Any]) -> None:
+        """A loop stands still; logged the 1st time, the 2nd, the 4th, and so on."""
+        self._longest_s = max(self._longest_s if self.note_text else 0.0, beat["blocked_s"])
+        self._where, self._seen_at = beat["where"], time.monotonic()
+        self._num_seen += 1
+        if self._num_seen & (self._num_seen - 1) == 0:
+            log.warning(
+                "an async reward function blocks its event loop: it scores one sample at a time",
+                reward=self._name,
+                blocked_s=round(beat["blocked_s"], 1),
+                where=self._where,
+                remedy="await what takes time, or declare it with plain `def`: then it runs in threads",
+            )
+
+    @property
+    def note_text(self) -> str:
+        """What there is to say now; empty where all is well."""
+        if time.monotonic() - self._seen_at > SHOWN_S:
+            return ""
+        return f"{self._name} blocks its event loop, up to {self._longest_s:.1f} s: {self._where}"
+
+
+class ProcessLostError(Exception):
+    """The process of a call is gone. The call is one of `num_suspects` that may be to blame: of 1, it is;
+    of 0, another one is known to be."""
+
+    def __init__(self, reason: str, num_suspects: int, is_timeout: bool) -> None:
+        super().__init__(reason)
+        self.num_suspects, self.is_timeout = num_suspects, is_timeout
+
+
+class MainThreadError(Exception):
+    """The call ran beside others, and wanted what only the main thread can do; it has to be made again."""
+
+
+class ProcessPool:
+    """Processes with one function. A call that ends, in any way, frees a place."""
+
+    def __init__(self, spec: dict[str, Any], size: int, threads: int = 1, is_async: bool = False) -> None:
+        self._spec, self._size, self._is_async = spec, size, is_async
+        self._sizing = Sizing(threads)
+        self._processes: list[ScoringProcess] = []
+        self._apart: ScoringProcess | None = None
+        self._taken_apart = 0.0
+        self._line, self._line_apart = asyncio.Lock(), asyncio.Lock()
+        self._freed, self._freed_apart = asyncio.Event(), asyncio.Event()
+        self._reapers: set[asyncio.Task[int]] = set()
+        self._crashing: OrderedDict[object, None] = OrderedDict()
+        """Samples that have ended a process by themselves: further attempts must not end others' calls."""
+        self.blockage = Blockage(str(spec["reference"]).rpartition(":")[2])
+
+    @property
+    def capacity(self) -> int:
+        return self._size * self._calls_each
+
+    async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
+        """Run a call in the next free place. Waiting for one does not count as its time.
+
+        Raises:
+            AttemptError: the function failed, its time ran out, or it ended its process.
+        """
+        identity = tuple((sample.key, sample.is_evaluation) for sample in request.samples)
+        num_together = 1 if identity in self._crashing else UNRESTRICTED
+        while True:
+            try:
+                if num_together == UNRESTRICTED:
+                    return await self._run_in_pool(request, timeout_s)
+                return await self._run_apart(request, timeout_s, num_together)
+            except ProcessLostError as lost:
+                if lost.num_suspects == 1:
+                    self._crashing[identity] = None
+                    while len(self._crashing) > MOST_KNOWN:
+                        self._crashing.popitem(last=False)
+                    raise AttemptError(str(lost), is_timeout=lost.is_timeout) from None
+                if lost.num_suspects:
+                    num_together = max(1, min(num_together, lost.num_suspects) // 2)
+            except MainThreadError:  # the pool runs one at a time from now on; apart it has to be said
+                num_together = 1 if num_together < UNRESTRICTED else UNRESTRICTED
+
+    async def close(self) -> None:
+        for process in [*self._processes, *([self._apart] if self._apart else [])]:
+            self._discard(process)
+        await asyncio.gather(*self._reapers)
+
+    @property
+    def _calls_each(self) -> int:
+        return UNRESTRICTED if self._is_async else self._sizing.calls
+
+    async def _run_in_pool(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
+        async with self._line:  # first come, first served: only the first in line looks for a place
+            while (process := self._find_place()) is None:
+                self._freed.clear()
+                await self._freed.wait()
+            process.num_taken += 1
+        try:
+            return await process.run(self._spec, request, timeout_s)
+        finally:  # also where this call was cancelled
+            process.num_taken -= 1
+            if process.is_main_only:
+                self._sizing.pin()
+            self._sizing.observe(process.load, is_wanted=self._line.locked())
+            process.load = None
+            if not process.is_sound and not process.num_taken:
+                self._discard(process)
+            self._freed.set()
+
+    def _find_place(self) -> "ScoringProcess | None":
+        """The process with the fewest calls: an idle one, a new one, or one that takes one more."""
+        sound = [process for process in self._processes if process.is_sound]
+        best = min(sound, key=lambda process: process.num_taken, default=None)
+        if (best is None or best.num_taken) and len(sound) < self._size:
+            best = ScoringProcess(self._is_async, self.blockage.note)
+            self._processes.append(best)
+            return best
+        return best if best is not None and best.num_taken < self._calls_each else None
+
+    async def _run_apart(self, request: Request, timeout_s: float, num_together: int) -> list[RewardOutcome]:
+        """Run a suspect beside so many others at most; who runs alone has a process that nobody used."""
+        share = 1 / num_together
+        async with self._line_apart:
+            while self._taken_apart + share > 1 + 1e-6:
+                self._freed_apart.clear()
+                await self._freed_apart.wait()
+            self._taken_apart += share
+            if self._apart is None or not self._apart.is_sound:
+                self._apart = ScoringProcess(self._is_async, self.blockage.note)
+            process = self._apart
+            process.num_taken += 1
+        try:
+            return await process.run(self._spec, request, timeout_s)
+        finally:
+            self._taken_apart -= share
+            process.num_taken -= 1
+            if not process.num_taken:
+                self._discard(process)
+            self._freed_apart.set()
+
+    def _discard(self, process: "ScoringProcess") -> None:
+        if process in self._processes:
+            self._processes.remove(process)
+            if process.num_taken or not process.is_sound:
+                metrics.SCORING_PROCESSES_KILLED.inc()
+        process.kill()
+        reaper = asyncio.create_task(process.wait())
+        self._reapers.add(reaper)
+        reaper.add_done_callback(self._reapers.discard)
+
+
+class ScoringProcess(WorkerProcess):
+    """One process with one function: calls go in with a number, answers come back with it.
+
+    Every call ends. Plain functions are timed here, async ones by their own process, which is killed when its
+    loop stands still for longer than a call may take. While it `is_sound` it may be given calls.
+    """
+
+    def __init__(self, is_async: bool, on_blocked: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(Child.SCORING, "the reward function")
+        self._is_async, self._on_blocked = is_async, on_blocked
+        self._limits: dict[int, float] = {}
+        """Seconds that each call may take."""
+        self._watching: asyncio.Task[None] | None = None
+        self._beat_at = time.monotonic()
+        self._has_stragglers = False
+        """Calls may be running that nobody waits for any more."""
+        self.num_taken = 0
+        """Places that its pool has given away."""
+        self.load: float | None = None
+        """That which its last answer brought."""
+        self.is_main_only = False
+
+    async def run(self, spec: dict[str, Any], request: Request, timeout_s: float) -> list[RewardOutcome]:
+        """Run one call of the function that `spec` describes, beside those that run already.
+
+        Raises:
+            AttemptError: the function cannot be loaded, it failed, or its time ran out.
+            ProcessLostError: the process died.
+            MainThreadError: it has to run alone.
+        """
+        try:
+            await self.start(spec)
+        except StartupError as error:
+            raise AttemptError(str(error)) from None
+        if self._is_async and self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        if not self._limits:
+            self._beat_at = time.monotonic()
+        with self.request({"call": request.to_wire(), "timeout_s": timeout_s}) as (number, answer):
+            self._limits[number] = timeout_s
+            try:
+                await asyncio.wait({answer}, timeout=None if self._is_async else timeout_s)
+                if not answer.done():
+                    self._end_late(timeout_s)
+                found = answer.result()
+            except asyncio.CancelledError:
+                self._break_off(number)
+                raise
+            finally:
+                del self._limits[number]
+                if not self.is_sound and not self._limits:
+                    self.kill()
+        if found.get("again"):
+            raise MainThreadError
+        self._has_stragglers |= bool(found.get("is_timeout"))
+        return outcomes_of(found)
+
+    def receive(self, frame: dict[str, Any]) -> None:
+        self._beat_at = time.monotonic()
+        if (beat := frame.get("beat")) is not None:
+            if beat:
+                self._on_blocked(beat)
+                self._end_if_stuck(beat)
+            return
+        self.is_main_only |= "main_only" in frame
+        self.load = frame.get("load")
+        super().receive(frame)
+
+    def fail(self, reason: str, is_timeout: bool = False, to_blame: int | None = None) -> None:
+        """It has ended in the middle of its calls; `to_blame` is the call that is known to have caused it."""
+        if self._watching is not None:
+            self._watching.cancel()
+        left = {number: answer for number, answer in self.waiting.items() if not answer.done()}
+        for number, answer in left.items():
+            suspects = len(left) + self._has_stragglers if to_blame is None else int(number == to_blame)
+            answer.set_exception(ProcessLostError(reason, suspects, is_timeout))
+
+    async def _watch(self) -> None:
+        """End an async process that does not even beat: some call holds the interpreter's lock."""
+        while self.is_sound:
+            await asyncio.sleep(SILENT_S)
+            limit_s = GRACE_S + min(self._limits.values(), default=0.0)
+            if self._limits and time.monotonic() - self._beat_at > limit_s:
+                self.kill()
+                self.fail(f"no sign of life for {limit_s:g} s (timeout_s); its process was killed", True)
+
+    def _end_if_stuck(self, beat: dict[str, Any]) -> None:
+        """A loop that stands still within one step for longer than its call may take will not turn again."""
+        owner = beat["id"] if beat["id"] in self._limits else None
+        limit_s = max(self._limits.values(), default=0.0) if owner is None else self._limits[owner]
+        if self._limits and beat["step_s"] > limit_s:
+            self.kill()
+            where = f"{beat['where']} blocks; its process was killed"
+            self.fail(f"no result within {limit_s:g} s (timeout_s): {where}", True, owner)
+
+    def _end_late(self, timeout_s: float) -> None:
+        reason = f"no result within {timeout_s:g} s (timeout_s); its process was killed"
+        if len(self._limits) > 1 and time.monotonic() - self._beat_at > SILENT_S:
+            self.kill()  # the call that holds the interpreter's lock holds up all of them
+            self.fail(reason, is_timeout=True)
+            return
+        self.is_sound, self._has_stragglers = False, True
+        raise AttemptError(reason, is_timeout=True)
+
+    def _break_off(self, number: int) -> None:
+        """A thread cannot be stopped, so its process has to end; a task can."""
+        self._has_stragglers = True
+        if self._is_async:
+            self.send({"cancel": number})
+        else:
+            self.is_sound = False

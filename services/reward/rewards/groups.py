@@ -1,0 +1,243 @@
+"""Scores a group as a whole: the results of its samples gather in Redis, and the last one's worker finishes.
+
+Exactly once, also when that worker dies in the middle: the last trajectory stays pending until one script
+publishes all scores and acknowledges it. The next worker that takes it finds the results in Redis, pays for
+nothing again, and repeats the group functions only.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, ClassVar, cast
+
+from pydantic import Field
+
+from tidemill.common.config import RewardConfig, RewardLimits
+from tidemill.common.errors import LeaseLostError
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import Consumer, Delivery
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire import codec
+from tidemill.common.wire.arrays import BitArray, Int32Array
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from tidemill.common.wire.messages import Lane, Message, Score, ScoreStatus, Trajectory
+from tidemill.services.reward.functions.pool import Execution
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.reward_function import load_group_function
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.rewards.reward import FunctionReward
+from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum, attempt, score_of
+from tidemill.services.reward.sample import RewardSample, SessionFacts
+
+GROUP = "group"
+"""Its name among the rewards, where failures are counted."""
+BEFORE_GROUP = "before_group"
+"""Component: the reward before post-processing."""
+REPLACED = "replaced_failure"
+"""Detail: why the reward had failed that post-processing has filled in."""
+NO_SCORE = "the group function returned None for this sample"
+
+
+class GroupResult(Message):
+    """The parts of one sample with what group functions see of it. The prompt is the same for the group,
+    except for what an environment adds to it."""
+
+    kind: ClassVar[str] = "group result"
+    index: int = Field(ge=0)
+    text: str
+    completion_ids: Int32Array
+    prompt_ids: Int32Array | None = Field(None, description="of a session; absent: those of the group")
+    session: dict[str, Any] | None = None
+    loss_mask: BitArray | None = None
+    parts: dict[str, dict[str, Any]]
+    worker: str = ""
+    latency_s: float = 0.0
+    tokens_digest: str = ""
+
+    @classmethod
+    def of(cls, sample: RewardSample, parts: Parts, worker: str, latency_s: float) -> "GroupResult":
+        return cls(
+            index=sample.key[1],
+            text=sample.solution_str,
+            completion_ids=sample.completion_ids,
+            prompt_ids=None if sample.session is None else sample.prompt_ids,
+            session=cast(dict[str, Any] | None, sample.session),
+            loss_mask=sample.loss_mask,
+            parts={name: asdict(part) for name, part in parts.items()},
+            worker=worker,
+            latency_s=latency_s,
+            tokens_digest=sample.tokens_digest,
+        )
+
+    def sample(self, last: RewardSample) -> RewardSample:
+        """The sample it is of, by another one of its group."""
+        return replace(
+            last,
+            key=(last.key[0], self.index),
+            solution_str=self.text,
+            prompt_ids=last.prompt_ids if self.prompt_ids is None else self.prompt_ids,
+            completion_ids=self.completion_ids,
+            session=cast(SessionFacts | None, self.session),
+            loss_mask=self.loss_mask,
+            tokens_digest=self.tokens_digest,
+        )
+
+
+class GroupScoring:
+    """How a lane scores trajectories whose groups are scored as a whole."""
+
+    def __init__(
+        self,
+        consumer: Consumer[Trajectory],
+        context: ServiceContext,
+        lane: Lane,
+        reward: WeightedSum,
+        post_processing: "PostProcessing",
+        published: Callable[[Lane, Score], None],
+    ) -> None:
+        self._consumer, self._keys, self._worker, self._lane = consumer, context.keys, context.name, lane
+        self._reward, self._post_processing, self._published = reward, post_processing, published
+        # Evaluation is never post-processed.
+        self._is_post_processed = lane is Lane.TRAIN and post_processing.is_any
+        self.is_needed = reward.has_group_rewards or self._is_post_processed
+
+    async def bring(
+        self, delivery: Delivery[Trajectory], score: Callable[[RewardSample], Awaitable[Parts]]
+    ) -> None:
+        """Score one trajectory by `score`, and the whole group if it is the last.
+
+        A lost lease is no error: another worker has the trajectory then.
+        """
+        started = time.monotonic()
+        sample = RewardSample.from_trajectory(delivery.message, self._lane)
+        ticket = sample.key[0]
+        key, tickets = self._keys.results(ticket, self._lane), self._keys.result_tickets(self._lane)
+        result = None
+        if not await self._consumer.has_result(key, sample.key[1]):
+            parts = await score(sample)
+            result = GroupResult.of(sample, parts, self._worker, time.monotonic() - started)
+        try:
+            payloads = await self._consumer.store_result(delivery, key, tickets, result)
+            if payloads is not None:
+                scores = await self._finish(sample, payloads)
+                await self._consumer.publish_group(delivery, self._keys.scores(self._lane), key, scores)
+                metrics.GROUPS_POST_PROCESSED.labels(self._lane).inc()
+                for made in scores:
+                    self._published(self._lane, made)
+        except LeaseLostError:
+            return
+
+    async def _finish(self, last: RewardSample, payloads: Sequence[bytes]) -> list[Score]:
+        results = [
+            codec.decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, GroupResult) for payload in payloads
+        ]
+        samples = [result.sample(last) for result in results]
+        together = await self._reward.score_group(samples)
+        parts: list[Parts] = [
+            {name: RewardOutcome(**part) for name, part in result.parts.items()} | more
+            for result, more in zip(results, together, strict=True)
+        ]
+        if self._is_post_processed:
+            sums = await self._post_processing.run(samples, parts)
+        else:
+            sums = [self._reward.sum_up(part) for part in parts]
+        return [
+            score_of(total, sample, result.worker, result.latency_s)
+            for sample, total, result in zip(samples, sums, results, strict=True)
+        ]
+
+
+class PostProcessing:
+    """Changes the rewards of a group, in order: each reward class its own scores, then `reward.group` their
+    sums."""
+
+    def __init__(self, config: RewardConfig, reward: WeightedSum) -> None:
+        self._reward, self._limits = reward, config
+        self._classes = [
+            (named, named.reward)
+            for named in reward.rewards
+            if isinstance(named.reward, FunctionReward) and named.reward.function.post_process is not None
+        ]
+        self._execution: Execution | None = None
+        self.failures: Counter[str] = Counter()
+        """Groups whose post-processing failed for good, by kind of failure."""
+        if config.group:
+            function = load_group_function(config.group, config.group_kwargs)
+            self._execution = Execution(function, config.processes)
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self._classes or self._execution)
+
+    async def run(self, samples: list[RewardSample], parts: list[Parts]) -> list[RewardOutcome]:
+        before = [self._reward.sum_up(part) for part in parts]
+        for named, reward in self._classes:
+            if named.applies_to(samples[0]):  # all samples of a group are of one data source
+                column = [part[named.name] for part in parts]
+                step = partial(reward.post_process, samples, [old.value for old in column])
+                found = await self._outcomes(named.config, step, len(samples))
+                new = [_changed_part(old, outcome) for old, outcome in zip(column, found, strict=True)]
+                parts = [{**part, named.name: one} for part, one in zip(parts, new, strict=True)]
+        sums = [self._reward.sum_up(part) for part in parts]
+        if self._execution is not None:
+            notes: list[dict[str, Any]] = [
+                {"score": s.value, "status": s.status.value, "error": s.error, "components": s.components}
+                for s in sums
+            ]
+            request = Request(samples, scores=[old.value for old in sums], notes=notes)
+            step = partial(self._execution.run, request, self._limits.timeout_s)
+            found = await self._outcomes(self._limits, step, len(samples))
+            sums = [_changed_sum(old, outcome) for old, outcome in zip(sums, found, strict=True)]
+        return [
+            replace(new, components={**new.components, BEFORE_GROUP: old.value})
+            for old, new in zip(before, sums, strict=True)
+        ]
+
+    def failures_by_name(self) -> dict[str, int]:
+        """How often it failed, as `group:<kind>`."""
+        return {f"{GROUP}:{kind}": count for kind, count in self.failures.items()}
+
+    async def close(self) -> None:
+        if self._execution is not None:
+            await self._execution.close()
+
+    async def _outcomes(
+        self, limits: RewardLimits, step: Callable[[], Awaitable[list[RewardOutcome]]], count: int
+    ) -> list[RewardOutcome]:
+        """What a step made of the group: an outcome a sample, or the same failure for each of them."""
+        try:
+            outcomes, _ = await attempt(limits, step)
+        except AttemptError as failure:
+            self.failures[failure.kind] += 1
+            metrics.REWARD_FAILURES.labels(GROUP, failure.kind).inc()
+            failed = RewardOutcome.failed(failure, GROUP)
+            return [replace(failed, error=f"post-processing of the group: {failed.error}", tries=[])] * count
+        return outcomes
+
+
+def _changed_part(old: RewardOutcome, outcome: RewardOutcome) -> RewardOutcome:
+    """The part with its new value, and the old one beside it."""
+    if not outcome.is_ok:
+        return replace(outcome, components=old.components, detail=old.detail)
+    components = {**old.components, BEFORE_GROUP: old.value}
+    if outcome.value is None:
+        if not old.is_ok:
+            return replace(old, components=components)
+        failed = RewardOutcome.failed(AttemptError(NO_SCORE), GROUP)
+        return replace(failed, tries=old.tries, components=components, detail=old.detail)
+    detail = old.detail if old.is_ok else old.detail | {REPLACED: old.error}
+    return RewardOutcome(value=outcome.value, tries=old.tries, components=components, detail=detail)
+
+
+def _changed_sum(old: RewardOutcome, outcome: RewardOutcome) -> RewardOutcome:
+    """The sum with its new value. A failure may have been replaced by a value, or the reverse."""
+    if not outcome.is_ok:
+        return replace(old, status=outcome.status, value=None, error=outcome.error)
+    if outcome.value is None:
+        if not old.is_ok:
+            return old
+        return replace(old, status=ScoreStatus.FAILED, value=None, error=NO_SCORE)
+    detail = old.detail if not old.error else old.detail | {REPLACED: old.error}
+    return replace(old, status=ScoreStatus.OK, value=outcome.value, error="", on_failure="", detail=detail)
