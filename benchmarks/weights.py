@@ -35,7 +35,7 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.run.weight_files import verified_files
 from tidemill.common.weights.bits import Bits, read_safetensors
 from tidemill.common.weights.delta import read_delta
-from tidemill.common.weights.digest import Digest, updated
+from tidemill.common.weights.digest import DigestSum
 from tidemill.common.wire.messages import WeightFile, WeightManifest
 from tidemill.services.trainer.groups.samples import form_micro_batches
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
@@ -159,9 +159,10 @@ def _applied(run: Path, manifest: WeightManifest, held: dict[str, Bits]) -> tupl
     for patch in patches:
         patch.apply(held[patch.info.name])
     pause_s = time.perf_counter() - paused
-    digest = Digest()
+    digest = DigestSum()
     for patch, values in zip(patches, old, strict=True):
-        digest = updated(digest, patch.info, patch.all_positions(), values, patch.values)
+        digest.add_change(patch.info, patch.all_positions(), values, patch.values)
+    digest.read()
     return time.perf_counter() - start, pause_s
 
 

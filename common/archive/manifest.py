@@ -195,7 +195,13 @@ def is_needed(folder: Path, segment: ArchiveSegment) -> bool:
 
 def trimmed_up_to(folder: Path) -> str:
     """No entry up to this one is in Redis any more; `START` where none was trimmed."""
-    return id_before(_noted(folder, TRIMMED_FILE))
+    return last_below(folder.name, _noted(folder, TRIMMED_FILE))
+
+
+def last_below(stream: str, entry_id: str) -> str:
+    """The last entry of a stream that can lie below an id."""
+    before = id_before(entry_id)
+    return f"{id_order(before)[0]}-0" if stream in CONSECUTIVE else before
 
 
 def gaps(manifest: Manifest) -> Iterator[str]:

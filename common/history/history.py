@@ -23,7 +23,7 @@ from tidemill.common.streams import ReadSize, has_claim, length, memory_bytes, r
 from tidemill.common.streams.entries import START, Entry, Garbled, entry_id_of, id_after, id_before, id_order
 from tidemill.common.streams.selection import ALL, Selection, StreamName, numbered, time_of
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Claims, Commit, Lane, Message, Ticket, WeightManifest
+from tidemill.common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
 
 log = logging.getLogger(__name__)
 """Of the standard library: commands read histories too, and their output is not for logs."""
@@ -69,7 +69,7 @@ class History:
         self._checked: set[StreamName] = set()
         self._is_missing_said = False
         self._sizes: dict[StreamName, ReadSize] = {}
-        claims: Claims = ClaimStore(run_dir or Path(run_id))  # pointers to object stores need no folder
+        claims = ClaimStore(run_dir or Path(run_id))  # pointers to object stores need no folder
         if broker is not None:
             broker.claims = claims = broker.claims or claims
         self._claims, self._is_patient = claims, broker is not None and broker.waits_for_claims

@@ -15,13 +15,13 @@ import re
 import resource
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from redis import exceptions as redis_errors
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from tidemill.common.errors import BrokerError, OutageError, UnreachableError
 from tidemill.common.redis.client import (
@@ -34,8 +34,8 @@ from tidemill.common.redis.client import (
     public_address,
 )
 from tidemill.common.redis.lines import Client
+from tidemill.common.store import ClaimStore
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.messages import Claims
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +45,9 @@ MIN_SERVER = (6, 2)
 MAX_BLOCK_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
 STOP_PATIENCE_S = 5.0
+NO_EVICTION = "noeviction"
+REFUSING_SHARE = 0.99
+"""Of maxmemory: Redis refuses what is larger than what is left, heartbeats among it."""
 
 T = TypeVar("T")
 
@@ -82,6 +85,25 @@ def redis_url() -> str:
     return url
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What Redis uses of what it may use."""
+
+    used_bytes: int
+    max_bytes: int
+    policy: str = NO_EVICTION
+
+    @property
+    def share(self) -> float:
+        """Between 0 and 1, or a little more; 0 where there is no limit."""
+        return self.used_bytes / self.max_bytes if self.max_bytes else 0.0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether writers are refused, or are about to be."""
+        return self.share >= REFUSING_SHARE
+
+
 class Broker:
     """Commands on one Redis, repeated until they are answered. Replies are raw (RESP2, bytes)."""
 
@@ -90,7 +112,7 @@ class Broker:
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
-        self.claims: Claims | None = None
+        self.claims: ClaimStore | None = None
         """Reads the payloads that lie beside the streams, where the run's folder is known."""
         self.waits_for_claims = True
         """While they cannot be read; a person is shown that instead."""
@@ -142,8 +164,7 @@ class Broker:
         *_, stream, _ = command
         if stream in self._flowing:
             at = command.index("BLOCK")
-            at_once = (*command[:at], *command[at + 2 :])
-            if reply := await self._timed(lambda: self.redis.execute_command(*at_once)):
+            if reply := await self.execute(*command[:at], *command[at + 2 :]):
                 return reply
             self._flowing.discard(stream)
         begun = time.monotonic()
@@ -197,7 +218,7 @@ class Broker:
     async def keep_scripts(self, state_key: str) -> None:
         """Load what the run's server lacks of all scripts, for those who may not; safe to repeat."""
         await self.execute("HGET", state_key, "status")  # tells a cluster's client which run is meant
-        scripts = [_script(name) for name in _script_names()]
+        scripts = [_script(file.name[:-4]) for file in _SCRIPTS.iterdir() if file.name.endswith(".lua")]
         flags = await self.execute("SCRIPT EXISTS", *(sha for _, sha in scripts))
         missing = [source for (source, _), flag in zip(scripts, flags, strict=True) if not flag]
         if missing:
@@ -219,6 +240,12 @@ class Broker:
         """One section of the server's INFO."""
         return _parse_info(await self.execute("INFO", section))
 
+    async def memory(self) -> "MemoryUse":
+        """As Redis itself counts it: buffers of the AOF and of replicas are beside the limit."""
+        info = await self.info("memory")
+        counted = int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0))
+        return MemoryUse(counted, int(info["maxmemory"]), info.get("maxmemory_policy", NO_EVICTION))
+
     async def server_time_s(self) -> float:
         """The server's clock, which all processes of a run share; seconds since 1970."""
         seconds, micros = await self.execute("TIME")
@@ -231,76 +258,53 @@ class Broker:
         """Like `_patiently`, and its time counts as waiting for Redis."""
         begun = self.round_trips.begin()
         try:
-            return await send()
-        except Exception as error:
-            return await self._again(send, error)
+            return await self._patiently(send)
         finally:
             self.round_trips.end(begun)
 
     async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `send` while its error is one that passes."""
-        try:
-            return await send()
-        except Exception as error:
-            return await self._again(send, error)
-
-    async def _again(self, send: Callable[[], Awaitable[T]], error: Exception) -> T:
-        """Repeat `send`, which met this `error`, while its error is one that passes.
+        """Repeat `send` while its error is one that passes, after the first time with growing random pauses.
 
         Raises:
             OutageError: the service must stop, and Redis does not come back.
         """
-        if isinstance(error, redis_errors.NoPermissionError):
-            raise BrokerError(f"the Redis user of this process lacks a permission: {error}") from None
-        if not _is_passing(error):
-            raise error
-        self.num_interruptions += 1
-        self._leave_replica(error)
-        attempts = AsyncRetrying(
-            retry=retry_if_exception(_is_passing),
-            wait=wait_random_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S),
-            before_sleep=self._say_waiting,
-            stop=lambda state: self.is_stopping and (state.seconds_since_start or 0.0) > STOP_PATIENCE_S,
-            retry_error_callback=_give_up,
-        )
-        async for attempt in attempts:
-            with attempt:
-                try:
-                    result = await send()
-                except redis_errors.RedisError as failure:
-                    self._leave_replica(failure)
+        num_failures, since = 0, 0.0
+        while True:
+            try:
+                return await send()
+            except redis_errors.NoPermissionError as error:
+                raise BrokerError(f"the Redis user of this process lacks a permission: {error}") from None
+            except Exception as error:
+                if not _is_passing(error):
                     raise
-        return result
+                failure = error
+            if str(failure).startswith(_DEMOTED) or isinstance(failure, redis_errors.ReadOnlyError):
+                # From a server that is the master no more: new connections ask for its address.
+                self.redis.disconnect()
+            num_failures += 1
+            if num_failures == 1:  # once more at once: a connection that is back then is no outage
+                self.num_interruptions, since = self.num_interruptions + 1, time.monotonic()
+                continue
+            away_s = time.monotonic() - since
+            if self.is_stopping and away_s > STOP_PATIENCE_S:
+                raise OutageError(
+                    f"Redis has been away for {away_s:.0f} s ({failure}), and this service was asked to "
+                    "stop: it ends without handing back what it holds. Others take that over after one lease."
+                )
+            longest_s = FIRST_PAUSE_S * 2.0 ** min(num_failures - 2, 16)
+            await self._pause(failure, num_failures - 1, random.uniform(0.0, min(longest_s, LONGEST_PAUSE_S)))
 
-    def _leave_replica(self, error: Exception) -> None:
-        """Drop the idle connections to a server that is the master no more: new ones ask for its address."""
-        if str(error).startswith(_DEMOTED) or isinstance(error, redis_errors.ReadOnlyError):
-            self.redis.disconnect()
-
-    def _say_waiting(self, state: RetryCallState) -> None:
-        pause_s = state.next_action.sleep if state.next_action else 0.0
-        error = state.outcome.exception() if state.outcome else None
+    async def _pause(self, error: Exception, attempt: int, pause_s: float) -> None:
         self.waited_s += pause_s
         metrics.REDIS_RETRIES.inc()
-        metrics.REDIS_WAIT.labels("memory" if _is_full(error) else "redis").inc(pause_s)
-        if state.attempt_number in (1, 5) or state.attempt_number % 20 == 0:
+        is_full = isinstance(error, redis_errors.OutOfMemoryError) or _reason(error).startswith("OOM")
+        metrics.REDIS_WAIT.labels("memory" if is_full else "redis").inc(pause_s)
+        if attempt in (1, 5) or attempt % 20 == 0:
             if _is_out_of_files(error):
-                log.error("no connection to Redis can be opened", attempt=state.attempt_number, why=_files())
+                log.error("no connection to Redis can be opened", attempt=attempt, why=_files())
             else:
-                log.warning("waiting for Redis", attempt=state.attempt_number, error=str(error))
-
-
-def _give_up(state: RetryCallState) -> NoReturn:
-    error = state.outcome.exception() if state.outcome else None
-    raise OutageError(
-        f"Redis has been away for {state.seconds_since_start:.0f} s ({error}), and this service was asked to "
-        "stop: it ends without handing back what it holds. Others take that over after one lease."
-    ) from None
-
-
-@cache
-def _script_names() -> list[str]:
-    return sorted(file.name.removesuffix(".lua") for file in _SCRIPTS.iterdir() if file.name.endswith(".lua"))
+                log.warning("waiting for Redis", attempt=attempt, error=str(error))
+        await asyncio.sleep(pause_s)
 
 
 @cache
@@ -319,14 +323,9 @@ def _is_passing(error: BaseException) -> bool:
     )
 
 
-def _reason(error: BaseException | None) -> str:
+def _reason(error: BaseException) -> str:
     """What the server said; of a transaction that it refused at EXEC, and did nothing of, why."""
     return str(error).removeprefix("EXECABORT ").removeprefix(_DISCARDED)
-
-
-def _is_full(error: BaseException | None) -> bool:
-    """Whether Redis has no memory left to write with."""
-    return isinstance(error, redis_errors.OutOfMemoryError) or _reason(error).startswith("OOM")
 
 
 def _is_out_of_files(error: BaseException | None) -> bool:
@@ -361,8 +360,8 @@ def _check_server(info: dict[str, str], url: str) -> None:
     where = f"Redis at {public_address(url)}"
     if version < MIN_SERVER:
         raise BrokerError(f"{where} is {info['redis_version']}; 6.2 or newer is needed")
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction":
+    policy = info.get("maxmemory_policy", NO_EVICTION)
+    if policy != NO_EVICTION:
         raise BrokerError(
             f"{where} has maxmemory-policy {policy} and may delete entries that are still needed. "
             "Set `maxmemory-policy noeviction` (CONFIG SET and redis.conf)."

@@ -3,6 +3,7 @@
 Credentials come from variables of their own or stand in the address; neither is ever repeated in a message.
 """
 
+import asyncio
 import os
 import re
 import time
@@ -37,17 +38,11 @@ SENTINEL_PASSWORD_VARIABLE = "TIDEMILL_SENTINEL_PASSWORD"  # the variable's name
 CONNECT_TIMEOUT_S = 5.0
 SENTINEL_TIMEOUT_S = 2.0
 """A Sentinel that does not answer must not hold up the question to the next one."""
-SENTINEL_PORT = 26379
-
-CLUSTER_PORT = 6379
-
+DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 TLS_SCHEMES = ("rediss", "rediss+sentinel", "rediss+cluster")
-_CLUSTER_URL = re.compile(
-    r"rediss?\+cluster://(?:(?P<user>[^@/]*?)(?::(?P<password>[^@/]*))?@)?(?P<hosts>[^@/?]+)(?:/0?)?"
-)
-_SENTINEL_URL = re.compile(
-    r"rediss?\+sentinel://(?:(?P<user>[^@/]*?)(?::(?P<password>[^@/]*))?@)?"
-    r"(?P<hosts>[^@/?]+)/(?P<name>[^/?]+)(?:/(?P<db>\d+))?"
+_URL_OF_HOSTS = re.compile(
+    r"rediss?\+(?P<kind>sentinel|cluster)://(?:(?P<user>[^@/]*?)(?::(?P<password>[^@/]*))?@)?"
+    r"(?P<hosts>[^@/?]+)(?:/(?P<name>[^/?]*)(?:/(?P<db>\d+))?)?"
 )
 _HOST = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:,]+)(?::(?P<port>\d{1,5}))?")
 
@@ -69,13 +64,12 @@ def make_client(url: str) -> Client:
             return _cluster_client(url, options)
         if "+sentinel:" in url:
             return _sentinel_client(url, options)
-        pool = ConnectionPool.from_url(url, **options)
+        return Client(ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **options).make_connection)
     except ValueError:  # its text may hold a part of the password
         raise BrokerError(
             f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}; "
             f"put the password into {PASSWORD_VARIABLE}, or percent-encode it."
         ) from None
-    return Client(pool.make_connection)
 
 
 def make_blocking_client(url: str, run_id: str = "") -> BlockingRedis:
@@ -90,12 +84,9 @@ def make_blocking_client(url: str, run_id: str = "") -> BlockingRedis:
             "workers the address of the master, or of a proxy before it."
         )
     options = {**_connection_options(url), **_credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
-    del options["retry"]
     try:
         if "+cluster:" in url:
-            seeds, known, _ = _addresses(url, _CLUSTER_URL, CLUSTER_PORT)
-            kind = BlockingSSLConnection if _has_tls(url) else BlockingConnection
-            return make_blocking_cluster_client(seeds, run_id, kind, **{**known, **options})
+            return make_blocking_cluster_client(_nodes(url, options), run_id)
         return BlockingRedis.from_url(url, **options)
     except ValueError:  # its text may hold a part of the password
         raise BrokerError(f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}.") from None
@@ -135,12 +126,10 @@ class _ToServer:
         await super().connect()  # type: ignore[misc]
 
 
-class _PlainToServer(_ToServer, Connection):
-    """Without TLS."""
+class _PlainToServer(_ToServer, Connection): ...
 
 
-class _TlsToServer(_ToServer, SSLConnection):
-    """With TLS."""
+class _TlsToServer(_ToServer, SSLConnection): ...
 
 
 def _has_tls(url: str) -> bool:
@@ -153,7 +142,6 @@ def _connection_options(url: str) -> dict[str, Any]:
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "socket_timeout": None,
         "protocol": 2,
-        "retry": Retry(NoBackoff(), 0),
         "health_check_interval": 0,
         "driver_info": None,  # or every connection begins with CLIENT SETINFO, which ACL users lack
     }
@@ -171,18 +159,20 @@ def _credentials(username_variable: str, password_variable: str) -> dict[str, An
     return {option: value for option, value in values.items() if value}
 
 
-def _addresses(
-    url: str, form: re.Pattern[str], port: int
-) -> tuple[list[Address], dict[str, Any], re.Match[str]]:
+def _addresses(url: str) -> tuple[list[Address], dict[str, Any], re.Match[str]]:
     """The hosts of an address with several, the credentials in it, and its parts.
 
     Raises:
         ValueError: the address does not have the form that `FORMS` gives.
     """
-    match = form.fullmatch(url)
+    match = _URL_OF_HOSTS.fullmatch(url)
     hosts = [_HOST.fullmatch(host) for host in match["hosts"].split(",")] if match else []
-    if match is None or not all(hosts):
+    is_cluster = match is not None and match["kind"] == "cluster"
+    if match is None or not all(hosts) or (is_cluster and (match["name"] or "0") != "0"):
         raise ValueError("not an address of several hosts")
+    if not is_cluster and not match["name"]:
+        raise ValueError("Sentinels need the name of their master")
+    port = DEFAULT_PORTS[match["kind"]]
     addresses = [(host["host"].strip("[]"), int(host["port"] or port)) for host in hosts if host]
     in_address = {"username": match["user"], "password": match["password"]}
     return addresses, {option: unquote(value) for option, value in in_address.items() if value}, match
@@ -190,65 +180,39 @@ def _addresses(
 
 def _sentinel_client(url: str, options: dict[str, Any]) -> Client:
     """A client of the master that Sentinels name. Raises ValueError: as `_addresses`."""
-    addresses, known, match = _addresses(url, _SENTINEL_URL, SENTINEL_PORT)
+    addresses, known, match = _addresses(url)
     asking = _credentials(SENTINEL_USERNAME_VARIABLE, SENTINEL_PASSWORD_VARIABLE)
     timeouts = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
-    sentinel = Sentinel(
-        addresses, sentinel_kwargs={**_connection_options(url), **timeouts, "ssl": _has_tls(url), **asking}
-    )
+    asking |= {**_connection_options(url), **timeouts, "ssl": _has_tls(url), "retry": Retry(NoBackoff(), 0)}
+    sentinel = Sentinel(addresses, sentinel_kwargs=asking)
     server = _Server(lambda: sentinel.discover_master(unquote(match["name"])))
-    kind = _TlsToServer if _has_tls(url) else _PlainToServer
-    return Client(lambda: kind(server, **{**known, **options}, db=int(match["db"] or 0)))
+    return _client_of(url, server, {**known, **options, "db": int(match["db"] or 0)})
 
 
 def _cluster_client(url: str, options: dict[str, Any]) -> Client:
     """A client of the nodes that own the slots in use. Raises ValueError: as `_addresses`."""
-    seeds, known, _ = _addresses(url, _CLUSTER_URL, CLUSTER_PORT)
-    nodes, options = Nodes(seeds), {**known, **options}
-    asking = SSLConnection if _has_tls(url) else Connection
-    kind = _TlsToServer if _has_tls(url) else _PlainToServer
-
-    def connect_to(address: Address) -> Connection:
-        return asking(host=address[0], port=address[1], **options)
+    nodes = _nodes(url, options)
 
     def of_slot(slot: int) -> Client:
-        server = _Server(lambda: nodes.find(slot, connect_to))
-        return Client(lambda: kind(server, **options))
+        return _client_of(url, _Server(lambda: asyncio.to_thread(nodes.find, slot)), nodes.options)
 
     return ClusterClient(of_slot)
 
 
-CLOCK_CHECKS_PER_LEASE = 3
-"""A clock of the server that is ahead of ours by this part of a lease, or behind, has jumped."""
+def _nodes(url: str, options: dict[str, Any]) -> Nodes:
+    seeds, known, _ = _addresses(url)
+    return Nodes(
+        seeds, BlockingSSLConnection if _has_tls(url) else BlockingConnection, **{**known, **options}
+    )
 
 
-class ServerClock:
-    """The clock of Redis when it was last asked, and ours then: tells a jump of it from time that passed."""
-
-    def __init__(self, lease_s: float) -> None:
-        self._spare_s = lease_s / CLOCK_CHECKS_PER_LEASE
-        self._told: tuple[int, float] | None = None
-
-    def tell(self, now_ms: int) -> bool:
-        """It was asked just now. Whether it was set back since the time before."""
-        earliest_ms = self._now_ms(-self._spare_s)
-        self._told = (now_ms, time.monotonic())
-        return now_ms < earliest_ms
-
-    def latest_ms(self) -> int:
-        """The latest that it can be, unless it jumps ahead; 0 where not known."""
-        return self._now_ms(self._spare_s)
-
-    def _now_ms(self, spare_s: float) -> int:
-        if self._told is None:
-            return 0
-        now_ms, asked_at = self._told
-        return int(now_ms + 1000 * (time.monotonic() - asked_at + spare_s))
+def _client_of(url: str, server: _Server, options: dict[str, Any]) -> Client:
+    kind = _TlsToServer if _has_tls(url) else _PlainToServer
+    return Client(lambda: kind(server, retry=Retry(NoBackoff(), 0), **options))
 
 
 RECENT = 32
 """Durations of which the present one is the median: one outage does not speak for what follows."""
-
 
 _durations: Batched[float] = Batched(metrics.REDIS_SECONDS.observe_many)
 

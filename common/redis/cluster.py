@@ -48,10 +48,30 @@ def tagged(key: str, run_id: str) -> str:
 
 
 class Nodes:
-    """Nodes of a cluster, which may be asked who owns a slot."""
+    """Nodes of a cluster, which may be asked who owns a slot. Threads may share it."""
 
-    def __init__(self, seeds: Sequence[Address]) -> None:
+    def __init__(
+        self, seeds: Sequence[Address], kind: type[Any] = BlockingConnection, **options: Any
+    ) -> None:
+        """`kind` of blocking connections, and their options."""
         self._seeds = self.addresses = list(seeds)
+        self.kind, self.options = kind, options
+
+    def find(self, slot: int) -> Address:
+        """The primary of a slot, by asking one node after another. Raises: the error of the last one."""
+        timeouts = {"socket_timeout": NODE_TIMEOUT_S, "socket_connect_timeout": NODE_TIMEOUT_S}
+        error: Exception = redis_errors.ConnectionError("no node of the cluster answers")
+        for address in self.addresses:
+            node = self.kind(host=address[0], port=address[1], **{**self.options, **timeouts})
+            try:
+                node.connect()
+                node.send_command("CLUSTER", "SLOTS")
+                return self.owner(slot, node.read_response(), address)
+            except (*_AWAY, *_MOVED) as why:
+                error = why
+            finally:
+                node.disconnect()
+        raise error
 
     def owner(self, slot: int, reply: Any, asked: Address) -> Address:
         """What the reply to CLUSTER SLOTS says; a node that knows no address of its own has the one `asked`.
@@ -68,22 +88,6 @@ class Nodes:
             if first <= slot <= last:
                 return address
         raise redis_errors.ClusterDownError(f"no primary has slot {slot}")
-
-    async def find(self, slot: int, connect_to: Callable[[Address], Any]) -> Address:
-        """Ask one node after another. Raises: the error of the last one."""
-        error: Exception = redis_errors.ConnectionError("no node of the cluster answers")
-        for address in self.addresses:
-            node = connect_to(address)
-            try:
-                async with asyncio.timeout(NODE_TIMEOUT_S):
-                    await node.connect()
-                    await node.send_command("CLUSTER", "SLOTS")
-                    return self.owner(slot, await node.read_response(), address)
-            except (*_AWAY, *_MOVED) as why:
-                error = why
-            finally:
-                await node.disconnect(nowait=True)
-        raise error
 
 
 class ClusterClient(Client):
@@ -175,9 +179,7 @@ class _Packer:
         return tagged(text, self._run_id) if isinstance(text, str) and text.startswith("rq:") else part
 
 
-def make_blocking_cluster_client(
-    seeds: Sequence[Address], run_id: str, base: type[Any] = BlockingConnection, **options: Any
-) -> BlockingRedis:
+def make_blocking_cluster_client(nodes: Nodes, run_id: str) -> BlockingRedis:
     """A client for RQ and a run's results, on the primary that owns the run's slot.
 
     Raises:
@@ -185,14 +187,14 @@ def make_blocking_cluster_client(
     """
     if not run_id:
         raise BrokerError("jobs in a Redis Cluster need the id of their run")
-    slot, nodes = key_slot(f"{{{run_id}}}".encode()), Nodes(seeds)
+    slot = key_slot(f"{{{run_id}}}".encode())
 
-    class ToOwner(base):  # type: ignore[misc]
+    class ToOwner(nodes.kind):  # type: ignore[misc, name-defined]
         """Asks for the owner whenever it connects, and leaves a node that has the slot no more."""
 
         def connect(self) -> None:
             if not self.is_connected:
-                self.host, self.port = find()
+                self.host, self.port = nodes.find(slot)
             super().connect()
 
         def read_response(self, *args: Any, **named: Any) -> Any:
@@ -202,22 +204,6 @@ def make_blocking_cluster_client(
                 self.disconnect()
                 raise redis_errors.ConnectionError(f"the run's slot is moved: {error}") from None
 
-    def find() -> Address:
-        error: Exception = redis_errors.ConnectionError("no node of the cluster answers")
-        for address in nodes.addresses:
-            node = base(host=address[0], port=address[1], **options)
-            try:
-                node.connect()
-                node.send_command("CLUSTER", "SLOTS")
-                return nodes.owner(slot, node.read_response(), address)
-            except (*_AWAY, *_MOVED) as why:
-                error = why
-            finally:
-                node.disconnect()
-        raise error
-
     retry = Retry(ExponentialWithJitterBackoff(base=1, cap=10), RETRIES)
-    pool = ConnectionPool(
-        connection_class=ToOwner, command_packer=_Packer(run_id), **{**options, "retry": retry}
-    )
-    return BlockingRedis(connection_pool=pool)
+    options = {**nodes.options, "retry": retry, "command_packer": _Packer(run_id)}
+    return BlockingRedis(connection_pool=ConnectionPool(connection_class=ToOwner, **options))

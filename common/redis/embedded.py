@@ -43,10 +43,8 @@ class EmbeddedRedis:
         options: Sequence[str] = (),
     ) -> None:
         """`options` are passed on to the server after its own, which they override."""
-        self.data_dir = data_dir
-        self.appendfsync = appendfsync
+        self.data_dir, self.appendfsync, self.options = data_dir, appendfsync, tuple(options)
         self.executable = executable or find_server()
-        self.options = tuple(options)
         self._socket_dir: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -75,15 +73,8 @@ class EmbeddedRedis:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self.socket.unlink(missing_ok=True)
         log_path = self.data_dir / "redis.log"
-        command = [
-            self.executable,
-            "--port",
-            "0",
-            "--unixsocket",
-            str(self.socket),
-            "--unixsocketperm",
-            "700",
-        ]
+        command = [self.executable, "--port", "0", "--unixsocket", str(self.socket)]
+        command += ["--unixsocketperm", "700"]
         command += ["--dir", str(self.data_dir), "--save", "", "--daemonize", "no"]
         if self.appendfsync == "no-aof":
             command += ["--appendonly", "no"]
@@ -91,8 +82,7 @@ class EmbeddedRedis:
             command += ["--appendonly", "yes", "--appendfsync", self.appendfsync]
             command += ["--auto-aof-rewrite-min-size", REWRITE_MIN_SIZE]
         command += ["--maxmemory-policy", "noeviction", "--logfile", str(log_path.resolve())]
-        command += ["--client-output-buffer-limit", *OUTPUT_LIMIT]
-        command += self.options
+        command += ["--client-output-buffer-limit", *OUTPUT_LIMIT, *self.options]
         # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
         with locked(self.data_dir / "server.lock", SERVED.format(self.data_dir)) as lock:
             self._process = subprocess.Popen(
@@ -121,7 +111,7 @@ class EmbeddedRedis:
             self._socket_dir = None
 
     def kill(self) -> None:
-        """Die without a word, as in a crash: for tests of recovery. The address stays the same."""
+        """As in a crash: for tests of recovery. The address stays the same."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -11,7 +11,7 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import hiredis
 import structlog
@@ -33,24 +33,8 @@ _MULTI, _EXEC = hiredis.pack_command(("MULTI",)), hiredis.pack_command(("EXEC",)
 _MORE = object()
 
 
-class Connection(Protocol):
-    """What is used of redis-py's asynchronous connections: they connect and greet, whatever the address.
-
-    `Line` uses private parts as well, `_writer` and `_parser`; see `has_known_parts`.
-    """
-
-    async def connect(self) -> None:
-        """Connect, and give the credentials."""
-
-    async def send_packed_command(self, command: Any, check_health: bool = True) -> None: ...
-
-    async def read_response(self) -> Any: ...
-
-    async def disconnect(self, nowait: bool = False) -> None: ...
-
-
 def has_known_parts(connection: Any) -> bool:
-    """Whether a connected connection has inside what `Line` uses: a release of redis-py may change that."""
+    """Whether a connected connection has the private parts that `Line` uses: another redis-py may not."""
     transport = getattr(getattr(connection, "_writer", None), "transport", None)
     has_parser = callable(getattr(getattr(connection, "_parser", None), "parse_error", None))
     return isinstance(transport, asyncio.Transport) and has_parser and hasattr(connection, "_reader")
@@ -194,16 +178,13 @@ class Line(asyncio.Protocol):
     def _flush_soon(self) -> None:
         if not self._is_flush_due:
             self._is_flush_due = True
-            self._loop.call_soon(self._flush_now)
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
+        self._is_flush_due = False
         if self._unsent:
             unsent, self._unsent, self._num_unsent = self._unsent, [], 0
             self._transport.write(b"".join(unsent) if len(unsent) > 1 else unsent[0])
-
-    def _flush_now(self) -> None:
-        self._is_flush_due = False
-        self._flush()
 
     def _look(self) -> None:
         """Whether the server still answers."""
@@ -220,7 +201,7 @@ class PlainLine:
     """One connection by redis-py's public methods alone, a call at a time: for a redis-py with other parts
     inside than `Line` knows. Slower, and otherwise the same."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Any) -> None:
         self._connection, self._lock = connection, asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.error: redis_errors.RedisError | None = None
@@ -273,7 +254,8 @@ class PlainLine:
 class Client:
     """The lines to one server: one that all calls share, and one for each command that blocks now."""
 
-    def __init__(self, make_connection: Callable[[], Connection]) -> None:
+    def __init__(self, make_connection: Callable[[], Any]) -> None:
+        """Of redis-py's asynchronous connections, which connect and greet, whatever the address."""
         self._make_connection = make_connection
         self._shared: Line | PlainLine | None = None
         self._opening: asyncio.Task[Line | PlainLine] | None = None

@@ -27,7 +27,7 @@ from tidemill.common.errors import CodecError, ConfigError, StoreError, Unreadab
 from tidemill.common.files import storage_errors, write_atomically
 from tidemill.common.store.objects import Objects
 from tidemill.common.wire import codec
-from tidemill.common.wire.messages import Claim, Claims, Message, Trajectory
+from tidemill.common.wire.messages import Claim, Message, Trajectory
 
 log = structlog.get_logger(__name__)
 
@@ -207,7 +207,7 @@ class ClaimStore:
         return self._opened[url]
 
 
-async def resolved(claims: Claims, message: Any, is_patient: bool = True) -> Any:
+async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) -> Any:
     """As `ClaimStore.resolve`, on a thread. A store that is away is waited for, and a payload that cannot be
     read while others can for some seconds; a person, who `is_patient` not, is shown that instead."""
     pause_s = FIRST_PAUSE_S

@@ -53,7 +53,7 @@ class Delivery(Generic[M]):
 
 
 def entry_id_of(number: int) -> str:
-    """Entry id of ticket, step or version `number`: appending it twice fails harmlessly."""
+    """Entry id of ticket, step or version `number`: appending it twice fails harmlessly. -1 has `START`."""
     return f"{number + 1}-0"
 
 

@@ -11,6 +11,7 @@ overwrite: applying a record twice does no harm.
 """
 
 import json
+import shutil
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,8 @@ from tidemill.common.weights.bits import (
     read_safetensors,
     safetensors_layout,
 )
-from tidemill.common.wire.messages import WeightFile
+from tidemill.common.weights.digest import digest_of, is_additive
+from tidemill.common.wire.messages import WeightFile, WeightManifest
 
 ENCODING = "delta-2"
 """Of a version in such files, in its manifest."""
@@ -172,21 +174,13 @@ def read_delta(path: Path) -> list[Record]:
             raise ValueError("what it says of its records is damaged")
         payloads = {info.name: bits for info, bits in read_safetensors(path)}
         places = enumerate(json.loads(metadata["records"]))
-        return [_record(path, payloads[_name(number)], *place) for number, place in places]
+        return [_record(path, payloads[_name(number)], place) for number, place in places]
     except (ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"delta file {path}: {error!r}.") from None
 
 
-def _record(
-    path: Path,
-    payload: Bits,
-    name: str,
-    dtype: str,
-    shape: list[int],
-    start: int,
-    count: int,
-    is_sparse: bool,
-) -> Record:
+def _record(path: Path, payload: Bits, place: list[Any]) -> Record:
+    name, dtype, shape, start, count, is_sparse = place
     record = Record(path, TensorInfo(name, dtype, tuple(shape)), start, count, is_sparse, payload)
     if dtype not in WIDTHS or min(shape, default=0) < 0:
         raise ValueError(f"{record.info} is not a tensor that can be read")
@@ -244,3 +238,35 @@ def _planes(values: Bits) -> bytes:
 def _from_planes(data: Bits, dtype: np.dtype[Any]) -> Bits:
     planes = data.reshape(dtype.itemsize, -1)
     return np.ascontiguousarray(planes.T).view(dtype).reshape(-1)
+
+
+def write_whole(base: Sequence[Path], deltas: Sequence[Sequence[Path]], folder: Path) -> list[Path]:
+    """Copy the files of a full version and change them by the deltas, oldest first. One window of one tensor
+    is in memory at a time.
+
+    Raises:
+        WeightsError: a file is damaged, or a delta changes what the full version does not have.
+    """
+    copies = [Path(shutil.copyfile(path, folder / path.name)) for path in base]
+    tensors: dict[str, tuple[TensorInfo, Bits]] = {}
+    for path in copies if deltas else ():
+        tensors |= {info.name: (info, bits) for info, bits in read_safetensors(path, "r+")}
+    for patch in merge(deltas):
+        info, bits = tensors.get(patch.info.name, (None, np.empty(0)))
+        if info != patch.info:
+            raise WeightsError(f"a delta changes {patch.info}; the full version has {info}.")
+        patch.apply(bits)
+    return copies
+
+
+def check_whole(paths: Sequence[Path], manifest: WeightManifest) -> None:
+    """Hold full files against their version's digest, where it is over weights. Raises WeightsError: they are
+    other weights."""
+    if not is_additive(manifest.digest):
+        return
+    found = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))
+    if found != manifest.digest:
+        raise WeightsError(
+            f"weights of version {manifest.version}: their digest is {found}, the manifest says "
+            f"{manifest.digest}: the chain of deltas does not lead to them."
+        )

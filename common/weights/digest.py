@@ -79,7 +79,8 @@ class DigestSum:
 
     def __init__(self) -> None:
         self._on_host = Digest()
-        self._devices: dict[Any, _DeviceKeys] = {}
+        self._devices: dict[Any, tuple[_Keys, Any]] = {}
+        """The keys on each device, and its sums: int64, one a lane."""
 
     def add_run(self, info: TensorInfo, start: int, bits: Any, sign: int = 1) -> None:
         """Consecutive elements from flat position `start` on. `bits` is flat and contiguous: numpy's unsigned
@@ -99,17 +100,18 @@ class DigestSum:
 
     def read(self) -> Digest:
         total = self._on_host
-        for keys in self._devices.values():
-            low, high = keys.total.tolist()
+        for _, sums in self._devices.values():
+            low, high = sums.tolist()
             total += Digest(low & _MASK, high & _MASK)
         return total
 
-    def _keys(self, words: Any) -> "_HostKeys | _DeviceKeys":
+    def _keys(self, words: Any) -> "_Keys":
         if _is_numpy(words):
-            return _HOST_KEYS
+            return _host_keys()
         if words.device not in self._devices:
-            self._devices[words.device] = _DeviceKeys(words)
-        return self._devices[words.device]
+            like = words[:0].long()
+            self._devices[words.device] = _Keys(like), like.new_zeros(_LANES)
+        return self._devices[words.device][0]
 
     def _add(self, words: Any, sums: Sequence[Any], sign: int = 1) -> None:
         if _is_numpy(words):
@@ -117,35 +119,22 @@ class DigestSum:
             self._on_host += Digest(low, high)
             return
         for lane, value in enumerate(sums):
-            self._devices[words.device].total[lane] += sign * value
-
-
-def run_digest(info: TensorInfo, start: int, bits: Any) -> Digest:
-    """Of consecutive elements, as in `DigestSum.add_run`."""
-    total = DigestSum()
-    total.add_run(info, start, bits)
-    return total.read()
-
-
-def updated(digest: Digest, info: TensorInfo, positions: Any, old: Any, new: Any) -> Digest:
-    """The digest after elements changed, as in `DigestSum.add_change`."""
-    total = DigestSum()
-    total.add_change(info, positions, old, new)
-    return digest + total.read()
+            self._devices[words.device][1][lane] += sign * value
 
 
 def digest_of(tensors: Iterable[tuple[TensorInfo, Any]]) -> Digest:
     """Of whole tensors, in any order; each is given flat."""
-    total = Digest()
+    headers, values = Digest(), DigestSum()
     for info, bits in tensors:
-        total += header_digest(info) + run_digest(info, 0, bits)
-    return total
+        headers += header_digest(info)
+        values.add_run(info, 0, bits)
+    return headers + values.read()
 
 
-def _run_sums(info: TensorInfo, start: int, words: Any, keys: "_HostKeys | _DeviceKeys") -> list[Any]:
+def _run_sums(info: TensorInfo, start: int, words: Any, keys: "_Keys") -> list[Any]:
     """What a run counts in each lane."""
     sums: list[Any] = [0] * _LANES
-    begin = first = start * _words_per_element(info)
+    begin = first = start * max(1, WIDTHS[info.dtype] // 2)
     end, at_once = first + len(words), _CPU_ROWS if _is_numpy(words) else _GPU_ROWS
     while first < end:
         num_rows = min(at_once, (end - first) // ROW)
@@ -164,9 +153,9 @@ def _run_sums(info: TensorInfo, start: int, words: Any, keys: "_HostKeys | _Devi
     return sums
 
 
-def _sparse_sums(info: TensorInfo, positions: Any, words: Any, keys: "_HostKeys | _DeviceKeys") -> list[Any]:
+def _sparse_sums(info: TensorInfo, positions: Any, words: Any, keys: "_Keys") -> list[Any]:
     """What single elements, given as int64 words, count in each lane."""
-    if (per_element := _words_per_element(info)) > 1:
+    if (per_element := WIDTHS[info.dtype] // 2) > 1:
         positions = positions[:, None] * per_element + _counted(positions, 0, per_element)
         positions = positions.reshape(-1)
     columns = positions & (ROW - 1)
@@ -174,10 +163,6 @@ def _sparse_sums(info: TensorInfo, positions: Any, words: Any, keys: "_HostKeys 
         (keys.rows_of(info.name, lane, positions >> 16) * keys.columns(lane)[columns] * words).sum()
         for lane in range(_LANES)
     ]
-
-
-def _words_per_element(info: TensorInfo) -> int:
-    return max(1, WIDTHS[info.dtype] // 2)
 
 
 def _is_numpy(array: Any) -> bool:
@@ -202,31 +187,15 @@ def _as_int64(words: Any) -> Any:
     return words.astype(np.int64) if _is_numpy(words) else words.long() & 0xFFFF
 
 
-class _HostKeys:
-    """Keys of rows and columns for numpy."""
-
-    def columns(self, lane: int) -> Any:
-        return _column_keys(lane)
-
-    def rows(self, name: str, lane: int, first: int, count: int) -> Any:
-        return _mixed(_row_seed(name, lane), np.arange(first, first + count))
-
-    def rows_of(self, name: str, lane: int, numbers: Any) -> Any:
-        """Of rows in ascending order."""
-        first, last = int(numbers[0]), int(numbers[-1])
-        return self.rows(name, lane, first, last - first + 1)[numbers - first]
-
-
-_HOST_KEYS = _HostKeys()
-
-
-class _DeviceKeys:
-    """The same on a device, and the sum there. Nothing is copied to it: a copy would wait for its work."""
+class _Keys:
+    """Keys of rows and columns, of numpy or on a device. Nothing is copied to it: a copy would wait for its
+    work."""
 
     def __init__(self, like: Any) -> None:
-        self._like = like[:0].long()
-        self.total = self._like.new_zeros(_LANES)
-        self._columns = [_mixed(_column_seed(lane), _counted(self._like, 0, ROW)) for lane in range(_LANES)]
+        """`like` is int64, empty, and lives where the keys shall be."""
+        self._like = like
+        numbers = _counted(like, 0, ROW)
+        self._columns = [_mixed(0x9E3779B97F4A7C15 * (lane + 1), numbers) for lane in range(_LANES)]
 
     def columns(self, lane: int) -> Any:
         return self._columns[lane]
@@ -235,8 +204,16 @@ class _DeviceKeys:
         return _mixed(_row_seed(name, lane), _counted(self._like, first, count))
 
     def rows_of(self, name: str, lane: int, numbers: Any) -> Any:
-        """Of rows in any order."""
-        return _mixed(_row_seed(name, lane), numbers)
+        """Of rows in ascending order."""
+        if not _is_numpy(numbers):
+            return _mixed(_row_seed(name, lane), numbers)
+        first, last = int(numbers[0]), int(numbers[-1])  # few rows, of many numbers each
+        return self.rows(name, lane, first, last - first + 1)[numbers - first]
+
+
+@cache
+def _host_keys() -> _Keys:
+    return _Keys(np.empty(0, np.int64))
 
 
 def _counted(like: Any, first: int, count: int) -> Any:
@@ -244,16 +221,6 @@ def _counted(like: Any, first: int, count: int) -> Any:
     if _is_numpy(like):
         return np.arange(first, first + count)
     return like.new_ones(count).cumsum(0) + (first - 1)
-
-
-@cache
-def _column_keys(lane: int) -> np.ndarray[Any, Any]:
-    keys: np.ndarray[Any, Any] = _mixed(_column_seed(lane), np.arange(ROW))
-    return keys
-
-
-def _column_seed(lane: int) -> int:
-    return 0x9E3779B97F4A7C15 * (lane + 1)
 
 
 def _row_seed(name: str, lane: int) -> int:

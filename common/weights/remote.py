@@ -5,7 +5,7 @@ asked checks what came. The trainer writes object stores, the manifest last: whe
 """
 
 import os
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from tidemill.common.errors import ConfigError, WeightsError
@@ -18,22 +18,13 @@ TOKEN_VARIABLE = "TIDEMILL_WEIGHTS_TOKEN"  # the variable's name, not a token
 TIMEOUT_S = 30.0
 """For each piece of an answer; a download as a whole takes as long as it takes."""
 WEB_SCHEMES = ("http", "https")
-
-
-class Remote(Protocol):
-    """Where files are read from; a path is `weights/v00000012/model.safetensors`. Threads may share it."""
-
-    def read(self, path: str, start: int, length: int) -> bytes:
-        """A part of a file, all of it. Raises WeightsError: it cannot be had now."""
-
-    def read_all(self, path: str) -> bytes:
-        """A small file."""
-
-    def close(self) -> None:
-        """Close connections."""
+_PRUNED = "the version was pruned already and a newer one is on its way, or the server has other runs."
+ADVICE = {401: f"{TOKEN_VARIABLE} is not the one of the server.", 404: _PRUNED, 416: _PRUNED}
 
 
 class WeightServer:
+    """Threads may share it."""
+
     def __init__(self, url: str, token: str, run_id: str) -> None:
         import httpx
 
@@ -42,6 +33,8 @@ class WeightServer:
         self._http = httpx.Client(timeout=TIMEOUT_S, headers=headers)
 
     def read(self, path: str, start: int, length: int) -> bytes:
+        """A part of a file such as `weights/v00000012/model.safetensors`, all of it. Raises WeightsError: it
+        cannot be had now."""
         answer = self._get(path, {"Range": f"bytes={start}-{start + length - 1}"})
         total = int(answer.headers.get("content-range", "").rpartition("/")[2] or len(answer.content))
         if len(answer.content) != length:
@@ -49,6 +42,7 @@ class WeightServer:
         return bytes(answer.content)
 
     def read_all(self, path: str) -> bytes:
+        """A small file."""
         return bytes(self._get(path, {}).content)
 
     def close(self) -> None:
@@ -66,16 +60,10 @@ class WeightServer:
                 "does the head serve weights?"
             ) from error
         if answer.status_code not in (httpx.codes.OK, httpx.codes.PARTIAL_CONTENT):
-            raise WeightsError(f"{url} answered {answer.status_code}; {_advice(answer.status_code)}")
+            raise WeightsError(
+                f"{url} answered {answer.status_code}; {ADVICE.get(answer.status_code, 'expected 200.')}"
+            )
         return answer
-
-
-def _advice(status: int) -> str:
-    if status == 401:
-        return f"{TOKEN_VARIABLE} is not the one of the server."
-    if status in (404, 416):
-        return "the version was pruned already and a newer one is on its way, or the server has other runs."
-    return "expected 200."
 
 
 class ObjectStore(Objects):
@@ -83,6 +71,9 @@ class ObjectStore(Objects):
 
     def __init__(self, url: str, run_id: str) -> None:
         super().__init__(f"{url.rstrip('/')}/{run_id}", "weights.url", WeightsError)
+
+
+Remote = WeightServer | ObjectStore
 
 
 def open_remote(url: str, run_id: str) -> Remote | None:

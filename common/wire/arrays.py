@@ -16,8 +16,6 @@ Bits = NDArray[np.bool_]
 
 MAX_TOKENS = 1 << 22
 """Longest array a message may hold, in elements; checked before anything is built from it."""
-
-
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -47,14 +45,6 @@ def _one_dimension(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _int32(value: Any) -> Int32:
-    return _as_array(value, _INT32, "int32")
-
-
-def _float32(value: Any) -> Float32:
-    return _as_array(value, _FLOAT32, "float32")
-
-
 def unpack_bits(value: Any) -> Bits:
     """Check a mask, or unpack packed bits, whose first byte holds the number of padding bits (0..7)."""
     if isinstance(value, bytes | bytearray | memoryview):
@@ -77,8 +67,8 @@ def pack_bits(mask: Bits) -> bytes:
     return bytes([-len(mask) % 8]) + np.packbits(mask).tobytes()
 
 
-Int32Array = Annotated[Int32, BeforeValidator(_int32)]
-Float32Array = Annotated[Float32, BeforeValidator(_float32)]
+Int32Array = Annotated[Int32, BeforeValidator(lambda value: _as_array(value, _INT32, "int32"))]
+Float32Array = Annotated[Float32, BeforeValidator(lambda value: _as_array(value, _FLOAT32, "float32"))]
 BitArray = Annotated[Bits, BeforeValidator(unpack_bits)]
 
 

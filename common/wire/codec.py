@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tidemill.common.errors import CodecError
@@ -214,15 +213,13 @@ def _check_needs(needs: Any, message_type: type[Message]) -> None:
 @cache
 def _fields(message_type: type[Message]) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
     """Names that are always written, and names that are left out at their default, with it."""
-    defaults = {name: _default_of(field) for name, field in message_type.model_fields.items()}
+    defaults = {}
+    for name, field in message_type.model_fields.items():
+        is_constant = field.default_factory is None or field.default_factory in (dict, list, tuple)
+        # One that differs from call to call is none to compare with.
+        defaults[name] = field.get_default(call_default_factory=True) if is_constant else PydanticUndefined
     required = tuple(name for name, default in defaults.items() if default is PydanticUndefined)
     return required, tuple(item for item in defaults.items() if item[0] not in required)
-
-
-def _default_of(field: FieldInfo) -> Any:
-    """The default, or PydanticUndefined where there is none or it differs from call to call."""
-    is_constant = field.default_factory is None or field.default_factory in (dict, list, tuple)
-    return field.get_default(call_default_factory=True) if is_constant else PydanticUndefined
 
 
 def as_plain(value: Any) -> Any:

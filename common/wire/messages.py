@@ -8,7 +8,7 @@ Fields of a newer minor schema are ignored. Token ids travel end to end and are 
 import time
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import xxhash
@@ -102,16 +102,6 @@ class Claim(BaseModel):
     digest: str = Field(pattern=r"^[0-9a-f]{32}$", description="xxh3-128 of the bytes")
 
 
-class Claims(Protocol):
-    """Finds what an entry has only a claim to."""
-
-    def resolve(self, message: Any) -> Any:
-        """The whole message; any other as it is."""
-
-    def check_in(self, sample: Any) -> Any:
-        """What to publish in its place."""
-
-
 class Trajectory(PromptFields):
     """One sample of a group: a completion, or a whole session. G is `group_size`, T the number of tokens in
     the completion of its first segment, which is the only one of a single turn."""
@@ -198,10 +188,13 @@ class Trajectory(PromptFields):
         return [self.spans, *(fork.spans for fork in self.forks)]
 
     def token_versions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """The version that produced each token of the first segment. Shape [T], int32."""
-        versions = np.empty(self.num_tokens, dtype=np.int32)
-        for version, first in self.spans:
-            versions[first:] = version
+        """The version that produced each completion token, over all segments. Shape [T], int32; of tokens
+        that no version produced, the version of those before them."""
+        found = []
+        for segment in self.segments:
+            lengths = np.diff([*(first for _, first in segment.spans), len(segment.completion_ids)])
+            found.append(np.repeat([version for version, _ in segment.spans], lengths))
+        versions: np.ndarray[Any, np.dtype[np.int32]] = np.concatenate(found).astype(np.int32)
         return versions
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ from tidemill.common.run.weight_files import (
     read_manifest,
     verified_files,
 )
-from tidemill.common.weights.whole import check_whole, write_whole
+from tidemill.common.weights.delta import check_whole, write_whole
 
 BEST, LAST = "best", "last"
 ORIGIN_FILE = "tidemill.json"

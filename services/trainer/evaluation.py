@@ -1,21 +1,18 @@
 """Evaluation on its own lane: held-out prompts, generated and scored before any training work.
 
-While an evaluation of version v runs, newer weights are trained but not announced (`wait`), so that every
-token of it comes from version v. Tickets are numbered by version, so that an evaluation which a crash
-interrupted goes on where it was.
+While an evaluation of version v runs, newer weights are trained but not announced, so that every token of it
+comes from version v. Tickets are numbered by version, so that an evaluation which a crash interrupted goes on
+where it was.
 """
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from typing import Any
 
 import structlog
 
 from tidemill.common.process.service import ServiceContext
-from tidemill.common.run.state import EVALUATION, METRICS_FILE, read_records
 from tidemill.common.streams import (
     START,
     Entry,
@@ -46,8 +43,21 @@ from tidemill.common.wire.messages import (
 from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.batch.reconciler import delete_results
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
-from tidemill.services.trainer.durable.checkpointing import Trimmer
+from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.groups.samples import num_sampled
+from tidemill.services.trainer.metrics.step_metrics import component_values
+
+log = structlog.get_logger(__name__)
+
+BLOCK_S = 0.5
+READ_COUNT = 512
+
+Trajectories = dict[TrajectoryKey, Trajectory]
+Scores = dict[TrajectoryKey, Score]
+Evaluations = dict[str, dict[str, float]]
+"""Numbers of one version by dataset. `score` is avg@k, `accuracy` the share of samples at the threshold,
+`pass_at_k` that of prompts with at least one such sample, `pass_at_<n>` the estimates for smaller k, and
+`rewards/<name>/mean` a component of the reward, over the scored samples that have it."""
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
@@ -67,71 +77,6 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - fail
 
 
-def mean_pass_at_k(by_prompt: Sequence[Sequence[bool]], k: int) -> float:
-    """Mean over prompts, NaN where there is none. Prompts with fewer than k scored samples are left out."""
-    values = [pass_at_k(len(row), sum(row), k) for row in by_prompt if len(row) >= k]
-    return sum(values) / len(values) if values else float("nan")
-
-
-log = structlog.get_logger(__name__)
-
-BLOCK_S = 0.5
-PASS_AT = "pass_at_"
-COMPONENT, MEAN = "rewards/", "/mean"
-READ_COUNT = 512
-
-Trajectories = dict[TrajectoryKey, Trajectory]
-Scores = dict[TrajectoryKey, Score]
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
-    """One version on one dataset. `score` is avg@k, `accuracy` the share of samples at the threshold,
-    `pass_at_k` that of prompts with at least one such sample, and `pass_at` the estimates for smaller k."""
-
-    version: int
-    dataset: str
-    score: float
-    accuracy: float
-    pass_at_k: float
-    mean_length: float
-    clipped_ratio: float
-    num_samples: int
-    num_failed: int
-    pass_at: dict[int, float] = field(default_factory=dict)
-    components: dict[str, float] = field(default_factory=dict)
-    """Mean of each component of the reward, over the scored samples that have it."""
-    at: float = field(default_factory=time.time)
-
-    def metrics(self) -> dict[str, float]:
-        others = ("version", "dataset", "pass_at", "components", "at")
-        names = [item.name for item in fields(self) if item.name not in others]
-        numbers = {name: float(getattr(self, name)) for name in names}
-        means = {f"{COMPONENT}{name}{MEAN}": value for name, value in self.components.items()}
-        return numbers | {f"{PASS_AT}{k}": value for k, value in self.pass_at.items()} | means
-
-
-def evaluations_on_record(run_dir: Path) -> list[dict[str, object]]:
-    """The evaluations of `metrics.jsonl` as the run's state has them, for a Redis that has lost it."""
-    found: list[dict[str, object]] = []
-    for record in read_records(run_dir / METRICS_FILE):
-        if record["kind"] != EVALUATION:
-            continue
-        names = [item.name for item in fields(EvaluationResult) if item.name in record]
-        pass_at = {k.removeprefix(PASS_AT): v for k, v in record.items() if k.startswith(PASS_AT)}
-        pass_at = {k: v for k, v in pass_at.items() if k.isdigit()}
-        components = {
-            key.removeprefix(COMPONENT).removesuffix(MEAN): value
-            for key, value in record.items()
-            if key.startswith(COMPONENT) and key.endswith(MEAN)
-        }
-        found.append(
-            {name: record[name] for name in names}
-            | {"dataset": record["set"], "pass_at": pass_at, "components": components, "at": record["time"]}
-        )
-    return found
-
-
 class Evaluator:
     """Runs one evaluation at a time."""
 
@@ -145,7 +90,7 @@ class Evaluator:
         self.sampling = SamplingParams(max_tokens=limit, **own)
         self.trimmer = trimmer
         self._letters_read = START
-        """How far the evaluations before have read the dead letters."""
+        """How far the evaluations before have read the dead letters: what is about newer ones came later."""
 
     def is_due(self, version: int, num_steps: int) -> bool:
         """Whether `version` is to be evaluated."""
@@ -155,33 +100,33 @@ class Evaluator:
             return self.config.at_start
         return version == num_steps or (self.config.every > 0 and version % self.config.every == 0)
 
-    async def evaluate(self, version: int) -> list[EvaluationResult]:
-        """Issue the tickets of `version`, wait for every sample, and sum up by dataset. No result at all
-        where the streams of this version's evaluation have been trimmed already."""
+    async def evaluate(self, version: int) -> Evaluations:
+        """Issue the tickets of `version`, wait for every sample, and sum up by dataset. Nothing where the
+        streams of this version's evaluation have been trimmed already."""
         first = version * len(self.prompts)
         tickets = [self._ticket(first + i, version, prompt) for i, (_, prompt) in enumerate(self.prompts)]
         if not await self._issue(tickets):
             log.warning("cannot be evaluated again: its tickets were trimmed", version=version)
-            return []
+            return {}
         with metrics.EVALUATION_SECONDS.time():
             trajectories, scores = await self._collect(tickets)
-        results = self._sum_up(version, first, trajectories, scores)
-        for result in results:
-            for name, number in result.metrics().items():
-                metrics.EVALUATION_METRIC.labels(result.dataset, name).set(number)
+        results = self._sum_up(first, trajectories, scores)
+        for dataset, numbers in results.items():
+            for name, number in numbers.items():
+                metrics.EVALUATION_METRIC.labels(dataset, name).set(number)
             log.log(
-                logging.WARNING if result.num_failed else logging.INFO,
+                logging.WARNING if numbers["num_failed"] else logging.INFO,
                 "evaluated",
                 version=version,
-                dataset=result.dataset,
-                score=round(result.score, 4),
-                num_samples=result.num_samples,
-                num_failed=result.num_failed,
+                dataset=dataset,
+                score=round(numbers["score"], 4),
+                num_samples=numbers["num_samples"],
+                num_failed=numbers["num_failed"],
             )
         return results
 
     async def trim(self, version: int) -> None:
-        """Let go of an evaluation whose results are safe: nothing of it is needed again."""
+        """Trim the streams of an evaluation whose results are safe: nothing of it is needed again."""
         await delete_results(self.context.broker, self.context.keys, Lane.EVAL, ())
         if not self.context.config.streams.trim:
             return
@@ -194,12 +139,12 @@ class Evaluator:
         await self.trimmer.release(below, epoch)
 
     async def _issue(self, tickets: Sequence[Ticket]) -> bool:
-        """Append the tickets that the stream does not have; False where it had them and let them go."""
+        """Append the tickets that the stream does not have; False where it had them and they were trimmed."""
         broker, key = self.context.broker, self.context.keys.prompts(Lane.EVAL)
         by_number = {ticket.ticket: ticket for ticket in tickets}
         if len(await append_missing(broker, key, list(by_number), by_number.__getitem__)) == len(tickets):
             return True
-        floor = entry_id_of(tickets[0].ticket - 1) if tickets[0].ticket else START
+        floor = entry_id_of(tickets[0].ticket - 1)
         if await remove_unexpected(broker, self.context.keys, key, Ticket, floor):
             await append_missing(broker, key, list(by_number), by_number.__getitem__)
         first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
@@ -208,51 +153,45 @@ class Evaluator:
     async def _collect(self, tickets: Sequence[Ticket]) -> tuple[Trajectories, Scores]:
         """Read the lane until every sample of every ticket is scored or dead, or no more can come."""
         broker, keys = self.context.broker, self.context.keys
-        trajectory_reader = OffsetReader(broker, keys.trajectories(Lane.EVAL), Trajectory)
-        score_reader = OffsetReader(broker, keys.scores(Lane.EVAL), Score)
-        # Letters about these tickets came after the evaluation before.
-        dead_reader = OffsetReader(broker, keys.dead, DeadLetter, self._letters_read)
-        letters = LettersAbout(broker, keys, score_reader.key)
         wanted = {(t.ticket, index) for t in tickets for index in range(t.group_size)}
         trajectories: Trajectories = {}
         scores: Scores = {}
-        is_exhausted = False
         dead: dict[str, set[TrajectoryKey]] = {}
+        letters = LettersAbout(broker, keys, keys.scores(Lane.EVAL))
+        readers, is_exhausted = self._readers(self._letters_read), False
         while wanted - scores.keys() - set().union(*dead.values()) and not is_exhausted:
             if is_exhausted := await self._is_exhausted(tickets):
                 # A last look from the start: a server that took over may have given lower ids since.
-                trajectory_reader = OffsetReader(broker, keys.trajectories(Lane.EVAL), Trajectory)
-                score_reader = OffsetReader(broker, keys.scores(Lane.EVAL), Score)
-                dead_reader = OffsetReader(broker, keys.dead, DeadLetter)
-            for entry in await trajectory_reader.read(READ_COUNT):
+                readers = self._readers(START)
+            score_reader, trajectory_reader, dead_reader = readers
+            # Scores first: the trajectory of one that is here is in the stream by then.
+            for entry in await _read_all(score_reader, 0.0 if is_exhausted else BLOCK_S):
+                if isinstance(entry, Garbled):
+                    await letters.bury_unread(entry, self.context.name)
+                elif entry.message.key in wanted:
+                    scores.setdefault(entry.message.key, entry.message)
+            for entry in await _read_all(trajectory_reader):
                 if isinstance(entry, Entry) and entry.message.key in wanted:
                     trajectories.setdefault(entry.message.key, entry.message)
-            batch = await score_reader.read(READ_COUNT, 0.0 if is_exhausted else BLOCK_S)
-            while batch:
-                for scored in batch:
-                    if isinstance(scored, Garbled):
-                        await letters.bury_unread(scored, self.context.name)
-                    elif scored.message.key in wanted:
-                        scores.setdefault(scored.message.key, scored.message)
-                batch = await score_reader.read(READ_COUNT)
-            for letter in await dead_reader.read(READ_COUNT):
+            for letter in await _read_all(dead_reader):
                 if keys_lost := _keys_of(letter, wanted):
                     dead[letter.entry_id] = keys_lost
             if wanted <= scores.keys() | set().union(*dead.values()):
-                await self._revive(dead)
-        # All at once could be more than Redis sends to one client.
-        while entries := await trajectory_reader.read(READ_COUNT):
-            for trajectory in entries:
-                if isinstance(trajectory, Entry) and trajectory.message.key in wanted:
-                    trajectories.setdefault(trajectory.message.key, trajectory.message)
-        self._letters_read = dead_reader.position
+                for letter_id in list(dead):
+                    if not await has_entry(broker, keys.dead, letter_id):
+                        del dead[letter_id]  # the operator has put the message back: wait for its samples
+        self._letters_read = readers[-1].position
         return trajectories, scores
 
-    async def _revive(self, dead: dict[str, set[TrajectoryKey]]) -> None:
-        """Wait again for the samples of letters that are gone: the operator has put them back."""
-        for letter_id in list(dead):
-            if not await has_entry(self.context.broker, self.context.keys.dead, letter_id):
-                del dead[letter_id]
+    def _readers(
+        self, letters_read: str
+    ) -> tuple[OffsetReader[Score], OffsetReader[Trajectory], OffsetReader[DeadLetter]]:
+        broker, keys = self.context.broker, self.context.keys
+        return (
+            OffsetReader(broker, keys.scores(Lane.EVAL), Score),
+            OffsetReader(broker, keys.trajectories(Lane.EVAL), Trajectory),
+            OffsetReader(broker, keys.dead, DeadLetter, letters_read),
+        )
 
     async def _is_exhausted(self, tickets: Sequence[Ticket]) -> bool:
         """Whether all work on the tickets is done: what is not in the streams now never will be.
@@ -276,41 +215,37 @@ class Evaluator:
             return False
         return id_order(status.last_delivered) >= id_order(newest)
 
-    def _sum_up(
-        self, version: int, first: int, trajectories: Trajectories, scores: Scores
-    ) -> list[EvaluationResult]:
-        scored: dict[str, list[list[Score]]] = defaultdict(list)
-        samples: dict[str, list[Trajectory]] = defaultdict(list)
+    def _sum_up(self, first: int, trajectories: Trajectories, scores: Scores) -> Evaluations:
+        scored: defaultdict[str, list[list[Score]]] = defaultdict(list)
+        samples: defaultdict[str, list[Trajectory]] = defaultdict(list)
         for i, (dataset, _) in enumerate(self.prompts):
             keys = [(first + i, index) for index in range(self.config.samples)]
             scored[dataset].append([scores[key] for key in keys if key in scores])
             samples[dataset] += [trajectories[key] for key in keys if key in trajectories]
-        return [self._result(version, name, scored[name], samples[name]) for name in scored]
+        return {name: self._numbers(rows, samples[name]) for name, rows in scored.items()}
 
-    def _result(
-        self, version: int, dataset: str, scores: list[list[Score]], samples: list[Trajectory]
-    ) -> EvaluationResult:
+    def _numbers(self, scores: list[list[Score]], samples: list[Trajectory]) -> dict[str, float]:
         """`scores` by prompt; those without a value are failed samples."""
         threshold = self.context.config.trainer.algorithm.success_threshold
         by_prompt = [[score.value for score in row if score.value is not None] for row in scores]
         flat = [value for row in by_prompt for value in row]
-        scored = [row for row in by_prompt if row]
-        return EvaluationResult(
-            version=version,
-            dataset=dataset,
-            score=_mean(flat),
-            accuracy=_mean([value >= threshold for value in flat]),
-            pass_at_k=_mean([max(row) >= threshold for row in scored]),
-            mean_length=_mean([num_sampled(sample) for sample in samples]),
-            clipped_ratio=_mean([sample.finish == "length" for sample in samples]),
-            num_samples=len(flat),
-            num_failed=len(by_prompt) * self.config.samples - len(flat),
-            pass_at={
-                k: mean_pass_at_k([[value >= threshold for value in row] for row in scored], k)
+        solved = [[value >= threshold for value in row] for row in by_prompt if row]
+        components = component_values(s for row in scores for s in row if s.value is not None)
+        return {
+            "score": _mean(flat),
+            "accuracy": _mean([value >= threshold for value in flat]),
+            "pass_at_k": _mean([any(row) for row in solved]),
+            "mean_length": _mean([num_sampled(sample) for sample in samples]),
+            "clipped_ratio": _mean([sample.finish == "length" for sample in samples]),
+            "num_samples": len(flat),
+            "num_failed": len(by_prompt) * self.config.samples - len(flat),
+            **{
+                # Prompts with fewer than k scored samples are left out.
+                f"pass_at_{k}": _mean([pass_at_k(len(row), sum(row), k) for row in solved if len(row) >= k])
                 for k in self.config.pass_k
             },
-            components=component_means([s for row in scores for s in row if s.value is not None]),
-        )
+            **{f"rewards/{name}/mean": _mean(values) for name, values in sorted(components.items())},
+        }
 
     def _ticket(self, number: int, version: int, prompt: Prompt) -> Ticket:
         return Ticket(
@@ -323,14 +258,12 @@ class Evaluator:
         )
 
 
-def component_means(scores: Sequence[Score]) -> dict[str, float]:
-    """The mean of each component over those scores that have it."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for score in scores:
-        for name, value in score.components.items():
-            if value is not None:
-                found[name].append(value)
-    return {name: _mean(values) for name, values in sorted(found.items())}
+async def _read_all(reader: OffsetReader[Any], block_s: float = 0.0) -> list[Any]:
+    """All that is new, in parts: at once it could be more than Redis sends to one client."""
+    entries = batch = await reader.read(READ_COUNT, block_s)
+    while batch:
+        entries += (batch := await reader.read(READ_COUNT))
+    return entries
 
 
 def _keys_of(letter: Entry[DeadLetter] | Garbled, wanted: set[tuple[int, int]]) -> set[tuple[int, int]]:

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 
@@ -44,22 +43,6 @@ log = structlog.get_logger(__name__)
 
 MIN_FILL = 0.5
 """A micro-batch filled less than this waits for more groups, unless its mini-batch has no more to come."""
-
-
-class StepContext(Protocol):
-    """What steps need of the process they run in: a service, or a replay that nobody serves."""
-
-    @property
-    def config(self) -> RunConfig:
-        """Of the run."""
-
-    @property
-    def activity(self) -> Activity:
-        """Where the time goes."""
-
-    @property
-    def stopping(self) -> asyncio.Event:
-        """Set when the process must stop."""
 
 
 @dataclass(slots=True)
@@ -140,12 +123,24 @@ class StepRunner:
     """Trains steps on one policy."""
 
     def __init__(
-        self, context: StepContext, policy: Policy, thread: PolicyThread, group_filter: GroupFilter
+        self,
+        config: RunConfig,
+        policy: Policy,
+        thread: PolicyThread,
+        activity: Activity,
+        stopping: asyncio.Event | None = None,
     ) -> None:
-        self.context, self.trainer, self.activity = context, context.config.trainer, context.activity
-        self.policy, self.thread, self.group_filter = policy, thread, group_filter
+        """Args:
+        config: of the run.
+        policy: what is trained.
+        thread: where the policy's calls are made.
+        activity: of the process, to show where the time goes.
+        stopping: set when the process must stop; None where nobody asks it to.
+        """
+        self.trainer, self.activity, self.stopping = config.trainer, activity, stopping or asyncio.Event()
+        self.policy, self.thread, self.group_filter = policy, thread, GroupFilter(config)
         self.precompute = Precompute(self.trainer, policy, thread)
-        self.advantages = Advantages(context.config)
+        self.advantages = Advantages(config)
         self.statistics = MiniBatchStatistics(self.trainer.algorithm)
         self.algorithm = self.trainer.algorithm
         """With the coefficients of the current step."""
@@ -156,7 +151,7 @@ class StepRunner:
 
     async def run(self, step: int, assembler: BatchAssembler) -> StepResult:
         """Train the groups of `step` as they come, with `mini_batches` updates of the weights. A GPU that is
-        shared in turn is held from the first call on; who is done with the weights lets it go. Raises
+        shared is held from the first call on, and released with the weights. Raises
         StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`)."""
         self.thread.hold()
         result = self._begin()
@@ -267,7 +262,7 @@ class StepRunner:
             arrived[number] = await self._precomputed(group, step)
         missing = self.trainer.groups_per_step - len(result.groups) - len(arrived)
         if missing:
-            while not self.context.stopping.is_set() and await assembler.precompute_waiting(step, missing):
+            while not self.stopping.is_set() and await assembler.precompute_waiting(step, missing):
                 pass
             if self.precompute.needs_start_weights:
                 await self.thread.call(self.policy.hold_weights)
@@ -289,7 +284,7 @@ class StepRunner:
     async def _accumulate(self, batches: Sequence[MicroBatch], mini: MiniBatch) -> None:
         with self.activity.during("train"):
             for batch in batches:
-                if self.context.stopping.is_set():
+                if self.stopping.is_set():
                     raise StoppedError
                 mini.sums += await self.thread.call(self.policy.accumulate, batch)
                 mini.micro_batches.append(batch)

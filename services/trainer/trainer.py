@@ -21,22 +21,24 @@ copied between two steps and written beside those that follow.
 import asyncio
 import contextlib
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
 from tidemill.common.errors import WeightsError
 from tidemill.common.files import free_share
 from tidemill.common.process.activity import BOOKKEEPING, WAIT
+from tidemill.common.process.heartbeats import DAMAGED_VERSION, read_heartbeats
 from tidemill.common.process.service import ServiceContext, StoppedError
-from tidemill.common.run.state import FINISHED, RUNNING, finish_state, read_state, update_state
+from tidemill.common.run.state import FINISHED, RUNNING, finish_state, update_state
 from tidemill.common.run.weight_files import read_chain, verified_files
-from tidemill.common.streams import Mark, MarkLostError, entry_id_of, read_newest
+from tidemill.common.streams import Mark, MarkLostError, entry_id_of, id_order, last_id, read_newest
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
 from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
 from tidemill.services.trainer.batch.reconciler import delete_results
-from tidemill.services.trainer.durable.background_work import BackgroundWork
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import (
     CommitJournal,
@@ -44,67 +46,57 @@ from tidemill.services.trainer.durable.commits import (
     append_commit,
     restore_commits,
 )
-from tidemill.services.trainer.durable.disk_retry import During, on_disk, until_stored
 from tidemill.services.trainer.durable.memory_watch import MemoryWatch
-from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
+from tidemill.services.trainer.durable.waiting import BackgroundWork, During, on_disk, until_stored
+from tidemill.services.trainer.evaluation import Evaluator
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import observe_step, step_metrics
 from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
 from tidemill.services.trainer.weights.best_version import BestVersion
-from tidemill.services.trainer.weights.store import WeightState, WeightStore
+from tidemill.services.trainer.weights.store import BegunVersion, WeightState, WeightStore
 
 log = structlog.get_logger(__name__)
 
 WRITING = "weights"
 """The activity while weights are compared or waited for."""
+SHUTDOWN_TIMEOUT_S = 10.0
+"""A trainer that has to stop finishes writing and announcing a version, if that takes no longer."""
+LOOK_S = 5.0
+"""How often workers' reports of damaged weights are read."""
+DAMAGED = (
+    "a rollout worker finds the files of a version damaged: it is written again in full, or the next one is. "
+    "Look at the disk of the run's folder, and at the way from there to the worker"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Durability:
+@dataclass(kw_only=True)
+class Trainer:
+    """Owns the version: the number of committed steps."""
+
+    context: ServiceContext
+    version: int
+    assembler: BatchAssembler
+    runner: StepRunner
+    evaluator: Evaluator
     journal: CommitJournal
     checkpointer: Checkpointer
     memory: MemoryWatch
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """What a run leaves behind for others."""
-
     weights: WeightStore
     best: BestVersion
     recorder: Recorder
     diagnostics: Diagnostics
 
-
-SHUTDOWN_TIMEOUT_S = 10.0
-"""A trainer that has to stop finishes writing and announcing a version, if that takes no longer."""
-
-
-class Trainer:
-    """Owns the version: the number of committed steps."""
-
-    def __init__(
-        self,
-        context: ServiceContext,
-        version: int,
-        assembler: BatchAssembler,
-        runner: StepRunner,
-        evaluator: Evaluator,
-        durability: Durability,
-        outputs: Outputs,
-    ) -> None:
-        self.context, self.config = context, context.config.trainer
-        self.version = version
-        self.assembler, self.runner, self.evaluator = assembler, runner, evaluator
-        self.scheduler, self.join, self.reconciler = assembler.scheduler, assembler.join, assembler.reconciler
-        self.durability, self.outputs, self.recorder = durability, outputs, outputs.recorder
-        self.trained_version = version
+    def __post_init__(self) -> None:
+        self.config = self.context.config.trainer
+        self.scheduler, self.join = self.assembler.scheduler, self.assembler.join
+        self.reconciler = self.assembler.reconciler
+        self.trained_version = self.version
         """What the policy holds: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
-        self.weights_work = BackgroundWork(context, WRITING)
+        self.weights_work = BackgroundWork(self.context, WRITING)
         """Writes and announces the version that was committed last."""
-        self._evaluations: list[dict[str, object]] = []
+        self._repaired = -1
         self._committed_at = time.monotonic()
         self._totals: dict[str, float] = {}
 
@@ -127,7 +119,7 @@ class Trainer:
         except StoppedError:
             await self._stop()
         finally:
-            await self.durability.checkpointer.close()
+            await self.checkpointer.close()
 
     async def _finish(self) -> None:
         """Say that the run is over, on a server that has all of its history."""
@@ -140,15 +132,15 @@ class Trainer:
 
     async def _resume(self) -> None:
         """Announce the version that the run is at; finish what a crash cut off before that."""
-        state = await read_state(self.context.broker, self.context.keys)
-        self._evaluations = list(state.get("evaluations") or evaluations_on_record(self.context.run_dir))
         await self.reconciler.take_back_versions(self.version)
         manifest = await self._announced_weights()
         if manifest is None:
             during = self.context.activity.during
             with during(WRITING):
                 manifest = await self._write_weights(await self._compare_weights(), during)
-        if self._must_evaluate(self.version - 1) and not await self.reconciler.is_announced(self.version):
+        newest = id_order(await last_id(self.context.broker, self.context.keys.weights))
+        # Before newer weights are announced: workers would go on with its samples under those.
+        if self._must_evaluate(self.version - 1) and newest < id_order(entry_id_of(self.version)):
             self._start_evaluation(self.version - 1)
             await self._finish_evaluation()
         await self._announce(manifest)
@@ -165,7 +157,7 @@ class Trainer:
             await asyncio.wait({self._evaluation})
         await self.runner.thread.call_anywhere(self.runner.policy.zero)
         with contextlib.suppress(StoppedError):
-            await self.durability.checkpointer.finish()
+            await self.checkpointer.finish()
         if self.trained_version == self.version and not self.runner.has_begun:
             with contextlib.suppress(StoppedError):
                 await self._save()
@@ -186,31 +178,33 @@ class Trainer:
         dropped = self.assembler.drain_dropped()
         numbers, prompts = self._metrics(step, result, len(dropped)), self.scheduler.prompts
         tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
-        of_prompts = prompts.outcomes(result.groups), prompts.sizes(tickets)
+        trained = [(self.scheduler.outstanding[group.ticket], group.rewards) for group in result.groups]
+        of_prompts = prompts.outcomes(trained), prompts.sizes(tickets)
         commit = make_commit(step, result, dropped, numbers, state.committed, started_at, *of_prompts)
         await self._commit(commit, result)
         outstanding = self.scheduler.outstanding
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         await on_disk(self.context, self.recorder.step, step, commit.metrics)
-        await self.durability.checkpointer.trim_settled(self.version)
-        self.outputs.diagnostics.observe(step, commit.metrics)
+        await self.checkpointer.trim_settled(self.version)
+        self.diagnostics.observe(step, commit.metrics)
         # Before anything else is written: others may wait for memory that only a checkpoint frees.
-        is_saved = await self.durability.memory.after_step(self._save)
+        is_saved = await self.memory.after_step(self._save)
         self.weights_work.start(self._write_and_announce(state), f"weights of version {self.version}")
-        self._observe(commit, result)
+        observe_step(commit, result)
+        metrics.DISK_FREE_SHARE.set(free_share(self.context.run_dir))
         every = self.config.checkpoint_every
         is_due = every > 0 and self.version % every == 0
         if is_due and not is_saved and self.version < self.config.steps:
             if self.reconciler.needs_checkpoint:
                 await self._save()
             else:
-                await self.durability.checkpointer.begin(self.version, self.assembler.dropped)
+                await self.checkpointer.begin(self.version, self.assembler.dropped)
 
     async def _commit(self, commit: Commit, result: StepResult) -> None:
         """Parts 1 to 5 of the order at the top of this file."""
         # 1 comes before anything is sent: of a commit that reached Redis and was lost with its last second,
         # the journal is the only copy.
-        await on_disk(self.context, self.durability.journal.append, commit)
+        await on_disk(self.context, self.journal.append, commit)
         # 2 comes before 4: a checkpoint of the new version must not hold its groups as outstanding, or they
         # would be trained twice.
         self.version = self.join.version = commit.version
@@ -243,13 +237,12 @@ class Trainer:
                 mark = await self.reconciler.mark()
 
     async def _restore_commits(self, below: int | None = None) -> None:
-        context, is_trimmed = self.context, self.context.config.streams.trims_commits
-        journal = self.durability.journal
-        await restore_commits(context.broker, context.keys, journal, below, is_trimmed=is_trimmed)
+        broker, keys, streams = self.context.broker, self.context.keys, self.context.config.streams
+        await restore_commits(broker, keys, self.journal, below, is_trimmed=streams.trims_commits)
 
     async def _save(self) -> None:
         """Have a checkpoint before anything else is done."""
-        await self.durability.checkpointer.save(self.version, self.assembler.dropped)
+        await self.checkpointer.save(self.version, self.assembler.dropped)
         self.reconciler.needs_checkpoint = False
 
     def _metrics(self, step: int, result: StepResult, num_dropped: int) -> dict[str, float]:
@@ -259,21 +252,18 @@ class Trainer:
         numbers = step_metrics(step, result, num_dropped, step_time_s, threshold)
         numbers |= self.scheduler.prompts.metrics()
         numbers["trainer_idle_share"] = self.context.activity.idle_share()
-        numbers |= self._stage_times()
+        # Seconds in each state since the commit before: where the time of the step went.
+        before, self._totals = self._totals, self.context.activity.totals()
+        spent = {state: seconds - before.get(state, 0.0) for state, seconds in self._totals.items()}
+        total_s = sum(spent.values())
+        waited_s = sum(s for state, s in spent.items() if state.startswith(WAIT))
+        numbers |= {f"time/{state.replace(':', '_')}_s": s for state, s in spent.items() if s > 0}
+        numbers["time/wait_share"] = waited_s / total_s if total_s else 0.0
         if step == 0:
             # The first step waits for engines to start: that is warming up, not idling.
             self.context.activity.reset()
             self._totals = {}
         return numbers
-
-    def _stage_times(self) -> dict[str, float]:
-        """Seconds in each state since the commit before: where the time of the step went."""
-        before, self._totals = self._totals, self.context.activity.totals()
-        spent = {state: seconds - before.get(state, 0.0) for state, seconds in self._totals.items()}
-        total_s = sum(spent.values())
-        waited_s = sum(s for state, s in spent.items() if state.startswith(WAIT))
-        numbers = {f"time/{state.replace(':', '_')}_s": s for state, s in spent.items() if s > 0}
-        return numbers | {"time/wait_share": waited_s / total_s if total_s else 0.0}
 
     async def _compare_weights(self) -> WeightState:
         """What the policy's thread pays for a version."""
@@ -289,28 +279,67 @@ class Trainer:
 
     async def _write_weights(self, state: WeightState, during: During) -> WeightManifest:
         """Beside other work of the policy's thread, which only begins it."""
-        version, weights, policy = self.version, self.outputs.weights, self.runner.policy
-
-        async def write() -> WeightManifest:
-            begun = await self.runner.thread.call(weights.begin, version, policy, state)
-            self.runner.thread.release()
-            return await asyncio.to_thread(weights.finish, begun)
-
+        begin = partial(self.weights.begin, self.version, self.runner.policy, state)
         with metrics.WEIGHTS_WRITE_SECONDS.time():
-            manifest = await until_stored(self.context, write, during)
+            manifest = await self._written(begin, during)
         metrics.WEIGHTS_BYTES.set(manifest.num_bytes)
         metrics.WEIGHTS_SHARE_CHANGED.set(manifest.share_changed)
-        keep, in_use = self.config.keep_weights, self.outputs.best.in_use
-        await asyncio.to_thread(weights.prune, keep, in_use, version)
+        keep, in_use = self.config.keep_weights, self.best.in_use
+        await asyncio.to_thread(self.weights.prune, keep, in_use, manifest.version)
         return manifest
+
+    async def _written(
+        self, begin: Callable[[], BegunVersion | WeightManifest], during: During
+    ) -> WeightManifest:
+        """What `begin` gets ready in the policy's thread, once it is on the disk."""
+
+        async def write() -> WeightManifest:
+            begun = await self.runner.thread.call(begin)
+            self.runner.thread.release()
+            return await asyncio.to_thread(self.weights.finish, begun)
+
+        return await until_stored(self.context, write, during)
 
     async def _announce(self, manifest: WeightManifest) -> None:
         """Tell the rollout workers, and start the version's evaluation where one is due."""
-        self.reconciler.change_manifest(manifest)
-        await self.reconciler.announce()
+        await self.reconciler.announce(manifest)
         if self._must_evaluate(manifest.version):
             self._start_evaluation(manifest.version)
         await self._report(status=RUNNING)
+
+    async def watch_damage(self) -> None:
+        """Write a version again, in full, where rollout workers find its files damaged; for ever.
+
+        Every worker that needs a damaged delta refuses it, and tickets of later steps wait for that version:
+        the run would stand still. The weights are here until the next update; later ones go out in full by
+        then. Each version is repaired once at most: what is damaged again is not a matter of its files.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            manifest = self.reconciler.manifest
+            if manifest is not None and manifest.version > self._repaired:
+                beats = await read_heartbeats(self.context.broker, self.context.keys, ("rollout",))
+                workers = [one.name for one in beats if one.counts.get(DAMAGED_VERSION) == manifest.version]
+                if workers:
+                    self._repair(manifest, workers[0])
+
+    def _repair(self, manifest: WeightManifest, worker: str) -> None:
+        """Begin, where the trainer still is at that version. Nothing is awaited here: from one look to the
+        next a step may go on."""
+        version, has_moved = manifest.version, self.runner.has_begun
+        is_current = self.trained_version == self.version == version
+        if not (is_current and self.reconciler.manifest is manifest and self.weights_work.is_done):
+            return
+        self._repaired = version
+        self.weights.distrust()
+        log.error(DAMAGED, version=version, worker=worker, written_in_full=version + has_moved)
+        if not has_moved:
+            # The policy's thread takes calls in order: this comes before the update that moves the weights.
+            self.weights_work.start(self._write_again(manifest), f"version {version}, again")
+
+    async def _write_again(self, manifest: WeightManifest) -> None:
+        begin = partial(self.weights.begin_again, manifest, self.runner.policy)
+        await self.reconciler.announce(await self._written(begin, self.weights_work.during))
 
     async def _announced_weights(self) -> WeightManifest | None:
         """The manifest of this very version, where it was announced and its bytes are whole. Where a replay
@@ -323,7 +352,7 @@ class Trainer:
                 await asyncio.to_thread(verified_files, self.context.run_dir, part)
         except WeightsError:
             return None
-        self.outputs.weights.continue_from(newest.message)
+        self.weights.continue_from(newest.message)
         return newest.message
 
     def _must_evaluate(self, version: int) -> bool:
@@ -338,23 +367,15 @@ class Trainer:
 
     async def _evaluate(self, version: int) -> None:
         results = await self.evaluator.evaluate(version)
-        for result in results:
-            await self._record_evaluation(result)
-        numbers = {result.dataset: result.metrics() for result in results}
-        await on_disk(self.context, self.outputs.best.consider, version, numbers)
+        for dataset, numbers in results.items():
+            await on_disk(self.context, self.recorder.evaluation, version, dataset, numbers)
+        await self._report()
+        await on_disk(self.context, self.best.consider, version, results)
         # Only when results are safe: what is trimmed cannot be evaluated again. Where commits are lost and
         # no checkpoint stands for them yet, a trainer that starts takes their version, and its results, back.
         await on_disk(self.context, self.recorder.sync)
         if not await self.reconciler.check_server():
             await self.evaluator.trim(version)
-
-    async def _record_evaluation(self, result: EvaluationResult) -> None:
-        record = self.recorder.evaluation
-        await on_disk(self.context, record, result.version, result.dataset, result.metrics())
-        is_same = {"version": result.version, "dataset": result.dataset}.items()
-        self._evaluations = [item for item in self._evaluations if not is_same <= item.items()]
-        self._evaluations.append(asdict(result))
-        await self._report()
 
     async def _finish_evaluation(self, during: During | None = None) -> None:
         """Wait for the evaluation in progress before newer weights are announced. Raises StoppedError: the
@@ -384,18 +405,7 @@ class Trainer:
             "tickets_issued": self.scheduler.next_ticket,
             "trajectories_seen": self.join.num_trajectories,
             "trainer_idle_share": self.context.activity.idle_share(),
-            "evaluations": self._evaluations,
-            "warnings": self.outputs.diagnostics.as_state(),
-            "best": self.outputs.best.as_state(),
+            "evaluations": self.recorder.evaluations,
+            "warnings": self.diagnostics.as_state(),
+            "best": self.best.as_state(),
         }
-
-    def _observe(self, commit: Commit, result: StepResult) -> None:
-        observe_step(commit, result)
-        metrics.DISK_FREE_SHARE.set(free_share(self.context.run_dir))
-        log.info(
-            "step committed",
-            step=commit.step,
-            reward=round(commit.metrics["reward"], 4),
-            staleness=commit.metrics["staleness/max"],
-            seconds=round(commit.metrics["step_time_s"], 2),
-        )

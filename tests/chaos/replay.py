@@ -11,11 +11,8 @@ import torch
 from tests.chaos.archive import Archive
 from tidemill.common.config import RunConfig
 from tidemill.common.process.activity import Activity
-from tidemill.common.process.service import ServiceContext
-from tidemill.common.redis.broker import Broker
-from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
-from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup
+from tidemill.services.trainer.groups.group_filter import PendingGroup
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepRunner
 
@@ -69,10 +66,7 @@ async def replay(
     torch.set_num_threads(config.trainer.num_threads or torch.get_num_threads())
     policy = await asyncio.to_thread(load, config)
     thread, groups = PolicyThread(), _groups(archive)
-    context = ServiceContext(
-        "trainer", "replay", Keys(config.run_id), config, _no_broker(), Path(), Activity("trainer")
-    )
-    runner = StepRunner(context, policy, thread, GroupFilter(config))
+    runner = StepRunner(config, policy, thread, Activity("replay"))
     doubtful = _doubtful_tickets(archive)
     result, at = ReplayResult(0, [], []), 0
     for commit in sorted(archive.commits.messages, key=lambda commit: commit.step):
@@ -119,11 +113,6 @@ def _stands(commit: Commit, groups: dict[int, PendingGroup], doubtful: set[int],
         and len(groups[ticket].trajectories) == len(groups[ticket].scores) == size
         for ticket in commit.groups
     )
-
-
-def _no_broker() -> Broker:
-    """A replay talks to no Redis: whoever tries fails."""
-    return Broker.__new__(Broker)
 
 
 def _link(source: str, target: str) -> None:

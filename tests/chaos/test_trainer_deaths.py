@@ -26,7 +26,7 @@ from tidemill.common.run.weight_files import (
     read_manifest,
     verified_files,
 )
-from tidemill.common.weights.whole import check_whole, write_whole
+from tidemill.common.weights.delta import check_whole, write_whole
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.policy.transformers_policy import load_policy

@@ -20,7 +20,7 @@ from tests.support.preloaded import REPO
 from tidemill.common.config import RunConfig
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.run.weight_files import verified_files
-from tidemill.common.weights.whole import check_whole
+from tidemill.common.weights.delta import check_whole
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.policy import Policy, UpdateResult
 from tidemill.services.trainer.weights.store import WeightStore

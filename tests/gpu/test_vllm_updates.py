@@ -12,7 +12,7 @@ from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, need
 from tests.support.models import run_config
 from tests.support.versions import Chain
 from tidemill.common.errors import WeightsMismatchError
-from tidemill.common.weights.whole import write_whole
+from tidemill.common.weights.delta import write_whole
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.vllm import VllmEngine
 from tidemill.services.trainer.groups.samples import Sample

@@ -11,6 +11,8 @@ SESSIONS_SHARE = 0.12
 """Share of those whose samples are sessions."""
 KEPT_SHARE = 0.12
 """Share of those whose stream of commits is trimmed."""
+LINES_SHARE = 0.5
+"""Share of those in which calls of a process share a connection."""
 BESIDE = {"": 76, "full": 6, "add": 6, "operate": 4, "second": 4, "resume": 4}
 """Kind of what is added to a schedule's faults -> in how many of 100 schedules it is."""
 
@@ -21,6 +23,8 @@ def with_draws(seed: int, setup: Setup) -> Setup:
         setup = replace(setup, per_group=True)
     if random.Random(f"sessions {seed}").random() < SESSIONS_SHARE:
         setup = replace(setup, sessions=True)
+    if random.Random(f"lines {seed}").random() < LINES_SHARE:
+        setup = replace(setup, shares_lines=True)
     rng = random.Random(f"kept {seed}")
     if rng.random() < KEPT_SHARE and setup.trim:
         setup = replace(setup, kept_commits=rng.choice((1, 2)))

@@ -15,6 +15,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tests.simulation.clock import Clocks
 from tests.simulation.loop import OWNER, SimulatedLoop
@@ -22,10 +23,12 @@ from tests.simulation.process import Process
 from tests.simulation.redis.client import deliver
 from tests.simulation.redis.keyspace import READS, split
 from tests.simulation.redis.server import Fields, MemoryServer
-from tidemill.common.redis.broker import _script, _script_names
+from tidemill.common.redis.broker import _SCRIPTS, _script
 from tidemill.common.redis.lines import ANSWER_TIMEOUT_S
 
 LATENCY_S = 0.001
+TICK_S = 1e-9
+"""Between what a connection brings one after the other."""
 NOTICED_S = 1.0
 """Whoever asks in an outage of so long has asked twice."""
 ADDING = frozenset({b"XADD", b"HSET", b"HSETNX", b"SET", b"SADD", b"ZADD", b"XSETID", b"XGROUP CREATE"})
@@ -56,6 +59,24 @@ class Weather:
     """Redis has no memory: it refuses what would need some."""
 
 
+@dataclass(eq=False)
+class Line:
+    """The connection that calls of a process share, but those that block: they arrive in order, are answered
+    in order, and are lost together, as `common/redis/lines.py` has them."""
+
+    calls: list["asyncio.Future[Any]"] = field(default_factory=list)
+    """Those without an answer."""
+    arrives_at: float = 0.0
+    answers_at: float = 0.0
+    """When the last call arrives, and the last answer."""
+    is_deaf: bool = False
+    """Nothing arrives at the server any more."""
+    is_silent: bool = False
+    """No answer comes back any more."""
+    is_lost: bool = False
+    """Its process knows that it is gone."""
+
+
 @dataclass
 class Cluster:
     """`server` is the one that the address leads to."""
@@ -72,6 +93,8 @@ class Cluster:
     cut_off: set[Process] = field(default_factory=set)
     """Processes that cannot reach the server now."""
     num_servers: int = 1
+    shares_lines: bool = False
+    """Whether calls of a process share a connection, or each has its own and may overtake others."""
     before: Callable[[Process, Fields], None] | None = None
     """Hears of every command that arrives, before it is applied."""
     watch: Callable[[MemoryServer, Process, Fields], Callable[[list[Any]], None] | None] | None = None
@@ -82,12 +105,15 @@ class Cluster:
     disturbed_at: float = 0.0
     """When last the way to the server was slow."""
     _waiting: dict["asyncio.Future[Any]", Process] = field(default_factory=dict)
+    _lines: dict[Process, Line] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.server = MemoryServer(self.clocks.server_ms, _run_id(1))
         self._context = contextvars.Context()
 
-    def request(self, unit: Sequence[Fields], is_atomic: bool) -> "asyncio.Future[list[Any]]":
+    def request(
+        self, unit: Sequence[Fields], is_atomic: bool, is_blocking: bool = False
+    ) -> "asyncio.Future[list[Any]]":
         """Send commands of the running process."""
         process, future = OWNER.get(self.loop.world), self.loop.create_future()
         if (answers := _of_the_file(unit)) is not None:
@@ -102,8 +128,24 @@ class Cluster:
             return future
         self._waiting[future] = process
         fate = self._fate()
-        self._later(lambda: self._arrive(process, unit, is_atomic, future, fate))
+        line = self._line_of(process) if self.shares_lines and not is_blocking else Line()
+        line.calls.append(future)
+        delay_s = self._delay_s()
+        line.arrives_at = max(self.loop.now + delay_s, line.arrives_at + TICK_S)
+        self._at(line.arrives_at, lambda: self._arrive(process, line, unit, is_atomic, future, fate))
         return future
+
+    def _line_of(self, process: Process) -> Line:
+        line = self._lines.get(process)
+        if line is None or line.is_lost:
+            line = self._lines[process] = Line()
+        return line
+
+    def _lose(self, line: Line, error: Exception) -> None:
+        """The connection is gone: all that wait for answers learn it, whether applied or not."""
+        line.is_lost = True
+        for future in line.calls:
+            self._answer(Line(), future, error)
 
     def go_down(self) -> None:
         """Every connection breaks."""
@@ -130,9 +172,11 @@ class Cluster:
             del self._waiting[future]
 
     def _break_connections(self) -> None:
+        for line in self._lines.values():
+            line.is_lost = True
         for future, process in list(self._waiting.items()):
             process.disturbed_at = max(process.disturbed_at, self.loop.now)
-            self._answer(future, RedisConnectionError(LOST))
+            self._answer(Line(), future, RedisConnectionError(LOST))
         self.server.blocked.clear()
 
     def _fate(self) -> str:
@@ -141,15 +185,19 @@ class Cluster:
             return f"{self.rng.choice(('unsent', 'unanswered'))} {how}"
         return ""
 
-    def _later(self, call: Callable[[], None]) -> None:
+    def _delay_s(self) -> float:
         delay_s = LATENCY_S * (0.1 + self.rng.random())
         if self.weather.slow_s:
             delay_s += self.weather.slow_s * self.rng.random()
-        self.loop.call_later(delay_s, call, context=self._context)
+        return delay_s
+
+    def _at(self, moment: float, call: Callable[[], None]) -> None:
+        self.loop.call_at(moment, call, context=self._context)
 
     def _arrive(
         self,
         process: Process,
+        line: Line,
         unit: Sequence[Fields],
         is_atomic: bool,
         future: "asyncio.Future[Any]",
@@ -164,17 +212,25 @@ class Cluster:
         if self.weather.slow_s:
             self.disturbed_at = self.loop.now
         if self.state is State.DOWN or process in self.cut_off:
-            self._answer(future, RedisConnectionError(REFUSED))
+            self._lose(line, RedisConnectionError(REFUSED))
             return
+        if line.is_lost or line.is_deaf:
+            return
+        if fate.endswith("hangs"):
+            line.is_silent = True
+            if self.shares_lines:  # the first call that gets no answer in time gives the connection up
+                self._at(until, lambda: self._lose(line, RedisTimeoutError("it does not answer")))
         if fate.startswith("unsent"):
+            line.is_deaf = True
             if fate.endswith("breaks"):
-                self._answer(future, RedisConnectionError(LOST))
+                self._lose(line, RedisConnectionError(LOST))
             return
         if self.state is State.DEMOTED and not all(split(fields)[0] in READS for fields in unit):
-            self._answer(future, ReadOnlyError("You can't write against a read only replica."))
+            self._answer(line, future, ReadOnlyError("You can't write against a read only replica."))
             return
         if self.weather.is_full and any(needs_memory(fields) for fields in unit):
-            self._answer(future, OutOfMemoryError("command not allowed when used memory > 'maxmemory'."))
+            error = OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+            self._answer(line, future, error)
             return
         self._tell(process, unit)
         hear = self.watch(self.server, process, unit[0]) if self.watch and len(unit) == 1 else None
@@ -182,25 +238,28 @@ class Cluster:
         def answer(replies: list[Any]) -> None:
             if hear is not None:
                 hear(replies)
-            if not fate:
-                self._answer(future, replies)
-            elif fate.endswith("breaks"):
-                self._answer(future, RedisConnectionError(LOST))
+            if fate.endswith("breaks"):
+                self._lose(line, RedisConnectionError(LOST))
+            elif not fate:
+                self._answer(line, future, replies)
 
         deliver(self.server, unit, is_atomic, answer, lambda: future not in self._waiting)
         if process.springs("applied"):
             self.kill(process)
 
-    def _answer(self, future: "asyncio.Future[Any]", outcome: Any) -> None:
+    def _answer(self, line: Line, future: "asyncio.Future[Any]", outcome: Any) -> None:
         def arrive() -> None:
-            if self._waiting.pop(future, None) is None or future.done():
+            if line.is_silent or self._waiting.pop(future, None) is None or future.done():
                 return
+            if future in line.calls:
+                line.calls.remove(future)
             if isinstance(outcome, Exception):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
 
-        self._later(arrive)
+        line.answers_at = max(self.loop.now + self._delay_s(), line.answers_at + TICK_S)
+        self._at(line.answers_at, arrive)
 
     def _tell(self, process: Process, unit: Sequence[Fields]) -> None:
         for fields in unit:
@@ -216,7 +275,8 @@ def needs_memory(fields: Fields) -> bool:
 @cache
 def _adding_scripts() -> frozenset[bytes]:
     # Those two write before they add, which a full server takes.
-    scripts = [_script(name) for name in _script_names() if name not in ("mark", "trim")]
+    names = {file.name.removesuffix(".lua") for file in _SCRIPTS.iterdir()} - {"mark", "trim"}
+    scripts = [_script(name) for name in names]
     calls = [f"'{command.decode()}'" for command in ADDING]
     return frozenset(sha.encode() for source, sha in scripts if any(call in source for call in calls))
 

@@ -54,7 +54,7 @@ from tidemill.services.rollout.group import GroupGenerator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.prompts import load_tokenizer
 from tidemill.services.trainer.batch.stream_join import StreamJoin
-from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator
+from tidemill.services.trainer.evaluation import Evaluations, Evaluator
 from tidemill.services.trainer.groups.samples import MicroBatch
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
@@ -205,7 +205,7 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
 
     evaluate = Evaluator.evaluate
 
-    async def evaluate_watched(evaluator: Evaluator, version: int) -> list[EvaluationResult]:
+    async def evaluate_watched(evaluator: Evaluator, version: int) -> Evaluations:
         watch.evaluates(version)
         return await evaluate(evaluator, version)
 

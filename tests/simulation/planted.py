@@ -242,8 +242,8 @@ PLANTED = (
     Mutant(
         "a replacement keeps the step of the ticket before it",
         f"{BATCH}/scheduler.py",
-        "self._ticket(self.next_ticket, max(old.step, step), ticket, outcome)",
-        "self._ticket(self.next_ticket, old.step, ticket, outcome)",
+        "self._next(self.next_ticket, max(old.step, step), ticket, outcome)",
+        "self._next(self.next_ticket, old.step, ticket, outcome)",
     ),
     Mutant(
         "groups that would become too old are not taken first",
@@ -253,9 +253,9 @@ PLANTED = (
     ),
     Mutant(
         "the last entry of a key wins",
-        f"{BATCH}/stream_join.py",
-        "        if index in ids or index >= group.group_size:",
-        "        if index >= group.group_size or (index in ids and group.is_complete):",
+        "services/trainer/groups/group_filter.py",
+        "        if index in ids or index >= self.group_size:",
+        "        if index >= self.group_size or (index in ids and self.is_complete):",
     ),
     Mutant(
         "a reader goes on where it was after a loss",
@@ -302,15 +302,15 @@ PLANTED = (
     ),
     Mutant(
         "entries are trimmed that are not archived",
-        f"{DURABLE}/checkpointing.py",
+        f"{DURABLE}/trimming.py",
         "return START if last_id == START else id_after(last_id)",
         "return None",
     ),
     Mutant(
         "entries are trimmed that the oldest checkpoint needs",
         f"{DURABLE}/checkpointing.py",
-        "                await self._trim(self._kept[0])\n",
-        "                await self._trim(self._kept[-1])\n",
+        "                await self._trim(oldest)\n",
+        "                await self._trim(kept[-1])\n",
     ),
     Mutant(
         "a checkpoint's positions are those of all that was read",

@@ -89,6 +89,7 @@ def _undisturbed_s(schedule: Schedule) -> float:
 
 def _live(schedule: Schedule, folder: Path, verdict: Verdict, is_traced: bool) -> None:
     world = World(schedule.seed, folder, is_traced=is_traced, kept_commits=schedule.setup.kept_commits)
+    world.cluster.shares_lines = schedule.setup.shares_lines
     try:
         watch = Watch(world)
         with installed(world, watch):

@@ -35,9 +35,11 @@ class Setup:
     sample_s: float = 1.0
     """What a sample takes on average, and its reward at most: longer than a lease, it lives by renewals."""
     per_group: bool = False
+    """The reward is given all samples of a group at once."""
     sessions: bool = False
     """Whether samples are sessions of several turns, with an environment that fails now and then."""
-    """The reward is given all samples of a group at once."""
+    shares_lines: bool = False
+    """Calls of a process arrive and are answered in order, as on one connection; else each by itself."""
     kept_commits: int = KEPT_COMMITS
     """So many stay when the stream of commits is trimmed."""
     claims: bool = False

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.letters import make_ticket
 from tests.support.sessions import played
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import RunConfig
@@ -15,14 +16,17 @@ from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, Delivery, Entry, append, id_order, last_id, read_range
+from tidemill.common.wire import codec
 from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
-from tidemill.services.trainer.batch.scheduler import Outstanding, Scheduler
+from tidemill.services.trainer.batch.reconciler import Reconciler
+from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
-from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup
+from tidemill.services.trainer.durable.trimming import Trimmer
+from tidemill.services.trainer.groups.group_filter import PendingGroup
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepRunner
 
@@ -61,12 +65,18 @@ def make_score(ticket: int, index: int, value: float | None = 1.0, **fields: Any
 
 
 def make_parts(broker: Broker, keys: Keys, config: RunConfig) -> tuple[Scheduler, StreamJoin]:
-    join = StreamJoin(broker, keys, config.trainer.group_size)
+    join = StreamJoin(broker, keys)
     return Scheduler(broker, keys, config, make_plan(config), join.expect), join
 
 
-def outstanding(*tickets: int, step: int = 0, min_version: int = 0) -> list[Outstanding]:
-    return [Outstanding(ticket, step, min_version) for ticket in tickets]
+def make_trimmer(context: ServiceContext) -> Trimmer:
+    """A trimmer without a trainer around it."""
+    return Trimmer(context, Reconciler(context.broker, context.keys, Scheduler.__new__(Scheduler)))
+
+
+def outstanding(*tickets: int, **fields: Any) -> list[Ticket]:
+    """Tickets of step 0, with groups of two."""
+    return [make_ticket(ticket, **{"step": 0, "group_size": 2} | fields) for ticket in tickets]
 
 
 async def publish_group(
@@ -82,6 +92,12 @@ async def publish_group(
 async def messages(broker: Broker, key: str, kind: type[Message]) -> list[Any]:
     """Everything in a stream that can be decoded."""
     return [entry.message for entry in await read_range(broker, key, kind) if isinstance(entry, Entry)]
+
+
+async def append_at(broker: Broker, key: str, entry_id: str, message: Message) -> None:
+    """Append under an id that is not Redis's to choose."""
+    flat = [part for pair in codec.encode(message).items() for part in pair]
+    await broker.execute("XADD", key, entry_id, *flat)
 
 
 async def lose_tail(broker: Broker, key: str, last: str) -> None:
@@ -219,7 +235,7 @@ def assert_trained_once(commits: list[Commit], groups: int) -> None:
 
 async def replayed_digests(broker: Broker, keys: Keys, config: RunConfig, policy: Policy) -> list[str]:
     """Train all commits once more, undisturbed, from a fresh policy on what the streams hold now."""
-    runner = StepRunner(make_context(broker, keys, config), policy, PolicyThread(), GroupFilter(config))
+    runner = StepRunner(config, policy, PolicyThread(), Activity("replay"))
     groups: dict[int, PendingGroup] = {}
     for sample in await messages(broker, keys.trajectories(), Trajectory):
         group = groups.setdefault(sample.ticket, PendingGroup(sample.ticket, sample.step, {}, {}))

@@ -1,6 +1,7 @@
 """The whole trainer in the test's process, with workers that answer at once: run, stopped, crashed."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, Ticket
 from tidemill.services.trainer import trainer as trainer_module
 from tidemill.services.trainer.service import serve
+from tidemill.services.trainer.step import StepResult, StepRunner
 
 GROUPS, SIZE = 2, 2
 """Groups of a step, and samples of a group, in the contexts that `make` makes."""
@@ -38,12 +40,33 @@ async def crash_after_commit(context: ServiceContext, step: int) -> None:
         trainer_module.append_commit = append_commit
 
 
+def after_training(
+    monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[StepResult], Awaitable[object]]
+) -> None:
+    """Do something when this step is trained, and not committed."""
+    train = StepRunner.run
+
+    async def train_and_act(runner: StepRunner, number: int, assembler: Any) -> StepResult:
+        result = await train(runner, number, assembler)
+        if number == step:
+            await act(result)
+        return result
+
+    monkeypatch.setattr(StepRunner, "run", train_and_act)
+
+
+def assert_each_once(commits: list[Commit], steps: int, size: int = SIZE) -> None:
+    """Every step has its commit and all its places, and no sample was trained twice."""
+    assert [commit.step for commit in commits] == list(range(steps))
+    trained = [key for commit in commits for key in commit.trained_keys]
+    assert len(trained) == len(set(trained)) == steps * GROUPS * size
+
+
 async def assert_trained_once(broker: Broker, keys: Keys, steps: int) -> list[Commit]:
     """Nothing was lost, and every step has its commit and all its places filled."""
     tickets = await messages(broker, keys.prompts(), Ticket)
     commits = await assert_nothing_lost(broker, keys, len(tickets))
-    assert len(commits) == steps
-    assert sum(len(commit.trained_keys) for commit in commits) == steps * GROUPS * SIZE
+    assert_each_once(commits, steps)
     return commits
 
 
@@ -53,6 +76,13 @@ async def has_tickets(broker: Broker, keys: Keys, count: int) -> bool:
 
 async def has_commits(broker: Broker, keys: Keys, count: int) -> bool:
     return await num_commits(broker, keys) >= count
+
+
+async def empty(broker: Broker, keys: Keys) -> None:
+    """FLUSHALL, as far as it concerns this run."""
+    found = await broker.execute("KEYS", keys.config.replace(":config", ":*").replace("{", "[{]"))
+    if found:
+        await broker.execute("DEL", *found)
 
 
 async def is_answered(broker: Broker, keys: Keys) -> bool:

@@ -53,7 +53,7 @@ class PlainView:
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
         """Print what is new since the last call; what a resumed run did before is not new."""
-        evaluations = {(item.get("version"), item.get("dataset")): item for item in snapshot.evaluations}
+        evaluations = {(item.get("version"), item.get("set")): item for item in snapshot.evaluations}
         if self._next_step is None:
             self._next_step, self._evaluated = snapshot.version, set(evaluations)
         # A version's evaluation belongs after the step that made the version.

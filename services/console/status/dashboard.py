@@ -204,7 +204,7 @@ def learning_lines(snapshot: RunSnapshot) -> Iterator[Node]:
 def _evaluation_lines(snapshot: RunSnapshot) -> Iterator[Node]:
     by_set: dict[str, list[Mapping[str, Any]]] = {}
     for item in snapshot.evaluations:
-        by_set.setdefault(str(item.get("dataset")), []).append(item)
+        by_set.setdefault(str(item.get("set")), []).append(item)
     if not by_set:
         yield Node("evaluation")
     for name, items in by_set.items():
@@ -372,7 +372,7 @@ def step_line(snapshot: RunSnapshot, index: int = -1) -> str:
 
 def evaluation_line(evaluation: Mapping[str, object]) -> str:
     shown = score_text(evaluation)
-    return f"evaluation of version {evaluation.get('version')} on {evaluation.get('dataset')}: {shown}"
+    return f"evaluation of version {evaluation.get('version')} on {evaluation.get('set')}: {shown}"
 
 
 def warning_line(warning: Mapping[str, object]) -> str:

@@ -221,12 +221,7 @@ def merge_evaluations(
     state: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Evaluations of the run's state and those that only metrics.jsonl still knows, oldest first."""
-    merged: dict[tuple[int, str], dict[str, Any]] = {}
-    for record in records:
-        item = {name: value for name, value in record.items() if name not in ("kind", "set", "time")}
-        merged[record["version"], record["set"]] = {**item, "dataset": record["set"], "at": record["time"]}
-    for known in state:
-        merged[known["version"], known["dataset"]] = dict(known)
+    merged = {(item["version"], item["set"]): dict(item) for item in [*records, *state]}
     return [merged[key] for key in sorted(merged)]
 
 

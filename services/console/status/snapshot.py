@@ -10,8 +10,7 @@ from typing import Any
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
-from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.memory import MemoryUse, read_memory
+from tidemill.common.redis.broker import Broker, MemoryUse
 from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, read_config, read_records, read_state
 from tidemill.common.run.weight_files import folder_versions
 from tidemill.common.streams import OffsetReader, group_status, last_id, length, read_newest
@@ -91,7 +90,7 @@ class RunSnapshot:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         found = self.state.get("evaluations") or []
-        return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("dataset", ""))))
+        return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("set", ""))))
 
     @property
     def blocked(self) -> dict[str, str]:
@@ -215,7 +214,7 @@ class SnapshotReader:
             workers=await read_heartbeats(broker, keys),
             num_dead=await length(broker, keys.dead),
             jobs=await self._jobs(),
-            memory=await read_memory(broker),
+            memory=await broker.memory(),
         )
 
     async def _jobs(self) -> dict[str, dict[str, int]]:
@@ -270,7 +269,7 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
             f"{folder.path} holds no run: it has no config.yaml. Give the folder of runs with --runs-dir."
         )
     records = read_records(folder.path / METRICS_FILE)
-    evaluations = [{**r, "dataset": r.get("set", "")} for r in records if r["kind"] == EVALUATION]
+    evaluations = [record for record in records if record["kind"] == EVALUATION]
     snapshot = RunSnapshot(
         folder.run_id,
         config.trainer.steps,

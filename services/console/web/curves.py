@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, parse_record
+from tidemill.common.run.state import METRICS_FILE, STEP, parse_record
 from tidemill.services.console.status.snapshot import StepPoint
 
 Numbers = NDArray[np.float64]
@@ -215,8 +215,8 @@ def chart_trees(
     """All charts that have points, as JSON: `[x, y]` pairs by line; evaluations come second."""
     columns = Columns.of(_with_idle(steps[step]) for step in sorted(steps))
     for item in evaluations:
-        columns.add({"time": 0.0, **item, "set": str(item.get("dataset", "")), "kind": EVALUATION})
-    sets = list(dict.fromkeys(str(item.get("dataset", "")) for item in evaluations))[:MOST_EVALUATIONS]
+        columns.add(item)
+    sets = list(dict.fromkeys(str(item.get("set", "")) for item in evaluations))[:MOST_EVALUATIONS]
     scores = {name[:60]: f"{EVALUATION_PREFIX}{name}/score" for name in sets}
     sources = sorted({name.split("/")[1] for name in columns.numbers if name.startswith("source/")})
     by_source = (

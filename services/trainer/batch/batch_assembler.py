@@ -14,15 +14,16 @@ from typing import Literal
 import structlog
 
 from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.streams import bury, dead_letter, has_entry
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.batch.reconciler import RunStreams
-from tidemill.services.trainer.batch.replacement_limit import ReplacementLimit
 from tidemill.services.trainer.groups.group_filter import (
     STALE,
+    ZERO_VARIANCE,
     GroupFilter,
     PendingGroup,
     Refusal,
@@ -31,23 +32,37 @@ from tidemill.services.trainer.groups.group_filter import (
 from tidemill.services.trainer.groups.samples import PrecomputedTokens, make_sample
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 
+log = structlog.get_logger(__name__)
+
+QUIET_S = 2.0
+"""After this long without anything new, what Redis holds is compared with what it should hold."""
+REST_PER_LOOK = 4.0
+"""After a look at all groups the loop is left to others for so many times what the look took: with thousands
+of groups it takes milliseconds, and there may be something new hundreds of times a second."""
+LEAST_WARN = 8
+"""So many groups, or a step's worth, replaced in a row are a warning; twice as many the next one."""
+LEAST_GIVE_UP, STEPS_GIVE_UP = 256, 8
+"""This many groups, or steps' worth of them, replaced in a row end the run: none will ever be trained."""
+
+Dropped = tuple[int, int, str]
+"""`(ticket, index, reason)`; index -1 means the whole group."""
+
 
 class Precompute:
     """Proximal and reference logprobs, values and entropies of groups, where the algorithm uses them."""
 
     def __init__(self, trainer: TrainerConfig, policy: Policy, thread: PolicyThread) -> None:
         self.trainer, self.policy, self.thread = trainer, policy, thread
-        algorithm = trainer.algorithm
-        has_statistics = algorithm.needs_start_logprobs or algorithm.needs_start_entropies
-        is_needed_again = trainer.passes > 1 and trainer.needs_proximal
+        algorithm, needs_proximal = trainer.algorithm, trainer.needs_proximal
+        needs_start = (
+            algorithm.needs_values or algorithm.needs_start_logprobs or algorithm.needs_start_entropies
+        )
         self.is_needed_always = (
-            algorithm.needs_reference or algorithm.needs_values or has_statistics or is_needed_again
+            algorithm.needs_reference or needs_start or (trainer.passes > 1 and needs_proximal)
         )
         """Whether no group can be trained without; else those of the first mini-batch can."""
-        self.is_needed = trainer.needs_proximal or self.is_needed_always
-        self.needs_start_weights = trainer.mini_batches > 1 and (
-            trainer.needs_proximal or algorithm.needs_values or has_statistics
-        )
+        self.is_needed = needs_proximal or self.is_needed_always
+        self.needs_start_weights = trainer.mini_batches > 1 and (needs_proximal or needs_start)
         """Whether it takes the weights at the start of the step, also later in it."""
 
     def is_ready(self, group: PendingGroup, step: int) -> bool:
@@ -56,8 +71,6 @@ class Precompute:
 
     async def compute(self, group: PendingGroup, step: int) -> None:
         """Compute what `step` needs of one group, in the policy's thread."""
-        if self.is_ready(group, step):
-            return
         trajectories = dict(group.trajectories)
         found = await self.thread.call(self._compute, trajectories)
         # Unless what was read has been forgotten meanwhile, to be read again.
@@ -82,18 +95,6 @@ class Precompute:
         except ValueError:
             return {}  # numbers that are not finite: the filter will refuse the group
         return dict(zip(indices, self.policy.precompute(samples), strict=True))
-
-
-log = structlog.get_logger(__name__)
-
-QUIET_S = 2.0
-"""After this long without news, what Redis holds is compared with what it should hold."""
-REST_PER_LOOK = 4.0
-"""After a look at all groups the loop is left to others for so many times what the look took: with thousands
-of groups it takes milliseconds, and there may be something new hundreds of times a second."""
-
-Dropped = tuple[int, int, str]
-"""`(ticket, index, reason)`; index -1 means the whole group."""
 
 
 def select_groups(
@@ -133,6 +134,70 @@ def select_groups(
             capacity[h] -= 1
             due[h] -= deadline <= h
     return chosen
+
+
+class ReplacementLimit:
+    """Ends a run whose groups are replaced for ever: counts those replaced in a row, and those without
+    variance of the step in progress."""
+
+    def __init__(self, trainer: TrainerConfig) -> None:
+        self._groups_per_step, self._rounds = trainer.groups_per_step, trainer.algorithm.max_filter_rounds
+        self._rewards: Counter[float] = Counter()
+        """What every reward of a group was, of groups without variance since the last one with some."""
+        self.begin_step()
+        self.note_trained()
+
+    def begin_step(self, reasons: Iterable[str] = ()) -> None:
+        """Begin a step, or go on in one in which groups were replaced for these reasons."""
+        self._num_filtered = sum(reason == ZERO_VARIANCE for reason in reasons)
+
+    def note_trained(self) -> None:
+        """A group can be trained."""
+        self._in_a_row, self._warns_at = 0, max(LEAST_WARN, self._groups_per_step)
+        self._rewards.clear()
+
+    def note_replaced(self, reason: str, detail: str, rewards: Sequence[float]) -> None:
+        """A group is about to be replaced; `rewards` are those of a group without variance. Raises
+        ConfigError: it was one too many."""
+        self._in_a_row += 1
+        if reason == ZERO_VARIANCE:
+            self._num_filtered += 1
+            self._rewards.update(rewards[:1])
+        if self._in_a_row >= self._warns_at:
+            self._warns_at = 2 * self._in_a_row
+            log.warning(
+                "no group could be trained recently; each is replaced",
+                groups_in_a_row=self._in_a_row,
+                last_reason=reason,
+                detail=detail,
+            )
+        size, equal = self._groups_per_step, "were replaced because all their rewards are equal."
+        if self._rounds is not None and self._num_filtered > (self._rounds - 1) * size:
+            raise ConfigError(
+                f"a step of {size} groups needs more than {self._rounds} times as many "
+                f"(trainer.algorithm.max_filter_rounds): {self._num_filtered} groups {equal} "
+                f"{self._about_rewards()}"
+            )
+        if self._in_a_row > max(LEAST_GIVE_UP, STEPS_GIVE_UP * size):
+            cause = f"could not be trained, the last one because of {reason!r} {detail}. Fix its cause, then"
+            if self._rewards.total() == self._in_a_row:
+                raise ConfigError(f"{self._in_a_row} groups in a row {equal} {self._about_rewards()}")
+            raise ConfigError(f"{self._in_a_row} groups in a row {cause} resume the run.")
+
+    def _about_rewards(self) -> str:
+        if len(self._rewards) == 1 and self._rewards.total() == self._in_a_row > 1:
+            (value,) = self._rewards
+            return (
+                f"The reward is constant: it was {value:g} for every sample of the last {self._in_a_row} "
+                "groups. Look at what the reward function is given and returns (`tidemill trace`), then "
+                "resume the run."
+            )
+        found = ", ".join(f"{value:g} in {n} groups" for value, n in self._rewards.most_common(5))
+        return (
+            f"Rewards were {found or 'not kept'} recently: prompts are too easy or too hard. Choose them by "
+            "difficulty (data.curriculum), raise trainer.group_size, or turn filter_zero_variance off; then "
+            "resume the run."
+        )
 
 
 class BatchAssembler:
@@ -176,10 +241,10 @@ class BatchAssembler:
                 continue
             self.join.observe()
             with self.context.activity.during(*self._waiting_for(step)):
-                has_news = await self.context.unless_stopping(self.join.wait(QUIET_S))
-            if has_news is None:
+                has_arrived = await self.context.unless_stopping(self.join.wait(QUIET_S))
+            if has_arrived is None:
                 raise StoppedError
-            if has_news:
+            if has_arrived:
                 quiet_since = time.monotonic()
                 await asyncio.sleep(self._rest_s)
             else:
@@ -265,7 +330,7 @@ class BatchAssembler:
     async def _replace_dead(self, step: int) -> None:
         for ticket, (letter_id, error) in list(self.join.dead.items()):
             if not await has_entry(self.context.broker, self.context.keys.dead, letter_id):
-                # The operator has put the message back in the meantime, so the group lives.
+                # The operator has put the message back in the meantime, so the group goes on.
                 self.join.dead.pop(ticket, None)
                 continue
             log.warning("group is dead, replacing it", ticket=ticket, error=error)
@@ -288,7 +353,7 @@ class BatchAssembler:
     async def _look_for_losses(self, step: int, quiet_s: float) -> None:
         if not await self._recover_if_redis_restarted():
             await self.reconciler.restore_lost()
-        # Where something arrived that nobody could read, a group waits for it in vain: no need to be patient.
+        # Where something arrived that nobody could read, a group waits for it in vain: no need to wait long.
         is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s
         if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):
             for ticket in await self._find_abandoned():

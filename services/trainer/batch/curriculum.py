@@ -12,11 +12,10 @@ that every ticket after them has the prompt that the commits give.
 """
 
 from collections import deque
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import floor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,14 +27,11 @@ MEMORY = 0.5
 """Weight of a prompt's rate until now when its next group is in."""
 
 
-@dataclass(slots=True)
-class Record:
+class Tried(NamedTuple):
     """What became of one prompt until now."""
 
     rate: float
     """Share of the samples that solve it; what is older counts less (`MEMORY`)."""
-    num_solved: int
-    num_scored: int
     epoch: int
     """Of the source, when its last outcome came in."""
 
@@ -45,16 +41,11 @@ class Deck:
 
     def __init__(self, prompts: PromptSource, config: CurriculumConfig) -> None:
         self.prompts, self.config = prompts, config
-        self.records: dict[int, Record] = {}
+        self.tried: dict[int, Tried] = {}
         self._position, self._num_drawn = 0, 0
         self._focus = Fraction(str(config.focus))
         self._between: dict[int, None] = {}
         """Places of prompts that are neither easy nor hard; the one at the front waits for longest."""
-
-    @property
-    def epoch(self) -> int:
-        """Passes over the source that are done, whatever was left out in them."""
-        return self._position // len(self.prompts)
 
     def draw(self) -> int:
         """The place of the next prompt.
@@ -72,8 +63,9 @@ class Deck:
             return place
         first = self._position
         for position in range(first, first + len(self.prompts)):
-            place = self.prompts.index_at(position)
-            if self._is_due(place, position // len(self.prompts)):
+            place, epoch = self.prompts.index_at(position), position // len(self.prompts)
+            tried = self.tried.get(place)
+            if tried is None or place in self._between or epoch - tried.epoch >= self.config.revisit:
                 self._position = position + 1
                 return place
         self._position = first + 1
@@ -84,55 +76,39 @@ class Deck:
         place = self.prompts.place_of(row)
         if not num_scored or place is None:
             return
-        rate, before = num_solved / num_scored, self.records.get(place)
-        if before is not None:
-            rate = MEMORY * before.rate + (1.0 - MEMORY) * rate
-            num_solved, num_scored = before.num_solved + num_solved, before.num_scored + num_scored
-        self.records[place] = Record(rate, num_solved, num_scored, self.epoch)
-        if not self._is_between(rate):
-            self._between.pop(place, None)
-        else:
+        rate = num_solved / num_scored
+        if place in self.tried:
+            rate = MEMORY * self.tried[place].rate + (1.0 - MEMORY) * rate
+        self.tried[place] = Tried(rate, self._position // len(self.prompts))
+        if self.config.hard < rate < self.config.easy:
             self._between.setdefault(place)
+        else:
+            self._between.pop(place, None)
 
     def shares(self) -> dict[str, float]:
         """Shares of the source's prompts that are easy, hard, between the two, and not tried yet."""
-        rates = np.array([record.rate for record in self.records.values()])
+        rates = np.array([tried.rate for tried in self.tried.values()])
         count = len(self.prompts)
         return {
             "easy": float((rates >= self.config.easy).sum()) / count,
             "hard": float((rates <= self.config.hard).sum()) / count,
             "between": len(self._between) / count,
-            "untried": 1.0 - len(self.records) / count,
+            "untried": 1.0 - len(self.tried) / count,
         }
 
     def state(self) -> dict[str, Any]:
-        records = self.records.items()
         return {
             "position": self._position,
             "num_drawn": self._num_drawn,
             "between": list(self._between),
-            "records": [[place, r.rate, r.num_solved, r.num_scored, r.epoch] for place, r in records],
+            "tried": [[place, *tried] for place, tried in self.tried.items()],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state."""
         self._position, self._num_drawn = int(state["position"]), int(state["num_drawn"])
         self._between = dict.fromkeys(int(place) for place in state["between"])
-        self.records = {int(place): _record(values) for place, *values in state["records"]}
-
-    def _is_between(self, rate: float) -> bool:
-        return self.config.hard < rate < self.config.easy
-
-    def _is_due(self, place: int, epoch: int) -> bool:
-        record = self.records.get(place)
-        if record is None or self._is_between(record.rate):
-            return True
-        return epoch - record.epoch >= self.config.revisit
-
-
-def _record(values: Sequence[Any]) -> Record:
-    rate, num_solved, num_scored, epoch = values
-    return Record(float(rate), int(num_solved), int(num_scored), int(epoch))
+        self.tried = {int(place): Tried(float(rate), int(epoch)) for place, rate, epoch in state["tried"]}
 
 
 class Curriculum:
@@ -142,8 +118,6 @@ class Curriculum:
         self._sources, self._config = sources, config
         self.decks = [Deck(source, config) for source in sources]
         self._by_name = {source.name: deck for source, deck in zip(sources, self.decks, strict=True)}
-        self.places: dict[int, int] = {}
-        """Ticket -> place of its prompt in its source, for as long as the ticket is outstanding."""
         self.unreported: dict[int, Outcome] = {}
         """Outcomes of replaced groups that no commit tells of yet, by ticket."""
         self._num_drawn = 0
@@ -153,38 +127,28 @@ class Curriculum:
         self._waiting: dict[int, list[Outcome]] = {}
         """Outcomes by the step that reported them."""
 
-    def place_of(self, number: int, source: int, min_version: int) -> int:
-        """The place of a ticket's prompt: drawn where it is the next one, else what was drawn."""
-        if number not in self.places:
-            place = self._take(number, source, min_version)
-            self.places[number] = self._draw_ahead() if place is None else place
-        return self.places[number]
+    def draw(self, number: int, source: int, min_version: int) -> int:
+        """The place of the next ticket's prompt."""
+        self.adopt(number, source, min_version)
+        place = self._draw_queued(self._num_committed)
+        return self._draw_ahead() if place is None else place
 
-    def adopt(self, number: int, source: int, min_version: int, issued: int | None) -> None:
-        """Take in the next ticket, which an earlier process issued with the prompt in the place `issued`."""
-        if issued is None:
-            self.place_of(number, source, min_version)
-        else:
-            self._take(number, source, min_version)
-            self.places[number] = issued
+    def adopt(self, number: int, source: int, min_version: int) -> None:
+        """Take in the next ticket, which an earlier process issued: its prompt is in it."""
+        if number != (following := self._num_drawn + len(self._queue)):
+            raise ValueError(f"ticket {number} cannot be drawn: the next one is {following}")
+        self._queue.append((source, min_version))
 
     def take_commit(self, commit: Commit) -> None:
         """Keep what a committed step came to until tickets may be drawn from it."""
         self._waiting[commit.step] = list(commit.outcomes)
-        self.forget_reported({ticket for ticket, index, _ in commit.dropped if index < 0})
+        self.forget_reported(ticket for ticket, index, _ in commit.dropped if index < 0)
         self._draw_queued(self._num_committed)
 
     @property
     def _num_committed(self) -> int:
         """Steps whose outcomes came in."""
         return max(self._horizon, 1 + max(self._waiting, default=-1))
-
-    def _take(self, number: int, source: int, min_version: int) -> int | None:
-        """Queue the next ticket; returns what the decks give it, None while they have to wait."""
-        if number != (following := self._num_drawn + len(self._queue)):
-            raise ValueError(f"ticket {number} cannot be drawn: the next one is {following}")
-        self._queue.append((source, min_version))
-        return self._draw_queued(self._num_committed)
 
     def _draw_queued(self, num_committed: int) -> int | None:
         """Draw for the queued tickets, in order, up to one that follows from more than these steps. Returns
@@ -210,35 +174,28 @@ class Curriculum:
         assert place is not None
         return place
 
-    def forget_reported(self, tickets: Set[int]) -> None:
+    def forget_reported(self, tickets: Iterable[int]) -> None:
         """A commit has reported these replaced groups."""
-        self.unreported = {
-            ticket: reported for ticket, reported in self.unreported.items() if ticket not in tickets
-        }
+        for ticket in tickets:
+            self.unreported.pop(ticket, None)
 
     def state(self) -> dict[str, Any]:
         return {
             "num_drawn": self._num_drawn,
             "horizon": self._horizon,
             "queue": [list(item) for item in self._queue],
-            "places": [list(item) for item in self.places.items()],
             "unreported": [[ticket, *outcome] for ticket, outcome in self.unreported.items()],
-            "waiting": [
-                [step, [list(item) for item in reported]] for step, reported in self._waiting.items()
-            ],
+            "waiting": [[step, [[*item] for item in reported]] for step, reported in self._waiting.items()],
             "decks": [deck.state() for deck in self.decks],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state."""
         self._num_drawn, self._horizon = int(state["num_drawn"]), int(state["horizon"])
-        # Older releases drew for every ticket at once.
-        self._queue = deque((int(source), int(version)) for source, version in state.get("queue", ()))
-        self.places = {int(ticket): int(place) for ticket, place in state["places"]}
+        self._queue = deque((int(source), int(version)) for source, version in state["queue"])
         self.unreported = {int(ticket): outcome_of(values) for ticket, *values in state["unreported"]}
-        self._waiting = {
-            int(step): [outcome_of(item) for item in reported] for step, reported in state["waiting"]
-        }
+        waiting = state["waiting"]
+        self._waiting = {int(step): [outcome_of(item) for item in reported] for step, reported in waiting}
         for deck, saved in zip(self.decks, state["decks"], strict=True):
             deck.restore(saved)
 

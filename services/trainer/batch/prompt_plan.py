@@ -1,11 +1,14 @@
 """Which prompt each ticket has, in what size of group, sampled how.
 
 Guarantee: the prompt of ticket n follows from the seed, the config, the tickets before n and, where there is
-a curriculum, the commits that `curriculum.py` names: never from timing. So a checkpoint needs little, a
-resumed run issues the same prompts, and a ticket that Redis has lost is issued again unchanged.
+a curriculum, the commits that `curriculum.py` names: never from timing. So a checkpoint needs little, and a
+resumed run issues the same prompts.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from array import array
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from math import lcm
 from typing import Any
 
 import xxhash
@@ -14,9 +17,84 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.messages import Commit, Outcome, SamplingParams, Ticket
 from tidemill.services.trainer.batch.curriculum import Curriculum
-from tidemill.services.trainer.batch.mixture import Mixture
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
-from tidemill.services.trainer.groups.group_filter import TrainableGroup
+
+
+class Mixture:
+    """Which source each ticket takes its prompt from: exact shares, in an order that follows from the seed.
+
+    With weights w (which sum to 1), n tickets hold fewer than one prompt more or less than n * w of every
+    source, for every n. A source's unit number c + 1 may come once n * w > c, and is due when n * w >= c + 1;
+    of those that may come, the one due first comes (earliest deadline first, which keeps every such window:
+    Baruah et al. 1996, "Proportionate progress"). Equal deadlines are decided by the seed. All in whole
+    numbers, so that the order is the same on every machine.
+
+    A source with a limit of n has n tickets; afterwards the others are mixed again, by their weights. Takes
+    nine bytes for each number asked for.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int, limits: Sequence[int | None] = ()) -> None:
+        fractions = [Fraction(str(weight)) for weight in weights]
+        if not fractions or min(fractions) <= 0:
+            raise ValueError(f"a mixture needs weights above 0, got {list(weights)}")
+        scale = lcm(*(fraction.denominator for fraction in fractions))
+        self._weights = [int(fraction * scale) for fraction in fractions]
+        self._limits = list(limits) or [None] * len(fractions)
+        self._seed = seed
+        self._sources, self._positions = array("H"), array("Q")
+        self._counts = [0] * len(fractions)
+        self._mixed: list[int] = []
+        """The sources that are left, and since when: their counts and the number of tickets at that time."""
+        self._base: list[int] = []
+        self._begun = 0
+
+    def place_at(self, number: int) -> tuple[int, int]:
+        """Source of a ticket, and its position in that, both counted from 0; a pure function of weights,
+        limits and seed. Raises ConfigError: all sources are at their limits."""
+        while len(self._sources) <= number:
+            self._advance()
+        return self._sources[number], self._positions[number]
+
+    def counts_at(self, number: int) -> list[int]:
+        """How many of the first `number` tickets each source has."""
+        if number:
+            self.place_at(number - 1)
+        counts = [0] * len(self._weights)
+        for source in self._sources[:number]:
+            counts[source] += 1
+        return counts
+
+    def _advance(self) -> None:
+        number = len(self._sources)
+        limits = enumerate(self._limits)
+        left = [source for source, limit in limits if limit is None or self._counts[source] < limit]
+        if not left:
+            raise ConfigError(
+                f"data.train: every source has been used for all its epochs, after {number:,} groups. Raise "
+                "epochs, leave one source without, or lower trainer.steps."
+            )
+        if left != self._mixed:
+            self._mixed, self._base, self._begun = left, list(self._counts), number
+        source = self._earliest(number)
+        self._sources.append(source)
+        self._positions.append(self._counts[source])
+        self._counts[source] += 1
+
+    def _earliest(self, number: int) -> int:
+        """The source whose next unit is due first, of those whose next unit may come."""
+        total = sum(self._weights[source] for source in self._mixed)
+        slot = number - self._begun + 1
+        best, best_key = -1, (0, 0)
+        for source in self._mixed:
+            weight, units = self._weights[source], self._counts[source] - self._base[source]
+            if units * total >= slot * weight:
+                continue
+            due = -((units + 1) * total // -weight)
+            tie = xxhash.xxh3_64_intdigest(f"{self._seed} {number} {source}".encode())
+            if best < 0 or (due, tie) < best_key:
+                best, best_key = source, (due, tie)
+        assert best >= 0, "the shares sum to 1, so one source is always behind its own"
+        return best
 
 
 class PromptPlan:
@@ -33,67 +111,74 @@ class PromptPlan:
         self._curriculum: Curriculum | None = None
         if config.data.curriculum is not None:
             self._curriculum = Curriculum(sources, config.data.curriculum)
-        self.fingerprint = _fingerprint(sources, weights, limits)
+        self.fingerprint = sources[0].fingerprint
+        """Over everything that decides which prompt is at which position of which source."""
+        if sources[0].name:
+            parts = [(s.name, s.fingerprint, w, n) for s, w, n in zip(sources, weights, limits, strict=True)]
+            self.fingerprint = xxhash.xxh3_128_hexdigest(repr(parts).encode())
         sampling = list(map(config.sampling_of, named)) or [config.rollout.sampling]
         self._sampling = [SamplingParams(**own.model_dump()) for own in sampling]
         self._sizes = [config.group_size(source.name) for source in sources]
 
     def fields(self, number: int, min_version: int) -> dict[str, Any]:
-        """What the ticket of this number says of its prompt and its group. A new number is the next one."""
-        source, prompt = self._prompt_of(number, min_version)
-        return prompt.ticket_fields() | {
-            "group_size": self._sizes[source],
-            "sampling": self._sampling[source],
-        }
+        """What the next ticket, of this number, says of its prompt and its group."""
+        source, position = self._mixture.place_at(number)
+        if self._curriculum is None:
+            return self._fields(source, self.sources[source].prompt_at(position))
+        place = self._curriculum.draw(number, source, min_version)
+        return self._fields(source, self.sources[source].prompts[place])
 
-    def group_size(self, number: int) -> int:
-        """Samples of the ticket's group."""
-        return self._sizes[self._source_of(number)]
+    def fields_of_row(self, number: int, row: int) -> dict[str, Any]:
+        """The same of a ticket that was issued before, with the prompt in this row."""
+        source, _ = self._mixture.place_at(number)
+        place = self.sources[source].place_of(row)
+        assert place is not None, "the fingerprint is that of the same rows"
+        return self._fields(source, self.sources[source].prompts[place])
+
+    def _fields(self, source: int, prompt: Prompt) -> dict[str, Any]:
+        own = {"group_size": self._sizes[source], "sampling": self._sampling[source]}
+        return prompt.ticket_fields() | own
 
     def sizes(self, tickets: Iterable[int]) -> dict[str, int]:
         """Samples of each group, of those that have another number than `trainer.group_size` says."""
-        sizes = {str(ticket): self.group_size(ticket) for ticket in tickets}
+        sizes = {str(ticket): self._sizes[self._mixture.place_at(ticket)[0]] for ticket in tickets}
         return {ticket: size for ticket, size in sizes.items() if size != self._config.trainer.group_size}
 
     def adopt(self, ticket: Ticket) -> None:
         """Take in a ticket that an earlier process has issued, the next one."""
-        if self._curriculum is None:
-            return
-        source = self._source_of(ticket.ticket)
-        issued = self.sources[source].place_of(ticket.row)
-        self._curriculum.adopt(ticket.ticket, source, ticket.min_version, issued)
-        if ticket.outcome is not None:
-            self._curriculum.unreported[ticket.replaces] = ticket.outcome
-
-    def forget(self, ticket: int) -> None:
-        """The ticket was trained or replaced."""
         if self._curriculum is not None:
-            self._curriculum.places.pop(ticket, None)
+            source, _ = self._mixture.place_at(ticket.ticket)
+            self._curriculum.adopt(ticket.ticket, source, ticket.min_version)
+            if ticket.outcome is not None:
+                self._curriculum.unreported[ticket.replaces] = ticket.outcome
 
-    def replaced(self, ticket: int, rewards: Sequence[float]) -> Outcome | None:
+    def replaced(self, ticket: Ticket, rewards: Sequence[float]) -> Outcome | None:
         """A group without variance is replaced: what it says of its prompt, for the ticket in its place; the
-        next commit tells it too. None without a curriculum."""
-        outcome = self._outcome(ticket, rewards)
-        if self._curriculum is not None and outcome is not None:
-            self._curriculum.unreported[ticket] = outcome
+        next commit reports it too. None without a curriculum."""
+        if self._curriculum is None:
+            return None
+        self._curriculum.unreported[ticket.ticket] = outcome = self._outcome(ticket, rewards)
         return outcome
 
-    def outcomes(self, groups: Sequence[TrainableGroup]) -> tuple[Outcome, ...]:
-        """What a step's commit tells: of the groups that it trained, and of those replaced since the last."""
+    def outcomes(self, trained: Iterable[tuple[Ticket, Sequence[float]]]) -> tuple[Outcome, ...]:
+        """What a step's commit reports: of the groups that it trained, with their rewards, and of those
+        replaced since the commit before."""
         if self._curriculum is None:
             return ()
-        found = dict(self._curriculum.unreported)
-        for group in groups:
-            if (outcome := self._outcome(group.ticket, group.rewards)) is not None:
-                found[group.ticket] = outcome
+        found = {ticket.ticket: self._outcome(ticket, rewards) for ticket, rewards in trained}
+        found |= self._curriculum.unreported
         return tuple(found[ticket] for ticket in sorted(found))
+
+    def _outcome(self, ticket: Ticket, rewards: Sequence[float]) -> Outcome:
+        threshold = self._config.trainer.algorithm.success_threshold
+        return ticket.source, ticket.row, sum(reward >= threshold for reward in rewards), len(rewards)
 
     def take_commit(self, commit: Commit) -> None:
         """A step is committed; in the order of steps."""
         if self._curriculum is not None:
             self._curriculum.take_commit(commit)
 
-    def forget_reported(self, tickets: Set[int]) -> None:
+    def forget_reported(self, tickets: Iterable[int]) -> None:
         """Commits have reported these replaced groups."""
         if self._curriculum is not None:
             self._curriculum.forget_reported(tickets)
@@ -131,24 +216,6 @@ class PromptPlan:
         if self._curriculum is not None:
             self._curriculum.restore(state["curriculum"])
 
-    def _source_of(self, number: int) -> int:
-        return self._mixture.turn_at(number).source
-
-    def _prompt_of(self, number: int, min_version: int) -> tuple[int, Prompt]:
-        source, position = self._mixture.turn_at(number)
-        if self._curriculum is None:
-            return source, self.sources[source].prompt_at(position)
-        place = self._curriculum.place_of(number, source, min_version)
-        return source, self.sources[source].prompts[place]
-
-    def _outcome(self, ticket: int, rewards: Sequence[float]) -> Outcome | None:
-        if self._curriculum is None or ticket not in self._curriculum.places:
-            return None
-        source = self.sources[self._source_of(ticket)]
-        row = int(source.rows[self._curriculum.places[ticket]])
-        threshold = self._config.trainer.algorithm.success_threshold
-        return source.name, row, sum(reward >= threshold for reward in rewards), len(rewards)
-
 
 def _check_limits(limits: Sequence[int | None], config: RunConfig) -> None:
     trainer = config.trainer
@@ -159,13 +226,3 @@ def _check_limits(limits: Sequence[int | None], config: RunConfig) -> None:
             f"trainer.groups_per_step are {needed:,}. Raise epochs, leave one source without, or lower "
             "trainer.steps."
         )
-
-
-def _fingerprint(
-    sources: Sequence[PromptSource], weights: Sequence[float], limits: Sequence[int | None]
-) -> str:
-    """Over everything that decides which prompt is at which position of which source."""
-    if not sources[0].name:
-        return sources[0].fingerprint
-    parts = [(s.name, s.fingerprint, w, n) for s, w, n in zip(sources, weights, limits, strict=True)]
-    return xxhash.xxh3_128_hexdigest(repr(parts).encode())

@@ -70,12 +70,14 @@ class PromptSource:
         if not prompts:
             raise ValueError("a prompt source needs at least one prompt")
         self.name = name
-        self.rows = prompts.rows if isinstance(prompts, StreamedPrompts) else rows_of(prompts)
-        """The dataset's row of each prompt, ascending."""
-        self.prompts = prompts
-        self.fingerprint = _fingerprint(prompts, seed, shuffle)
-        self._seed = seed
-        self._shuffle = shuffle
+        if isinstance(prompts, StreamedPrompts):
+            self.rows, content = prompts.rows, prompts.content
+        else:
+            self.rows, content = _content(prompts)
+        self.prompts, self._seed, self._shuffle = prompts, seed, shuffle
+        order = f"{len(prompts)} {seed if shuffle else 'in order'}"
+        self.fingerprint = xxhash.xxh3_128_hexdigest(f"{order} {content}".encode())
+        """Over everything that decides which prompt is at which position, and what it is scored by."""
         # Two epochs, because tickets issued again come from the one before.
         self._order = lru_cache(maxsize=2)(self._compute_order)
 
@@ -107,11 +109,6 @@ class PromptSource:
         entropy = [self._seed, epoch, *self.name.encode()]
         keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)
         return np.argsort(keys, kind="stable")
-
-
-def rows_of(prompts: Sequence[Prompt]) -> NDArray[np.int64]:
-    """The dataset's row of each prompt."""
-    return np.array([prompt.row for prompt in prompts], dtype=np.int64)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -173,13 +170,7 @@ class StreamedPrompts(Sequence[Prompt]):
         self._encode = partial(_encoded, tokenizer=tokenizer, data=data, use_template=use_template)
         self._source = rows
         self._read = lru_cache(maxsize=STREAMED_KEPT)(self._read_prompt)
-        kept, digest = array("q"), xxhash.xxh3_128()
-        for prompt in self._encode(rows):
-            kept.append(prompt.row)
-            _digest_prompt(digest, prompt)
-        self.rows: NDArray[np.int64] = np.array(kept, dtype=np.int64)
-        self.content = digest.hexdigest()
-        """A digest over all prompts."""
+        self.rows, self.content = _content(self._encode(rows))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -202,18 +193,28 @@ def _encoded(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool
 ) -> Iterator[Prompt]:
     overlong: list[tuple[int, str]] = []
-    for row, text, ids in _encode(rows, tokenizer, data, use_template):
-        if not len(ids):
-            raise ConfigError(f"{row.origin}: the prompt has no tokens; its text is {text!r}.")
-        if len(ids) > data.max_prompt_tokens:
-            overlong.append((len(ids), row.origin))
-            if data.overlong_prompts == "error" or data.overlong_prompts == "drop":
-                continue
-            ids = cut(ids, data.max_prompt_tokens, data.overlong_prompts)
-            text = str(tokenizer.decode(ids, skip_special_tokens=False))
-        own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
-        about = row.data_source, row.ground_truth, row.extra, row.number
-        yield Prompt(ids, text, *about, own, row.source)
+    starts = range(0, len(rows), BATCH_ROWS)
+    quiet = len(rows) < PROGRESS_ROWS or not sys.stderr.isatty()
+    shown = track(starts, "tokenising prompts", console=Console(stderr=True), disable=quiet, transient=True)
+    for start in shown:
+        batch = rows[start : start + BATCH_ROWS]
+        texts = [_render(row, tokenizer, data, use_template) for row in batch]
+        # A template writes the special tokens itself; doubling them would shift every logprob.
+        encoded = tokenizer(texts, add_special_tokens=not use_template, return_attention_mask=False)
+        for row, text, numbers in zip(batch, texts, encoded["input_ids"], strict=True):
+            ids = np.asarray(numbers, dtype=np.int32)
+            if not len(ids):
+                raise ConfigError(f"{row.origin}: the prompt has no tokens; its text is {text!r}.")
+            if len(ids) > data.max_prompt_tokens:
+                overlong.append((len(ids), row.origin))
+                if data.overlong_prompts == "error" or data.overlong_prompts == "drop":
+                    continue
+                ids = cut(ids, data.max_prompt_tokens, data.overlong_prompts)
+                text = str(tokenizer.decode(ids, skip_special_tokens=False))
+            ids.flags.writeable = False
+            own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
+            about = row.data_source, row.ground_truth, row.extra, row.number
+            yield Prompt(ids, text, *about, own, row.source)
     if overlong and (len(rows) > 1 or data.overlong_prompts in ("error", "drop")):
         _report_overlong(overlong, len(rows), data)
 
@@ -224,29 +225,7 @@ def cut(ids: Int32, limit: int, side: Literal["left", "right", "middle"]) -> Int
     if len(ids) <= limit:
         return ids
     first = {"left": 0, "right": limit, "middle": limit // 2}[side]
-    kept = np.concatenate([ids[:first], ids[len(ids) - (limit - first) :]])
-    kept.flags.writeable = False
-    return kept
-
-
-def _encode(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool
-) -> Iterator[tuple[Row, str, Int32]]:
-    for batch in _batches(rows):
-        texts = [_render(row, tokenizer, data, use_template) for row in batch]
-        # A template writes the special tokens itself; doubling them would shift every logprob.
-        encoded = tokenizer(texts, add_special_tokens=not use_template, return_attention_mask=False)
-        for row, text, ids in zip(batch, texts, encoded["input_ids"], strict=True):
-            array = np.asarray(ids, dtype=np.int32)
-            array.flags.writeable = False
-            yield row, text, array
-
-
-def _batches(rows: Sequence[Row]) -> Iterable[Sequence[Row]]:
-    starts = range(0, len(rows), BATCH_ROWS)
-    quiet = len(rows) < PROGRESS_ROWS or not sys.stderr.isatty()
-    shown = track(starts, "tokenising prompts", console=Console(stderr=True), disable=quiet, transient=True)
-    return (rows[start : start + BATCH_ROWS] for start in shown)
+    return np.concatenate([ids[:first], ids[len(ids) - (limit - first) :]])
 
 
 def _uses_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
@@ -265,7 +244,14 @@ def _uses_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool) -> str:
     """The text the model reads."""
     if not use_template:
-        return _plain_text(row) + data.prompt_suffix
+        if isinstance(row.prompt, str):
+            return row.prompt + data.prompt_suffix
+        if len(row.prompt) == 1:
+            return f"{row.prompt[0]['content']}{data.prompt_suffix}"
+        raise ConfigError(
+            f"{row.origin}: the prompt is a chat of {len(row.prompt)} messages, but no chat template is in "
+            "use; use data.chat_template 'auto' with a model that has one, or give the prompt as text."
+        )
     messages = _chat_messages(row, data)
     is_prefilled = messages[-1]["role"] == "assistant"
     try:
@@ -281,17 +267,6 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_
         ) from None
     assert isinstance(text, str)
     return text
-
-
-def _plain_text(row: Row) -> str:
-    if isinstance(row.prompt, str):
-        return row.prompt
-    if len(row.prompt) == 1:
-        return str(row.prompt[0]["content"])
-    raise ConfigError(
-        f"{row.origin}: the prompt is a chat of {len(row.prompt)} messages, but no chat template is in use; "
-        "use data.chat_template 'auto' with a model that has one, or give the prompt as text."
-    )
 
 
 def _chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
@@ -336,17 +311,11 @@ def _report_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: D
     )
 
 
-def _fingerprint(prompts: Sequence[Prompt], seed: int, shuffle: bool) -> str:
-    """xxh3-128 over everything that decides which prompt is at which position, and what it is scored by."""
-    digest = xxhash.xxh3_128(f"{len(prompts)} {seed if shuffle else 'in order'}".encode())
-    if isinstance(prompts, StreamedPrompts):
-        digest.update(prompts.content.encode())
-        return digest.hexdigest()
+def _content(prompts: Iterable[Prompt]) -> tuple[NDArray[np.int64], str]:
+    """The dataset's row of each prompt, ascending, and a digest over all of them."""
+    rows, digest = array("q"), xxhash.xxh3_128()
     for prompt in prompts:
-        _digest_prompt(digest, prompt)
-    return digest.hexdigest()
-
-
-def _digest_prompt(digest: xxhash.xxh3_128, prompt: Prompt) -> None:
-    digest.update(f"|{prompt.row} {len(prompt.ids)} {prompt.ground_truth!r}|".encode())
-    digest.update(prompt.ids.tobytes())
+        rows.append(prompt.row)
+        digest.update(f"|{prompt.row} {len(prompt.ids)} {prompt.ground_truth!r}|".encode())
+        digest.update(prompt.ids.tobytes())
+    return np.array(rows, dtype=np.int64), digest.hexdigest()

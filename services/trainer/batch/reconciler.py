@@ -17,7 +17,7 @@ import structlog
 import yaml
 from redis.exceptions import ResponseError
 
-from tidemill.common.config import load_recorded
+from tidemill.common.config import RunConfig, load_recorded
 from tidemill.common.errors import BrokerError, ConfigError, OutageError, TidemillError
 from tidemill.common.files import write_atomically
 from tidemill.common.process.service import ServiceContext
@@ -37,12 +37,11 @@ from tidemill.common.streams import (
     read_newest,
     read_range,
 )
-from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RUNS, Keys
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import StreamJoin
-from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
+from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
 from tidemill.services.trainer.groups.group_filter import PendingGroup
 
 log = structlog.get_logger(__name__)
@@ -57,72 +56,16 @@ TERM_FILE = "trainer.term"
 """Below the run's folder: the number of the newest trainer process."""
 
 
-class Registration:
-    """Registers the run in Redis when the trainer starts, and again when everything was lost."""
-
-    def __init__(self, context: ServiceContext) -> None:
-        self.broker, self.keys, self.run_dir = context.broker, context.keys, context.run_dir
-        self.config = context.registered or context.config
-        self._token = f'"{secrets.token_hex(8)}"'.encode()
-
-    async def begin(self) -> None:
-        """Register the run, and keep its config in its folder, for a trainer that starts when Redis knows
-        nothing."""
-        self._keep_config()
-        await self._register()
-
-    async def restore_if_lost(self) -> bool:
-        """Register the run again where Redis has lost that; returns whether it had."""
-        if await self.broker.execute("HGET", self.keys.state, REGISTRATION) == self._token:
-            return False
-        log.error("Redis has lost what it held of this run; all that is needed is appended again")
-        await self._register()
-        await update_state(self.broker, self.keys, status=RUNNING)
-        return True
-
-    async def _register(self) -> None:
-        # One unit: a Redis that is emptied between the two would keep the registration alone, and the config
-        # would never be looked for again.
-        config = self.config.model_copy(update={"run_id": self.keys.run_id})
-        await self.broker.execute("SADD", RUNS, self.keys.run_id)
-        unit = [
-            ("SET", self.keys.config, config.model_dump_json(), "NX"),
-            ("HSET", self.keys.state, REGISTRATION, self._token),
-        ]
-        await self.broker.pipeline(unit, atomic=True)
-
-    def _keep_config(self) -> None:
-        path = self.run_dir / CONFIG_FILE
-        try:
-            if load_recorded(path) == self.config:
-                return
-        except ConfigError:
-            pass  # not there yet, or of another release
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False))
-
-
-def next_term(run_dir: Path) -> int:
-    """A number greater than that of every trainer process before. Raises StorageError: it cannot be written;
-    call again."""
-    path = run_dir / TERM_FILE
-    try:
-        term = int(path.read_text()) + 1
-    except (FileNotFoundError, ValueError):
-        term = 1
-    write_atomically(path, f"{term}\n")
-    return term
-
-
 class Reconciler:
     """Knows what must be in the streams; one Redis round trip or a few per check."""
 
     def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler) -> None:
         self.broker, self.keys, self.scheduler = broker, keys, scheduler
         self.manifest: WeightManifest | None = None
-        self.registration: Registration | None = None
         self.term = 0
         """Which trainer process of the run this is: each has a greater number than those before it."""
+        self._config: RunConfig | None = None
+        self._token = f'"{secrets.token_hex(8)}"'.encode()
         self._announced_as = ""
         self.needs_checkpoint = False
         """Whether entries that were trained on may be gone, so that commits could not be replayed."""
@@ -131,6 +74,43 @@ class Reconciler:
         other entries there."""
         self._server = ""
         self._has_restarted = False
+
+    async def begin(self, context: ServiceContext) -> None:
+        """Take the next term, keep the config in the run's folder, for a trainer that starts when Redis knows
+        nothing, and register the run. Raises StorageError: the disk is full or read-only; call again."""
+        self._config = context.registered or context.config
+        self.term = _next_term(context.run_dir)
+        path = context.run_dir / CONFIG_FILE
+        try:
+            is_kept = load_recorded(path) == self._config
+        except ConfigError:  # not there yet, or of another release
+            is_kept = False
+        if not is_kept:
+            content = yaml.safe_dump(self._config.model_dump(mode="json"), sort_keys=False)
+            write_atomically(path, content)
+        await self._register(self._config)
+
+    async def _register(self, config: RunConfig) -> None:
+        # One unit: a Redis that is emptied between the two would keep the registration alone, and the config
+        # would never be looked for again.
+        await self.broker.execute("SADD", RUNS, self.keys.run_id)
+        config = config.model_copy(update={"run_id": self.keys.run_id})
+        unit = [
+            ("SET", self.keys.config, config.model_dump_json(), "NX"),
+            ("HSET", self.keys.state, REGISTRATION, self._token),
+        ]
+        await self.broker.pipeline(unit, atomic=True)
+
+    async def _register_if_lost(self) -> bool:
+        """Register the run again where Redis has lost that; returns whether it had."""
+        if self._config is None:
+            return False
+        if await self.broker.execute("HGET", self.keys.state, REGISTRATION) == self._token:
+            return False
+        log.error("Redis has lost what it held of this run; all that is needed is appended again")
+        await self._register(self._config)
+        await update_state(self.broker, self.keys, status=RUNNING)
+        return True
 
     async def restore_lost(self) -> None:
         """Append again what is missing at the end of prompts and weights."""
@@ -172,7 +152,7 @@ class Reconciler:
         if is_other:
             await self._rewrite_file()
         # Also on the same server: FLUSHALL leaves its identity as it was.
-        if (self.registration is not None and await self.registration.restore_if_lost()) or is_other:
+        if await self._register_if_lost() or is_other:
             self._has_restarted = self.needs_checkpoint = True
             self.epoch += 1
         return self.needs_checkpoint
@@ -203,17 +183,14 @@ class Reconciler:
         server, replication = await self.broker.info("server"), await self.broker.info("replication")
         return f"{server['run_id']} {replication.get('master_replid', '')}"
 
-    async def is_announced(self, version: int) -> bool:
-        """Whether the rollout workers know of `version`, or of a newer one."""
-        newest = await last_id(self.broker, self.keys.weights)
-        return id_order(newest) >= id_order(entry_id_of(version))
-
-    async def announce(self) -> bool:
-        """Announce the newest version; False where the stream has it already.
+    async def announce(self, manifest: WeightManifest | None = None) -> bool:
+        """Announce this version, or the newest one again; False where the stream has it already.
 
         A version that an earlier trainer has announced is announced once more: so workers that hold a newer
         one of a lost history learn that the run is here again.
         """
+        if manifest is not None:
+            self.manifest, self._announced_as = manifest.model_copy(update={"term": self.term}), ""
         if self.manifest is None:
             return False
         while True:
@@ -258,13 +235,8 @@ class Reconciler:
         log.warning(
             "taking back versions of a lost history", version=version, newest=lost[-1].message.version
         )
-        floor = entry_id_of(version - 1) if version else START
-        pairs = [part for entry in lost for part in (entry.entry_id, "")]
-        await self.broker.script("move_aside", [key, self.keys.dead], [SCHEMA, floor, *pairs])
-
-    def change_manifest(self, manifest: WeightManifest) -> None:
-        """Announce this one from now on."""
-        self.manifest, self._announced_as = manifest.model_copy(update={"term": self.term}), ""
+        letters = dict.fromkeys((entry.entry_id for entry in lost), b"")
+        await take_back(self.broker, self.keys, key, letters, entry_id_of(version - 1))
 
     async def learn_started_versions(self, groups: Iterable[PendingGroup]) -> None:
         """Ask at which version incomplete groups were started: no token of theirs will be older."""
@@ -311,6 +283,16 @@ class Reconciler:
             if await pending_ids(self.broker, key, REWARD_GROUP, entry_id, entry_id, 1):
                 return True
         return False
+
+
+def _next_term(run_dir: Path) -> int:
+    path = run_dir / TERM_FILE
+    try:
+        term = int(path.read_text()) + 1
+    except (FileNotFoundError, ValueError):
+        term = 1
+    write_atomically(path, f"{term}\n")
+    return term
 
 
 @dataclass(frozen=True, slots=True)

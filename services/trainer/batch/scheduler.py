@@ -8,8 +8,7 @@ A ticket's number says which prompt it has (`prompt_plan.py`) and, plus one, is 
 idempotent: after a crash, tickets in the stream are adopted, and the others are issued again unchanged.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import structlog
@@ -18,35 +17,19 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import START, Entry, append_missing, entry_id_of, id_order, last_id, read_range
+from tidemill.common.streams import Entry, append_missing, entry_id_of, id_order, last_id, read_range
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Outcome, Ticket
 from tidemill.services.trainer.batch.curriculum import outcome_of
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
-from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
+from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Outstanding:
-    """A ticket that was issued and has reached no end yet."""
-
-    ticket: int
-    step: int
-    min_version: int
-    replaces: int = -1
-    group_size: int = 0
-    """0 is the run's."""
-    outcome: Outcome | None = None
-    """What the replaced group says of its prompt, where a curriculum wants it."""
-
-
 class Scheduler:
-    """Issues tickets in order, and remembers which are outstanding. `expect` is told of tickets before the
-    stream has them: a worker may answer sooner than Redis does."""
+    """Issues tickets in order, and remembers which are outstanding: neither trained nor replaced."""
 
     def __init__(
         self,
@@ -54,25 +37,32 @@ class Scheduler:
         keys: Keys,
         config: RunConfig,
         prompts: PromptPlan,
-        expect: Callable[[list[Outstanding]], None],
+        expect: Callable[[list[Ticket]], None],
     ) -> None:
+        """Args:
+        broker: Redis.
+        keys: of the run.
+        config: of the run.
+        prompts: which prompt each ticket has.
+        expect: gets tickets before the stream has them: a worker may answer sooner than Redis does.
+        """
         self.broker, self.keys, self.prompts, self.expect = broker, keys, prompts, expect
         self.trainer = config.trainer
         self.next_ticket = 0
         self.num_replacements = 0
-        self.outstanding: dict[int, Outstanding] = {}
+        self.outstanding: dict[int, Ticket] = {}
 
     def limit(self, version: int) -> int:
         """Most tickets that may have been issued when `version` steps are committed."""
         steps = min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
         return steps * self.trainer.groups_per_step + self.num_replacements
 
-    async def admit(self, version: int) -> list[Outstanding]:
+    async def admit(self, version: int) -> list[Ticket]:
         """Issue every regular ticket that the gate lets in now."""
-        num_new = self.limit(version) - self.next_ticket
-        return await self._issue([self._regular(self.next_ticket + i) for i in range(num_new)])
+        numbers, size = range(self.next_ticket, self.limit(version)), self.trainer.groups_per_step
+        return await self._issue([self._next(n, (n - self.num_replacements) // size) for n in numbers])
 
-    async def replace(self, ticket: int, step: int, rewards: Sequence[float] = ()) -> list[Outstanding]:
+    async def replace(self, ticket: int, step: int, rewards: Sequence[float] = ()) -> list[Ticket]:
         """Issue a fresh ticket in place of one whose group cannot be trained, while `step` is in progress.
         `rewards` are those of a group without variance.
 
@@ -80,15 +70,13 @@ class Scheduler:
         not be older than the step in progress allows.
         """
         old = self.outstanding.pop(ticket)
-        outcome = self.prompts.replaced(ticket, rewards) if rewards else None
-        self.prompts.forget(ticket)
+        outcome = self.prompts.replaced(old, rewards) if rewards else None
         self.num_replacements += 1
-        return await self._issue([self._ticket(self.next_ticket, max(old.step, step), ticket, outcome)])
+        return await self._issue([self._next(self.next_ticket, max(old.step, step), ticket, outcome)])
 
     def settle(self, ticket: int) -> None:
         """The group was trained: its ticket is outstanding no more."""
         self.outstanding.pop(ticket, None)
-        self.prompts.forget(ticket)
 
     async def adopt_issued(self, history: History | None = None) -> list[Ticket]:
         """Take in tickets that an earlier process issued after the state this one was restored from."""
@@ -98,7 +86,11 @@ class Scheduler:
         async for entry in history.scan(StreamName.PROMPTS, Selection(entry_id_of(self.next_ticket))):
             if isinstance(entry, Entry) and isinstance(ticket := entry.message, Ticket):
                 if ticket.ticket == self.next_ticket:
-                    self._adopt(ticket)
+                    self.prompts.adopt(ticket)
+                    self.num_replacements += ticket.replaces >= 0
+                    self.outstanding.pop(ticket.replaces, None)
+                    self.outstanding[ticket.ticket] = ticket
+                    self.next_ticket += 1
                     adopted.append(ticket)
                 else:
                     orphans.append(Entry(entry.entry_id, ticket))
@@ -126,10 +118,8 @@ class Scheduler:
         log.warning(
             "taking back tickets of a lost history", first=orphans[0].message.ticket, count=len(orphans)
         )
-        key, keep = self.keys.prompts(), min([*self.outstanding, self.next_ticket])
-        pairs = [part for entry in orphans for part in (entry.entry_id, "")]
-        floor = entry_id_of(keep - 1) if keep else START
-        await self.broker.script("move_aside", [key, self.keys.dead], [SCHEMA, floor, *pairs])
+        letters = dict.fromkeys((entry.entry_id for entry in orphans), b"")
+        await take_back(self.broker, self.keys, self.keys.prompts(), letters, self._floor)
         numbers = [entry.message.ticket for entry in orphans]
         # A mark that says "published" would hold for the ticket that gets this number next.
         await self.broker.execute("DEL", *map(self.keys.progress, numbers), *map(self.keys.results, numbers))
@@ -140,17 +130,21 @@ class Scheduler:
 
     async def remove_unexpected(self) -> int:
         """Remove what others have written into the stream; returns how many entries."""
-        key, first = self.keys.prompts(), min(self.outstanding, default=self.next_ticket)
-        floor = entry_id_of(first - 1) if first else START
-        return await remove_unexpected(self.broker, self.keys, key, Ticket, floor)
+        return await remove_unexpected(self.broker, self.keys, self.keys.prompts(), Ticket, self._floor)
+
+    @property
+    def _floor(self) -> str:
+        """The id below every ticket that is still needed."""
+        return entry_id_of(min(self.outstanding, default=self.next_ticket) - 1)
 
     def state(self) -> dict[str, Any]:
+        """For the checkpoint: tickets with the rows of their prompts."""
+        tickets = self.outstanding.values()
         return {
             "next_ticket": self.next_ticket,
             "num_replacements": self.num_replacements,
-            "outstanding": [[item.ticket, item.step, item.replaces] for item in self.outstanding.values()],
-            "outcomes": [
-                [item.ticket, list(item.outcome)] for item in self.outstanding.values() if item.outcome
+            "outstanding": [
+                [t.ticket, t.step, t.replaces, t.row, t.outcome and list(t.outcome)] for t in tickets
             ],
         }
 
@@ -158,83 +152,57 @@ class Scheduler:
         """Continue from a checkpoint's state."""
         self.next_ticket = int(state["next_ticket"])
         self.num_replacements = int(state["num_replacements"])
-        outcomes = {int(ticket): outcome for ticket, outcome in state["outcomes"]}
-        for ticket, step, replaces in state["outstanding"]:
-            size, saved = self.prompts.group_size(ticket), outcomes.get(ticket)
-            outcome = None if saved is None else outcome_of(saved)
-            min_version = self._min_version(step)
-            self.outstanding[ticket] = Outstanding(ticket, step, min_version, replaces, size, outcome)
+        for number, step, replaces, row, saved in state["outstanding"]:
+            outcome, fields = saved and outcome_of(saved), self.prompts.fields_of_row(number, row)
+            self.outstanding[number] = self._make(number, step, replaces, outcome, fields)
 
-    def _adopt(self, ticket: Ticket) -> None:
-        self.prompts.adopt(ticket)
-        if ticket.replaces >= 0:
-            self.num_replacements += 1
-            self.outstanding.pop(ticket.replaces, None)
-            self.prompts.forget(ticket.replaces)
-        self.outstanding[ticket.ticket] = _outstanding(ticket)
-        self.next_ticket = ticket.ticket + 1
-
-    async def _issue(self, tickets: list[Ticket]) -> list[Outstanding]:
+    async def _issue(self, tickets: list[Ticket]) -> list[Ticket]:
         if not tickets:
             return []
-        issued = [_outstanding(ticket) for ticket in tickets]
         self.next_ticket = tickets[-1].ticket + 1
-        self.outstanding |= {item.ticket: item for item in issued}
-        self.expect(issued)
-        appended = await self._append_missing(tickets)
-        if not {ticket.ticket for ticket in tickets} <= appended:
-            await self._check_issued(tickets)
-        for item in issued:
-            metrics.TICKETS_ISSUED.labels("replacement" if item.replaces >= 0 else "regular").inc()
-        return issued
+        new = {ticket.ticket: ticket for ticket in tickets}
+        self.outstanding |= new
+        self.expect(tickets)
+        if not new.keys() <= await self._append_missing(new):
+            await self._check_issued(new)
+        for ticket in tickets:
+            metrics.TICKETS_ISSUED.labels("replacement" if ticket.replaces >= 0 else "regular").inc()
+        return tickets
 
-    async def _append_missing(self, new: Sequence[Ticket] = ()) -> set[int]:
+    async def _append_missing(self, new: Container[int] = ()) -> set[int]:
         """Append what is outstanding and not in the stream: what Redis has lost before what is new."""
-        tickets = {ticket.ticket: ticket for ticket in new}
-
-        def ticket_of(number: int) -> Ticket:
-            item = self.outstanding[number]
-            return tickets.get(number) or self._ticket(number, item.step, item.replaces, item.outcome)
-
-        key = self.keys.prompts()
-        appended = await append_missing(self.broker, key, sorted(self.outstanding), ticket_of)
-        if lost := [number for number in appended if number not in tickets]:
+        key, numbers = self.keys.prompts(), sorted(self.outstanding)
+        appended = await append_missing(self.broker, key, numbers, self.outstanding.__getitem__)
+        if lost := [number for number in appended if number not in new]:
             log.warning("issued tickets again that Redis has lost", count=len(lost), first=lost[0])
         return set(appended)
 
-    async def _check_issued(self, tickets: list[Ticket]) -> None:
+    async def _check_issued(self, new: Collection[int]) -> None:
         """Some ids were taken: by these tickets, if Redis did the append before the connection broke."""
-        key, first, last = self.keys.prompts(), tickets[0].ticket, tickets[-1].ticket
+        key, first, last = self.keys.prompts(), min(new), max(new)
         found = await read_range(self.broker, key, Ticket, entry_id_of(first), entry_id_of(last))
         there = {entry.message.ticket for entry in found if isinstance(entry, Entry)}
         if first not in there and await self.remove_unexpected():
-            there |= await self._append_missing(tickets)
-        if missing := [ticket.ticket for ticket in tickets if ticket.ticket not in there]:
+            there |= await self._append_missing(new)
+        if missing := sorted(set(new) - there):
             raise TidemillError(
                 f"ticket {missing[0]} cannot be issued: {key} stands at {await last_id(self.broker, key)}, "
                 f"beyond {entry_id_of(missing[0])}. Something other than this trainer has written to it; "
                 "remove those entries (XDEL, then XSETID and XGROUP SETID to the last ticket), and restart."
             )
 
-    def _regular(self, number: int) -> Ticket:
-        return self._ticket(number, (number - self.num_replacements) // self.trainer.groups_per_step)
+    def _next(self, number: int, step: int, replaces: int = -1, outcome: Outcome | None = None) -> Ticket:
+        """A new ticket, with the next prompt."""
+        fields = self.prompts.fields(number, self._min_version(step))
+        return self._make(number, step, replaces, outcome, fields)
 
-    def _ticket(self, number: int, step: int, replaces: int = -1, outcome: Outcome | None = None) -> Ticket:
+    def _make(
+        self, number: int, step: int, replaces: int, outcome: Outcome | None, fields: dict[str, Any]
+    ) -> Ticket:
         min_version = self._min_version(step)
         return Ticket(
-            ticket=number,
-            step=step,
-            min_version=min_version,
-            replaces=replaces,
-            outcome=outcome,
-            **self.prompts.fields(number, min_version),
+            ticket=number, step=step, min_version=min_version, replaces=replaces, outcome=outcome, **fields
         )
 
     def _min_version(self, step: int) -> int:
         return max(0, step - self.trainer.max_staleness)
-
-
-def _outstanding(ticket: Ticket) -> Outstanding:
-    return Outstanding(
-        ticket.ticket, ticket.step, ticket.min_version, ticket.replaces, ticket.group_size, ticket.outcome
-    )

@@ -9,7 +9,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -21,7 +20,6 @@ from tidemill.common.streams import (
     Garbled,
     LettersAbout,
     OffsetReader,
-    Rung,
     Trail,
     id_before,
     id_order,
@@ -31,8 +29,7 @@ from tidemill.common.streams import (
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import DeadLetter, Score, Trajectory
-from tidemill.services.trainer.batch.scheduler import Outstanding
+from tidemill.common.wire.messages import DeadLetter, Score, Ticket, Trajectory
 from tidemill.services.trainer.groups.group_filter import UNKNOWN_VERSION, PendingGroup
 
 log = structlog.get_logger(__name__)
@@ -41,14 +38,14 @@ BLOCK_S = 1.0
 READ_COUNT = 256
 OBSERVE_S = 1.0
 
-STREAMS = TRAJECTORIES, SCORES, DEAD = "trajectories", "scores", "dead"
+STREAMS = TRAJECTORIES, SCORES, DEAD = StreamName.TRAJECTORIES, StreamName.SCORES, StreamName.DEAD
 
 
 class StreamJoin:
     """Outstanding groups, filled by three background readers; `changed` is set when something arrived."""
 
-    def __init__(self, broker: Broker, keys: Keys, group_size: int) -> None:
-        self._broker, self._keys, self.group_size = broker, keys, group_size
+    def __init__(self, broker: Broker, keys: Keys) -> None:
+        self._broker, self._keys = broker, keys
         self.groups: dict[int, PendingGroup] = {}
         self.complete: list[int] = []
         """Tickets of complete groups, in the order in which they became complete."""
@@ -63,20 +60,16 @@ class StreamJoin:
         self._observed_at = -math.inf
         self.epoch = 0
         """The reconciler's epoch in which its positions are valid."""
-        self._seen_up_to: dict[str, str] = {}
+        self._seen_up_to: Mapping[StreamName, str] = {}
         self._letters = LettersAbout(broker, keys, keys.scores())
-        self._readers: dict[str, OffsetReader[Any]] = {
-            TRAJECTORIES: OffsetReader(broker, keys.trajectories(), Trajectory),
-            SCORES: OffsetReader(broker, keys.scores(), Score),
-            DEAD: OffsetReader(broker, keys.dead, DeadLetter),
+        self._readers: dict[StreamName, OffsetReader[Any]] = {
+            name: OffsetReader(broker, name.key(keys), name.message_type) for name in STREAMS
         }
 
-    def expect(self, tickets: list[Outstanding]) -> None:
+    def expect(self, tickets: Iterable[Ticket]) -> None:
         """Open groups for tickets that have been issued."""
-        for item in tickets:
-            size = item.group_size or self.group_size
-            group = PendingGroup(item.ticket, item.step, group_size=size, ticket_min_version=item.min_version)
-            self.groups.setdefault(item.ticket, group)
+        for ticket in tickets:
+            self.groups.setdefault(ticket.ticket, PendingGroup.of(ticket))
 
     def observe(self) -> None:
         """Tell Prometheus how many groups are how far, a few times between two looks of it."""
@@ -105,13 +98,9 @@ class StreamJoin:
         self.changed.clear()
         return True
 
-    async def read(self, stream: str) -> None:
+    async def read(self, stream: StreamName) -> None:
         """Follow one of the streams for ever; a ticket in the dead letters never completes by itself."""
-        takers: dict[str, Callable[[Any], None]] = {
-            TRAJECTORIES: self._take_trajectory,
-            SCORES: self._take_score,
-            DEAD: self._take_dead,
-        }
+        take: Callable[[Any], None] = self._take_dead if stream == DEAD else self._take
         while True:
             reader = self._readers[stream]
             for entry in await reader.read(READ_COUNT, BLOCK_S):
@@ -122,7 +111,7 @@ class StreamJoin:
                 if isinstance(entry, Garbled):
                     await self._take_garbled(stream, entry)
                 else:
-                    takers[stream](entry)
+                    take(entry)
 
     def reread(self, epoch: int = 0) -> None:
         """Forget what has arrived of groups that no step has taken, and read it again.
@@ -143,13 +132,13 @@ class StreamJoin:
         self._letters = LettersAbout(self._broker, self._keys, self._keys.scores())
         self.epoch = epoch
 
-    def positions(self) -> dict[str, str]:
+    def positions(self) -> dict[StreamName, str]:
         """Per stream, a position below every entry that an outstanding group has taken in."""
         # A dead letter that has not been acted on is read again.
         dead = [entry_id for entry_id, _ in self.dead.values()]
         return self._low_water(self.groups.values()) | {DEAD: self._below(DEAD, dead)}
 
-    def high_water(self) -> dict[str, str]:
+    def high_water(self) -> dict[StreamName, str]:
         """Per stream, the newest entry seen: what lies below it is not new when it is read again."""
         return {stream: self._readers[stream].position for stream in (TRAJECTORIES, SCORES)}
 
@@ -159,31 +148,32 @@ class StreamJoin:
         unread = [await read_raw(self._broker, key, f"({end}", count=1) for key, end in ends.items()]
         return not any(unread)
 
-    def trails(self) -> dict[str, list[Rung]]:
-        """Per stream, some of what was read: tells whether a position can still be relied on."""
-        return {stream: reader.trail.sure for stream, reader in self._readers.items()}
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint, besides the positions. `trails` are some of what was read of each stream: they
+        tell whether a position can still be relied on."""
+        return {
+            "high_water": self.high_water(),
+            "trails": {name: [list(rung) for rung in r.trail.sure] for name, r in self._readers.items()},
+            "num_trajectories": self.num_trajectories,
+        }
 
-    def seen(self) -> dict[str, str]:
+    def seen(self) -> dict[StreamName, str]:
         """Per stream, how far it is read."""
         return {stream: reader.safe_position for stream, reader in self._readers.items()}
 
-    def trust(self, seen: Mapping[str, str]) -> None:
+    def trust(self, seen: Mapping[StreamName, str]) -> None:
         """Until it was `seen` so far, no other server has taken over."""
         for stream, entry_id in seen.items():
             self._readers[stream].trail.trust(entry_id)
 
-    def restore(
-        self,
-        positions: dict[str, str],
-        high_water: dict[str, str],
-        trails: Mapping[str, list[Rung]] = MappingProxyType({}),
-    ) -> None:
+    def restore(self, positions: Mapping[StreamName, str], state: Mapping[str, Any]) -> None:
         """Continue reading at a checkpoint's positions, or below them where Redis has lost its tail since."""
         for stream, old in self._readers.items():
-            first = positions.get(stream, START)
+            first, trails = positions.get(stream, START), state["trails"]
             trail = Trail(trails[stream]) if stream in trails else None
             self._readers[stream] = OffsetReader(old.broker, old.key, old.message_type, first, trail)
-        self._seen_up_to = dict(high_water)
+        self._seen_up_to = dict(state["high_water"])
+        self.num_trajectories = int(state["num_trajectories"])
 
     async def standing_positions(self) -> dict[StreamName, str]:
         """Where a replay begins to read: at the positions, or below where Redis has lost its tail since."""
@@ -192,21 +182,21 @@ class StreamJoin:
             reader = self._readers[name]
             standing = await Trail(reader.trail.sure).last_standing(self._broker, reader.key)
             trimmed = id_before(await trimmed_below(self._broker, self._keys.state, reader.key))
-            found[StreamName(name)] = min(reader.position, max(standing, trimmed, key=id_order), key=id_order)
+            found[name] = min(reader.position, max(standing, trimmed, key=id_order), key=id_order)
         return found
 
-    def _low_water(self, groups: Iterable[PendingGroup]) -> dict[str, str]:
+    def _low_water(self, groups: Iterable[PendingGroup]) -> dict[StreamName, str]:
         groups = list(groups)
         trajectories = [entry_id for group in groups for entry_id in group.trajectory_ids.values()]
         scores = [entry_id for group in groups for entry_id in group.score_ids.values()]
         scores += [entry.entry_id for group in groups for entry in group.other_scores]
         return {TRAJECTORIES: self._below(TRAJECTORIES, trajectories), SCORES: self._below(SCORES, scores)}
 
-    def _below(self, stream: str, entry_ids: list[str]) -> str:
+    def _below(self, stream: StreamName, entry_ids: list[str]) -> str:
         """The position from which all of `entry_ids` would be read again."""
         return id_before(min(entry_ids, key=id_order)) if entry_ids else self._readers[stream].safe_position
 
-    async def _take_garbled(self, stream: str, entry: Garbled) -> None:
+    async def _take_garbled(self, stream: StreamName, entry: Garbled) -> None:
         if stream == DEAD:
             log.error("a dead letter cannot be decoded", entry=entry.entry_id, error=entry.error)
             return
@@ -216,50 +206,23 @@ class StreamJoin:
         elif self._is_new(SCORES, entry.entry_id):  # no worker reads scores, so the trainer adds the letter
             await self._letters.bury_unread(entry, "trainer")
 
-    def _take_trajectory(self, entry: Entry[Trajectory]) -> None:
-        sample = entry.message
-        if self._is_new(TRAJECTORIES, entry.entry_id):
+    def _take(self, entry: Entry[Trajectory] | Entry[Score]) -> None:
+        """Join an entry with its group. The first entry of a key wins; late ones of settled tickets are only
+        counted, but not those read a second time after a restart."""
+        sample = entry.message if isinstance(entry.message, Trajectory) else None
+        if sample and self._is_new(TRAJECTORIES, entry.entry_id):
             self.num_trajectories += 1
-        group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
-        if group is not None and sample.index not in group.trajectories:
-            self._choose_score(group, sample)
-        if group is not None and self._join(group, TRAJECTORIES, entry):
-            group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
-            group.is_ahead |= sample.max_version > self.version
-
-    def _take_score(self, entry: Entry[Score]) -> None:
-        score = entry.message
-        group = self._group_of(score.ticket, SCORES, entry.entry_id)
-        if group is None:
-            return
-        trajectory, first = group.trajectories.get(score.index), group.scores.get(score.index)
-        if trajectory is not None and not score.is_of(trajectory.tokens_digest):
-            self._refuse(entry.entry_id, score)
-        elif (
-            trajectory is None
-            and first is not None
-            and not score.is_of(first.tokens_digest)
-            and len(group.other_scores) < group.group_size  # whatever is in the stream, memory is bounded
-        ):
-            group.other_scores.append(entry)
-        else:
-            self._join(group, SCORES, entry)
-
-    def _choose_score(self, group: PendingGroup, sample: Trajectory) -> None:
-        """Of the scores that came before their trajectory, keep the first one of its tokens."""
-        came = [entry for entry in group.other_scores if entry.message.index == sample.index]
-        first = group.scores.get(sample.index)
-        if first is not None and not first.is_of(sample.tokens_digest):
-            self._refuse(group.score_ids.pop(sample.index), group.scores.pop(sample.index))
-            if fitting := [entry for entry in came if entry.message.is_of(sample.tokens_digest)]:
-                group.scores[sample.index] = fitting[0].message
-                group.score_ids[sample.index] = fitting[0].entry_id
-        group.other_scores = [entry for entry in group.other_scores if entry not in came]
-
-    def _refuse(self, entry_id: str, score: Score) -> None:
-        """Drop the reward of other tokens than those that the key has here."""
-        self._count_duplicate(SCORES, entry_id)
-        log.warning("score of other tokens refused", ticket=score.ticket, index=score.index)
+        group = self.groups.get(entry.message.ticket)
+        refused = [entry] if group is None else group.take(entry)
+        for one in refused:
+            stream = TRAJECTORIES if isinstance(one.message, Trajectory) else SCORES
+            if self._is_new(stream, one.entry_id):
+                metrics.DUPLICATES_DROPPED.labels(stream).inc()
+        if group is not None and not any(one is entry for one in refused):
+            group.is_ahead |= sample is not None and sample.max_version > self.version
+            if group.is_complete:
+                self.complete.append(group.ticket)
+            self.changed.set()
 
     def _take_dead(self, entry: Entry[DeadLetter]) -> None:
         if entry.message.origin not in ("prompts", "trajectories"):
@@ -273,33 +236,5 @@ class StreamJoin:
             self.dead.setdefault(group.ticket, (entry.entry_id, entry.message.error))
             self.changed.set()
 
-    def _join(self, group: PendingGroup, stream: str, entry: Entry[Trajectory] | Entry[Score]) -> bool:
-        """Take an entry in; returns whether it is the first of its key."""
-        message, index = entry.message, entry.message.index
-        ids = group.trajectory_ids if stream == TRAJECTORIES else group.score_ids
-        if index in ids or index >= group.group_size:
-            self._count_duplicate(stream, entry.entry_id)
-            return False
-        ids[index] = entry.entry_id
-        if isinstance(message, Trajectory):
-            group.trajectories[index] = message
-        else:
-            group.scores[index] = message
-        if group.is_complete:
-            self.complete.append(group.ticket)
-        self.changed.set()
-        return True
-
-    def _group_of(self, ticket: int, stream: str, entry_id: str) -> PendingGroup | None:
-        group = self.groups.get(ticket)
-        if group is None:
-            self._count_duplicate(stream, entry_id)
-        return group
-
-    def _count_duplicate(self, stream: str, entry_id: str) -> None:
-        """Late entries of settled tickets count too, but not those read a second time after a restart."""
-        if self._is_new(stream, entry_id):
-            metrics.DUPLICATES_DROPPED.labels(stream).inc()
-
-    def _is_new(self, stream: str, entry_id: str) -> bool:
+    def _is_new(self, stream: StreamName, entry_id: str) -> bool:
         return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))

@@ -6,7 +6,7 @@ to its own last entry; bytes and id of the unexpected entry are in its dead lett
 our messages and an id of ours is never touched: it may come from a newer release.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -62,16 +62,15 @@ async def remove_unexpected(
     if not unexpected and not own and not _is_beyond(newest):
         return 0
     name = keys.name_of(key)
-    letters, pairs = LettersAbout(broker, keys, key), list[str | bytes]()
+    known, letters = LettersAbout(broker, keys, key), dict[str, bytes]()
     for entry in unexpected:
-        # A worker may have added its letter already.
-        is_known = await letters.has(entry.entry_id)
         fields = entry.fields if isinstance(entry, Garbled) else codec.encode(entry.message)
         letter = dead_letter(name, entry.entry_id, fields, UNEXPECTED, "trainer")
-        payload = b"" if is_known else codec.encode_payload(letter)
-        pairs += [entry.entry_id, payload]
+        # A worker may have added its letter already.
+        is_known = await known.has(entry.entry_id)
+        letters[entry.entry_id] = b"" if is_known else codec.encode_payload(letter)
     # Without any: someone has removed it by hand, and only the last id is left to be taken back.
-    moved = int(await broker.script("move_aside", [key, keys.dead], [SCHEMA, floor, *pairs]))
+    moved = await take_back(broker, keys, key, letters, floor)
     if moved < 0:
         return 1
     log.error(
@@ -82,6 +81,14 @@ async def remove_unexpected(
     )
     metrics.STRAY_ENTRIES.labels(name).inc(max(1, moved))
     return max(1, moved)
+
+
+async def take_back(broker: Broker, keys: Keys, key: str, letters: Mapping[str, bytes], floor: str) -> int:
+    """Remove entries from a numbered stream, add their dead letters (empty: none), and set its last id back
+    to its own newest entry or to `floor`, in one unit; returns how many entries there were, -1 where the
+    stream has vanished."""
+    pairs = [part for pair in letters.items() for part in pair]
+    return int(await broker.script("move_aside", [key, keys.dead], [SCHEMA, floor, *pairs]))
 
 
 async def _unexpected_at_end(broker: Broker, key: str, message_type: type[Message]) -> list[Record]:

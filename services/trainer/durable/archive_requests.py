@@ -1,4 +1,4 @@
-"""Has a run's streams archived by whoever works for it, without the trainer waiting for it.
+"""Has a run's streams archived by a worker of the jobs service, without the trainer waiting for it.
 
 Guarantees: one request is under way at a time, and the newest wishes follow it. A request that no worker
 takes, or that fails, is done by a process of the trainer's own: a run without an archiver is as safe.
@@ -10,8 +10,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 import structlog
 from redis.exceptions import RedisError
@@ -19,9 +19,12 @@ from redis.exceptions import RedisError
 from tidemill.common.errors import BrokerError
 from tidemill.common.process.programs import JobFunction, Program, run_own
 from tidemill.common.process.service import ServiceContext
-from tidemill.common.streams import memory_bytes
+from tidemill.common.redis.broker import Broker
+from tidemill.common.store import NAMES_A_CLAIM
+from tidemill.common.streams import Entry, ReadSize, decoded, memory_bytes, read_raw
 from tidemill.common.streams.selection import StreamName
-from tidemill.services.trainer.durable.claim_files import claims_in
+from tidemill.common.wire.codec import PAYLOAD_FIELD
+from tidemill.common.wire.messages import Claim, Trajectory
 
 if TYPE_CHECKING:
     from rq.job import Job
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MIB = 1 << 20
+READ_COUNT = 256
 POLL_S = 1.0
 PATIENCE_S = 120.0
 """How long a request may wait for a worker that is busy, or away."""
@@ -41,15 +45,6 @@ NO_WORKER = (
     "no worker archives this run, so the trainer has it done in a process of its own; start one with "
     "`python -m tidemill.services.jobs {}` where the folder of runs is, or set streams.archive.enabled: false"
 )
-DONE, LOST, WAITING, WORKING = "done", "lost", "waiting", "working"
-_STATES = {
-    "finished": DONE,
-    "queued": WAITING,
-    "deferred": WAITING,
-    "scheduled": WAITING,
-    "created": WAITING,
-    "started": WORKING,
-}
 
 
 class ArchiveJobs:
@@ -57,7 +52,7 @@ class ArchiveJobs:
 
     def __init__(self, context: ServiceContext, on_progress: Callable[[], Awaitable[object]]) -> None:
         self.context, self.on_progress = context, on_progress
-        self._until: Mapping[StreamName, str] = {}
+        self._until: dict[str, str] = {}
         self._is_urgent = False
         self._task: asyncio.Task[None] | None = None
         self._has_complained = False
@@ -66,7 +61,8 @@ class ArchiveJobs:
         """Have these streams archived up to these ids, once that fills a file; at once if it is urgent."""
         if not is_urgent and not await self._may_fill_a_segment(until):
             return
-        self._until, self._is_urgent = until, self._is_urgent or is_urgent
+        self._until = {str(stream): entry_id for stream, entry_id in until.items()}
+        self._is_urgent |= is_urgent
         if self._task is None or self._task.done():
             self._task = self.context.start(self._work(), "archive")
 
@@ -99,32 +95,37 @@ class ArchiveJobs:
                 await self._by_ourselves(until, is_urgent)
             await self.on_progress()
 
-    async def _through_a_worker(self, until: Mapping[StreamName, str], is_urgent: bool) -> bool:
-        """Whether a worker did it. Redis is asked on a thread, and an error of it means no."""
+    async def _through_a_worker(self, until: Mapping[str, str], is_urgent: bool) -> bool:
+        """Returns whether a worker did it. Redis is asked on a thread, and an error of it means no."""
+        from rq.exceptions import NoSuchJobError
+        from rq.job import JobStatus
+
         try:
             job = await asyncio.to_thread(self._enqueue, until, is_urgent)
-            since = spoke_at = time.monotonic()
-            last_seen = ("", "")
+            last_seen: object = None
+            changed_at = time.monotonic()
             while True:
                 await asyncio.sleep(POLL_S)
                 await self.on_progress()
-                seen = await asyncio.to_thread(_state, job)
-                if seen != last_seen:
-                    last_seen, spoke_at = seen, time.monotonic()
-                state, _ = seen
-                if state in (DONE, LOST):
-                    return state == DONE
-                if state == WORKING and time.monotonic() - spoke_at > LOST_S:
-                    return False
+                await asyncio.to_thread(job.refresh)
+                status = job.get_status(refresh=False)
+                if status not in (JobStatus.QUEUED, JobStatus.STARTED):
+                    return status == JobStatus.FINISHED
+                if (seen := (status, job.last_heartbeat)) != last_seen:
+                    last_seen, changed_at = seen, time.monotonic()
+                is_started = status == JobStatus.STARTED
                 patience_s = URGENT_PATIENCE_S if is_urgent or self._is_urgent else PATIENCE_S
-                if state == WAITING and time.monotonic() - since > patience_s:
-                    await asyncio.to_thread(_withdraw, job)
+                if time.monotonic() - changed_at > (LOST_S if is_started else patience_s):
+                    if not is_started:  # it must not be done later for nothing
+                        await asyncio.to_thread(job.delete)
                     return False
+        except NoSuchJobError:
+            return False
         except (OSError, BrokerError, RedisError) as error:
             log.warning("archiving cannot be asked for", error=str(error))
             return False
 
-    def _enqueue(self, until: Mapping[StreamName, str], is_urgent: bool) -> "Job":
+    def _enqueue(self, until: Mapping[str, str], is_urgent: bool) -> "Job":
         from rq import Queue
         from rq.serializers import JSONSerializer
 
@@ -137,23 +138,22 @@ class ArchiveJobs:
             connection=make_blocking_client(redis_url(), keys.run_id),
             serializer=JSONSerializer,
         )
-        arguments = (keys.run_id, str(self.context.run_dir), _plain(until), is_urgent)
         return queue.enqueue_call(
             JobFunction.ARCHIVE,
-            args=arguments,
+            args=(keys.run_id, str(self.context.run_dir), until, is_urgent),
             job_id=keys.jobs_names + secrets.token_hex(8),
             timeout=JOB_TIMEOUT_S,
             result_ttl=600,
             failure_ttl=24 * 3600,
         )
 
-    async def _by_ourselves(self, until: Mapping[StreamName, str], is_urgent: bool) -> None:
+    async def _by_ourselves(self, until: Mapping[str, str], is_urgent: bool) -> None:
         """Archive in a child process, which ends with this one."""
         if not self._has_complained:
             self._has_complained = True
             log.warning(NO_WORKER.format(self.context.keys.run_id))
         command = run_own(Program.ARCHIVE, self.context.keys.run_id, str(self.context.run_dir))
-        command += [part for item in _plain(until).items() for part in ("--until", "=".join(item))]
+        command += [part for item in until.items() for part in ("--until", "=".join(item))]
         command += ["--rest"] if is_urgent else []
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL
@@ -172,25 +172,14 @@ class ArchiveJobs:
             log.error("archiving failed; nothing is lost, and Redis keeps what is not archived", code=code)
 
 
-def _state(job: "Job") -> tuple[str, str]:
-    """What became of a job, and the last sign of life of who works on it."""
-    from rq.exceptions import NoSuchJobError
-
-    try:
-        job.refresh()  # type: ignore[no-untyped-call]
-    except NoSuchJobError:
-        return LOST, ""
-    status: Any = job.get_status(refresh=False)
-    return _STATES.get(str(getattr(status, "value", status)), LOST), str(job.last_heartbeat)
-
-
-def _withdraw(job: "Job") -> None:
-    """Take the job back, so that it is not done later for nothing."""
-    from rq.exceptions import NoSuchJobError
-
-    with contextlib.suppress(NoSuchJobError):
-        job.delete()
-
-
-def _plain(until: Mapping[StreamName, str]) -> dict[str, str]:
-    return {str(stream): entry_id for stream, entry_id in until.items()}
+async def claims_in(broker: Broker, key: str, last: str = "+") -> AsyncIterator[Claim]:
+    """The claims of a stream's entries up to an id. Other entries are not decoded: they may be many."""
+    first, size = "-", ReadSize(broker.max_bytes)
+    while entries := await read_raw(broker, key, first, last, size.limit(READ_COUNT)):
+        size.saw(fields.values() for _, fields in entries)
+        for entry_id, fields in entries:
+            if NAMES_A_CLAIM in fields.get(PAYLOAD_FIELD, b""):
+                record = decoded(entry_id.encode(), fields, Trajectory)
+                if isinstance(record, Entry) and record.message.claim is not None:
+                    yield record.message.claim
+        first = f"({entries[-1][0]}"

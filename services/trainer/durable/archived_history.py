@@ -16,7 +16,7 @@ import structlog
 import xxhash
 
 from tidemill.common.archive import archive_folder, stream_folder
-from tidemill.common.archive.manifest import ArchiveSegment, Manifest
+from tidemill.common.archive.manifest import ArchiveSegment, Manifest, last_below
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import LockedError, file_checksum
 from tidemill.common.history import History, Selection, StreamName
@@ -133,7 +133,7 @@ class ArchivedHistory:
             below = await trimmed_below(self.broker, self.keys.state, stream.key(self.keys))
             try:
                 problems += await asyncio.to_thread(
-                    _missing, self._folder(stream), position, id_before(below)
+                    _missing, self._folder(stream), position, last_below(stream, below)
                 )
             except ArchiveError as error:
                 problems.append(str(error))

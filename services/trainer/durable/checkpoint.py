@@ -13,7 +13,6 @@ damage never leaves a run without any, and the disk holds `keep + 1` of them, mo
 import contextlib
 import json
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -33,6 +32,7 @@ from tidemill.common.files import (
     write_atomically,
 )
 from tidemill.common.run.weight_files import folder_versions, version_name
+from tidemill.common.wire.keys import StreamName
 
 log = structlog.get_logger(__name__)
 
@@ -64,20 +64,16 @@ class TrainerState(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
     version: int = Field(ge=0, description="committed steps")
-    positions: dict[str, str] = Field(
+    positions: dict[StreamName, str] = Field(
         default_factory=dict, description="stream -> id of the last entry that this state has taken in"
     )
     scheduler: dict[str, Any] = Field(default_factory=dict, description="tickets issued and outstanding")
-    intake: dict[str, Any] = Field(default_factory=dict, description="groups begun and not yet trained")
+    intake: dict[str, Any] = Field(default_factory=dict, description="what was read of the streams")
     data: dict[str, Any] = Field(default_factory=dict, description="position and fingerprint of the prompts")
-    counters: dict[str, int | float] = Field(default_factory=dict, description="totals over the run")
-    digest: str = Field("", description="of the parameters, as in the version's commit")
-    extra: dict[str, Any] = Field(default_factory=dict, description="whatever a later release adds")
-    saved_at: float = Field(default_factory=time.time)
 
     @field_validator("positions")
     @classmethod
-    def _are_entry_ids(cls, positions: dict[str, str]) -> dict[str, str]:
+    def _are_entry_ids(cls, positions: dict[StreamName, str]) -> dict[StreamName, str]:
         for stream, entry_id in positions.items():
             if not _ENTRY_ID.match(entry_id):
                 raise ValueError(
@@ -112,7 +108,8 @@ class CheckpointStore:
         self.folder = run_dir / CHECKPOINTS_FOLDER
         self.keep = keep
         self.kept: list[TrainerState] = []
-        """Of the checkpoints that were whole when the last one was saved, in ascending order."""
+        """Of at most `keep` checkpoints, in ascending order: those that were whole when the last one was
+        saved; before that those up to the restored one, of which only that was read as a whole."""
         if leftovers := clear_aside(self.folder):
             log.info("removed unfinished checkpoints of an earlier process", names=leftovers)
 
@@ -131,7 +128,10 @@ class CheckpointStore:
         target = self.folder / version_name(state.version)
         with aside_folder(target, f"the checkpoint of version {state.version}") as aside:
             write_tensors(aside)
-            document = {"schema": SCHEMA, "state": body, "files": _list_files(aside)}
+            paths = sorted(path for path in aside.rglob("*") if path.is_file())
+            names = [path.relative_to(aside).as_posix() for path in paths]
+            sums = [[path.stat().st_size, file_checksum(path)] for path in paths]
+            document = {"schema": SCHEMA, "state": body, "files": dict(zip(names, sums, strict=True))}
             write_atomically(aside / STATE_FILE, json.dumps({**document, "checksum": _checksum(document)}))
             publish_folder(aside, target)
         self._prune(state)
@@ -146,27 +146,26 @@ class CheckpointStore:
             CheckpointError: checkpoints exist, but none is whole, or the newest was written by another
                 release. Starting over silently would train on streams that were trimmed already.
         """
-        return _newest_whole(self.folder, self.versions())
+        checkpoint, self.kept = _newest_whole(self.folder, self.versions()), []
+        # Those above it are not whole; the next save removes them.
+        for version in self.versions() if checkpoint else ():
+            path = self.folder / version_name(version) / STATE_FILE
+            if checkpoint and version <= checkpoint.state.version:
+                with contextlib.suppress(_TornError, CheckpointError):
+                    self.kept.append(_state_of(_read_document(path), version))
+        del self.kept[: -self.keep]
+        return checkpoint
 
-    def states(self) -> list[TrainerState]:
-        """The state of every checkpoint that can be read, in ascending order; tensors are not checked."""
-        found = []
-        for version in self.versions():
-            with contextlib.suppress(_TornError, CheckpointError):
-                found.append(
-                    _state_of(_read_document(self.folder / version_name(version) / STATE_FILE), version)
-                )
-        return found
-
-    def keep_only(self, version: int) -> bool:
-        """Remove all others, if every byte of this one can be read back; else change nothing."""
+    def keep_newest_only(self) -> bool:
+        """Remove all but the newest of `kept`, if every byte of it can be read back; else change nothing."""
+        newest = self.kept[-1].version
         try:
-            _verified_state(self.folder / version_name(version), version)
+            self.kept = [_verified_state(self.folder / version_name(newest), newest)]
         except _TornError as error:
             log.error("the newest checkpoint is not whole; keeping older ones", problem=str(error))
             return False
         for other in self.versions():
-            if other != version:
+            if other != newest:
                 retire_folder(self.folder / version_name(other))
         return True
 
@@ -241,12 +240,6 @@ def _plain_json(state: TrainerState) -> dict[str, Any]:
             f"the trainer's state is not plain JSON: {', '.join(fields)} would come back different"
         )
     return body
-
-
-def _list_files(folder: Path) -> dict[str, list[int | str]]:
-    """Path below the folder -> [size in bytes, checksum], for every file."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): [path.stat().st_size, file_checksum(path)] for path in paths}
 
 
 def _checksum(document: dict[str, Any]) -> str:

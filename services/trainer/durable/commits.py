@@ -55,28 +55,18 @@ class CommitJournal:
         self._open()
 
     @property
-    def first_step(self) -> int:
-        """The oldest step it holds; meaningless while it is empty."""
-        return self._first
-
-    @property
-    def next_step(self) -> int:
-        """The step after the newest; `first_step` while it is empty."""
-        return self._first + len(self._ends)
-
-    @property
     def steps(self) -> range:
-        return range(self._first, self.next_step)
+        """Those that it holds."""
+        return range(self._first, self._first + len(self._ends))
 
     def append(self, commit: Commit) -> None:
         """Make a commit durable; replaces one of the same step, and forgets all above it. Raises
         StorageError: the disk is full or read-only. Nothing of it is there; call again."""
-        if commit.step not in range(self._first, self.next_step + 1):
+        if not self._first <= commit.step <= self.steps.stop:
             # What lies before a gap could not be given back either; but nobody else may have it.
             self._keep_cut_off(0)
-            self._cut_to(0)
-        elif commit.step < self.next_step:
-            self.cut(commit.step)
+            self.cut(0)
+        self.cut(commit.step)
         if not self._ends:
             self._first = commit.step
         end = self._ends[-1] if self._ends else 0
@@ -92,6 +82,10 @@ class CommitJournal:
         ours = codec.encode_payload(commit)
         return commit.step in self.steps and codec.encode_payload(self.read(commit.step)) == ours
 
+    def find(self, step: int) -> Commit | None:
+        """The commit of a step; None where it holds none."""
+        return self.read(step) if step in self.steps else None
+
     def read(self, step: int) -> Commit:
         """The commit of a step in `steps`."""
         place = step - self._first
@@ -103,14 +97,11 @@ class CommitJournal:
 
     def cut(self, below: int) -> None:
         """Forget all steps from `below` on."""
-        self._cut_to(min(max(0, below - self._first), len(self._ends)))
-
-    def _cut_to(self, keep: int) -> None:
-        if keep == len(self._ends):
-            return
-        with storage_errors("the journal of commits", self.path):
-            os.truncate(self.path, self._ends[keep - 1] if keep else 0)
-        del self._ends[keep:]
+        keep = max(0, below - self._first)
+        if keep < len(self._ends):
+            with storage_errors("the journal of commits", self.path):
+                os.truncate(self.path, self._ends[keep - 1] if keep else 0)
+            del self._ends[keep:]
 
     def _open(self) -> None:
         """Find the lines, and cut off from the first on that is not whole. What is cut off is kept: whole
@@ -122,8 +113,8 @@ class CommitJournal:
             for line in file:
                 try:
                     step = int(document_of(line)["step"])
-                    if self._ends and step != self.next_step:
-                        raise ValueError(f"step {step} follows step {self.next_step - 1}")
+                    if self._ends and step != self.steps.stop:
+                        raise ValueError(f"step {step} follows step {self.steps.stop - 1}")
                 except (ValueError, KeyError, TypeError) as error:
                     problem = str(error)
                     break
@@ -138,6 +129,7 @@ class CommitJournal:
                 left=end,
                 kept=CUT_OFF_FILE,
             )
+            # Kept before it is cut: a crash between the two leaves it twice, and not nowhere.
             self._keep_cut_off(end)
             with storage_errors("the journal of commits", self.path):
                 os.truncate(self.path, end)

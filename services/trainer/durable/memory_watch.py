@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from tidemill.common.process.service import ServiceContext
-from tidemill.common.redis.memory import NO_EVICTION, MemoryUse, read_memory
+from tidemill.common.redis.broker import NO_EVICTION, MemoryUse
 from tidemill.common.telemetry import metrics
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 
@@ -107,6 +107,6 @@ class MemoryWatch:
             )
 
     async def _use(self) -> MemoryUse:
-        use = await read_memory(self.context.broker)
+        use = await self.context.broker.memory()
         metrics.REDIS_MEMORY_SHARE.set(use.share)
         return use

@@ -5,24 +5,23 @@ mode the weights come out bit by bit. The digest in each commit shows it; a diff
 
 The order of a restart (`service.py` calls the parts):
 
-1. Repair the archive's manifest: everything below reads what it lists.
-2. Restore the newest whole checkpoint: model, tickets, positions.
-3. Note which server answers, and mark: a commit that the process before sent, and that is still on its way,
+1. Restore the newest whole checkpoint: model, tickets, positions.
+2. Note which server answers, and mark: a commit that the process before sent, and that is still on its way,
    finds its mark no more.
-4. Remove unexpected entries, and have the archive forget what Redis has lost: its ids may be given out again.
-5. Give Redis back the commits that the checkpoint covers, from the journal: the stream takes none behind
+3. Remove unexpected entries, and have the archive forget what Redis has lost: its ids may be given out again.
+4. Give Redis back the commits that the checkpoint covers, from the journal: the stream takes none behind
    later ones.
-6. Read the commits above the checkpoint, and see that all they were trained on is there, before anything is
+5. Read the commits above the checkpoint, and see that all they were trained on is there, before anything is
    trained.
-7. The journal takes these commits in and forgets all others: their records may be gone, so they did not
+6. The journal takes these commits in and forgets all others: their records may be gone, so they did not
    happen.
-8. Take over the tickets that the process before has issued; only then start the readers, which keep nothing
+7. Take over the tickets that the process before has issued; only then start the readers, which keep nothing
    that belongs to no outstanding ticket.
-9. Replay the commits; write and announce the version if the process before did not (parts 6 and 7 of a step).
+8. Replay the commits; write and announce the version if the process before did not (parts 6 and 7 of a step).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,19 +33,19 @@ from safetensors import SafetensorError, safe_open
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ArchiveError, TidemillError, WeightsError
 from tidemill.common.files import StorageError, aside_folder
-from tidemill.common.history import GroupCursor, MissingRecordsError, StreamName
+from tidemill.common.history import GroupCursor, History, MissingRecordsError, StreamName
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.weight_files import read_chain, read_manifest, verified_files
 from tidemill.common.telemetry import metrics
-from tidemill.common.weights.whole import write_whole
-from tidemill.common.wire.messages import Commit, TrajectoryKey, fault_of
+from tidemill.common.weights.delta import write_whole
+from tidemill.common.wire.messages import Commit, fault_of
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import RunStreams
 from tidemill.services.trainer.durable.archived_history import ArchivedHistory
-from tidemill.services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError, TrainerState
 from tidemill.services.trainer.durable.checkpointing import settled_positions
 from tidemill.services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
-from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
+from tidemill.services.trainer.durable.waiting import on_disk, until_stored
 from tidemill.services.trainer.groups.group_filter import GREEDY, PendingGroup
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
@@ -57,43 +56,10 @@ from tidemill.services.trainer.step import StepRunner
 log = structlog.get_logger(__name__)
 
 PAUSE_S = 0.2
-COMPARED_METRICS = ("loss", "grad_norm", "entropy")
 
 
-def restore_checkpoint(
-    store: CheckpointStore,
-    policy: Policy,
-    streams: RunStreams,
-    can_start_over: bool = False,
-) -> tuple[int, list[Dropped], dict[StreamName, str]]:
-    """Put every part into the state of the newest whole checkpoint.
-
-    Returns its version (0 where there is none), the dropped groups that the next commit must report, and the
-    ids after which a replay begins.
-    Where all are damaged and `can_start_over`, that is the starting model: every commit is replayed.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none to continue from.
-    """
-    try:
-        checkpoint = store.load_latest()
-    except NoneWholeError as error:
-        if not can_start_over:
-            raise
-        log.error("no checkpoint is whole; replaying the run from its start", problem=str(error))
-        checkpoint = None
-    if checkpoint is None:
-        return 0, [], settled_positions(None)
-    state, scheduler, join = checkpoint.state, streams.scheduler, streams.join
-    scheduler.prompts.restore(state.data)
-    scheduler.restore(state.scheduler)
-    join.restore(state.positions, state.intake["high_water"], state.intake["trails"])
-    join.num_trajectories = int(state.counters["trajectories"])
-    join.expect(list(scheduler.outstanding.values()))
-    policy.load_state(checkpoint.folder)
-    log.info("checkpoint restored", version=state.version)
-    dropped = [(ticket, index, reason) for ticket, index, reason in state.intake["dropped"]]
-    return state.version, dropped, settled_positions(state)
+class LostPayloadError(TidemillError):
+    """A sample that a committed step was trained on is in the streams, and what it claims is not."""
 
 
 class Replayer:
@@ -103,6 +69,8 @@ class Replayer:
         self, context: ServiceContext, runner: StepRunner, streams: RunStreams, journal: CommitJournal
     ) -> None:
         self.context, self.runner, self.journal = context, runner, journal
+        self.version = 0
+        """That the run is at: of the checkpoint, and the commits after it."""
         self.archived = ArchivedHistory(context)
         self._positions: Mapping[StreamName, str] = {}
         """Where a replay begins to read: looked up before the readers move on."""
@@ -112,15 +80,17 @@ class Replayer:
         self.skipped: list[int] = []
         """Outstanding tickets that no worker will ever be given: they have to be replaced."""
 
-    async def take_over(
-        self, version: int, dropped: list[Dropped], needed: Mapping[StreamName, str]
-    ) -> list[Commit]:
-        """Take in what an earlier process did after `version`: its commits, and the tickets it issued (parts
-        3 to 8). `needed` are the ids after which a replay begins.
+    async def take_over(self, store: CheckpointStore) -> list[Commit]:
+        """Restore the newest checkpoint, and take in what an earlier process did after it: its commits, which
+        are returned, and the tickets it issued (parts 1 to 7).
 
         Raises:
             TidemillError: there are commits that cannot be replayed. Nothing was trained yet.
         """
+        can_start_over = await self.archived.begins_at_start()
+        state = await self.runner.thread.call(self._restore_checkpoint, store, can_start_over)
+        version, needed = state.version if state else 0, settled_positions(state)
+        # The answer to which server this is comes before all that is read of it: a later restart shows then.
         await self.reconciler.take_restart()
         self.join.epoch = self.reconciler.epoch
         await self.reconciler.mark()
@@ -130,7 +100,15 @@ class Replayer:
         history = self.archived.read()
         commits = await read_commits(self.context.broker, self.context.keys, version, history)
         if commits:
-            await self._check_archive(commits, needed)
+            if problems := await self.archived.missing(needed):
+                raise TidemillError(
+                    f"steps {commits[0].step} to {commits[-1].step} came after the checkpoint and have to be "
+                    "trained again, but what they were trained on is not all there:\n  "
+                    + "\n  ".join(problems)
+                    + f"\nNothing was changed. Restore {self.archived.folder} from its backup, then start "
+                    "again; without one, start a new run from the last version's weights (`tidemill export`)."
+                )
+            # Before the readers move on, and while the archive and Redis are known to fit each other.
             self._positions = await self.join.standing_positions()
         for commit in commits:
             # What it holds already may be there alone, with more behind it: to append would cut that off.
@@ -138,26 +116,51 @@ class Replayer:
                 await on_disk(self.context, self.journal.append, commit)
             # Before the tickets are adopted: a curriculum has drawn them from what these steps came to.
             self.scheduler.prompts.take_commit(commit)
+        # Only now, when nothing can fail any more that an operator could put right with the old journal.
         await on_disk(self.context, self.journal.cut, version + len(commits))
         adopted = await self.scheduler.adopt_issued(history)
-        self.join.expect(list(self.scheduler.outstanding.values()))
+        self.join.expect(self.scheduler.outstanding.values())
         reported = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
         self.scheduler.prompts.forget_reported(reported)
-        replaced = [ticket.replaces for ticket in adopted if ticket.replaces >= 0]
-        for ticket in replaced:
+        dropped = state.intake["dropped"] if state else []
+        unreported = [(ticket, index, reason) for ticket, index, reason in dropped]
+        for ticket in [ticket.replaces for ticket in adopted if ticket.replaces >= 0]:
             self.join.close(ticket)
-        unreported = [*dropped, *((ticket, -1, "replaced before a restart") for ticket in replaced)]
+            unreported.append((ticket, -1, "replaced before a restart"))
         self.pending_drops = [item for item in unreported if item[0] not in reported]
         trained = {ticket for commit in commits for ticket in commit.groups}
         self.skipped = [t for t in await self.scheduler.find_skipped() if t not in trained]
+        self.version = version + len(commits)
         return commits
+
+    def _restore_checkpoint(self, store: CheckpointStore, can_start_over: bool) -> TrainerState | None:
+        """Put every part into the state of the newest whole checkpoint; None where there is none. Where all
+        are damaged and `can_start_over`, every commit is replayed from the starting model."""
+        try:
+            checkpoint = store.load_latest()
+        except NoneWholeError as error:
+            if not can_start_over:
+                raise
+            log.error("no checkpoint is whole; replaying the run from its start", problem=str(error))
+            checkpoint = None
+        if checkpoint is None:
+            return None
+        state = checkpoint.state
+        # Prompts first: the tickets of the state are made from them.
+        self.scheduler.prompts.restore(state.data)
+        self.scheduler.restore(state.scheduler)
+        self.join.restore(state.positions, state.intake)
+        self.join.expect(self.scheduler.outstanding.values())
+        self.runner.policy.load_state(checkpoint.folder)
+        log.info("checkpoint restored", version=state.version)
+        return state
 
     async def _restore_commits(self, version: int) -> None:
         """Give Redis back the commits that the checkpoint of `version` covers."""
         broker, keys = self.context.broker, self.context.keys
-        if self.journal.next_step < version:  # damaged: Redis may have them all
+        if (first := self.journal.steps.stop) < version:  # damaged: Redis may have them all
             try:
-                known = await read_commits(broker, keys, self.journal.next_step, self.archived.read())
+                known = await read_commits(broker, keys, first, self.archived.read())
             except TidemillError as error:
                 log.error("the run's history has a hole, which the journal cannot fill", problem=str(error))
                 known = []
@@ -168,116 +171,105 @@ class Replayer:
         await restore_commits(broker, keys, self.journal, version, is_trimmed=is_trimmed)
 
     async def _align(self, needed: Mapping[StreamName, str]) -> None:
-        """Have the archive forget what Redis has lost above the checkpoint."""
+        """Have the archive forget what Redis has lost above the checkpoint, once its writer, which takes
+        seconds, has released it. Raises StoppedError: the service must stop first."""
         try:
-            await self._when_free(partial(self.archived.align, needed))
+            while not await self.archived.align(needed):
+                if await self.context.unless_stopping(asyncio.sleep(PAUSE_S, result=True)) is None:
+                    raise StoppedError
         except ArchiveError as error:
             log.error("the archive cannot be held against Redis", problem=str(error))
-
-    async def _when_free(self, work: Callable[[], Awaitable[bool]]) -> None:
-        """Do something with the archive when its writer, which takes seconds, has released it."""
-        while not await work():
-            if await self.context.unless_stopping(asyncio.sleep(PAUSE_S, result=True)) is None:
-                raise StoppedError
-
-    async def _check_archive(self, commits: Sequence[Commit], needed: Mapping[StreamName, str]) -> None:
-        """Before anything is trained: say what is missing of what the commits were trained on."""
-        if problems := await self.archived.missing(needed):
-            raise TidemillError(
-                f"steps {commits[0].step} to {commits[-1].step} came after the checkpoint and have to be "
-                "trained again, but what they were trained on is not all there:\n  "
-                + "\n  ".join(problems)
-                + f"\nNothing was changed. Restore {self.archived.folder} from its backup, then start again; "
-                "without one, start a new run from the last version's weights (`tidemill export`)."
-            )
 
     async def replay(self, commits: Sequence[Commit], recorder: Recorder) -> None:
         """Train every commit again. Raises StoppedError: the service must stop; nothing was changed."""
         if not commits:
             return
-        tickets = [ticket for commit in commits for ticket in commit.groups]
-        config = self.context.config
-        most = (2 + config.trainer.max_staleness) * config.trainer.groups_per_step
-        history, is_wanted = self.archived.read(), frozenset(tickets).__contains__
-        async with GroupCursor(
-            history, config.largest_group_size, most, self._positions, is_wanted
-        ) as cursor:
+        tickets = frozenset(ticket for commit in commits for ticket in commit.groups)
+        history, config = self.archived.read(), self.context.config
+        async with open_cursor(history, config, self._positions, tickets.__contains__) as cursor:
             for commit in commits:
                 if self.context.stopping.is_set():
                     raise StoppedError
-                await self._replay_one(commit, cursor)
+                with self.context.activity.during("recover", f"replaying step {commit.step}"):
+                    await self._replay_one(commit, cursor)
+                metrics.REPLAYED_STEPS.inc()
+                for ticket in commit.groups:
+                    self.scheduler.settle(ticket)
+                    self.join.close(ticket)
                 await on_disk(self.context, recorder.step, commit.step, commit.metrics)
 
     async def _replay_one(self, commit: Commit, cursor: GroupCursor) -> None:
-        context, runner = self.context, self.runner
-        with context.activity.during("recover", f"replaying step {commit.step}"):
-            groups = await self._groups_of(commit, cursor)
-            result = await runner.replay(commit, groups)
-            now = step_metrics(commit.step, result, 0, 0.0)
-            await runner.thread.call(
-                check_replay, runner.policy, commit, now, context.config, context.run_dir
-            )
-            runner.thread.release()
-        metrics.REPLAYED_STEPS.inc()
-        for ticket in commit.groups:
-            self.scheduler.settle(ticket)
-            self.join.close(ticket)
-
-    async def _groups_of(self, commit: Commit, cursor: GroupCursor) -> dict[int, PendingGroup]:
-        """What the step was trained on, from the archive and from Redis behind it."""
         try:
             # Their payloads may lie in a store that is away: it is waited for, unless the service must stop.
-            found = await self.context.unless_stopping(cursor.groups(commit.groups))
+            groups = await self.context.unless_stopping(pending_groups(cursor, commit))
         except MissingRecordsError as error:
             raise TidemillError(
                 f"step {commit.step} was committed, but {error}. Restore Redis, and the run's archive, from "
                 "their backup, or continue from a later checkpoint."
             ) from None
-        if found is None:
+        if groups is None:
             raise StoppedError
-        was_left_out = {(ticket, index) for ticket, index, reason in commit.dropped if reason != GREEDY}
-        for group in found.values():
-            for index, trajectory in group.trajectories.items():
-                if (fault := fault_of(trajectory)) and (group.ticket, index) not in was_left_out:
-                    raise LostPayloadError(commit.step, trajectory.key, fault)
-        cursor.close(commit.groups)
-        return {
-            ticket: PendingGroup(ticket, commit.step, group.trajectories, group.scores)
-            for ticket, group in found.items()
+        result = await self.runner.replay(commit, groups)
+        numbers = step_metrics(commit.step, result, 0, 0.0)
+        await self.runner.thread.call(self._check_weights, commit, numbers)
+        self.runner.thread.release()
+
+    def _check_weights(self, commit: Commit, numbers: dict[str, float]) -> None:
+        """Hold the policy's weights against the commit's digest; `numbers` are the metrics of the replay."""
+        policy, config = self.runner.policy, self.context.config.trainer
+        digest = policy.digest()
+        if digest == commit.digest:
+            log.info("step replayed, same weights", step=commit.step)
+            return
+        names = {"loss", "grad_norm", "entropy"} & commit.metrics.keys() & numbers.keys()
+        size = weight_difference(policy, self.context.run_dir, commit) or {
+            name: f"{commit.metrics[name]:.9g} then, {numbers[name]:.9g} now" for name in sorted(names)
         }
-
-
-class LostPayloadError(TidemillError):
-    """A sample that a committed step was trained on is in the streams, and what it claims is not."""
-
-    def __init__(self, step: int, key: TrajectoryKey, fault: str) -> None:
-        super().__init__(
-            f"step {step} was committed and has to be trained again, but the sample {key} of it has lost its "
-            f"tokens: {fault}. Put that payload back from a backup, with the same bytes, then start again; "
-            "without one, start a new run from the last version's weights (`tidemill export`)."
+        is_promised = config.deterministic and pick_device(config.device).type == "cpu"
+        say = log.error if is_promised else log.warning
+        say(
+            "step replayed, but the weights differ",
+            step=commit.step,
+            digest=digest,
+            committed=commit.digest,
+            **(size or {"size": "unknown: neither its weights nor its metrics can be compared"}),
         )
 
 
-def check_replay(
-    policy: Policy, commit: Commit, metrics: dict[str, float], config: RunConfig, run_dir: Path
-) -> bool:
-    """Hold the policy's weights against the commit's digest; returns whether they are the same. `metrics` are
-    those of the replay. Runs in the policy's thread."""
-    digest = policy.digest()
-    if digest == commit.digest:
-        log.info("step replayed, same weights", step=commit.step)
-        return True
-    size = weight_difference(policy, run_dir, commit) or metric_difference(commit.metrics, metrics)
-    is_promised = config.trainer.deterministic and pick_device(config.trainer.device).type == "cpu"
-    say = log.error if is_promised else log.warning
-    say(
-        "step replayed, but the weights differ",
-        step=commit.step,
-        digest=digest,
-        committed=commit.digest,
-        **(size or {"size": "unknown: neither its weights nor its metrics can be compared"}),
-    )
-    return False
+def open_cursor(
+    history: History,
+    config: RunConfig,
+    positions: Mapping[StreamName, str] | None = None,
+    is_wanted: Callable[[int], bool] = lambda _: True,
+) -> GroupCursor:
+    """A reader of groups, from these positions or from the start of the streams."""
+    most = (2 + config.trainer.max_staleness) * config.trainer.groups_per_step
+    return GroupCursor(history, config.largest_group_size, most, positions, is_wanted)
+
+
+async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, PendingGroup]:
+    """What a committed step was trained on, from the archive and from Redis behind it.
+
+    Raises:
+        MissingRecordsError: it is not all there.
+        LostPayloadError: a sample has lost its tokens.
+    """
+    found = await cursor.groups(commit.groups)
+    was_left_out = {(ticket, index) for ticket, index, reason in commit.dropped if reason != GREEDY}
+    for group in found.values():
+        for index, trajectory in group.trajectories.items():
+            if (fault := fault_of(trajectory)) and (group.ticket, index) not in was_left_out:
+                raise LostPayloadError(
+                    f"step {commit.step} was committed and has to be trained again, but the sample "
+                    f"{trajectory.key} of it has lost its tokens: {fault}. Put that payload back from a "
+                    "backup, with the same bytes, then start again; without one, start a new run from the "
+                    "last version's weights (`tidemill export`)."
+                )
+    cursor.close(commit.groups)
+    return {
+        ticket: PendingGroup(ticket, commit.step, group.trajectories, group.scores)
+        for ticket, group in found.items()
+    }
 
 
 def weight_difference(policy: Policy, run_dir: Path, commit: Commit) -> dict[str, Any] | None:
@@ -313,9 +305,3 @@ def _difference_to(policy: Policy, path: Path) -> dict[str, Any]:
     if unlike:
         return {"size": f"not comparable: {path} has no {unlike[0]} of the same shape"}
     return {"max_abs_difference": greatest, "mean_abs_difference": total / max(count, 1)}
-
-
-def metric_difference(committed: dict[str, float], replayed: dict[str, float]) -> dict[str, Any] | None:
-    """How loss, gradient norm and entropy came out then and now; None where the commit tells of none."""
-    names = [name for name in COMPARED_METRICS if name in committed and name in replayed]
-    return {name: f"{committed[name]:.9g} then, {replayed[name]:.9g} now" for name in names} or None

@@ -9,19 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
+import structlog
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.streams import Entry, id_order
 from tidemill.common.wire.arrays import Int32
-from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory, fault_of
+from tidemill.common.wire.messages import Score, ScoreStatus, Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
     PrecomputedTokens,
     Sample,
     make_sample,
     mask_of_whole_turns,
-    token_versions,
     with_teaching,
 )
+
+log = structlog.get_logger(__name__)
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS, MISSING_TEACHER = "bad_numbers", "no_teacher_logprobs"
@@ -64,6 +66,12 @@ class PendingGroup:
     precomputed_for: int = -1
     """The step for which that was done."""
 
+    @classmethod
+    def of(cls, ticket: Ticket) -> "PendingGroup":
+        """Of a ticket that was issued just now."""
+        size, min_version = ticket.group_size, ticket.min_version
+        return cls(ticket.ticket, ticket.step, group_size=size, ticket_min_version=min_version)
+
     @property
     def is_generated(self) -> bool:
         """Whether every trajectory is there."""
@@ -102,6 +110,45 @@ class PendingGroup:
         }
         return {i: max(0.0, between / 1000 - self.scores[i].latency_s) for i, between in queued_ms.items()}
 
+    def take(self, entry: Entry[Trajectory] | Entry[Score]) -> "list[Entry[Trajectory] | Entry[Score]]":
+        """Keep the first trajectory of a key, and the first score of that trajectory's tokens. Returns what
+        does not count: this entry, or a score that came before its trajectory and is of other tokens."""
+        message, index = entry.message, entry.message.index
+        ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
+        if isinstance(message, Score):
+            made, first = self.trajectories.get(index), self.scores.get(index)
+            if made is not None and not message.is_of(made.tokens_digest):
+                log.warning("score of other tokens refused", ticket=self.ticket, index=index)
+                return [entry]
+            is_of_others = made is None and first is not None and not message.is_of(first.tokens_digest)
+            if is_of_others and len(self.other_scores) < self.group_size:  # memory is bounded
+                self.other_scores.append(Entry(entry.entry_id, message))
+                return []
+        if index in ids or index >= self.group_size:
+            return [entry]
+        ids[index] = entry.entry_id
+        if isinstance(message, Score):
+            self.scores[index] = message
+            return []
+        self.trajectories[index] = message
+        self.oldest_sampled = min(self.oldest_sampled, message.min_version)
+        return self._choose_score(message)
+
+    def _choose_score(self, sample: Trajectory) -> "list[Entry[Trajectory] | Entry[Score]]":
+        """Of the scores that came before their trajectory, keep the first one of its tokens."""
+        came = [entry for entry in self.other_scores if entry.message.index == sample.index]
+        self.other_scores = [entry for entry in self.other_scores if entry.message.index != sample.index]
+        first = self.scores.get(sample.index)
+        if first is None or first.is_of(sample.tokens_digest):
+            return []
+        log.warning("score of other tokens refused", ticket=self.ticket, index=sample.index)
+        refused = Entry(self.score_ids.pop(sample.index), self.scores.pop(sample.index))
+        for entry in came:
+            if entry.message.is_of(sample.tokens_digest):
+                self.take(entry)
+                break
+        return [refused]
+
     def forget(self) -> None:
         """Everything that has arrived, to read it again."""
         for arrived in (self.trajectories, self.scores, self.trajectory_ids, self.score_ids):
@@ -136,7 +183,7 @@ class TrainableGroup:
     def trained_versions(self) -> list[Int32]:
         """For each sample, the version that produced each of its trained tokens. Shapes [A]."""
         records = self.source.trajectories
-        return [token_versions(records[sample.key[1]])[sample.mask] for sample in self.samples]
+        return [records[sample.key[1]].token_versions()[sample.mask] for sample in self.samples]
 
     def with_precomputed(self) -> "TrainableGroup":
         """The group whose samples have what was precomputed of its records."""

@@ -220,19 +220,6 @@ def mask_of_whole_turns(trajectory: Trajectory) -> Bits:
     return _joined(masks)
 
 
-def token_versions(trajectory: Trajectory) -> Int32:
-    """The version that produced each completion token, over all segments. Shape [T]; of tokens that no
-    version produced, the version of those before them."""
-    return _joined([np.repeat(*_lengths(segment)) for segment in trajectory.segments]).astype(np.int32)
-
-
-def _lengths(segment: Segment) -> tuple[list[int], list[int]]:
-    """The versions of a segment's spans, and how many tokens each has."""
-    firsts = [first for _, first in segment.spans]
-    lengths = np.diff([*firsts, len(segment.completion_ids)])
-    return [version for version, _ in segment.spans], lengths.tolist()
-
-
 def _joined(arrays: list[NDArray[Kind]]) -> NDArray[Kind]:
     return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 

@@ -7,7 +7,7 @@ trainer that resumes goes on with the same warnings.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import InitVar, asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import structlog
@@ -48,36 +48,57 @@ class Warned:
 
 
 @dataclass(slots=True)
-class _Course:
-    """What one check has seen."""
+class _Watch:
+    """One check, and what it has seen."""
 
+    check: Check
+    patience_steps: int
     num_outside: int = 0
     num_inside: int = 0
     worst: float = 0.0
     warning: Warned | None = None
 
+    def judge(self, step: int, numbers: Mapping[str, Any]) -> Warned | None:
+        """Returns the warning that begins or ends with this step."""
+        check, value = self.check, numbers[self.check.metric]
+        number = math.nan if value is None else float(value)  # a record has null for what is not finite
+        if check.healthy.holds(number):
+            self.num_inside, self.num_outside = self.num_inside + 1, 0
+            ended = self.warning if self.num_inside >= self.patience_steps else None
+            if ended is not None:
+                ended.until_step, self.warning = step - self.num_inside + 1, None
+            return ended
+        self.worst = _worse(check.healthy, self.worst, number) if self.num_outside else number
+        self.num_outside, self.num_inside = self.num_outside + 1, 0
+        if self.warning is not None:
+            self.warning.worst = _plain(_worse(check.healthy, self.warning.worst, number))
+            return None
+        if self.num_outside < self.patience_steps:
+            return None
+        problem, advice = check.problem, check.advice
+        if check.problem_low and check.healthy.low is not None and number < check.healthy.low:
+            problem, advice = check.problem_low, check.advice_low
+        if check.name == "waiting":
+            advice = time_advice(numbers)
+        text = f"{problem}: {check.metric} is {number:.4g}, healthy is {_shown(check.healthy)}"
+        since = step - self.num_outside + 1
+        self.warning = Warned(check.name, check.metric, since, _plain(self.worst), text, advice)
+        return self.warning
 
-@dataclass(slots=True)
+
 class Diagnostics:
     """The checks of one run: `observe` every step, in order."""
 
-    ranges: InitVar[Ranges]
-    patience_steps: int = PATIENCE_STEPS
-    warnings: list[Warned] = field(default_factory=list)
-    """All that were said, oldest first."""
-    _courses: dict[str, _Course] = field(default_factory=dict)
-    _checks: list[Check] = field(init=False)
-
-    def __post_init__(self, ranges: Ranges) -> None:
-        self._checks = checks_with(ranges)
+    def __init__(self, ranges: Ranges, patience_steps: int = PATIENCE_STEPS) -> None:
+        self.warnings: list[Warned] = []
+        """All that were said, oldest first."""
+        self._watches = [_Watch(check, patience_steps) for check in checks_with(ranges)]
 
     def resume(self, records: Iterable[Record]) -> "Diagnostics":
         """Itself in the state after the steps on record; says nothing again."""
         for record in records:
             if record["kind"] == STEP:
                 self._judge(record["step"], record)
-        for check in self._checks:
-            self._show(check, self._course(check))
         return self
 
     def observe(self, step: int, numbers: Mapping[str, Any]) -> list[Warned]:
@@ -95,77 +116,25 @@ class Diagnostics:
         return [asdict(warning) for warning in self.warnings]
 
     def _judge(self, step: int, numbers: Mapping[str, Any]) -> list[Warned]:
-        return [
-            warning
-            for check in self._checks
-            if check.metric in numbers
-            if (warning := self._judge_one(check, step, numbers[check.metric], numbers)) is not None
-        ]
-
-    def _judge_one(
-        self, check: Check, step: int, value: float | None, numbers: Mapping[str, Any]
-    ) -> Warned | None:
-        number = math.nan if value is None else float(value)  # a record has null for what is not finite
-        healthy, course = check.healthy, self._course(check)
-        if healthy.holds(number):
-            course.num_inside, course.num_outside = course.num_inside + 1, 0
-            return self._end(check, course, step)
-        course.worst = _worse(healthy, course.worst, number) if course.num_outside else number
-        course.num_outside, course.num_inside = course.num_outside + 1, 0
-        if course.warning is not None:
-            course.warning.worst = _plain(_worse(healthy, course.warning.worst, number))
-            return None
-        return self._begin(check, course, step, number, numbers)
-
-    def _begin(
-        self, check: Check, course: _Course, step: int, number: float, numbers: Mapping[str, Any]
-    ) -> Warned | None:
-        if course.num_outside < self.patience_steps:
-            return None
-        since = step - course.num_outside + 1
-        problem, advice = check.problem, check.advice
-        if check.problem_low and check.healthy.low is not None and number < check.healthy.low:
-            problem, advice = check.problem_low, check.advice_low
-        if check.name == "waiting":
-            advice = time_advice(numbers)
-        text = f"{problem}: {check.metric} is {number:.4g}, healthy is {_shown(check.healthy)}"
-        course.warning = Warned(check.name, check.metric, since, _plain(course.worst), text, advice)
-        self._keep(course.warning)
-        self._show(check, course)
-        return course.warning
-
-    def _end(self, check: Check, course: _Course, step: int) -> Warned | None:
-        warning = course.warning
-        if warning is None or course.num_inside < self.patience_steps:
-            return None
-        warning.until_step, course.warning = step - course.num_inside + 1, None
-        self._show(check, course)
-        return warning
-
-    def _keep(self, warning: Warned) -> None:
-        self.warnings.append(warning)
-        if len(self.warnings) > MAX_WARNINGS:
+        changed = []
+        for watch in self._watches:
+            if watch.check.metric in numbers and (warning := watch.judge(step, numbers)) is not None:
+                changed.append(warning)
+            metrics.UNHEALTHY.labels(watch.check.name).set(watch.warning is not None)
+        self.warnings += [warning for warning in changed if warning.until_step is None]
+        while len(self.warnings) > MAX_WARNINGS:
             ended = (item for item in self.warnings if item.until_step is not None)
             self.warnings.remove(next(ended, self.warnings[0]))
-
-    def _show(self, check: Check, course: _Course) -> None:
-        metrics.UNHEALTHY.labels(check.name).set(course.warning is not None)
-
-    def _course(self, check: Check) -> _Course:
-        return self._courses.setdefault(check.name, _Course())
+        return changed
 
 
 def _worse(healthy: HealthyRange, one: float | None, other: float) -> float:
     """Whichever lies farther outside; what is not a number is the worst."""
     if one is None or math.isnan(one) or math.isnan(other):
         return math.nan
-    return max(one, other, key=lambda value: _excess(healthy, value))
-
-
-def _excess(healthy: HealthyRange, value: float) -> float:
-    below = healthy.low - value if healthy.low is not None else -math.inf
-    above = value - healthy.high if healthy.high is not None else -math.inf
-    return max(below, above)
+    low = -math.inf if healthy.low is None else healthy.low
+    high = math.inf if healthy.high is None else healthy.high
+    return max(one, other, key=lambda value: max(low - value, value - high))
 
 
 def _plain(value: float) -> float | None:

@@ -5,24 +5,70 @@ Means over tokens are means over the whole step, never means of means.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Score, Trajectory
+from tidemill.common.wire.segments import SessionEnd
 from tidemill.services.trainer.algorithm.advantages.teaching import log_ratios
 from tidemill.services.trainer.algorithm.losses.totals import loss_metrics
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample, num_sampled
-from tidemill.services.trainer.metrics.session_metrics import session_metrics
-from tidemill.services.trainer.metrics.source_metrics import source_metrics
 from tidemill.services.trainer.step import StepResult
+
+log = structlog.get_logger(__name__)
 
 BYTES_OF_A_TOKEN = 4
 """Of an id, and of a logprob."""
 ENTRY_BYTES = 500
 """Of a trajectory and its score besides ids, logprobs and text: field names, times, Redis's own."""
+OLDEST_BUCKET = 8
+"""The last bucket of the staleness histogram: so many steps or more."""
+
+
+def step_metrics(
+    step: int, result: StepResult, num_dropped: int, step_time_s: float, success_threshold: float = 0.5
+) -> dict[str, float]:
+    """All metrics of a step; every value is a finite number except where the policy's own is not."""
+    groups = result.groups
+    trajectories = [t for group in groups for t in group.source.trajectories.values()]
+    scores = [s for group in groups for s in group.source.scores.values()]
+    queued = [s for group in groups for s in group.source.queued_s.values()]
+    sampled = [t for group in groups for t in group.sampled]
+    lengths = np.array([num_sampled(t) for t in sampled])
+    staleness = _staleness(step, groups)
+    segments = [segment for t in trajectories for segment in t.segments]
+    sums, updates = result.sums, result.updates
+    return {
+        **_reward_metrics(groups),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(np.mean([t.finish == "length" for t in sampled])),
+        "completion_tokens": float(lengths.sum()),
+        "step_tokens": float(sum(len(s.prompt_ids) + len(s.completion_ids) for s in segments)),
+        "staleness/max": float(staleness.max()) if staleness.size else 0.0,
+        "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
+        **staleness_shares(staleness),
+        "groups_dropped": float(num_dropped),
+        "groups_dropped_ratio": num_dropped / (num_dropped + len(groups)),
+        "step_time_s": step_time_s,
+        **stage_metrics(trajectories, scores, queued),
+        **session_metrics(trajectories),
+        **source_metrics(step, groups, success_threshold),
+        **_teacher_metrics(result.samples),
+        **loss_metrics(sums),
+        **result.coefficients,
+        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        "learning_rate": updates[-1].lr,
+        "update_skipped": float(np.mean([update.skipped for update in updates])),
+        "mini_batches": float(len(result.mini_batches)),
+        "micro_batches": float(sum(len(mini.micro_batches) for mini in result.mini_batches)),
+    }
 
 
 def stage_metrics(
@@ -40,6 +86,8 @@ def stage_metrics(
         return {}
     latencies = np.array([score.latency_s for score in scores])
     generations = np.array([max(0.0, t.finished_at - t.started_at) for t in trajectories])
+    taught = [score.teacher_logprobs for score in scores if score.teacher_logprobs is not None]
+    record_bytes = float(np.mean([_record_bytes(t) for t in trajectories]))
     waiting = {"stages/reward_queue_s": float(np.mean(queued))} if queued else {}
     return waiting | {
         "stages/generation_s": float(generations.mean()),
@@ -51,18 +99,11 @@ def stage_metrics(
         "stages/scores": float(len(scores)),
         "stages/reward_workers": float(len({score.worker for score in scores})),
         "stages/reward_busy_s": _busy_s((s.worker, s.scored_at - s.latency_s, s.scored_at) for s in scores),
-        "stages/record_bytes": float(np.mean([record_bytes(t) for t in trajectories]))
-        + _teacher_bytes(scores),
+        "stages/record_bytes": record_bytes + BYTES_OF_A_TOKEN * sum(map(len, taught)) / len(scores),
     }
 
 
-def _teacher_bytes(scores: Sequence[Score]) -> float:
-    """Of a teacher's logprobs, on average; 0 without one."""
-    taught = [score.teacher_logprobs for score in scores if score.teacher_logprobs is not None]
-    return BYTES_OF_A_TOKEN * sum(map(len, taught)) / len(scores)
-
-
-def record_bytes(trajectory: Trajectory) -> int:
+def _record_bytes(trajectory: Trajectory) -> int:
     """What Redis holds for one trajectory and its score, about."""
     ids = sum(len(s.prompt_ids) + 2 * len(s.completion_ids) for s in trajectory.segments)
     text = len(trajectory.text.encode()) + len(trajectory.prompt_text.encode())
@@ -72,60 +113,75 @@ def record_bytes(trajectory: Trajectory) -> int:
 
 def _busy_s(intervals: Iterable[tuple[str, float, float]]) -> float:
     """Seconds in which each worker had at least one of its intervals going, summed over the workers."""
-    by_worker: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for worker, begun, ended in intervals:
-        by_worker[worker].append((begun, ended))
-    total_s = 0.0
-    for spans in by_worker.values():
-        covered_until = -np.inf
-        for begun, ended in sorted(spans):
-            total_s += max(0.0, ended - max(begun, covered_until))
-            covered_until = max(covered_until, ended)
+    total_s, covered_until = 0.0, dict[str, float]()
+    for worker, begun, ended in sorted(intervals):
+        covered = covered_until.get(worker, -np.inf)
+        total_s += max(0.0, ended - max(begun, covered))
+        covered_until[worker] = max(covered, ended)
     return float(total_s)
 
 
-SUCCESS_THRESHOLD = 0.5
-"""The default of `trainer.algorithm.success_threshold`."""
-OLDEST_BUCKET = 8
-"""The last bucket of the staleness histogram: so many steps or more."""
+def session_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over sessions, and shares over all their tokens, calls or prompts; nothing without sessions.
 
-
-def step_metrics(
-    step: int,
-    result: StepResult,
-    num_dropped: int,
-    step_time_s: float,
-    success_threshold: float = SUCCESS_THRESHOLD,
-) -> dict[str, float]:
-    """All metrics of a step; every value is a finite number except where the policy's own is not."""
-    trajectories = [t for group in result.groups for t in group.source.trajectories.values()]
-    scores = [s for group in result.groups for s in group.source.scores.values()]
-    queued = [s for group in result.groups for s in group.source.queued_s.values()]
-    sampled = [t for group in result.groups for t in group.sampled]
-    lengths = np.array([num_sampled(t) for t in sampled])
-    versions = [versions for group in result.groups for versions in group.trained_versions()]
-    staleness = step - np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
-    segments = [segment for t in trajectories for segment in t.segments]
-    metrics = {
-        **_reward_metrics(result.groups),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(np.mean([t.finish == "length" for t in sampled])),
-        "completion_tokens": float(lengths.sum()),
-        "step_tokens": float(sum(len(s.prompt_ids) + len(s.completion_ids) for s in segments)),
-        "staleness/max": float(staleness.max()) if staleness.size else 0.0,
-        "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
-        **staleness_shares(staleness),
-        "groups_dropped": float(num_dropped),
-        "groups_dropped_ratio": num_dropped / (num_dropped + len(result.groups)),
-        "step_time_s": step_time_s,
-        **stage_metrics(trajectories, scores, queued),
-        **session_metrics(trajectories),
-        **source_metrics(step, result.groups, success_threshold),
-        **_teacher_metrics(result.samples),
+    A share of cached prompt tokens is that of turns of which the engine says it; without any it is not there.
+    """
+    played = [(t, t.session) for t in trajectories if t.session is not None]
+    if not played:
+        return {}
+    segments = [segment for t, _ in played for segment in t.segments]
+    turns = [turn for segment in segments for turn in segment.turns]
+    num_completion = sum(len(segment.completion_ids) for segment in segments)
+    num_calls = sum(turn.num_calls for turn in turns)
+    known = [turn for turn in turns if turn.num_cached_tokens >= 0]
+    num_known = sum(turn.num_prompt_tokens for turn in known)
+    numbers = {
+        "sessions/mean_turns": len(turns) / len(played),
+        "sessions/mean_segments": len(segments) / len(played),
+        "sessions/environment_tokens_share": 1.0
+        - sum(num_sampled(t) for t, _ in played) / max(num_completion, 1),
+        "sessions/tool_calls": num_calls / len(played),
+        "sessions/wrong_calls_share": sum(turn.num_wrong_calls for turn in turns) / max(num_calls, 1),
+        "sessions/faults": float(sum(session.num_faults for _, session in played)),
+        "sessions/engine_s": sum(turn.engine_s for turn in turns) / len(played),
+        "sessions/environment_s": sum(turn.environment_s for turn in turns) / len(played),
     }
-    return metrics | _policy_metrics(result)
+    for end in get_args(SessionEnd):
+        numbers[f"sessions/ended_{end}"] = float(np.mean([session.end == end for _, session in played]))
+    if num_known:
+        numbers["sessions/cached_prompt_share"] = sum(turn.num_cached_tokens for turn in known) / num_known
+    return numbers
+
+
+def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:
+    """Of each source that the step trained on: groups, means over completions, staleness of trained tokens;
+    a run of one training set without a name has none.
+
+    A pass rate is the share of rewards of at least `success_threshold`, over the samples that have one.
+    """
+    by_source: defaultdict[str, list[TrainableGroup]] = defaultdict(list)
+    for group in groups:
+        by_source[next(iter(group.source.trajectories.values())).source].append(group)
+    by_source.pop("", None)
+    numbers: dict[str, float] = {}
+    for name, own in sorted(by_source.items()):
+        rewards, staleness = np.concatenate([group.rewards for group in own]), _staleness(step, own)
+        numbers |= {
+            f"source/{name}/groups": float(len(own)),
+            f"source/{name}/reward": float(rewards.mean()),
+            f"source/{name}/pass_rate": float((rewards >= success_threshold).mean()),
+            f"source/{name}/mean_length": float(
+                np.mean([num_sampled(t) for group in own for t in group.sampled])
+            ),
+            f"source/{name}/staleness": float(staleness.mean()) if staleness.size else 0.0,
+        }
+    return numbers
+
+
+def _staleness(step: int, groups: Sequence[TrainableGroup]) -> NDArray[np.signedinteger]:
+    """Of each trained token of these groups."""
+    versions = [versions for group in groups for versions in group.trained_versions()]
+    return step - np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
 
 
 def staleness_shares(staleness: NDArray[np.signedinteger]) -> dict[str, float]:
@@ -138,62 +194,48 @@ def staleness_shares(staleness: NDArray[np.signedinteger]) -> dict[str, float]:
 
 def _reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
     rewards = np.concatenate([group.rewards for group in groups])
-    stds = np.array([np.std(group.rewards, ddof=1) if len(group.rewards) > 1 else 0.0 for group in groups])
     scores = [score for group in groups for score in group.source.scores.values()]
+    # Where a teacher counts, samples of one reward teach as well.
+    teaches_nothing = [
+        len(set(group.rewards)) == 1 and not any(s.teaching and s.teaching.weight for s in group.samples)
+        for group in groups
+    ]
+    components = component_values(scores).items()
     return {
         "reward": float(rewards.mean()),
         "reward_std": _std(rewards),
-        "reward_group_std": float(stds.mean()),
-        "frac_reward_zero_std": float(np.mean([_teaches_nothing(group) for group in groups])),
+        "reward_group_std": float(np.mean([_std(group.rewards) for group in groups])),
+        "frac_reward_zero_std": float(np.mean(teaches_nothing)),
         "scores/failed_ratio": float(np.mean([score.value is None for score in scores])),
         "scores/latency_s": float(np.mean([score.latency_s for score in scores])),
-        **_component_metrics(scores),
+        **{f"rewards/{name}/mean": float(np.mean(values)) for name, values in components},
+        **{f"rewards/{name}/std": _std(values) for name, values in components},
     }
 
 
-def _teaches_nothing(group: TrainableGroup) -> bool:
-    """Whether all its rewards are equal, and no teacher counts."""
-    has_teacher = any(sample.teaching and sample.teaching.weight for sample in group.samples)
-    return len(set(group.rewards)) == 1 and not has_teacher
-
-
-def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """`rewards/<name>/mean` and `/std` of each component, over the samples that it applied to."""
-    values: dict[str, list[float]] = {}
+def component_values(scores: Iterable[Score]) -> dict[str, list[float]]:
+    """The values of each component of the reward, of the samples that it applied to."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
     for score in scores:
         for name, value in score.components.items():
             if value is not None:
-                values.setdefault(name, []).append(value)
-    means = {f"rewards/{name}/mean": float(np.mean(items)) for name, items in values.items()}
-    return means | {f"rewards/{name}/std": _std(items) for name, items in values.items()}
+                values[name].append(value)
+    return values
 
 
 def _teacher_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """`teacher/<name>/reverse_kl` of each teacher: the mean of log p_rollout - log p_teacher over the trained
     tokens of its samples, an estimate of KL(rollout || teacher) a token; and how many tokens that were."""
-    gaps: dict[str, list[NDArray[np.float64]]] = {}
+    gaps: defaultdict[str, list[NDArray[np.float64]]] = defaultdict(list)
     for sample in samples:
         if sample.teaching is not None:
-            gaps.setdefault(sample.teaching.teacher, []).append(log_ratios(sample, sample.teaching))
+            gaps[sample.teaching.teacher].append(log_ratios(sample, sample.teaching))
     found: dict[str, float] = {}
     for name, parts in sorted(gaps.items()):
         gap_N = np.concatenate(parts)
         found[f"teacher/{name}/reverse_kl"] = float(gap_N.mean()) if len(gap_N) else 0.0
         found[f"teacher/{name}/tokens"] = float(len(gap_N))
     return found
-
-
-def _policy_metrics(result: StepResult) -> dict[str, float]:
-    sums, updates = result.sums, result.updates
-    return {
-        **loss_metrics(sums),
-        **result.coefficients,
-        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
-        "learning_rate": updates[-1].lr,
-        "update_skipped": float(np.mean([update.skipped for update in updates])),
-        "mini_batches": float(len(result.mini_batches)),
-        "micro_batches": float(sum(len(mini.micro_batches) for mini in result.mini_batches)),
-    }
 
 
 def _std(values: Sequence[float] | NDArray[np.float64]) -> float:
@@ -210,25 +252,27 @@ def observe_step(commit: Commit, result: StepResult) -> None:
     tokens: Counter[int] = Counter()
     for group in result.groups:
         for versions_A in group.trained_versions():
-            _observe_staleness(commit.step - versions_A, tokens)
+            if len(versions_A):
+                ages, counts = np.unique(commit.step - versions_A, return_counts=True)
+                metrics.TRAINED_STALENESS.observe(int(ages[-1]))
+                metrics.TRAINED_SPANS.observe(len(ages))
+                for age, count in zip(ages.tolist(), counts.tolist(), strict=True):
+                    tokens[min(age, OLDEST_BUCKET)] += count
+        queued_s = group.source.queued_s
         for index, trajectory in group.source.trajectories.items():
             if not trajectory.fault and (score := group.source.scores.get(index)):
                 _observe_stages(trajectory, score, commit.finished_at)
-                if (queued_s := group.source.queued_s.get(index)) is not None:
-                    metrics.STAGE_SECONDS.labels("reward_queue").observe(queued_s)
+                if index in queued_s:
+                    metrics.STAGE_SECONDS.labels("reward_queue").observe(queued_s[index])
     for staleness, count in tokens.items():
         metrics.TRAINED_TOKENS.labels(staleness).inc(count)
-
-
-def _observe_staleness(staleness_A: NDArray[np.int32], tokens: "Counter[int]") -> None:
-    """Count a sample's trained tokens by their staleness; what is older than the last bucket is in that."""
-    if not len(staleness_A):
-        return
-    ages, counts = np.unique(staleness_A, return_counts=True)
-    metrics.TRAINED_STALENESS.observe(int(ages[-1]))
-    metrics.TRAINED_SPANS.observe(len(ages))
-    for age, count in zip(ages.tolist(), counts.tolist(), strict=True):
-        tokens[min(age, OLDEST_BUCKET)] += count
+    log.info(
+        "step committed",
+        step=commit.step,
+        reward=round(commit.metrics["reward"], 4),
+        staleness=commit.metrics["staleness/max"],
+        seconds=round(commit.metrics["step_time_s"], 2),
+    )
 
 
 def _observe_stages(trajectory: Trajectory, score: Score, committed_at: float) -> None:

@@ -1,67 +1,193 @@
-"""`tidemill replay`: what was recorded of steps against what comes out now, event by event.
+"""`tidemill replay`: what was recorded of steps against what comes out when they are trained again.
+
+Goes through a run's commits, from the nearest checkpoint. Guarantees: nothing of the run is written, neither
+files nor streams; what is trained, and in which order and micro-batches, is what the commits say; memory
+holds one policy, and the groups that were outstanding together.
 
 Compared bit by bit: every metric that follows from records and weights, each sample's advantage, what was
 left out, and the digest. Times that were measured while the run went on are not compared.
 """
 
+import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import RunConfig
-from tidemill.common.history import History
+from tidemill.common.errors import TidemillError
+from tidemill.common.history import GroupCursor, History, MissingRecordsError, Selection, StreamName
+from tidemill.common.process.activity import Activity
+from tidemill.common.streams import Entry, entry_id_of
 from tidemill.common.wire.messages import Commit
-from tidemill.services.trainer.durable.recovery import weight_difference
+from tidemill.services.trainer.durable.checkpoint import read_checkpoint
+from tidemill.services.trainer.durable.recovery import open_cursor, pending_groups, weight_difference
+from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.memory.passes import PASSES_FILE
-from tidemill.services.trainer.policy.policy import PolicyThread
-from tidemill.services.trainer.replay.session import ReplayedStep, Say, Session
-from tidemill.services.trainer.step import StepResult
+from tidemill.services.trainer.policy.policy import Policy, PolicyThread
+from tidemill.services.trainer.step import StepResult, StepRunner
+
+Say = Callable[[dict[str, Any]], None]
+"""Reports how far the replay is."""
 
 
-def compare_step(replayed: ReplayedStep) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """A committed step and what came out now; the policy has its version at this moment."""
+
+    commit: Commit
+    result: StepResult
+    digest: str
+
+
+class StepReplay:
+    """One pass through a run, forward only. Lifecycle: `steps` once."""
+
+    def __init__(
+        self,
+        history: History,
+        config: RunConfig,
+        run_dir: Path,
+        policy: Policy,
+        thread: PolicyThread,
+        say: Say,
+    ) -> None:
+        """Args:
+        history: the run's streams.
+        config: of the run.
+        run_dir: the run's folder, where its checkpoints are.
+        policy: at the starting model; it is trained.
+        thread: where its calls are made.
+        say: gets an event for each start and step.
+        """
+        self.history, self.config, self.run_dir = history, config, run_dir
+        self.policy, self.thread, self.say = policy, thread, say
+        self.runner = StepRunner(config, policy, thread, Activity("replay"))
+        self.version, self.from_version = 0, 0
+        self.first_difference: int | None = None
+        """The first step, of those replayed since the last restored checkpoint, with another digest."""
+        self._cursor: GroupCursor | None = None
+
+    async def steps(self, wanted: Sequence[int]) -> AsyncIterator[ReplayedStep]:
+        """Each wanted step, ascending. Raises TidemillError: its streams do not hold what it was trained on,
+        or the config has changed."""
+        async with AsyncExitStack() as stack:
+            for step in sorted(set(wanted)):
+                if (cursor := await self._restore(step)) is not None:
+                    self._cursor = await stack.enter_async_context(cursor)
+                    self.say({"kind": "start", "version": self.version, "step": step})
+                async for commit in self._commits(self.version, step):
+                    replayed = await self._train(commit)
+                    if commit.step == step:
+                        yield replayed
+
+    async def _restore(self, step: int) -> GroupCursor | None:
+        """Take the newest checkpoint up to `step`, where that is nearer than what the policy holds. Returns a
+        reader from where it needs the streams, or from their start; None to go on with the one before."""
+        found = await asyncio.to_thread(read_checkpoint, self.run_dir, step)
+        if found is None or found.state.version <= self.version:
+            return open_cursor(self.history, self.config) if self._cursor is None else None
+        state = found.state
+        await self.thread.call(self.policy.load_state, found.folder)
+        self.version = self.from_version = state.version
+        # The checkpoint's weights may not be those of its step's commit: a trainer that had to replay on
+        # other hardware goes on from what it has.
+        commit = await self.history.commit(self.version - 1)
+        is_same = commit is None or await self.thread.call(self.policy.digest) == commit.digest
+        self.first_difference = None if is_same else self.version - 1
+        outstanding = {int(item[0]) for item in state.scheduler["outstanding"]}
+        first_new = int(state.scheduler["next_ticket"])
+        return open_cursor(
+            self.history, self.config, state.positions, lambda n: n >= first_new or n in outstanding
+        )
+
+    async def _commits(self, first: int, last: int) -> AsyncIterator[Commit]:
+        expected = first
+        selection = Selection(first_id=entry_id_of(first), last_id=entry_id_of(last))
+        async for record in self.history.scan(StreamName.COMMITS, selection):
+            if not isinstance(record, Entry) or not isinstance(record.message, Commit):
+                continue
+            if record.message.step != expected:
+                break
+            yield record.message
+            expected += 1
+        if expected <= last:
+            raise TidemillError(
+                f"the commit of step {expected} is missing, so the steps up to {last} cannot be replayed "
+                f"from version {first}. Restore the stream from its backup, or the archive."
+            )
+
+    async def _train(self, commit: Commit) -> ReplayedStep:
+        assert self._cursor is not None, "`_restore` comes first"
+        started_at = time.monotonic()
+        self._cursor.close(ticket for ticket, index, _ in commit.dropped if index < 0)
+        try:
+            groups = await pending_groups(self._cursor, commit)
+        except MissingRecordsError as error:
+            raise TidemillError(
+                f"step {commit.step} cannot be trained again: {error}. Turn the archive on to keep all of a "
+                "run, or set trainer.keep_checkpoints higher: the streams are kept from the oldest "
+                "checkpoint on. Steps after a later checkpoint can be replayed."
+            ) from None
+        result = await self.runner.replay(commit, groups)
+        digest = await self.thread.call(self.policy.digest)
+        self.version = commit.version
+        if digest != commit.digest and self.first_difference is None:
+            self.first_difference = commit.step
+        seconds = time.monotonic() - started_at
+        self.say({"kind": "step", "step": commit.step, "seconds": seconds, "equal": digest == commit.digest})
+        return ReplayedStep(commit, result, digest)
+
+
+def compare_step(replayed: ReplayedStep, config: RunConfig) -> dict[str, Any]:
     """`equal` says whether everything that is compared is the same, bit by bit."""
-    commit = replayed.commit
-    metrics = compare_metrics(commit.metrics, replayed.metrics)
-    advantages = compare_advantages(commit, replayed.result)
-    left_out = compare_left_out(commit, replayed.result)
-    digest = {"recorded": commit.digest, "replayed": replayed.digest}
+    commit, result = replayed.commit, replayed.result
+    num_dropped = sum(index < 0 for _, index, _ in commit.dropped)
+    now = step_metrics(commit.step, result, num_dropped, 0.0, config.trainer.algorithm.success_threshold)
+    del now["step_time_s"]
+    then = commit.metrics
+    metrics = [
+        {
+            "name": name,
+            "recorded": then[name],
+            "replayed": value,
+            "difference": value - then[name],
+            "equal": _is_same(value, then[name]),
+        }
+        for name, value in now.items()
+        if name in then
+    ]
+    advantages = _compare_advantages(commit, result)
+    dropped = sorted(item for item in commit.dropped if item[1] >= 0)
+    left_out = sorted((g.ticket, index, reason) for g in result.groups for index, reason in g.left_out)
+    is_same_digest = commit.digest == replayed.digest
     return {
         "step": commit.step,
         "version": commit.version,
-        "equal": commit.digest == replayed.digest
+        "equal": is_same_digest
         and all(row["equal"] for row in metrics)
         and advantages["equal"]
-        and left_out["equal"],
-        "digest": digest | {"equal": commit.digest == replayed.digest},
+        and dropped == left_out,
+        "digest": {"recorded": commit.digest, "replayed": replayed.digest, "equal": is_same_digest},
         "metrics": metrics,
-        "not_compared": sorted(commit.metrics.keys() - replayed.metrics.keys()),
+        "not_compared": sorted(then.keys() - now.keys()),
         "advantages": advantages,
-        "left_out": left_out,
+        "left_out": {
+            "equal": dropped == left_out,
+            "recorded": [list(item) for item in dropped],
+            "replayed": [list(item) for item in left_out],
+        },
         "num_groups": len(commit.groups),
-        "num_samples": len(replayed.result.samples),
+        "num_samples": len(result.samples),
     }
 
 
-def compare_metrics(recorded: Mapping[str, float], replayed: Mapping[str, float]) -> list[dict[str, Any]]:
-    """A row for each metric that both have; `difference` is replayed minus recorded."""
-    return [
-        {
-            "name": name,
-            "recorded": recorded[name],
-            "replayed": value,
-            "difference": value - recorded[name],
-            "equal": is_same(value, recorded[name]),
-        }
-        for name, value in replayed.items()
-        if name in recorded
-    ]
-
-
-def compare_advantages(commit: Commit, result: StepResult) -> dict[str, Any]:
+def _compare_advantages(commit: Commit, result: StepResult) -> dict[str, Any]:
     """Of every sample; `first` is the first one that differs."""
     found: dict[str, Any] = {"equal": True, "num_different": 0, "first": None}
     for group in result.groups:
@@ -72,11 +198,8 @@ def compare_advantages(commit: Commit, result: StepResult) -> dict[str, Any]:
         if len(recorded) != len(replayed):
             pairs = [(indices[0] if indices else 0, recorded, replayed)]
         else:
-            pairs = [
-                (index, then, now)
-                for index, then, now in zip(indices, recorded, replayed, strict=True)
-                if not is_same(then, now)
-            ]
+            triples = zip(indices, recorded, replayed, strict=True)
+            pairs = [(index, then, now) for index, then, now in triples if not _is_same(then, now)]
         if pairs:
             index, then, now = pairs[0]
             first = {"ticket": group.ticket, "index": index, "recorded": then, "replayed": now}
@@ -85,18 +208,7 @@ def compare_advantages(commit: Commit, result: StepResult) -> dict[str, Any]:
     return found
 
 
-def compare_left_out(commit: Commit, result: StepResult) -> dict[str, Any]:
-    """Samples that were left out of their groups, with the reason."""
-    recorded = sorted(item for item in commit.dropped if item[1] >= 0)
-    replayed = sorted((g.ticket, index, reason) for g in result.groups for index, reason in g.left_out)
-    return {
-        "equal": recorded == replayed,
-        "recorded": [list(item) for item in recorded],
-        "replayed": [list(item) for item in replayed],
-    }
-
-
-def is_same(one: float, other: float) -> bool:
+def _is_same(one: float, other: float) -> bool:
     """The same number, or both none."""
     return one == other or (math.isnan(one) and math.isnan(other))
 
@@ -106,17 +218,17 @@ async def replay_steps(
 ) -> bool:
     """Replay the steps and say what came out, event by event; returns whether all came out as recorded."""
     thread = PolicyThread()
-    # What this GPU would choose is none of the run's business.
+    # Not what this GPU would choose, but what the run has found out, if it has.
     known = run_dir if (run_dir / PASSES_FILE).exists() else None
     policy = await thread.call(open_policy, config, known)
-    session = Session(history, config, run_dir, policy, thread, say)
+    replay = StepReplay(history, config, run_dir, policy, thread, say)
     is_equal, started_at = True, time.monotonic()
     try:
-        async for replayed in session.steps(steps):
-            result = compare_step(replayed)
+        async for replayed in replay.steps(steps):
+            result = compare_step(replayed, config)
             is_equal = is_equal and result["equal"]
-            result["first_difference"] = session.first_difference
-            result["from_version"] = session.from_version
+            result["first_difference"] = replay.first_difference
+            result["from_version"] = replay.from_version
             if not result["digest"]["equal"]:
                 result["weights"] = await thread.call(weight_difference, policy, run_dir, replayed.commit)
             say({"kind": "result", "seconds": time.monotonic() - started_at, **result})

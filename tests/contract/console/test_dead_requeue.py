@@ -155,7 +155,7 @@ async def test_what_can_no_longer_matter_is_refused_and_stays(broker, keys, reas
 
 async def test_an_evaluation_that_is_on_record_is_refused(broker, keys):
     await dead_ticket(broker, keys, Lane.EVAL, step=2)
-    await update_state(broker, keys, evaluations=[{"version": 2, "dataset": "held"}])
+    await update_state(broker, keys, evaluations=[{"version": 2, "set": "held"}])
     assert "evaluation of version 2 is on record" in (await put_back(broker, keys)).words
 
 

@@ -8,6 +8,7 @@ from tests.support.training import (
     make_parts,
     make_prompts,
     make_score,
+    make_trimmer,
     messages,
     outstanding,
     publish_group,
@@ -21,7 +22,6 @@ from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Ticket
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
 from tidemill.services.trainer.batch.reconciler import Reconciler, RunStreams
-from tidemill.services.trainer.durable.checkpointing import Trimmer
 from tidemill.services.trainer.evaluation import Evaluator
 from tidemill.services.trainer.groups.group_filter import GroupFilter
 
@@ -127,7 +127,7 @@ async def test_an_evaluation_waits_for_what_the_operator_put_back(broker, keys, 
 
     monkeypatch.setattr(OffsetReader, "read", note)
     context = make_context(broker, keys, trainer_config(evaluation={"samples": 1}))
-    evaluator = Evaluator(context, {"held": make_prompts(2).prompts}, Trimmer(context))
+    evaluator = Evaluator(context, {"held": make_prompts(2).prompts}, make_trimmer(context))
     letter = DeadLetter(origin="prompts:eval", entry_id="1-0", error="refused", ticket=0)
     (letter_id,) = await append(broker, keys.dead, letter)
     evaluating = asyncio.ensure_future(evaluator.evaluate(0))
@@ -136,8 +136,8 @@ async def test_an_evaluation_waits_for_what_the_operator_put_back(broker, keys, 
     await answer(broker, keys, 1)
     assert not (await asyncio.wait({evaluating}, timeout=1.0))[0], "the other sample is not all of it"
     await answer(broker, keys, 0)
-    (result,) = await asyncio.wait_for(evaluating, 120)
-    assert (result.num_samples, result.num_failed) == (2, 0)
+    result = (await asyncio.wait_for(evaluating, 120))["held"]
+    assert (result["num_samples"], result["num_failed"]) == (2, 0)
 
 
 async def answer(broker, keys: Keys, ticket: int) -> None:

@@ -75,7 +75,7 @@ async def test_queues_say_what_waits_and_what_is_held(broker: Broker, keys: Keys
 
 async def test_a_snapshot_shows_workers_state_and_evaluations(broker: Broker, keys: Keys) -> None:
     reader = await reader_of(broker, keys)
-    evaluations = [{"version": 3, "dataset": "a", "score": 0.9}, {"version": 0, "dataset": "a", "score": 0.2}]
+    evaluations = [{"version": 3, "set": "a", "score": 0.9}, {"version": 0, "set": "a", "score": 0.2}]
     await update_state(broker, keys, status=RUNNING, evaluations=evaluations)
     for name, idle in (("r0", 0.2), ("r1", 0.4)):
         await publish_heartbeat(broker, keys, Heartbeat(name, "rollout", idle_share=idle))
@@ -93,7 +93,7 @@ async def test_the_report_of_a_run_is_computed_from_its_commits_and_kept_in_its_
 
     await write_small_run(broker, keys)
     # Of its own losses the trainer says nothing that counts.
-    evaluations = [{"version": 0, "dataset": "a", "score": 0.2}, {"version": 2, "dataset": "a", "score": 0.9}]
+    evaluations = [{"version": 0, "set": "a", "score": 0.2}, {"version": 2, "set": "a", "score": 0.9}]
     state = {
         "version": 1,
         "tickets_issued": 6,

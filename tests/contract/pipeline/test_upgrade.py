@@ -47,8 +47,8 @@ async def test_a_reward_worker_scores_what_a_newer_minor_release_wrote_and_burie
 async def test_the_trainer_takes_what_newer_minor_releases_of_its_workers_wrote(
     broker: Broker, keys: Keys
 ) -> None:
-    join = StreamJoin(broker, keys, group_size=1)
-    join.expect(outstanding(0))
+    join = StreamJoin(broker, keys)
+    join.expect(outstanding(0, group_size=1))
     await write_as(b"1.9", broker, keys.trajectories(), make_trajectory(0, group_size=1))
     await write_as(b"1.9", broker, keys.scores(), make_score(0, 0))
     tasks = [join.read(TRAJECTORIES), join.read(SCORES)]

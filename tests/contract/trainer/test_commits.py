@@ -47,25 +47,19 @@ async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(
     assert await read_commits(broker, keys, 3) == []
 
 
-async def test_an_entry_that_has_no_id_of_a_step_is_passed_over(broker: Broker, keys: Keys) -> None:
+async def test_an_entry_that_has_no_id_of_a_step_is_skipped(broker: Broker, keys: Keys) -> None:
     """It never was a commit, so nothing is missing without it; a damaged commit is another matter."""
     await append_commit(broker, keys, commit_of(0))
     await broker.execute("XADD", keys.commits, "1-1", "v", b"1.0", "p", b"\xc1")
     await append_commit(broker, keys, commit_of(1))
     assert await read_commits(broker, keys, 0) == [commit_of(0), commit_of(1)]
     await broker.execute("XADD", keys.commits, "3-0", "v", b"1.0", "p", b"\xc1")
-    with pytest.raises(TidemillError, match=r"commit 3-0 of run .* is unreadable"):
+    with pytest.raises(TidemillError, match="commit 3-0"):
         await read_commits(broker, keys, 0)
 
 
-async def test_our_own_commit_may_be_repeated_after_a_lost_connection(broker: Broker, keys: Keys) -> None:
-    for _ in range(2):
-        await append_commit(broker, keys, commit_of())
-    assert len(await commits_of(broker, keys)) == 1
-
-
-@pytest.mark.parametrize("number", [math.nan, math.inf])
-async def test_a_metric_that_is_no_number_makes_no_second_trainer(
+@pytest.mark.parametrize("number", [2.5, math.nan, math.inf])
+async def test_our_own_commit_may_be_repeated_after_a_lost_connection(
     broker: Broker, keys: Keys, number: float
 ) -> None:
     """A skipped update has a gradient norm that is not finite, and NaN differs from itself."""
@@ -79,21 +73,17 @@ async def test_a_metric_that_is_no_number_makes_no_second_trainer(
 )
 async def test_another_trainers_commit_ends_this_one(broker: Broker, keys: Keys, other: dict) -> None:
     await append_commit(broker, keys, commit_of(**other))
-    with pytest.raises(SecondTrainerError, match=r"step 0 .* committed by another trainer.*One run has one"):
+    with pytest.raises(SecondTrainerError, match="step 0"):
         await append_commit(broker, keys, commit_of())
     assert await commits_of(broker, keys) == [commit_of(**other)]
-
-
-async def test_a_trainer_that_fell_behind_cannot_commit_an_old_step(broker: Broker, keys: Keys) -> None:
-    for step in (0, 1):
-        await append_commit(broker, keys, commit_of(step))
-    with pytest.raises(SecondTrainerError):
-        await append_commit(broker, keys, commit_of(0, digest="cd" * 16))
+    await append_commit(broker, keys, commit_of(1))
+    with pytest.raises(SecondTrainerError, match="step 0"):  # also for one that fell behind
+        await append_commit(broker, keys, commit_of())
 
 
 async def test_a_hole_between_commits_is_an_error(broker: Broker, keys: Keys) -> None:
     await append_numbered(broker, keys.commits, [(step, commit_of(step)) for step in (0, 2)])
-    with pytest.raises(TidemillError, match="has a commit of step 2 where step 1 is due"):
+    with pytest.raises(TidemillError, match="step 2 where step 1"):
         await read_commits(broker, keys, 0)
 
 
@@ -103,12 +93,6 @@ async def test_a_commit_is_not_appended_where_the_one_before_is_missing(broker: 
     with pytest.raises(LostTailError):
         await append_commit(broker, keys, commit_of(2))
     assert await read_commits(broker, keys, 0) == [commit_of(0)]
-
-
-async def test_a_commit_that_cannot_be_read_is_an_error(broker: Broker, keys: Keys) -> None:
-    await broker.execute("XADD", keys.commits, entry_id_of(0), "v", "9.0", "p", b"\x80")
-    with pytest.raises(TidemillError, match=r"commit 1-0 .* unreadable"):
-        await read_commits(broker, keys, 0)
 
 
 def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:

@@ -1,10 +1,10 @@
 """What killed workers leave in Redis goes; what is held, and whoever is there, stays."""
 
 from tests.support.consumers import make_ticket
+from tests.support.training import make_trimmer
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.streams import append, ensure_group
 from tidemill.common.wire.keys import ROLLOUT_GROUP
-from tidemill.services.trainer.durable.departed import Departed
 
 
 async def test_the_dead_are_forgotten_after_a_while_with_what_they_hold_kept(make, broker, keys):
@@ -16,10 +16,10 @@ async def test_the_dead_are_forgotten_after_a_while_with_what_they_hold_kept(mak
         await broker.execute("XGROUP", "CREATECONSUMER", prompts, ROLLOUT_GROUP, name)
     read = ("GROUP", ROLLOUT_GROUP, "holds-a-ticket", "COUNT", 1, "STREAMS", prompts, ">")
     await broker.execute("XREADGROUP", *read)
-    departed = Departed(context)
-    assert await departed.forget() == 0, "an hour has not passed"
-    assert await departed.forget(after_s=-1.0) == 0, "it has looked a moment ago"
-    assert await Departed(context).forget(after_s=-1.0) == 3
+    trimmer = make_trimmer(context)
+    assert await trimmer.forget_departed() == 0, "an hour has not passed"
+    assert await trimmer.forget_departed(after_s=-1.0) == 0, "it has looked a moment ago"
+    assert await make_trimmer(context).forget_departed(after_s=-1.0) == 3
     assert await read_heartbeats(broker, keys) == []
     left = await broker.execute("XINFO", "CONSUMERS", prompts, ROLLOUT_GROUP)
     assert [info[1] for info in left] == [b"holds-a-ticket"]

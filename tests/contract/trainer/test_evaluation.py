@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.training import lose_tail, make_context, make_score, messages, trainer_config
+from tests.support.training import lose_tail, make_context, make_score, make_trimmer, messages, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.redis.broker import Broker
@@ -18,8 +18,7 @@ from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Ticket
 from tidemill.services.trainer import evaluation
 from tidemill.services.trainer.batch.prompts import Prompt
-from tidemill.services.trainer.durable.checkpointing import Trimmer
-from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator
+from tidemill.services.trainer.evaluation import Evaluations, Evaluator
 
 EVAL = Lane.EVAL
 LIMIT = "client-output-buffer-limit"
@@ -37,7 +36,7 @@ def make(broker: Broker, keys: Keys) -> Callable[..., Evaluator]:
         sampled = {"samples": 2, "temperature": 0.7, **evaluation}
         config = trainer_config(evaluation=sampled, algorithm=algorithm or {})
         context = make_context(broker, keys, config)
-        return Evaluator(context, {"a": prompts(a), "b": prompts(b)}, Trimmer(context))
+        return Evaluator(context, {"a": prompts(a), "b": prompts(b)}, make_trimmer(context))
 
     return make
 
@@ -55,10 +54,8 @@ def publish(broker: Broker, keys: Keys) -> Callable[..., Any]:
     return publish
 
 
-async def evaluated(evaluator: Evaluator, version: int) -> dict[str, EvaluationResult]:
-    results = await asyncio.wait_for(evaluator.evaluate(version), 120)
-    assert {result.version for result in results} <= {version}
-    return {result.dataset: result for result in results}
+async def evaluated(evaluator: Evaluator, version: int) -> Evaluations:
+    return await asyncio.wait_for(evaluator.evaluate(version), 120)
 
 
 async def bury(
@@ -88,19 +85,25 @@ class TestSums:
         await publish({(14, 0): 0.0, (14, 1): 0.0})
         results = await evaluated(make(algorithm={"success_threshold": 0.4}), 4)
         a, b = results["a"], results["b"]
-        assert a.score == pytest.approx((1.0 + 0.4 + 0.0 + 0.2) / 4)
-        assert (a.accuracy, a.pass_at_k) == (0.5, 0.5)
-        assert (a.mean_length, a.clipped_ratio) == (3.0, 1.0)
-        assert (a.num_samples, a.num_failed) == (4, 0)
-        assert (b.score, b.accuracy, b.pass_at_k, b.clipped_ratio, b.num_samples) == (0.0, 0.0, 0.0, 0.0, 2)
+        assert a["score"] == pytest.approx((1.0 + 0.4 + 0.0 + 0.2) / 4)
+        assert (a["accuracy"], a["pass_at_k"]) == (0.5, 0.5)
+        assert (a["mean_length"], a["clipped_ratio"]) == (3.0, 1.0)
+        assert (a["num_samples"], a["num_failed"]) == (4, 0)
+        assert (b["score"], b["accuracy"], b["pass_at_k"], b["clipped_ratio"], b["num_samples"]) == (
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            2,
+        )
 
     async def test_failed_samples_are_counted_and_are_no_zeros(self, make, publish):
         await publish({(0, 0): 1.0, (0, 1): None, (1, 0): None, (1, 1): None, (2, 0): None, (2, 1): None})
         results = await evaluated(make(), 0)
-        assert (results["a"].score, results["a"].num_samples, results["a"].num_failed) == (1.0, 1, 3)
-        assert results["a"].pass_at_k == 1.0
-        assert math.isnan(results["b"].score)
-        assert (results["b"].num_samples, results["b"].num_failed) == (0, 2)
+        assert (results["a"]["score"], results["a"]["num_samples"], results["a"]["num_failed"]) == (1.0, 1, 3)
+        assert results["a"]["pass_at_k"] == 1.0
+        assert math.isnan(results["b"]["score"])
+        assert (results["b"]["num_samples"], results["b"]["num_failed"]) == (0, 2)
 
     async def test_components_have_means_over_the_samples_that_have_them(self, make, broker, keys):
         for key, value in (
@@ -115,7 +118,7 @@ class TestSums:
             score = make_score(*key, value).model_copy(update={"components": {"rule": rule, "judge": None}})
             await append(broker, keys.trajectories(EVAL), make_trajectory(*key, group_size=2))
             await append(broker, keys.scores(EVAL), score)
-        a = (await evaluated(make(), 0))["a"].metrics()
+        a = (await evaluated(make(), 0))["a"]
         assert a["rewards/rule/mean"] == pytest.approx(
             (0.5 + 1.0 + 1.0) / 3
         )  # a failed sample has no part in it
@@ -127,8 +130,8 @@ class TestSums:
         await bury(broker, keys, 1)
         await bury(broker, keys, 2, origin="prompts")  # the training lane has a ticket 2 of its own
         results = await evaluated(make(), 0)
-        assert (results["a"].num_samples, results["a"].num_failed) == (1, 3)
-        assert (results["b"].num_samples, results["b"].num_failed) == (2, 0)
+        assert (results["a"]["num_samples"], results["a"]["num_failed"]) == (1, 3)
+        assert (results["b"]["num_samples"], results["b"]["num_failed"]) == (2, 0)
 
     async def test_letters_are_not_read_again_by_every_evaluation(
         self, make, publish, broker, keys, monkeypatch
@@ -145,7 +148,7 @@ class TestSums:
         end = await last_id(broker, keys.dead)
         monkeypatch.setattr(broker, "execute", noted)
         await publish({(1, 0): 1.0, (1, 1): 0.0})
-        assert (await evaluated(evaluator, 1))["a"].num_samples == 2
+        assert (await evaluated(evaluator, 1))["a"]["num_samples"] == 2
         assert set(places) == {end}
 
     async def test_other_versions_and_second_answers_do_not_count(self, make, publish):
@@ -153,7 +156,7 @@ class TestSums:
         await publish({(3, 0): 0.0, (3, 1): 0.0, (4, 0): 0.0, (4, 1): 0.0, (5, 0): 0.5, (5, 1): 0.5})
         await publish({(5, 0): 0.9})
         results = await evaluated(make(), 1)
-        assert (results["a"].score, results["b"].score) == (0.0, 0.5)
+        assert (results["a"]["score"], results["b"]["score"]) == (0.0, 0.5)
 
     async def test_tickets_are_those_of_the_version(self, make, publish, broker, keys):
         await publish({(ticket, index): 1.0 for ticket in (6, 7, 8) for index in (0, 1)})
@@ -176,7 +179,7 @@ class TestInterrupted:
         second = asyncio.ensure_future(evaluated(make(), 0))
         await publish({(1, 1): 0.0})
         results = await second
-        assert (results["a"].score, results["a"].num_failed, results["b"].num_failed) == (0.75, 0, 2)
+        assert (results["a"]["score"], results["a"]["num_failed"], results["b"]["num_failed"]) == (0.75, 0, 2)
         assert await _num_tickets(broker, keys) == 3
 
     async def test_a_restarted_trainer_reads_more_samples_than_redis_answers_at_once(
@@ -190,13 +193,13 @@ class TestInterrupted:
             results = await evaluated(make(7, 1), 0)
         finally:
             await broker.execute("CONFIG", "SET", LIMIT, " ".join(OUTPUT_LIMIT))
-        assert (results["a"].num_samples, results["b"].num_samples) == (14, 2)
+        assert (results["a"]["num_samples"], results["b"]["num_samples"]) == (14, 2)
 
     async def test_streams_are_kept_until_the_results_are_safe(self, make, publish, broker, keys):
         values = {(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)}
         await publish(values)
         assert await evaluated(make(), 0)
-        assert (await evaluated(make(), 0))["a"].score == 1.0, "a crash before the record was written"
+        assert (await evaluated(make(), 0))["a"]["score"] == 1.0, "a crash before the record was written"
         await make().trim(0)
         for key in (keys.prompts(EVAL), keys.trajectories(EVAL), keys.scores(EVAL)):
             assert await broker.execute("XLEN", key) == 0
@@ -228,7 +231,7 @@ class TestLosses:
             await broker.execute("DEL", keys.prompts(EVAL))
         await wait_until(lambda: _has_tickets(broker, keys, 3))
         await publish({(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)})
-        assert (await task)["a"].score == 1.0
+        assert (await task)["a"]["score"] == 1.0
 
     async def test_a_sample_that_no_stream_can_bring_any_more_is_a_failed_one(
         self, make, publish, broker, keys
@@ -243,8 +246,8 @@ class TestLosses:
         assert not task.done()
         await _work_off(broker, keys.trajectories(EVAL), REWARD_GROUP)
         results = await task
-        assert (results["a"].num_samples, results["a"].num_failed) == (3, 1)
-        assert results["b"].num_failed == 0
+        assert (results["a"]["num_samples"], results["a"]["num_failed"]) == (3, 1)
+        assert results["b"]["num_failed"] == 0
 
     async def test_samples_of_a_server_whose_clock_is_behind_are_not_failed_ones(
         self, make, publish, broker, keys, monkeypatch
@@ -272,7 +275,7 @@ class TestLosses:
         await publish({(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)})
         for key, group in groups.items():
             await _work_off(broker, key, group)
-        assert {result.num_failed for result in (await task).values()} == {0}
+        assert {result["num_failed"] for result in (await task).values()} == {0}
 
 
 async def _work_off(broker: Broker, key: str, group: str) -> None:

@@ -7,13 +7,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.support.letters import make_ticket
-from tests.support.training import answering, messages
+from tests.support.training import answering, append_at, messages
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import assert_trained_once, crash_after_commit, run
 from tidemill.common.errors import TidemillError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import START, ensure_group, entry_id_of, group_status, last_id
-from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Ticket, WeightManifest
 from tidemill.services.rollout.engines.simulated import SimulatedEngine
@@ -30,19 +30,24 @@ each_stream = pytest.mark.parametrize("key_of", NUMBERED, ids=["prompts", "weigh
 
 
 @each_stream
-async def test_a_stray_entry_that_is_there_before_the_trainer_does_not_stop_it(make, broker, keys, key_of):
-    stray = (await broker.execute("XADD", key_of(keys), "*", "by", "hand")).decode()
+async def test_an_unexpected_entry_before_the_trainer_and_in_the_middle_of_a_run_is_moved_aside(
+    make, broker, keys, key_of
+):
+    key = key_of(keys)
+    strays = [(await broker.execute("XADD", key, "*", "by", "hand")).decode()]
+    serving = asyncio.ensure_future(run(make()))
+    await wait_until(lambda: broker.execute("XLEN", keys.prompts()))
+    strays.append((await broker.execute("XADD", key, "*", "by", "hand")).decode())
     async with answering(broker, keys):
-        await run(make())
+        await serving
     await assert_trained_once(broker, keys, 6)
-    await assert_moved(broker, keys, key_of(keys), stray)
+    for stray in strays:
+        await assert_moved(broker, keys, key, stray)
 
 
 @each_stream
 @pytest.mark.parametrize("entry_id", ["*", "9-0", "3-7"], ids=["time", "number", "sequence"])
-async def test_a_stray_entry_that_comes_between_two_trainers_is_moved_aside(
-    make, broker, keys, key_of, entry_id
-):
+async def test_one_that_comes_between_two_trainers_is_moved_aside(make, broker, keys, key_of, entry_id):
     async with answering(broker, keys):
         await crash_after_commit(make(), 1)
         key = key_of(keys)
@@ -50,18 +55,6 @@ async def test_a_stray_entry_that_comes_between_two_trainers_is_moved_aside(
             entry_id = entry_id.replace("9", "99").replace("3-", "8-")
         stray = (await broker.execute("XADD", key, entry_id, "by", "hand")).decode()
         await run(make())
-    await assert_trained_once(broker, keys, 6)
-    await assert_moved(broker, keys, key, stray)
-
-
-@each_stream
-async def test_a_stray_entry_in_the_middle_of_a_run_is_moved_aside(make, broker, keys, key_of):
-    serving = asyncio.ensure_future(run(make()))
-    key = key_of(keys)
-    await wait_until(lambda: broker.execute("XLEN", keys.prompts()))
-    stray = (await broker.execute("XADD", key, "*", "by", "hand")).decode()
-    async with answering(broker, keys):
-        await serving
     await assert_trained_once(broker, keys, 6)
     await assert_moved(broker, keys, key, stray)
 
@@ -79,7 +72,7 @@ async def test_the_group_is_taken_back_with_its_stream(broker, keys):
     """Or its consumers would never be given the tickets that follow."""
     key = keys.prompts()
     await ensure_group(broker, key, ROLLOUT_GROUP)
-    await add(broker, key, entry_id_of(0), make_ticket(0))
+    await append_at(broker, key, entry_id_of(0), make_ticket(0))
     stray = (await broker.execute("XADD", key, "*", "by", "hand")).decode()
     await broker.execute("XREADGROUP", "GROUP", ROLLOUT_GROUP, "w", "STREAMS", key, ">")
     assert await remove_unexpected(broker, keys, key, Ticket) == 1
@@ -92,7 +85,7 @@ async def test_the_group_is_taken_back_with_its_stream(broker, keys):
 
 async def test_an_entry_that_someone_has_removed_by_hand_leaves_no_gap(broker, keys):
     key = keys.weights
-    await add(broker, key, entry_id_of(4), manifest(4))
+    await append_at(broker, key, entry_id_of(4), manifest(4))
     stray = (await broker.execute("XADD", key, "*", "by", "hand")).decode()
     await broker.execute("XDEL", key, stray)
     await remove_unexpected(broker, keys, key, WeightManifest)
@@ -103,7 +96,7 @@ async def test_an_entry_that_someone_has_removed_by_hand_leaves_no_gap(broker, k
 async def test_an_entry_of_a_newer_release_is_not_touched(broker, keys):
     commit = Commit(step=0, version=1, mini_batches=(), groups=(), digest="0" * 32)
     await broker.execute("XADD", keys.commits, "1-0", VERSION_FIELD, "9.0", PAYLOAD_FIELD, b"?")
-    with pytest.raises(TidemillError, match=r"1-0.*newer"):
+    with pytest.raises(TidemillError, match="1-0"):
         await append_commit(broker, keys, commit)
     assert await broker.execute("XLEN", keys.commits) == 1
 
@@ -116,12 +109,12 @@ async def test_a_worker_is_stuck_at_no_stray_entry_among_the_weights(make, broke
     monkeypatch.setattr(follower, "_follow", lambda manifest, _: engine.load(manifest.version, []))
     following = asyncio.ensure_future(follower.run())
     try:
-        await add(broker, keys.weights, "1-0", manifest(0))
+        await append_at(broker, keys.weights, "1-0", manifest(0))
         with capture_logs() as logs:
             stray = (await broker.execute("XADD", keys.weights, "*", "by", "hand")).decode()
             await wait_until(lambda: any(line.get("entry") == stray for line in logs))
         await remove_unexpected(broker, keys, keys.weights, WeightManifest)
-        await add(broker, keys.weights, "2-0", manifest(1))
+        await append_at(broker, keys.weights, "2-0", manifest(1))
         await asyncio.wait_for(follower.reach(1), 120)
     finally:
         following.cancel()
@@ -129,11 +122,6 @@ async def test_a_worker_is_stuck_at_no_stray_entry_among_the_weights(make, broke
 
 def manifest(version: int) -> WeightManifest:
     return WeightManifest(version=version, folder=f"v{version:08d}", files=(), digest="0" * 32)
-
-
-async def add(broker: Broker, key: str, entry_id: str, message: object) -> None:
-    fields = (VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, encode_payload(message))
-    await broker.execute("XADD", key, entry_id, *fields)
 
 
 async def assert_moved(broker: Broker, keys: Keys, key: str, stray: str) -> None:

@@ -15,7 +15,7 @@ from tests.conftest import SERVERS
 from tests.support.archives import STREAM, fill, raw, scanned
 from tests.support.preloaded import REPO
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
-from tests.support.training import answering, make_context, trainer_config
+from tests.support.training import answering, make_context, make_trimmer, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.archive import stream_folder
@@ -30,7 +30,6 @@ from tidemill.common.streams import append, length, memory_bytes, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable import archive_requests
-from tidemill.services.trainer.durable.checkpointing import Trimmer
 from tidemill.services.trainer.service import serve
 
 ARCHIVE = {"enabled": True, "segment_mb": 0.02}
@@ -75,8 +74,8 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
     samples = [make_trajectory(ticket, 0, text=f"{ticket:04}" * 500) for ticket in range(40)]
     await append(broker, keys.trajectories(), *map(store.check_in, samples))
     entries = await raw(broker, keys.trajectories())
-    trimmer = Trimmer(context)
-    trimmer.claims.first_ticket = 20
+    trimmer = make_trimmer(context)
+    trimmer.first_ticket = 20
     with jobs_worker(keys):
         await trimmer.release({STREAM: entries[30][0]}, 0)
         await wait_until(lambda: len(list(store.folder.iterdir())) == 20)
@@ -92,7 +91,7 @@ async def test_a_worker_archives_and_then_the_entries_go(
 ) -> None:
     await fill(broker, keys.trajectories(), range(60))
     entries = await raw(broker, keys.trajectories())
-    trimmer = Trimmer(context)
+    trimmer = make_trimmer(context)
     with jobs_worker(keys):
         await trimmer.release({STREAM: entries[100][0]}, 0, is_urgent=True)
         assert await length(broker, keys.trajectories()) == 180, "nothing goes before it is archived"
@@ -118,7 +117,7 @@ async def test_where_nobody_archives_the_trainer_has_it_done_and_says_so(
     monkeypatch.setattr(archive_requests, "POLL_S", 0.05)
     await fill(broker, keys.trajectories(), range(20))
     entries = await raw(broker, keys.trajectories())
-    trimmer = Trimmer(context)
+    trimmer = make_trimmer(context)
     await trimmer.release({STREAM: entries[40][0]}, 0, is_urgent=True)
     await wait_until(lambda: not trimmer.is_waiting)
     assert (await raw(broker, keys.trajectories()))[0][0] == entries[40][0]
@@ -133,7 +132,7 @@ async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(
 ) -> None:
     await fill(broker, keys.trajectories(), range(1))
     (first, _), *_ = await raw(broker, keys.trajectories())
-    trimmer = Trimmer(context)
+    trimmer = make_trimmer(context)
     assert await memory_bytes(broker, keys.trajectories()) < 0.02 * 2**20
     monkeypatch.setattr(archive_requests, "claims_in", None)  # no entry of this run claims a payload
     await trimmer.release({STREAM: f"{first}5"}, 0)
@@ -206,7 +205,7 @@ async def test_trainer_and_archiver_need_no_more_than_their_users_may(
             log_in("trainer")
             broker = await Broker.connect()
             context = make_context(broker, keys, config, tmp_path / keys.run_id)
-            trimmer = Trimmer(context)
+            trimmer = make_trimmer(context)
             monkeypatch.setattr(archive_requests, "PATIENCE_S", 600.0)
             await trimmer.release({STREAM: f"{entries[-1][0]}9"}, 0)
             await wait_until(lambda: archived(context).entries > 0)

@@ -1,72 +1,46 @@
-"""Redis comes back without its last second, and the trainer gives it back what it has lost."""
+"""Redis comes back without its last second, or emptied, and the trainer gives it back what it has lost."""
 
 import asyncio
+from argparse import Namespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from tests.support.training import (
-    answering,
-    commits_of,
-    lose_tail,
-    messages,
-    num_commits,
-    publish_group,
-)
+from tests.support.training import answering, commits_of, lose_tail, messages, num_commits, publish_group
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import (
     GROUPS,
     SIZE,
+    after_training,
+    assert_each_once,
     assert_trained_once,
     crash_after_commit,
+    empty,
     has_commits,
     has_tickets,
     run,
 )
 from tidemill.common.errors import TidemillError
+from tidemill.common.process import service
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.state import FINISHED, read_state
+from tidemill.common.run.state import FINISHED, RUNNING, publish_config, read_config, read_state
 from tidemill.common.streams import Entry, entry_id_of, read_range
-from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Commit, Lane, Score, Trajectory, WeightManifest
+from tidemill.common.wire.keys import Keys, StreamName
+from tidemill.common.wire.messages import Commit, Lane, Ticket, WeightManifest
 from tidemill.services.trainer import trainer as trainer_module
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
-from tidemill.services.trainer.step import StepRunner
 from tidemill.services.trainer.trainer import Trainer
 
 
-async def test_a_lost_commit_comes_back_before_the_next_one(make, broker, keys, monkeypatch):
-    """Behind the next one there would be no place for it any more, and no way to replay it."""
-    train = StepRunner.run
-
-    async def lose_and_train(runner: StepRunner, step: int, assembler: Any) -> Any:
-        result = await train(runner, step, assembler)
-        if step == 3:
-            await lose_tail(broker, keys.commits, "1-0")
-        return result
-
-    monkeypatch.setattr(StepRunner, "run", lose_and_train)
-    async with answering(broker, keys):
-        await run(make())
-    await assert_trained_once(broker, keys, 6)
-
-
-@pytest.mark.parametrize("num_lost", [1, 2, 4])
-async def test_commits_come_back_however_many_are_lost_and_however_often_the_trainer_saves(
-    make, broker, keys, monkeypatch, num_lost
+@pytest.mark.parametrize(("step", "left", "every"), [(3, 1, 4), (4, 3, 1), (4, 2, 1), (4, 0, 1)])
+async def test_lost_commits_come_back_before_the_next_one_however_many_and_however_often_the_trainer_saves(
+    make, broker, keys, monkeypatch, step, left, every
 ):
-    """A replica that takes over may be several steps behind; what is still needed must not be forgotten."""
-    train = StepRunner.run
-
-    async def lose_and_train(runner: StepRunner, step: int, assembler: Any) -> Any:
-        result = await train(runner, step, assembler)
-        if step == 4:
-            await lose_tail(broker, keys.commits, f"{4 - num_lost}-0")
-        return result
-
-    monkeypatch.setattr(StepRunner, "run", lose_and_train)
+    """Behind the next one there would be no place for them any more, and no way to replay them."""
+    after_training(monkeypatch, step, lambda _: lose_tail(broker, keys.commits, f"{left}-0"))
     async with answering(broker, keys):
-        await run(make(checkpoint_every=1))
+        await run(make(checkpoint_every=every))
     await assert_trained_once(broker, keys, 6)
 
 
@@ -89,7 +63,7 @@ async def test_a_run_that_goes_back_with_its_trainer_trains_nothing_of_the_histo
     assert [manifest.term for manifest in manifests][-1] == 2
 
 
-async def test_the_next_trainer_announces_the_version_that_the_run_stands_at_once_more(make, broker, keys):
+async def test_the_next_trainer_announces_the_version_that_the_run_is_at_once_more(make, broker, keys):
     """Also where the stream has it: workers may hold a newer one, which nobody knows any more."""
     async with answering(broker, keys):
         for steps in (2, 2, 3):
@@ -102,81 +76,50 @@ async def test_the_next_trainer_announces_the_version_that_the_run_stands_at_onc
 async def test_commits_that_were_lost_with_the_trainer_come_back_with_the_next_one(
     make, broker, keys, num_lost
 ):
-    async with answering(broker, keys):
-        await crash_after_commit(make(checkpoint_every=1), 4)
-        before = (await commits_of(broker, keys))[:4]
-        await lose_tail(broker, keys.commits, f"{4 - num_lost}-0")
-        await run(make(checkpoint_every=1))
-    assert (await assert_trained_once(broker, keys, 6))[:4] == before
-
-
-async def test_a_hole_among_the_commits_ends_the_run_with_what_is_missing(make, broker, keys):
-    """Commits are gone, and so is the journal that would give them back."""
+    """Or their lack is said, where the journal is gone too."""
     context = make(checkpoint_every=1)
     async with answering(broker, keys):
         await crash_after_commit(context, 4)
-        await lose_tail(broker, keys.commits, "2-0")
-        (context.run_dir / "commits.jsonl").unlink()
-        with pytest.raises(TidemillError, match=r"lost the commits of steps 2 to 3.*Restore"):
+        before = (await commits_of(broker, keys))[:4]
+        await lose_tail(broker, keys.commits, f"{4 - num_lost}-0")
+        journal = context.run_dir / "commits.jsonl"
+        kept = journal.read_bytes()
+        journal.unlink()
+        with pytest.raises(TidemillError, match=rf"commits of steps {4 - num_lost} to 3.*Restore"):
             await run(make(checkpoint_every=1))
-    assert [commit.step for commit in await commits_of(broker, keys)] == [0, 1]
-
-
-async def test_a_commit_that_only_a_checkpoint_still_knows_comes_back_with_the_next_trainer(
-    make, broker, keys, monkeypatch
-):
-    """Redis loses its last second and the trainer its process: nobody is left to remember but the disk."""
-    begin = Checkpointer.begin
-
-    async def write_and_die(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
-        await begin(checkpointer, version, *rest)
-        await checkpointer.finish()
-        raise InterruptedError
-
-    async with answering(broker, keys):
-        with monkeypatch.context() as patch:
-            patch.setattr(Checkpointer, "begin", write_and_die)
-            with pytest.raises(InterruptedError):
-                await run(make())
-        before = await commits_of(broker, keys)
-        assert [commit.step for commit in before] == [0, 1, 2, 3]
-        await lose_tail(broker, keys.commits, "2-0")
-        await run(make())
-    commits = await assert_trained_once(broker, keys, 6)
-    assert commits[:4] == before
+        assert len(await commits_of(broker, keys)) == 4 - num_lost
+        journal.write_bytes(kept)
+        await run(make(checkpoint_every=1))
+    assert (await assert_trained_once(broker, keys, 6))[:4] == before
 
 
 async def test_records_that_redis_has_lost_are_not_needed_once_their_commit_is_out(
     make, broker, keys, monkeypatch
 ):
     """Redis loses what a step has trained on, and the trainer dies as soon as it has committed the step."""
-    info, train, is_second = broker.info, StepRunner.run, False
+    info, is_second = broker.info, False
 
     async def info_of_two_servers(section: str) -> dict[str, str]:
         return await info(section) | {"run_id": "second" if is_second else "first"}
 
-    async def train_and_lose(runner: StepRunner, step: int, assembler: Any) -> Any:
+    async def lose(result: Any) -> None:
         nonlocal is_second
-        result = await train(runner, step, assembler)
-        if step == 2:
-            await lose_tail(broker, keys.commits, "1-0")
-            for key in (keys.trajectories(), keys.scores()):
-                for group in result.groups:
-                    await _lose_group(broker, key, group.ticket)
-            is_second = True
-        return result
+        await lose_tail(broker, keys.commits, "1-0")
+        for stream in (StreamName.TRAJECTORIES, StreamName.SCORES):
+            for entry in await read_range(broker, stream.key(keys), stream.message_type):
+                assert isinstance(entry, Entry)
+                if entry.message.ticket in {group.ticket for group in result.groups}:
+                    await broker.execute("XDEL", stream.key(keys), entry.entry_id)
+        is_second = True
 
     monkeypatch.setattr(broker, "info", info_of_two_servers)
     async with answering(broker, keys):
         with monkeypatch.context() as patch:
-            patch.setattr(StepRunner, "run", train_and_lose)
+            after_training(patch, 2, lose)
             await crash_after_commit(make(), 2)
         assert [commit.step for commit in await commits_of(broker, keys)] == [0, 1, 2]
         await run(make())
-    commits = await commits_of(broker, keys)
-    assert [commit.step for commit in commits] == list(range(6))
-    trained = [key for commit in commits for key in commit.trained_keys]
-    assert len(trained) == len(set(trained)) == 6 * GROUPS * SIZE
+    assert_each_once(await commits_of(broker, keys), 6)
 
 
 async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
@@ -202,25 +145,17 @@ async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
 
 
 async def test_an_evaluation_gets_the_announcement_back_that_its_workers_wait_for(make, broker, keys):
+    async def is_announced() -> bool:
+        return bool(await broker.execute("XLEN", keys.weights))
+
     serving = asyncio.ensure_future(run(make(steps=1, has_eval=True)))
-    await wait_until(lambda: _is_announced(broker, keys))
+    await wait_until(is_announced)
     async with answering(broker, keys, lanes=[Lane.TRAIN]):
         await wait_until(lambda: has_commits(broker, keys, 1))
         await broker.execute("DEL", keys.weights)
-        await wait_until(lambda: _is_announced(broker, keys), what="version 0 is announced again")
+        await wait_until(is_announced, what="version 0 is announced again")
     async with answering(broker, keys):
         await serving
-
-
-async def _is_announced(broker: Broker, keys: Keys) -> bool:
-    return bool(await broker.execute("XLEN", keys.weights))
-
-
-async def _lose_group(broker: Broker, key: str, ticket: int) -> None:
-    kind = Trajectory if "trajectories" in key else Score
-    for entry in await read_range(broker, key, kind):
-        if isinstance(entry, Entry) and entry.message.ticket == ticket:
-            await broker.execute("XDEL", key, entry.entry_id)
 
 
 async def test_a_run_is_over_only_where_redis_has_its_last_commit(make, broker, keys, monkeypatch):
@@ -259,3 +194,80 @@ async def test_a_checkpoint_comes_before_a_commit_whose_mark_is_lost(make, broke
     async with answering(broker, keys):
         await run(make(checkpoint_every=100))
     assert order[order.index("lost") :][:3] == ["lost", "version 4", 3]
+
+
+class TestEmptied:
+    """FLUSHALL, or the AOF is gone."""
+
+    @staticmethod
+    async def assert_whole(broker: Broker, keys: Keys) -> None:
+        """Redis has the whole history again, no sample was trained twice, and a worker may join."""
+        assert_each_once(await commits_of(broker, keys), 6)
+        assert (await read_config(broker, keys)).trainer.steps == 6
+
+    @pytest.mark.parametrize("step", [0, 3, 5])
+    async def test_while_a_step_is_trained(self, make, broker, keys, monkeypatch, step):
+        after_training(monkeypatch, step, lambda _: empty(broker, keys))
+        async with answering(broker, keys):
+            await run(make())
+        await self.assert_whole(broker, keys)
+
+    async def test_while_the_trainer_waits(self, make, broker, keys):
+        serving = asyncio.ensure_future(run(make()))
+        async with answering(broker, keys):
+            await wait_until(lambda: has_commits(broker, keys, 2))
+        await wait_until(lambda: has_tickets(broker, keys, GROUPS * 4))
+        await empty(broker, keys)
+        async with answering(broker, keys):
+            await serving
+        await self.assert_whole(broker, keys)
+
+    async def test_while_there_is_no_trainer(self, make, broker, keys, monkeypatch):
+        """Also the config comes back from the run's folder, so that a restart needs no person."""
+        context = make(has_eval=True)
+        async with answering(broker, keys):
+            await crash_after_commit(context, 4)
+        await empty(broker, keys)
+        with monkeypatch.context() as patch:
+            patch.setenv("TIDEMILL_RUNS_DIR", str(context.run_dir.parent))
+            (context.run_dir.parent / keys.run_id).symlink_to(context.run_dir)
+            found = await service._find_config("trainer", broker, keys, Namespace())
+        assert found.trainer == context.config.trainer == (await read_config(broker, keys)).trainer
+        assert (await read_state(broker, keys)).get("status") in (None, RUNNING)
+        async with answering(broker, keys):
+            await run(make(has_eval=True))
+        await self.assert_whole(broker, keys)
+        evaluations = (await read_state(broker, keys))["evaluations"]
+        assert [(item["version"], item["set"]) for item in evaluations] == [(0, "held"), (6, "held")]
+
+    async def test_a_trainer_that_dies_right_after_it_leaves_a_run_to_go_on_with(
+        self, make, broker, keys, monkeypatch
+    ):
+        """It has issued the tickets of its last version again, and the checkpoint is of an earlier one."""
+        context = make(checkpoint_every=2)
+        await publish_config(broker, keys, context.config)
+        append_commit, saves = trainer_module.append_commit, Trainer._save
+
+        async def never(_broker: Broker, _keys: Keys, commit: Commit, *mark: Any) -> None:
+            if commit.step == 4:
+                raise InterruptedError
+            await append_commit(_broker, _keys, commit, *mark)
+            if commit.step == 3:
+                await empty(broker, keys)
+
+        async def save_early(trainer: Trainer) -> None:
+            if trainer.version <= 2:
+                await saves(trainer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer_module, "append_commit", never)
+            patch.setattr(Trainer, "_save", save_early)
+            async with answering(broker, keys):
+                with pytest.raises(InterruptedError):
+                    await run(context)
+        assert min(t.ticket for t in await messages(broker, keys.prompts(), Ticket)) > 3 * GROUPS
+        with capture_logs() as logs:
+            async with answering(broker, keys):
+                await run(make(checkpoint_every=2))
+        await self.assert_whole(broker, keys)
+        assert not [line for line in logs if line["event"] == "no stream holds what is missing of this group"]

@@ -1,15 +1,17 @@
 """A trainer that is stopped or dies at a bad moment goes on as if it had not."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
-from tests.support.training import answering, commits_of, messages
+from tests.support.training import answering, commits_of, messages, publish_group, replayed_digests
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import (
     GROUPS,
     SIZE,
+    assert_each_once,
     assert_trained_once,
     crash_after_commit,
     has_commits,
@@ -18,38 +20,30 @@ from tests.support.whole_trainer import (
     run,
 )
 from tidemill.common.files import LockedError, locked
-from tidemill.common.run.state import FINISHED, METRICS_FILE, read_records, read_state
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import EVALUATION, FINISHED, METRICS_FILE, STEP, read_records, read_state
+from tidemill.common.run.weight_files import folder_versions, needed_versions
 from tidemill.common.streams import append
-from tidemill.common.wire.messages import DeadLetter, WeightManifest
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter, Lane, WeightManifest
 from tidemill.services.trainer import trainer as trainer_module
 from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import StreamJoin
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.evaluation import Evaluator
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 from tidemill.services.trainer.trainer import Trainer
 from tidemill.services.trainer.weights.store import WeightStore
 
 
-async def test_a_run_ends_with_every_ticket_trained_once(make, broker, keys):
-    async with answering(broker, keys):
-        await run(make())
-    await assert_trained_once(broker, keys, 6)
-    state = await read_state(broker, keys)
-    assert (state["status"], state["version"], state["trajectories_seen"]) == (FINISHED, 6, 6 * GROUPS * SIZE)
-
-
-async def test_a_trainer_that_starts_after_its_workers_takes_in_what_they_did_meanwhile(make, broker, keys):
-    """Nothing may be read before the tickets it belongs to are known again: it would be thrown away."""
-    async with answering(broker, keys):
-        await crash_after_commit(make(), 2)  # no checkpoint yet: everything is read again
-        await wait_until(lambda: is_answered(broker, keys))
-        await run(make())
-    await assert_trained_once(broker, keys, 6)
-
-
-async def test_readers_that_are_faster_than_the_adoption_of_tickets_lose_nothing(
+async def test_a_trainer_that_starts_after_its_workers_takes_in_what_they_did_meanwhile(
     make, broker, keys, monkeypatch
 ):
+    """Nothing may be read before the tickets it belongs to are known again, however long that takes: it would
+    be thrown away. There is no checkpoint yet, so everything is read again."""
     adopt = Scheduler.adopt_issued
 
     async def slowly(scheduler: Scheduler, *history: Any) -> Any:
@@ -65,9 +59,11 @@ async def test_readers_that_are_faster_than_the_adoption_of_tickets_lose_nothing
         monkeypatch.setattr(Scheduler, "adopt_issued", slowly)
         await run(make())
     await assert_trained_once(broker, keys, 6)
+    state = await read_state(broker, keys)
+    assert (state["status"], state["version"], state["trajectories_seen"]) == (FINISHED, 6, 6 * GROUPS * SIZE)
 
 
-@pytest.mark.parametrize("step", [0, 3, 4, 5])
+@pytest.mark.parametrize("step", [0, 3, 5])
 async def test_a_crash_between_commit_and_announcement_is_repaired(make, broker, keys, step):
     async with answering(broker, keys):
         await crash_after_commit(make(), step)
@@ -85,12 +81,8 @@ async def test_a_finished_run_that_is_started_again_trains_nothing_and_ends(make
     before = await commits_of(broker, keys)
     records = read_records(make().run_dir / METRICS_FILE)
     evaluations = (await read_state(broker, keys))["evaluations"]
-    assert [(item["version"], item["dataset"]) for item in evaluations] == [(0, "held"), (6, "held")]
-
-    async def never(*_: object) -> None:
-        raise AssertionError("nothing is left to train")
-
-    monkeypatch.setattr(Trainer, "_step", never)
+    assert [(item["version"], item["set"]) for item in evaluations] == [(0, "held"), (6, "held")]
+    monkeypatch.setattr(Trainer, "_step", None)
     await run(make(has_eval=True))
     assert await commits_of(broker, keys) == before
     assert read_records(make().run_dir / METRICS_FILE) == records
@@ -111,8 +103,8 @@ async def test_a_stopped_trainer_goes_on_where_it_was(make, broker, keys):
     await assert_trained_once(broker, keys, 6)
 
 
-async def test_what_was_replaced_before_a_stop_is_told_of_after_it(make, broker, keys):
-    """The replacement lies in the checkpoint, the commit that must tell of it is still to come."""
+async def test_what_was_replaced_before_a_stop_is_reported_after_it(make, broker, keys):
+    """The replacement lies in the checkpoint, the commit that must report it is still to come."""
     context = make(max_staleness=0)
     serving = asyncio.ensure_future(run(context))
     await wait_until(lambda: has_tickets(broker, keys, GROUPS))
@@ -120,8 +112,7 @@ async def test_what_was_replaced_before_a_stop_is_told_of_after_it(make, broker,
     await wait_until(lambda: has_tickets(broker, keys, GROUPS + 1))
     context.stopping.set()
     await serving
-    # Ticket 0 is never answered.
-    await broker.execute("XDEL", keys.prompts(), "1-0")
+    await broker.execute("XDEL", keys.prompts(), "1-0")  # ticket 0 is never answered
     async with answering(broker, keys):
         await run(make(max_staleness=0))
     commits = await commits_of(broker, keys)
@@ -143,18 +134,21 @@ async def test_replacements_survive_crashes(make, broker, keys, order):
         await run(make(**options))
     commits = await assert_trained_once(broker, keys, 6)
     dropped = [ticket for commit in commits for ticket, _, _ in commit.dropped]
-    assert dropped
-    assert all(ticket % 3 == 0 for ticket in dropped)
+    assert dropped and all(ticket % 3 == 0 for ticket in dropped)
 
 
-async def test_a_reader_that_fails_ends_the_trainer_with_its_error(make, broker, keys, monkeypatch):
-    async def fail(self: StreamJoin, stream: str) -> None:
-        raise RuntimeError("the reader broke")
+@pytest.mark.parametrize(("owner", "name"), [(StreamJoin, "read"), (Evaluator, "evaluate")])
+async def test_work_beside_the_steps_that_fails_ends_the_trainer_with_its_error(
+    make, broker, keys, monkeypatch, owner, name
+):
+    async def fail(*_: object) -> None:
+        raise RuntimeError("it broke")
 
-    monkeypatch.setattr(StreamJoin, "read", fail)
+    monkeypatch.setattr(owner, name, fail)
     async with answering(broker, keys):
-        with pytest.raises(RuntimeError, match="the reader broke"):
-            await run(make())
+        with pytest.raises(RuntimeError, match="it broke"):
+            await run(make(has_eval=True))
+    assert (await read_state(broker, keys)).get("status") != FINISHED
 
 
 async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_before_it_is_announced(
@@ -168,8 +162,8 @@ async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_befor
         order.append(("commit", arguments[2].version))
         await append_commit(*arguments)
 
-    async def note_announcement(reconciler: Reconciler) -> bool:
-        is_new = await announce(reconciler)
+    async def note_announcement(reconciler: Reconciler, *manifest: WeightManifest) -> bool:
+        is_new = await announce(reconciler, *manifest)
         if is_new:
             order.append(("announce", reconciler.manifest.version))
         return is_new
@@ -192,8 +186,7 @@ async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_befor
 async def test_a_second_trainer_in_the_same_run_folder_is_refused_before_it_does_anything(make, broker, keys):
     context = make()
     context.run_dir.mkdir(parents=True, exist_ok=True)
-    refused = pytest.raises(LockedError, match="another trainer works in the folder of run")
-    with locked(context.run_dir / "trainer.lock", "the test holds it"), refused:
+    with locked(context.run_dir / "trainer.lock", "the test holds it"), pytest.raises(LockedError):
         await run(context)
     assert await broker.execute("EXISTS", keys.prompts(), keys.weights, keys.commits) == 0
 
@@ -205,3 +198,138 @@ async def test_a_run_that_keeps_only_its_last_checkpoint_recovers_from_its_strea
         await run(make(checkpoint_every=0, trims=True))
     await assert_trained_once(broker, keys, 6)
     assert CheckpointStore(make().run_dir, 2).versions() == [6]
+
+
+class TestEvaluations:
+    @staticmethod
+    def on_record(context: Any) -> list[int]:
+        records = read_records(context.run_dir / METRICS_FILE)
+        return [record["version"] for record in records if record["kind"] == EVALUATION]
+
+    async def test_those_after_the_checkpoint_are_not_forgotten_and_the_best_version_is_kept(
+        self, make, broker, keys
+    ):
+        """Steps are replayed, evaluations are not: their records must outlive the crash. All scores are
+        equal, so the first version that was evaluated stays the best one."""
+        options = {"has_eval": True, "evaluation": {"every": 1}, "keep_weights": 2}
+        async with answering(broker, keys):
+            await crash_after_commit(make(**options), 3)
+            await run(make(**options))
+        run_dir = make().run_dir
+        assert self.on_record(make()) == list(range(7))
+        steps = [record["step"] for record in read_records(run_dir / METRICS_FILE) if record["kind"] == STEP]
+        assert steps == list(range(6))
+        assert json.loads((run_dir / "best.json").read_text())["version"] == 0
+        kept = needed_versions(run_dir, [0, 5, 6])
+        assert folder_versions(run_dir / "weights") == sorted(kept), "these, and what they are deltas to"
+        assert (await read_state(broker, keys))["best"]["version"] == 0
+
+    async def test_one_that_is_cut_off_between_commit_and_announcement_is_finished_first(
+        self, make, broker, keys
+    ):
+        """Version 0 is under evaluation while step 0 is trained; its workers are not answering yet."""
+        options = {"has_eval": True, "max_staleness": 0}
+        async with answering(broker, keys, lanes=[Lane.TRAIN]):
+            await crash_after_commit(make(**options), 0)
+        async with answering(broker, keys):
+            await run(make(**options))
+        assert self.on_record(make()) == [0, 6]
+
+    async def test_a_crash_between_record_and_trim_does_not_make_the_next_start_wait(
+        self, make, broker, keys, monkeypatch
+    ):
+        async def die(*_: object) -> None:
+            raise InterruptedError
+
+        async with answering(broker, keys):
+            with monkeypatch.context() as patch:
+                patch.setattr(Evaluator, "trim", die)
+                with pytest.raises(InterruptedError):
+                    await run(make(has_eval=True))
+            await run(make(has_eval=True))
+        assert self.on_record(make()) == [0, 6]
+
+
+class TestSeveralUpdates:
+    """No crash or stop between two updates of a step leaves anything half done."""
+
+    @staticmethod
+    async def assert_replays_alike(broker: Broker, keys: Keys, context: Any, policy: Any = None) -> None:
+        """An undisturbed run over the same records has the same weights at every step."""
+        digests = [commit.digest for commit in await commits_of(broker, keys)]
+        policy = policy or SimulatedPolicy(context.config)
+        assert await replayed_digests(broker, keys, context.config, policy) == digests
+
+    @pytest.mark.parametrize("order", ["in_order", "as_ready"])
+    async def test_every_step_has_its_updates_and_every_ticket_is_trained_once(
+        self, make, broker, keys, order
+    ):
+        context = make(mini_batches=2, batch_order=order)
+        async with answering(broker, keys):
+            await run(context)
+        for commit in await assert_trained_once(broker, keys, 6):
+            assert len(commit.mini_batches) == commit.metrics["mini_batches"] == 2
+            tickets = [sorted({t for micro in mini for t, _ in micro}) for mini in commit.mini_batches]
+            assert [[ticket] for ticket in commit.groups] == tickets, "each update took the next to arrive"
+        await self.assert_replays_alike(broker, keys, context)
+
+    @pytest.mark.parametrize("number", [2, 6, 12])
+    @pytest.mark.parametrize("updates", [{"mini_batches": 2}, {"passes": 2}])
+    async def test_a_crash_between_two_of_a_step_leaves_nothing_of_it(
+        self, make, broker, keys, monkeypatch, updates, number
+    ):
+        """The process dies in the middle of update `number`, counted from 1."""
+        context = make(**updates, checkpoint_every=2)
+        update, count = SimulatedPolicy.update, 0
+
+        def update_or_die(policy: SimulatedPolicy, denominator: float) -> UpdateResult:
+            nonlocal count
+            count += 1
+            if count == number:
+                raise InterruptedError
+            return update(policy, denominator)
+
+        async with answering(broker, keys):
+            with monkeypatch.context() as patch:
+                patch.setattr(SimulatedPolicy, "update", update_or_die)
+                with pytest.raises(InterruptedError):
+                    await run(context)
+            assert len(await commits_of(broker, keys)) == number // 2 - 1
+            await run(make(**updates, checkpoint_every=2))
+        await assert_trained_once(broker, keys, 6)
+        await self.assert_replays_alike(broker, keys, context)
+
+    async def test_a_stop_between_two_of_a_step_saves_no_weights_of_no_version(
+        self, make, broker, keys, monkeypatch
+    ):
+        context, updates, update = make(mini_batches=2), [], SimulatedPolicy.update
+
+        def note(policy: SimulatedPolicy, denominator: float) -> UpdateResult:
+            updates.append(update(policy, denominator))
+            return updates[-1]
+
+        monkeypatch.setattr(SimulatedPolicy, "update", note)
+        serving = asyncio.ensure_future(run(context))
+        await wait_until(lambda: has_tickets(broker, keys, 2 * GROUPS))
+        await publish_group(broker, keys, 0)
+        await wait_until(lambda: bool(updates))
+        context.stopping.set()
+        await serving
+        assert CheckpointStore(context.run_dir, 1).versions() == []
+        async with answering(broker, keys):
+            await run(make(mini_batches=2))  # ticket 0 is answered once more: the first answer counts
+        assert_each_once(await commits_of(broker, keys), 6)
+        await self.assert_replays_alike(broker, keys, context)
+
+    @pytest.mark.parametrize("passes", [1, 2])
+    async def test_a_real_model_replays_them_bit_by_bit_after_a_crash(self, make, broker, keys, passes):
+        """Proximal logprobs are computed at other moments the second time; the weights must not show it."""
+        options: dict[str, Any] = {"mini_batches": 2, "passes": passes, "policy": "transformers", "steps": 4}
+        options["optimizer"] = {"lr": 1e-2}
+        async with answering(broker, keys):
+            await crash_after_commit(make(**options), 2)
+            await run(make(**options))
+        commits = await assert_trained_once(broker, keys, 4)
+        await self.assert_replays_alike(broker, keys, make(**options), load_policy(make(**options).config))
+        assert len({commit.digest for commit in commits}) == 4, "every step moved the weights"
+        assert max(commit.metrics["logprob_gap/max"] for commit in commits) > 0

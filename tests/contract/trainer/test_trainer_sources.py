@@ -144,8 +144,12 @@ async def test_shares_sizes_and_metrics_are_those_of_the_sources(make, broker, k
     for record in read_records(context.run_dir / METRICS_FILE):
         groups = {name: record.get(f"source/{name}/groups", 0.0) for name in SIZES}
         assert sum(groups.values()) == GROUPS
-    state = CheckpointStore(context.run_dir, 2).states()[-1]
-    assert state.data["positions"] == {"sums": 24, "words": 12, "code": 12}
+    checkpoint = CheckpointStore(context.run_dir, 2).load_latest()
+    assert checkpoint is not None and checkpoint.state.data["positions"] == {
+        "sums": 24,
+        "words": 12,
+        "code": 12,
+    }
 
 
 async def test_prompts_that_are_always_or_never_solved_are_left_out(make, broker, keys):

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.contract.trainer.test_trainer_emptied import empty
 from tests.support.consumers import make_letter
 from tests.support.training import answering, commits_of
-from tests.support.whole_trainer import GROUPS, SIZE, crash_after_commit, run
+from tests.support.whole_trainer import GROUPS, SIZE, crash_after_commit, empty, run
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import History, StreamName
 from tidemill.common.process.service import ServiceContext

@@ -47,8 +47,8 @@ async def main(run_id, stop_after):
     if steps > stop_after:
         print("waiting", flush=True)
         await asyncio.sleep(600)
-    evaluations = [{"version": 0, "dataset": "held", "score": 0.1},
-                   {"version": steps, "dataset": "held", "score": 0.9}]
+    evaluations = [{"version": 0, "set": "held", "score": 0.1},
+                   {"version": steps, "set": "held", "score": 0.9}]
     await update_state(broker, keys, status="finished", evaluations=evaluations)
     await broker.close()
 

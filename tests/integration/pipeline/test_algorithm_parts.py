@@ -1,7 +1,7 @@
 """The parts that algorithms are made of train arith above its start: one run for each mechanism.
 
 Other losses and advantages differ from these in numbers alone; those are in tests/unit/trainer/algorithm, and
-their replay is in tests/contract/trainer/test_replay_session.py.
+their replay is in tests/unit/trainer/test_step.py.
 """
 
 from pathlib import Path

@@ -9,7 +9,7 @@ from tests.support.models import make_samples, run_config, tiny_model
 from tidemill.common.config import RunConfig
 from tidemill.common.run.weight_files import read_chain, verified_files
 from tidemill.common.weights.bits import read_safetensors
-from tidemill.common.weights.whole import check_whole, write_whole
+from tidemill.common.weights.delta import check_whole, write_whole
 from tidemill.services.trainer.groups.samples import MicroBatch, form_micro_batches
 from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy
 from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks

@@ -17,7 +17,9 @@ Answer = Callable[[Any], None]
 class Network(Protocol):
     """The way to the server and back."""
 
-    def request(self, unit: Sequence[Fields], is_atomic: bool) -> "asyncio.Future[list[Any]]":
+    def request(
+        self, unit: Sequence[Fields], is_atomic: bool, is_blocking: bool = False
+    ) -> "asyncio.Future[list[Any]]":
         """Send commands; the future gets one reply or error for each, or a ConnectionError for all."""
 
 
@@ -27,7 +29,9 @@ class DirectNetwork:
     def __init__(self, server: MemoryServer) -> None:
         self.server = server
 
-    def request(self, unit: Sequence[Fields], is_atomic: bool) -> "asyncio.Future[list[Any]]":
+    def request(
+        self, unit: Sequence[Fields], is_atomic: bool, is_blocking: bool = False
+    ) -> "asyncio.Future[list[Any]]":
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Any]] = loop.create_future()
 
@@ -78,13 +82,13 @@ class MemoryClient:
         if not unit:
             return []
         async with asyncio.timeout(lines.ANSWER_TIMEOUT_S):
-            return await self._network.request([packed(command) for command in unit], is_atomic)
+            return await self._network.request([packed(command) for command in unit], is_atomic, is_blocking)
 
     def disconnect(self) -> None:
         """The next command connects anew."""
 
     async def execute_command(self, *command: Any, is_blocking: bool = False) -> Any:
-        (reply,) = await self.exchange([command])
+        (reply,) = await self.exchange([command], is_blocking=is_blocking)
         if isinstance(reply, Exception):
             raise reply
         return reply

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.support.trajectories import make_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.heartbeats import Heartbeat
-from tidemill.common.redis.memory import MemoryUse
+from tidemill.common.redis.broker import MemoryUse
 from tidemill.services.console.__main__ import app
 from tidemill.services.console.launch.views import PlainView
 from tidemill.services.console.processes.supervisor import ServiceStatus
@@ -33,7 +33,7 @@ from tidemill.services.console.text.formats import duration
 from tidemill.services.console.text.tree import shown
 
 NAN = float("nan")
-EVALUATIONS = [{"version": v, "dataset": "held", "score": s} for v, s in ((0, 0.31), (2, 0.72), (3, 0.65))]
+EVALUATIONS = [{"version": v, "set": "held", "score": s} for v, s in ((0, 0.31), (2, 0.72), (3, 0.65))]
 WARNING = {
     "check": "entropy", "metric": "entropy", "since_step": 1, "until_step": None, "worst": 0.001,
     "text": "the policy has nearly stopped exploring", "advice": "Raise clip_high.",
@@ -133,7 +133,7 @@ def test_each_number_has_its_line() -> None:
 
 
 def test_failures_are_seen_and_never_shown_as_numbers() -> None:
-    failed = {"version": 0, "dataset": "held", "score": NAN, "num_failed": 12}
+    failed = {"version": 0, "set": "held", "score": NAN, "num_failed": 12}
     run = snapshot(state={"evaluations": [failed]})
     run.points[0].metrics["groups_dropped"] = 2.0
     run.points[-1].metrics.update({"scores/failed_ratio": 0.25, "groups_dropped": 1.0})

@@ -97,7 +97,7 @@ def test_charts_have_what_is_a_number_and_a_line_for_each_source() -> None:
     workers = {"stages/reward_workers": 2.0, "stages/reward_busy_s": 1.0, "step_time_s": 2.0}
     sources = {"source/a/reward": 0.5, "source/a/pass_rate": 0.25, "source/b/reward": 1.0}
     steps[0].metrics.update(workers | sources)
-    evaluations = [{"dataset": "held_out", "version": v, "score": 0.5} for v in range(3)]
+    evaluations = [{"set": "held_out", "version": v, "score": 0.5, "time": 1.0} for v in range(3)]
     trees = chart_trees(steps, evaluations)
     assert [tree["key"] for tree in trees] == [
         "reward", "evaluation", "loss", "idle", "time", "source_reward", "source_passes"

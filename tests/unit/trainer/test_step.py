@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from tests.support.models import PIECES, make_policy, one_batch, run_config
 from tests.support.sessions import random_session
-from tests.support.training import make_context, make_score, outstanding
+from tests.support.training import make_score, outstanding
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
+from tidemill.common.process.activity import Activity
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
@@ -116,8 +117,7 @@ def config_of(
 
 
 def runner_of(config: RunConfig, policy: Policy) -> StepRunner:
-    context = make_context(Broker.__new__(Broker), Keys("unit"), config)
-    return StepRunner(context, policy, PolicyThread(), GroupFilter(config))
+    return StepRunner(config, policy, PolicyThread(), Activity("trainer"))
 
 
 class RecordingPolicy:
@@ -213,6 +213,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "top entropy": {"top_entropy_quantile": 0.4, "importance": {"normalise": True, "high": 9.0}},
     "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.3, "low": -0.5}},
     "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.3}, "old_logprobs": "rollout"},
+    "vespo": {"loss": "vespo", "old_logprobs": "rollout"},
+    "a penalty of length": {"length_penalty": {"tokens": 0.25, "of": "successes"}},
+    **{
+        name: {"advantage": name}
+        for name in ("opo", "max_rl", "grpo_passk", "dr_grpo_passk", "grpo_batch", "scale_rl", "gpg")
+    },
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.3, "high": 3.0}},
 }
 
@@ -377,8 +383,8 @@ async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():
     """After Redis has lost its tail, other tokens may arrive under the same key."""
     config = config_of(2)
     runner = runner_of(config, policy_of(config))
-    join = StreamJoin(Broker.__new__(Broker), Keys("unit"), SIZE)
-    join.expect(outstanding(0))
+    join = StreamJoin(Broker.__new__(Broker), Keys("unit"))
+    join.expect(outstanding(0, group_size=SIZE))
     join.groups[0].trajectories |= group_of(0).trajectories
     assert await runner.precompute.compute_waiting(join.groups.values(), 0, 1)
     assert not await runner.precompute.compute_waiting(join.groups.values(), 0, 1), "precomputed once"

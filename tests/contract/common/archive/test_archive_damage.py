@@ -89,6 +89,19 @@ async def test_a_gap_between_numbered_entries_is_found_without_a_chain(
     assert reasons(run_dir) == "1 of the entries from 1-0 to 12-0 are missing"
 
 
+async def test_numbered_entries_are_trimmed_up_to_the_last_one_that_was_archived(
+    broker: Broker, keys: Keys, tmp_path: Path
+) -> None:
+    """There is none between it and the next number."""
+    run_dir = run_folder(tmp_path, keys)
+    await append_numbered(broker, keys.prompts(), [(number, make_ticket(number)) for number in range(12)])
+    await archive(broker, keys, run_dir, StreamName.PROMPTS, until="6-0")
+    note_trim(stream_folder(run_dir, StreamName.PROMPTS), "7-0")
+    assert check(run_dir) == []
+    await archive(broker, keys, run_dir, StreamName.PROMPTS)
+    assert check(run_dir) == []
+
+
 async def test_retention_of_files_with_a_clock_that_was_set_back_removes_the_first_ones_only(
     keys: Keys, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """The additive digest, by its formula, in parts, and from changes."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,6 @@ from tidemill.common.weights.digest import (
     digest_of,
     header_digest,
     is_additive,
-    run_digest,
-    updated,
 )
 
 pytestmark = pytest.mark.unit
@@ -25,6 +24,18 @@ MASK = (1 << 64) - 1
 INFO = TensorInfo("layer.weight", "BF16", (4, 70_001))
 RNG = np.random.default_rng(14)
 BITS = RNG.integers(0, 1 << 16, INFO.num_elements).astype("<u2")
+
+
+def run_digest(info: TensorInfo, start: int, bits: Any) -> Digest:
+    total = DigestSum()
+    total.add_run(info, start, bits)
+    return total.read()
+
+
+def updated(digest: Digest, info: TensorInfo, positions: Any, old: Any, new: Any) -> Digest:
+    total = DigestSum()
+    total.add_change(info, positions, old, new)
+    return digest + total.read()
 
 
 def key(seed: int, counter: int) -> int:

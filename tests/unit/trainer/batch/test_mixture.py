@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.batch.mixture import Mixture
+from tidemill.services.trainer.batch.prompt_plan import Mixture
 
 
 def sources(mixture: Mixture, count: int) -> list[int]:
-    return [mixture.turn_at(number).source for number in range(count)]
+    return [mixture.place_at(number)[0] for number in range(count)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -43,18 +43,18 @@ def test_after_any_number_of_tickets_each_source_is_within_one_of_its_share(seed
 
 def test_positions_of_a_source_count_up_without_a_gap() -> None:
     mixture = Mixture([0.7, 0.2, 0.1], 3)
-    turns = [mixture.turn_at(number) for number in range(500)]
+    places = [mixture.place_at(number) for number in range(500)]
     for source in range(3):
-        own = [turn.position for turn in turns if turn.source == source]
+        own = [position for one, position in places if one == source]
         assert own == list(range(len(own)))
     assert mixture.counts_at(500) == [350, 100, 50]
     assert mixture.counts_at(0) == [0, 0, 0]
 
 
-def test_a_turn_does_not_depend_on_which_were_asked_before() -> None:
+def test_a_place_does_not_depend_on_which_were_asked_before() -> None:
     forward = sources(Mixture([1, 1, 2], 7), 100)
     backward = Mixture([1, 1, 2], 7)
-    assert [backward.turn_at(number).source for number in reversed(range(100))] == forward[::-1]
+    assert [backward.place_at(number)[0] for number in reversed(range(100))] == forward[::-1]
     assert sources(Mixture([1, 1, 2], 8), 100) != forward
 
 
@@ -78,7 +78,7 @@ def test_when_all_sources_are_at_their_limits_the_message_says_so() -> None:
     mixture = Mixture([1, 1], 0, [2, 3])
     assert Counter(sources(mixture, 5)) == {0: 2, 1: 3}
     with pytest.raises(ConfigError, match="every source has been used for all its epochs, after 5 groups"):
-        mixture.turn_at(5)
+        mixture.place_at(5)
 
 
 def test_a_weight_of_nothing_is_refused() -> None:

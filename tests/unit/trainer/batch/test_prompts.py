@@ -32,7 +32,7 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer(template: str | None = None, max_number: int = 100) -> PreTrainedTokenizerFast:
+def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     """Words are tokens; `<s>` is put before a text unless special tokens are off."""
     words = [
         "<unk>",
@@ -49,7 +49,7 @@ def make_tokenizer(template: str | None = None, max_number: int = 100) -> PreTra
         ":",
         "So",
     ]
-    vocab = {word: index for index, word in enumerate([*words, *map(str, range(max_number))])}
+    vocab = {word: index for index, word in enumerate([*words, *map(str, range(100))])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
@@ -88,28 +88,17 @@ def test_each_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
     epochs = [order(source, range(10 * epoch, 10 * epoch + 10)) for epoch in range(4)]
     assert all(sorted(rows) == list(range(10)) for rows in epochs)
     assert len({tuple(rows) for rows in epochs}) == 4
+    assert order(make_source(3, shuffle=False), range(7)) == [0, 1, 2, 0, 1, 2, 0]
+    with pytest.raises(ValueError, match="-1"):
+        source.prompt_at(-1)
 
 
-def test_the_order_is_a_function_of_seed_and_position_alone() -> None:
+def test_the_order_is_a_function_of_seed_and_position_alone_and_the_same_in_every_release() -> None:
     resumed = make_source()
     assert order(resumed, range(23, 40)) == order(make_source(), range(40))[23:]
-    assert order(resumed, range(3)) == order(make_source(), range(3)), (
-        "also when asked for an earlier position"
-    )
+    assert order(resumed, range(3)) == order(make_source(), range(3)), "also of an earlier position"
     assert order(make_source(seed=1), range(10)) != order(make_source(), range(10))
-
-
-def test_the_order_never_changes_between_releases() -> None:
     assert order(make_source(8, seed=3), range(16)) == [0, 4, 7, 1, 5, 6, 3, 2, 0, 6, 2, 1, 3, 7, 4, 5]
-
-
-def test_without_shuffling_rows_come_in_order_in_every_epoch() -> None:
-    assert order(make_source(3, shuffle=False), range(7)) == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_a_position_before_the_first_is_refused() -> None:
-    with pytest.raises(ValueError, match="counts from 0"):
-        make_source().prompt_at(-1)
 
 
 def test_a_resume_on_other_prompts_is_refused() -> None:
@@ -121,82 +110,68 @@ def test_a_resume_on_other_prompts_is_refused() -> None:
     changed = Prompt(prompt.ids, "", "", "another truth", {}, 0)
     others = [make_source(9), make_source(seed=1), make_source(shuffle=False)]
     for other in [*others, PromptSource([changed, *make_source().prompts[1:]], 0, True)]:
-        with pytest.raises(ConfigError, match="changed since the checkpoint"):
+        with pytest.raises(ConfigError, match="fingerprint"):
             PromptPlan([other], config).restore(saved)
 
 
-def test_plain_text_gets_the_suffix_and_the_tokenizers_own_special_tokens() -> None:
-    tokenizer = make_tokenizer()
-    (prompt,) = encode_rows(make_rows("1 2 ?"), tokenizer, data(prompt_suffix=" Answer :"))
-    assert prompt.text == "1 2 ? Answer :"
-    assert words(tokenizer, prompt) == "<s> 1 2 ? Answer :"
-    assert prompt.ids.dtype == np.int32 and not prompt.ids.flags.writeable
-    assert (prompt.data_source, prompt.ground_truth, prompt.extra, prompt.row) == ("test", "0", {"i": 0}, 0)
+def chat(*messages: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
 
 
-def test_a_chat_template_is_applied_where_there_is_one_and_special_tokens_are_not_doubled() -> None:
-    tokenizer = make_tokenizer(TEMPLATE)
-    config = data(system_prompt="Be brief .", prompt_suffix=" Think .")
-    (prompt,) = encode_rows(make_rows("1 2 ?"), tokenizer, config)
-    assert words(tokenizer, prompt) == "<s> system Be brief . <s> user 1 2 ? Think . <s> assistant"
-    assert tokenizer(prompt.text, add_special_tokens=False)["input_ids"] == prompt.ids.tolist()
+PREFILLED = chat(("user", "1 ?"), ("assistant", "Answer :"))
+DIALOGUE = chat(("system", "So"), ("user", "1 ?"), ("assistant", "2"), ("user", "3 ?"))
+BRIEF = {"system_prompt": "Be brief .", "prompt_suffix": " Think ."}
 
 
-def test_a_rows_own_system_prompt_wins_and_the_suffix_goes_to_the_last_question() -> None:
-    chat = [
-        {"role": "system", "content": "So"},
-        {"role": "user", "content": "1 ?"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "3 ?"},
-    ]
-    tokenizer = make_tokenizer(TEMPLATE)
-    (prompt,) = encode_rows(
-        make_rows(chat), tokenizer, data(system_prompt="Be brief .", prompt_suffix=" Think .")
-    )
-    expected = "<s> system So <s> user 1 ? <s> assistant 2 <s> user 3 ? Think . <s> assistant"
-    assert words(tokenizer, prompt) == expected
-    assert chat[3]["content"] == "3 ?", "the row itself is not changed"
-
-
-def test_a_chat_that_ends_with_the_assistant_is_continued() -> None:
-    chat = [{"role": "user", "content": "1 ?"}, {"role": "assistant", "content": "Answer :"}]
-    tokenizer = make_tokenizer(TEMPLATE)
-    (prompt,) = encode_rows(make_rows(chat), tokenizer, data())
-    assert words(tokenizer, prompt) == "<s> user 1 ? <s> assistant Answer :"
-
-
-def test_never_leaves_the_template_out_and_always_insists_on_one() -> None:
-    tokenizer = make_tokenizer(TEMPLATE)
+@pytest.mark.parametrize(
+    ("template", "prompt", "fields", "expected"),
+    [
+        (None, "1 2 ?", {"prompt_suffix": " Answer :"}, "<s> 1 2 ? Answer :"),
+        (None, chat(("user", "1 ?")), {}, "<s> 1 ?"),
+        (TEMPLATE, "1 ?", {"chat_template": "never", "system_prompt": "So"}, "<s> 1 ?"),
+        (TEMPLATE, "1 ?", BRIEF, "<s> system Be brief . <s> user 1 ? Think . <s> assistant"),
+        (TEMPLATE, PREFILLED, {}, "<s> user 1 ? <s> assistant Answer :"),
+        # The row's own system prompt wins, and the suffix goes to the last question.
+        (
+            TEMPLATE,
+            DIALOGUE,
+            BRIEF,
+            "<s> system So <s> user 1 ? <s> assistant 2 <s> user 3 ? Think . <s> assistant",
+        ),
+    ],
+)
+def test_a_row_becomes_the_text_of_its_template_without_doubled_special_tokens(
+    template: str | None, prompt: Any, fields: dict[str, str], expected: str
+) -> None:
+    tokenizer, rows = make_tokenizer(template), make_rows(prompt)
     with capture_logs() as logs:
-        (prompt,) = encode_rows(make_rows("1 ?"), tokenizer, data(chat_template="never", system_prompt="So"))
-    assert words(tokenizer, prompt) == "<s> 1 ?"
-    assert "no effect" in logs[0]["event"]
-    with pytest.raises(ConfigError, match="'always', but the tokenizer has no chat template"):
-        encode_rows(make_rows("1 ?"), make_tokenizer(), data(chat_template="always"))
+        (made,) = encode_rows(rows, tokenizer, data(**fields))
+    assert words(tokenizer, made) == expected
+    assert rows == make_rows(prompt), "the row itself is not changed"
+    assert made.ids.dtype == np.int32 and not made.ids.flags.writeable
+    assert (made.data_source, made.ground_truth, made.extra, made.row) == ("test", "0", {"i": 0}, 0)
+    # Judges and reward models have templates of their own, into which the policy's must not go.
+    is_wrapped = isinstance(prompt, str) and made.text != prompt
+    assert made.own_text == (prompt if is_wrapped else "")
+    assert bool(logs) is ("never" in fields.values()), "a system prompt has no effect without a template"
 
 
-def test_without_a_template_a_chat_of_one_message_is_its_text_and_a_longer_one_is_refused() -> None:
-    one = [{"role": "user", "content": "1 ?"}]
-    tokenizer = make_tokenizer()
-    assert words(tokenizer, encode_rows(make_rows(one), tokenizer, data())[0]) == "<s> 1 ?"
-    with pytest.raises(ConfigError, match=r"a\.jsonl line 2: the prompt is a chat of 2 messages"):
-        encode_rows(make_rows("1 ?", one * 2), tokenizer, data())
-
-
-def test_a_chat_that_the_template_refuses_is_named() -> None:
-    rows = make_rows("1 ?", [{"role": "tool", "content": "1"}])
-    with pytest.raises(ConfigError, match=r"a\.jsonl line 2: the prompt does not fit .*unknown role tool"):
-        encode_rows(rows, make_tokenizer(TEMPLATE), data())
-
-
-def test_a_prompt_that_is_too_long_is_named_with_its_length() -> None:
-    rows = make_rows("1", "1 2 3 4", "1 2 3 4 5")
-    with pytest.raises(ConfigError) as caught:
-        encode_rows(rows, make_tokenizer(), data(max_prompt_tokens=4))
-    assert str(caught.value).startswith(
-        "a.jsonl line 2: the prompt has 5 tokens, data.max_prompt_tokens is 4. 2 of 3 prompts are too long, "
-        "the longest has 6 tokens."
-    )
+@pytest.mark.parametrize(
+    ("template", "prompt", "fields", "named"),
+    [
+        (None, "1", {"chat_template": "always"}, "data.chat_template"),
+        (None, chat(("user", "1"), ("user", "2")), {}, "a.jsonl line 2"),
+        (TEMPLATE, chat(("tool", "1")), {}, "a.jsonl line 2.*unknown role tool"),
+        ("{{ '' }}", "1", {}, "a.jsonl line 1"),
+        (None, "1 2 3 4", {"max_prompt_tokens": 4}, "a.jsonl line 2.*5 tokens.*1 of 2"),
+        (None, "1", {"max_prompt_tokens": 1, "overlong_prompts": "drop"}, "all 2 .*a.jsonl line 1"),
+    ],
+)
+def test_what_cannot_be_a_prompt_is_named(
+    template: str | None, prompt: Any, fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        encode_rows(make_rows("1", prompt), make_tokenizer(template), data(**fields))
 
 
 def test_prompts_that_are_too_long_can_be_dropped_with_a_count() -> None:
@@ -205,8 +180,6 @@ def test_prompts_that_are_too_long_can_be_dropped_with_a_count() -> None:
         kept = encode_rows(make_rows("1", "1 2 3 4", "2"), make_tokenizer(), config)
     assert [prompt.row for prompt in kept] == [0, 2]
     assert (logs[0]["num_overlong"], logs[0]["num_rows"], logs[0]["longest"]) == (1, 3, 5)
-    with pytest.raises(ConfigError, match="all 1 prompts have more than"):
-        encode_rows(make_rows("1 2 3 4"), make_tokenizer(), config)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +210,6 @@ def test_only_the_first_rows_are_read_where_that_is_asked(tmp_path: Path) -> Non
     assert [prompt.text for prompt in source.prompts] == ["0", "1", "2", "3", "4", "0", "1"]
 
 
-def test_a_prompt_without_tokens_is_refused() -> None:
-    tokenizer = make_tokenizer("{{ '' }}")
-    with pytest.raises(ConfigError, match=r"a\.jsonl line 1: the prompt has no tokens"):
-        encode_rows(make_rows("1"), tokenizer, data())
-
-
 def test_batches_of_any_size_give_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = make_rows(*[" ".join(map(str, range(i % 7 + 1))) for i in range(25)])
     whole = [prompt.ids.tolist() for prompt in encode_rows(rows, make_tokenizer(), data())]
@@ -262,22 +229,10 @@ def test_training_and_evaluation_files_are_read_as_configured() -> None:
 
 def test_a_model_folder_without_a_tokenizer_is_told_in_plain_words(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match=f"model folder {tmp_path} has no tokenizer"):
+    with pytest.raises(ConfigError, match=str(tmp_path)):
         load_tokenizer(str(tmp_path))
     make_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path))("1 2")["input_ids"] == make_tokenizer()("1 2")["input_ids"]
-
-
-def test_a_row_of_text_keeps_it_apart_from_the_template_around_it() -> None:
-    """Judges and reward models have templates of their own, into which the policy's must not go."""
-    config = data(system_prompt="Be brief .", prompt_suffix=" Think .")
-    tokenizer = make_tokenizer(TEMPLATE)
-    (templated,) = encode_rows(make_rows("1 2 ?"), tokenizer, config)
-    assert templated.own_text == "1 2 ?" != templated.text
-    (plain,) = encode_rows(make_rows("1 2 ?"), make_tokenizer(), data())
-    assert (plain.own_text, plain.text) == ("", "1 2 ?")
-    (chat,) = encode_rows(make_rows([{"role": "user", "content": "1 ?"}]), tokenizer, config)
-    assert chat.own_text == ""
 
 
 def test_streamed_prompts_are_those_that_are_held_and_come_in_the_same_order(tmp_path: Path) -> None:

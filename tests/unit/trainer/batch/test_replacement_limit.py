@@ -7,7 +7,7 @@ import structlog
 
 from tests.support.training import trainer_config
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.batch.replacement_limit import LEAST_GIVE_UP, ReplacementLimit
+from tidemill.services.trainer.batch.batch_assembler import LEAST_GIVE_UP, ReplacementLimit
 from tidemill.services.trainer.groups.group_filter import STALE, ZERO_VARIANCE
 
 
@@ -76,7 +76,7 @@ def test_each_step_begins_anew_and_other_reasons_do_not_count_as_rounds() -> Non
 
 def test_a_trainer_that_resumes_within_a_step_goes_on_counting() -> None:
     limit = make(2)
-    limit.restore([ZERO_VARIANCE, "stale", ZERO_VARIANCE])
+    limit.begin_step([ZERO_VARIANCE, "stale", ZERO_VARIANCE])
     with pytest.raises(ConfigError, match="3 groups were replaced"):
         filtered(limit, 0.0)
 

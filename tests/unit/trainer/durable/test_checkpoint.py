@@ -68,8 +68,6 @@ def test_state_and_tensors_come_back_as_they_were_saved(tmp_path: Path) -> None:
         scheduler={"next_ticket": 96, "outstanding": [90, 91]},
         intake={"groups": {"90": [0, 2]}},
         data={"position": 96, "fingerprint": "ab"},
-        counters={"tokens": 123_456_789, "seconds": 1.5},
-        digest="0" * 32,
     )
     CheckpointStore(tmp_path, keep=2).save(before, Policy(4.0).save_state)
     checkpoint = CheckpointStore(tmp_path, keep=2).load_latest()
@@ -80,16 +78,18 @@ def test_state_and_tensors_come_back_as_they_were_saved(tmp_path: Path) -> None:
 def test_a_restarted_trainer_knows_the_states_of_all_that_can_be_restored(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4, 6, keep=3)
     (folder_of(tmp_path, 4) / "checkpoint.json").write_text("{")
-    assert [known.version for known in CheckpointStore(tmp_path, keep=3).states()] == [2, 6]
+    store = CheckpointStore(tmp_path, keep=3)
+    store.load_latest()
+    assert [known.version for known in store.kept] == [2, 6]
 
 
 def test_older_ones_are_given_up_only_for_a_newest_that_can_be_read_back(tmp_path: Path) -> None:
     store = saved(tmp_path, 2, 4, 6, keep=3)
     spoil(tmp_path, 6)
-    assert not store.keep_only(6)
+    assert not store.keep_newest_only()
     assert store.versions() == [2, 4, 6]
     spoil(tmp_path, 6)  # twice is not at all
-    assert store.keep_only(6)
+    assert store.keep_newest_only()
     assert (loaded(tmp_path), store.versions()) == ((6, 6.0), [6])
 
 
@@ -103,8 +103,8 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     [
         {"intake": {"groups": {90: [0]}}},
         {"scheduler": {"span": (1, 2)}},
-        {"extra": {"loss": float("nan")}},
-        {"extra": {"array": np.zeros(2)}},
+        {"data": {"loss": float("nan")}},
+        {"data": {"array": np.zeros(2)}},
     ],
 )
 def test_a_state_that_json_would_change_is_refused_when_saved(tmp_path: Path, fields: dict[str, Any]) -> None:

@@ -61,80 +61,80 @@ def refused(verdict: TrainableGroup | Refusal) -> Refusal:
     return verdict
 
 
-def test_a_whole_group_becomes_samples_with_advantages_of_their_own():
-    verdict = trained(filtered(config_of(), group_of(1.0, 0.0, 0.0, 1.0)))
-    assert [sample.key for sample in verdict.samples] == [(7, 0), (7, 1), (7, 2), (7, 3)]
-    # mean 0.5, unbiased std 0.57735: 0.5 / (0.57735 + 1e-4) = 0.865876
-    assert advantages_of(config_of(), verdict) == pytest.approx(
-        [0.865876, -0.865876, -0.865876, 0.865876], abs=1e-6
-    )
-    assert (verdict.rewards, verdict.left_out) == ([1.0, 0.0, 0.0, 1.0], [])
-
-
-class TestStaleness:
-    @pytest.mark.parametrize(("max_staleness", "version"), [(0, 5), (1, 4), (3, 2)])
-    def test_a_token_as_old_as_the_bound_is_trained_one_step_older_is_not(self, max_staleness, version):
-        config = config_of(max_staleness=max_staleness)
-        trained(filtered(config, group_of(1.0, 0.0, version=version)))
-        refusal = refused(filtered(config, group_of(1.0, 0.0, version=version - 1)))
+@pytest.mark.parametrize(("max_staleness", "version"), [(0, 5), (1, 4), (3, 2)])
+def test_a_token_as_old_as_the_bound_is_trained_one_step_older_is_not(max_staleness, version):
+    config = config_of(max_staleness=max_staleness)
+    trained(filtered(config, group_of(1.0, 0.0, version=version)))
+    one_old = group_of(1.0, 0.0)
+    one_old.trajectories[1] = make_trajectory(7, 1, group_size=2, spans=((version - 1, 0), (5, 1)))
+    # It comes before every other outcome.
+    for group in (one_old, group_of(None, None, version=version - 1)):
+        refusal = refused(filtered(config, group))
         assert (refusal.ticket, refusal.reason) == (7, STALE)
         assert f"version {version - 1} at step 5, max_staleness {max_staleness}" in refusal.detail
 
-    def test_one_old_token_of_one_trajectory_is_enough(self):
-        group = group_of(1.0, 0.0)
-        group.trajectories[1] = make_trajectory(7, 1, group_size=2, spans=((3, 0), (5, 1)))
-        assert refused(filtered(config_of(), group)).reason == STALE
 
-    def test_staleness_comes_before_every_other_outcome(self):
-        assert refused(filtered(config_of(), group_of(None, None, version=1))).reason == STALE
+FILTER = {"algorithm": {"filter_zero_variance": True}}
+FAILED = [(1, FAILED_SCORE), (3, FAILED_SCORE)]
 
 
-class TestFailedScores:
-    def test_drop_sample_leaves_the_failed_ones_out_by_name(self):
-        verdict = trained(filtered(config_of(), group_of(1.0, None, 0.0, None)))
-        assert [sample.key for sample in verdict.samples] == [(7, 0), (7, 2)]
-        assert verdict.left_out == [(1, FAILED_SCORE), (3, FAILED_SCORE)]
-        # Advantages over the remaining two: mean 0.5, std 0.70711: 0.5 / 0.70721 = 0.707
-        assert advantages_of(config_of(), verdict) == pytest.approx([0.70701, -0.70701], abs=1e-5)
-
-    @pytest.mark.parametrize(("min_group_size", "is_trained"), [(2, True), (3, False), (4, False)])
-    def test_drop_sample_needs_min_group_size_scores(self, min_group_size, is_trained):
-        config = config_of(reward__min_group_size=min_group_size)
-        verdict = filtered(config, group_of(1.0, None, 0.0, None))
-        assert isinstance(verdict, TrainableGroup) is is_trained
-        if not is_trained:
-            assert refused(verdict).reason == FEW_SCORES
-            assert refused(verdict).detail.startswith("2 of 4 scored")
-
-    def test_drop_group_refuses_on_the_first_failure_and_says_which(self):
-        config = config_of(reward__on_failure="drop_group")
-        refusal = refused(filtered(config, group_of(1.0, 0.0, 1.0, None)))
-        assert (refusal.reason, refusal.detail) == (FAILED_SCORE, "no answer")
-        trained(filtered(config, group_of(1.0, 0.0, 1.0, 0.0)))
-
-    def test_value_is_what_the_config_says_never_a_silent_zero(self):
-        config = config_of(reward__on_failure=-0.5)
-        verdict = trained(filtered(config, group_of(1.0, None, 0.0, None)))
-        assert verdict.rewards == [1.0, -0.5, 0.0, -0.5]
-        assert verdict.left_out == []
-
-    def test_a_group_without_any_score_is_replaced(self):
-        assert refused(filtered(config_of(), group_of(None, None, None, None))).reason == FEW_SCORES
+@pytest.mark.parametrize(
+    ("fields", "values", "rewards", "left_out"),
+    [
+        ({}, (1.0, 0.0, 0.0, 1.0), [1.0, 0.0, 0.0, 1.0], []),
+        ({}, (1.0, 1.0, 1.0, 1.0), [1.0] * 4, []),
+        # `drop_sample`, the default, leaves the failed ones out by name.
+        ({"reward__min_group_size": 2}, (1.0, None, 0.0, None), [1.0, 0.0], FAILED),
+        # What the config says in their place; never a silent zero.
+        ({"reward__on_failure": -0.5}, (1.0, None, 0.0, None), [1.0, -0.5, 0.0, -0.5], []),
+        ({"reward__on_failure": "drop_group"}, (1.0, 0.0, 1.0, 0.0), [1.0, 0.0, 1.0, 0.0], []),
+        (FILTER, (0.1, 0.1, 0.1, 0.2), [0.1, 0.1, 0.1, 0.2], []),
+    ],
+)
+def test_a_group_that_is_trained_names_what_it_leaves_out(fields, values, rewards, left_out):
+    group = group_of(*values)
+    turned = PendingGroup(
+        7, 5, dict(reversed(group.trajectories.items())), dict(reversed(group.scores.items()))
+    )
+    for arrived in (group, turned):
+        verdict = trained(filtered(config_of(**fields), arrived))
+        assert (verdict.rewards, verdict.left_out) == (rewards, left_out)
+        assert [sample.reward for sample in verdict.samples] == rewards
+        assert [sample.key for sample in verdict.samples] == [
+            (7, index) for index in range(4) if (index, FAILED_SCORE) not in left_out
+        ]
 
 
-class TestZeroVariance:
-    def test_the_filter_replaces_groups_whose_rewards_are_all_equal(self):
-        config = config_of(algorithm={"filter_zero_variance": True})
-        assert refused(filtered(config, group_of(0.1, 0.1, 0.1, 0.1))).reason == ZERO_VARIANCE
-        trained(filtered(config, group_of(0.1, 0.1, 0.1, 0.2)))
+@pytest.mark.parametrize(
+    ("fields", "values", "reason", "detail"),
+    [
+        ({"reward__min_group_size": 3}, (1.0, None, 0.0, None), FEW_SCORES, "2 of 4"),
+        ({}, (None, None, None, None), FEW_SCORES, "0 of 4"),
+        ({"reward__on_failure": "drop_group"}, (1.0, 0.0, 1.0, None), FAILED_SCORE, "no answer"),
+        (FILTER, (0.1, 0.1, 0.1, 0.1), ZERO_VARIANCE, "0.1"),
+        (FILTER, (0.1, None, 0.1, 0.1), ZERO_VARIANCE, "0.1"),
+        ({}, (1e308, 1e308, -1e308, -1e308), BAD_NUMBERS, "1e+30"),
+    ],
+)
+def test_a_group_that_cannot_be_trained_is_replaced_for_a_reason(fields, values, reason, detail):
+    refusal = refused(filtered(config_of(**fields), group_of(*values)))
+    assert refusal.reason == reason and detail in refusal.detail
 
-    def test_failed_scores_are_no_variance(self):
-        config = config_of(algorithm={"filter_zero_variance": True})
-        assert refused(filtered(config, group_of(0.1, None, 0.1, 0.1))).reason == ZERO_VARIANCE
 
-    def test_without_the_filter_such_a_group_is_trained_with_advantages_of_zero(self):
-        verdict = trained(filtered(config_of(), group_of(1.0, 1.0, 1.0, 1.0)))
-        assert advantages_of(config_of(), verdict) == [0.0] * 4
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # Mean 0.5, unbiased std 0.57735: 0.5 / (0.57735 + 1e-4) = 0.865876; of two, 0.5 / 0.70721 = 0.707.
+        ((1.0, 0.0, 0.0, 1.0), [0.865876, -0.865876, -0.865876, 0.865876]),
+        ((1.0, None, 0.0, None), [0.70701, -0.70701]),
+        ((1.0, 1.0, 1.0, 1.0), [0.0] * 4),
+        ((1.0, None, None, None), [0.0]),
+    ],
+)
+def test_advantages_are_over_the_samples_that_are_left(values, expected):
+    config = config_of(reward__min_group_size=1)
+    verdict = filtered(config, group_of(*values))
+    assert advantages_of(config, verdict) == pytest.approx(expected, abs=1e-5)
 
 
 class TestMasks:
@@ -155,37 +155,17 @@ class TestMasks:
         group = group_of(1.0, 0.0)
         group.trajectories[0] = make_trajectory(7, 0, group_size=2, spans=((5, 0),), finish="length")
         masking = config_of(algorithm={"mask_truncated": True})
-        assert [s.num_trained for s in trained(filtered(masking, group)).samples] == [0, 3]
+        verdict = trained(filtered(masking, group))
+        assert [sample.num_trained for sample in verdict.samples] == [0, 3]
         assert [s.num_trained for s in trained(filtered(config_of(), group)).samples] == [3, 3]
-
-    def test_a_masked_completion_still_counts_in_the_groups_mean(self):
-        group = group_of(1.0, 0.0)
-        group.trajectories[0] = make_trajectory(7, 0, group_size=2, spans=((5, 0),), finish="length")
-        config = config_of(algorithm={"mask_truncated": True})
-        verdict = trained(filtered(config, group))
-        assert verdict.rewards == [1.0, 0.0]
-        assert advantages_of(config, verdict)[1] == pytest.approx(-0.70701, abs=1e-5)
+        assert verdict.rewards == [1.0, 0.0], "it still counts in the group's mean"
+        assert advantages_of(masking, verdict)[1] == pytest.approx(-0.70701, abs=1e-5)
 
     def test_the_trajectorys_own_mask_is_kept(self):
         group = group_of(1.0, 0.0)
         mask = np.array([True, False, True])
         group.trajectories[1] = make_trajectory(7, 1, group_size=2, spans=((5, 0),), loss_mask=mask)
         assert trained(filtered(config_of(), group)).samples[1].mask.tolist() == mask.tolist()
-
-
-def test_a_group_of_one_is_trained_with_an_advantage_of_zero():
-    config = config_of(reward__min_group_size=1)
-    assert advantages_of(config, filtered(config, group_of(1.0, None, None, None))) == [0.0]
-
-
-def test_the_same_group_always_has_the_same_outcome_whatever_order_its_parts_came_in():
-    group = group_of(1.0, None, 0.25, 0.5)
-    turned = PendingGroup(
-        7, 5, dict(reversed(group.trajectories.items())), dict(reversed(group.scores.items()))
-    )
-    first, second = trained(filtered(config_of(), group)), trained(filtered(config_of(), turned))
-    assert [s.key for s in first.samples] == [s.key for s in second.samples]
-    assert [s.reward for s in first.samples] == [s.reward for s in second.samples]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
@@ -195,10 +175,6 @@ def test_a_group_with_a_logprob_that_is_no_number_is_refused_and_not_a_crash(num
     logprobs = np.full(bad.num_tokens, number, dtype=np.float32)
     group.trajectories[2] = bad.model_copy(update={"logprobs": logprobs})
     assert refused(filtered(config_of(), group)).reason == BAD_NUMBERS
-
-
-def test_rewards_beyond_all_reason_are_refused_and_not_a_crash():
-    assert refused(filtered(config_of(), group_of(1e308, 1e308, -1e308, -1e308))).reason == BAD_NUMBERS
 
 
 class TestPoliciesOfSingleRewards:
@@ -214,17 +190,12 @@ class TestPoliciesOfSingleRewards:
         assert (refusal.reason, refusal.detail) == (FAILED_SCORE, "no answer")
 
     def test_a_score_that_asks_for_its_sample_alone_is_obeyed_where_the_run_would_drop_the_group(self):
-        config = config_of()
-        config = config.model_copy(
-            update={"reward": config.reward.model_copy(update={"on_failure": "drop_group"})}
-        )
+        config = config_of(reward__on_failure="drop_group")
         refused(filtered(config, self.with_policy("")))
         assert trained(filtered(config, self.with_policy("drop_sample"))).left_out == [(2, FAILED_SCORE)]
 
     def test_the_runs_value_is_not_for_scores_with_a_policy_of_their_own(self):
-        config = config_of()
-        update = {"on_failure": 0.5}
-        config = config.model_copy(update={"reward": config.reward.model_copy(update=update)})
+        config = config_of(reward__on_failure=0.5)
         assert trained(filtered(config, self.with_policy(""))).rewards == [1.0, 0.0, 0.5]
         assert trained(filtered(config, self.with_policy("drop_sample"))).rewards == [1.0, 0.0]
 

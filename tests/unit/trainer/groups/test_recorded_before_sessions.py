@@ -8,7 +8,7 @@ import numpy as np
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Lane, Trajectory
 from tidemill.services.reward.sample import RewardSample
-from tidemill.services.trainer.groups.samples import make_sample, token_versions
+from tidemill.services.trainer.groups.samples import make_sample
 
 PAYLOADS = Path(__file__).parents[3] / "data" / "payloads_before_sessions.txt"
 
@@ -23,6 +23,6 @@ def test_payloads_of_before_are_read_scored_and_trained_as_single_turns() -> Non
         assert np.array_equal(segment.completion_ids, made.completion_ids)
         sample = make_sample(made)
         assert (sample.forked, sample.turns, sample.num_trained, sample.num_tokens) == ((), (), 3, 7)
-        assert token_versions(made)[make_sample(made).mask].tolist() == [0, 0, 1]
+        assert made.token_versions()[make_sample(made).mask].tolist() == [0, 0, 1]
         assert RewardSample.from_trajectory(made, Lane.TRAIN).session is None
     assert [codec.encode_payload(made) for made in found] == payloads, "a single turn has grown"

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 from tidemill.common import files
 from tidemill.common.files import StorageError
 from tidemill.common.run.plots import plot_learning_curve, smooth
 from tidemill.common.run.state import read_records
-from tidemill.services.trainer.metrics import recorder
+from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.metrics.recorder import Recorder
 
 
@@ -26,20 +27,9 @@ def evaluations_on_record(run_dir: Path) -> list[tuple[int, str]]:
     return [(record["version"], record["set"]) for record in records if record["kind"] == "evaluation"]
 
 
-def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard would show: tag -> (step, value)."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run_dir / "tensorboard"))
-    events.Reload()
-    return {
-        tag: [(e.step, round(e.value, 4)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
-
-
-def record_run(run_dir: Path, tensorboard: bool = False) -> None:
+def record_run(run_dir: Path) -> None:
     """Steps 0 to 3, evaluated at versions 0, 2 and 4."""
-    with Recorder(run_dir, tensorboard) as record:
+    with Recorder(run_dir) as record:
         record.evaluation(0, "test", {"score": 0.1})
         for step in range(4):
             record.step(step, {"reward": step / 10, "rewards/format/mean": 1.0})
@@ -48,7 +38,7 @@ def record_run(run_dir: Path, tensorboard: bool = False) -> None:
 
 
 def test_a_step_is_one_json_object_on_one_line(tmp_path: Path) -> None:
-    with Recorder(tmp_path, tensorboard=False) as record:
+    with Recorder(tmp_path) as record:
         record.step(0, {"reward": 0.5, "num_groups": 8, "completions/mean_length": np.float32(12.5)})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     parsed = json.loads(line)
@@ -59,7 +49,7 @@ def test_a_step_is_one_json_object_on_one_line(tmp_path: Path) -> None:
 
 
 def test_values_that_are_not_finite_are_null_and_the_line_is_strict_json(tmp_path: Path) -> None:
-    with Recorder(tmp_path, tensorboard=False) as record:
+    with Recorder(tmp_path) as record:
         record.step(
             0, {"kl": float("nan"), "loss": float("inf"), "entropy": None, "grad_norm": np.float64("-inf")}
         )
@@ -72,14 +62,14 @@ def test_values_that_are_not_finite_are_null_and_the_line_is_strict_json(tmp_pat
 
 
 def test_a_metric_cannot_take_the_name_of_a_field(tmp_path: Path) -> None:
-    with Recorder(tmp_path, tensorboard=False) as record, pytest.raises(ValueError, match="named step, time"):
+    with Recorder(tmp_path) as record, pytest.raises(ValueError, match="named step, time"):
         record.step(0, {"step": 1.0, "time": 1.0})
 
 
 @pytest.mark.parametrize("resume_at", [0, 1, 2, 3, 4])
 def test_a_resume_cuts_off_what_will_be_done_again(tmp_path: Path, resume_at: int) -> None:
     record_run(tmp_path)
-    with Recorder(tmp_path, tensorboard=False, resume_at=resume_at) as record:
+    with Recorder(tmp_path, resume_at=resume_at) as record:
         assert steps_on_record(tmp_path) == list(range(resume_at))
         assert evaluations_on_record(tmp_path) == [(v, "test") for v in (0, 2, 4) if v <= resume_at]
         for step in range(resume_at, 4):
@@ -90,7 +80,7 @@ def test_a_resume_cuts_off_what_will_be_done_again(tmp_path: Path, resume_at: in
 def test_a_repeated_step_or_evaluation_is_recorded_once_and_the_first_one_stays(tmp_path: Path) -> None:
     record_run(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with Recorder(tmp_path, tensorboard=False, resume_at=4) as record:
+    with Recorder(tmp_path, resume_at=4) as record:
         assert record.has_evaluation(4, "test") and not record.has_evaluation(4, "other")
         record.evaluation(4, "test", {"score": 9.0})
         record.step(3, {"reward": 9.0})
@@ -102,11 +92,29 @@ def test_a_line_that_a_crash_cut_off_is_removed_before_the_next_is_written(tmp_p
     path = tmp_path / "metrics.jsonl"
     os.truncate(path, path.stat().st_size - 5)
     assert steps_on_record(tmp_path) == [0, 1, 2, 3]
-    with Recorder(tmp_path, tensorboard=False, resume_at=4) as record:
+    with Recorder(tmp_path, resume_at=4) as record:
         assert not record.has_evaluation(4, "test"), "its line was the one cut off"
         record.evaluation(4, "test", {"score": 0.5})
     assert evaluations_on_record(tmp_path) == [(0, "test"), (2, "test"), (4, "test")]
     assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_what_the_file_has_lost_comes_back_from_commits_and_the_runs_state(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    evaluations = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "evaluation"]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[3:4]))
+
+    def commit_of(step: int) -> Commit | None:
+        values = {"step": step, "version": step + 1, "mini_batches": (), "groups": (), "digest": "0" * 32}
+        return Commit(**values, metrics={"reward": step / 10}, finished_at=9.0) if step else None
+
+    with structlog.testing.capture_logs() as logs:
+        Recorder(tmp_path, 3, commit_of, [*evaluations, {"version": 0, "dataset": "older"}]).close()
+    assert steps_on_record(tmp_path) == [1, 2]
+    assert evaluations_on_record(tmp_path) == [(0, "test"), (2, "test")]
+    assert [record["reward"] for record in read_records(path) if record["kind"] == "step"] == [0.1, 0.2]
+    assert [entry["count"] for entry in logs if entry["log_level"] == "warning"] == [1], "that of step 0"
 
 
 def test_a_crash_while_lines_are_cut_off_keeps_the_old_file(
@@ -120,7 +128,7 @@ def test_a_crash_while_lines_are_cut_off_keeps_the_old_file(
 
     monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(StorageError, match="No space left"):
-        Recorder(tmp_path, tensorboard=False, resume_at=1)
+        Recorder(tmp_path, resume_at=1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -144,7 +152,7 @@ class FullDisk:
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_not_there_in_part(tmp_path: Path) -> None:
-    record = Recorder(tmp_path, tensorboard=False)
+    record = Recorder(tmp_path)
     record.step(0, {"reward": 0.0})
     before = (tmp_path / "metrics.jsonl").read_bytes()
     file = record._file
@@ -159,25 +167,8 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_there_in_part(tmp_path: Pat
     assert steps_on_record(tmp_path) == [0, 1]
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
-    record_run(tmp_path, tensorboard=True)
-    with Recorder(tmp_path, tensorboard=True, resume_at=2) as record:
-        record.step(2, {"reward": 0.7})
-    shown = scalars(tmp_path)
-    assert shown["reward"] == [(0, 0.0), (1, 0.1), (2, 0.7)]
-    assert shown["eval/test/score"] == [(0, 0.1), (2, 0.3)], "version 2 was evaluated before the checkpoint"
-    assert shown["rewards/format/mean"] == [(0, 1.0), (1, 1.0)]
-
-
-def test_a_run_goes_on_when_tensorboard_cannot_write(tmp_path: Path) -> None:
-    (tmp_path / "tensorboard").write_text("a file is in the way")
-    with Recorder(tmp_path, tensorboard=True) as record:
-        record.step(0, {"reward": 0.5})
-    assert steps_on_record(tmp_path) == [0]
-
-
 def test_closing_twice_is_harmless(tmp_path: Path) -> None:
-    record = recorder.Recorder(tmp_path, tensorboard=False)
+    record = Recorder(tmp_path)
     record.close()
     record.close()
 

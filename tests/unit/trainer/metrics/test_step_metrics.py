@@ -1,4 +1,4 @@
-"""The numbers of a step, computed by hand."""
+"""The numbers of a step, and what it tells Prometheus, computed by hand."""
 
 import math
 from dataclasses import replace
@@ -6,16 +6,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
-from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.messages import Commit, Trajectory
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import make_sample
-from tidemill.services.trainer.metrics.source_metrics import source_metrics
-from tidemill.services.trainer.metrics.step_metrics import stage_metrics, staleness_shares, step_metrics
+from tidemill.services.trainer.metrics.step_metrics import (
+    observe_step,
+    source_metrics,
+    stage_metrics,
+    staleness_shares,
+    step_metrics,
+)
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.step import MiniBatch, StepResult
 
@@ -86,43 +92,36 @@ def step_of_two_groups() -> StepResult:
     return StepResult([first, second], [MiniBatch([], sums, UpdateResult(grad_norm=0.25, lr=1e-3))])
 
 
-def test_rewards_are_those_that_were_trained_on():
+def test_rewards_are_those_that_were_trained_on_and_completions_those_that_were_made() -> None:
+    """Rewards 1, 0, 0.5 of a batch: unbiased deviation 0.5, as TRL logs it. The first group's is sqrt(0.5);
+    one sample has none. Of trained tokens 3 are new, 3 one step old and 3 two; one sample has no reward."""
     numbers = step_metrics(4, step_of_two_groups(), num_dropped=3, step_time_s=1.5)
-    assert numbers["reward"] == pytest.approx((1.0 + 0.0 + 0.5) / 3)
-    # Over the batch 1, 0, 0.5: unbiased deviation 0.5, as TRL logs it.
-    assert numbers["reward_std"] == pytest.approx(0.5)
-    # The first group's unbiased deviation is sqrt(0.5); a group of one sample has none.
-    assert numbers["reward_group_std"] == pytest.approx((math.sqrt(0.5) + 0.0) / 2)
-    assert numbers["frac_reward_zero_std"] == 0.5
-    assert numbers["scores/failed_ratio"] == 0.25
-    assert numbers["scores/latency_s"] == (1.0 + 2.0 + 3.0 + 6.0) / 4
-    assert (numbers["groups_dropped"], numbers["step_time_s"]) == (3.0, 1.5)
-    assert numbers["groups_dropped_ratio"] == 3 / 5
-
-
-def test_components_are_averaged_over_the_samples_they_applied_to():
-    numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
-    assert numbers["rewards/format/mean"] == 0.5
-    assert numbers["rewards/format/std"] == pytest.approx(math.sqrt(0.5))
-    assert "rewards/length/mean" not in numbers
-
-
-def test_completions_are_counted_with_those_left_out():
-    numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
-    lengths = {name: numbers[f"completions/{name}_length"] for name in ("mean", "min", "max")}
-    assert lengths == {"mean": 2.5, "min": 1.0, "max": 4.0}
-    assert numbers["completions/clipped_ratio"] == 0.25
-    assert numbers["completion_tokens"] == 10.0
-    assert numbers["step_tokens"] == 4 * 5 + 10
-
-
-def test_staleness_is_that_of_trained_tokens():
-    numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
-    # 2 tokens of version 4; 3 of version 3 and 1 of version 4; 3 of version 2. The last sample has no reward.
-    assert numbers["staleness/max"] == 2.0
-    assert numbers["staleness/mean"] == (3 * 1 + 3 * 2) / 9
-    shares = {name: value for name, value in numbers.items() if name.startswith("staleness/share_")}
-    assert shares == {f"staleness/share_{age}": 3 / 9 for age in range(3)}
+    expected = {
+        "reward": 0.5,
+        "reward_std": 0.5,
+        "reward_group_std": math.sqrt(0.5) / 2,
+        "frac_reward_zero_std": 0.5,
+        "scores/failed_ratio": 0.25,
+        "scores/latency_s": 3.0,
+        "rewards/format/mean": 0.5,
+        "rewards/format/std": math.sqrt(0.5),
+        "groups_dropped": 3.0,
+        "groups_dropped_ratio": 3 / 5,
+        "step_time_s": 1.5,
+        "completions/mean_length": 2.5,
+        "completions/min_length": 1.0,
+        "completions/max_length": 4.0,
+        "completions/clipped_ratio": 0.25,
+        "completion_tokens": 10.0,
+        "step_tokens": 4 * 5 + 10.0,
+        "staleness/max": 2.0,
+        "staleness/mean": (3 * 1 + 3 * 2) / 9,
+        **{f"staleness/share_{age}": 3 / 9 for age in range(3)},
+    }
+    assert {name: numbers[name] for name in expected} == pytest.approx(expected)
+    absent = ("rewards/length/", "staleness/share_3", "sessions/", "source/", "value/")
+    assert not [name for name in numbers if name.startswith(absent)]
+    assert {type(value) for value in numbers.values()} == {float}
 
 
 def test_masked_samples_have_no_staleness_and_count_as_completions():
@@ -174,7 +173,6 @@ def test_policy_numbers_are_sums_over_tokens_and_the_loss_is_over_the_denominato
         "micro_batches": 0.0,
     }
     assert {name: numbers[name] for name in expected} == pytest.approx(expected)
-    assert not any(name.startswith("value/") for name in numbers), "there is no value head"
 
 
 def test_a_value_head_is_judged_by_the_variance_it_explains():
@@ -183,7 +181,9 @@ def test_a_value_head_is_judged_by_the_variance_it_explains():
     result.mini_batches[0].sums = MicroBatchMetrics(
         tokens=4, value_loss_sum=0.2, value_square_error_sum=0.4, return_sum=4.0, return_square_sum=6.0
     )
+    result.mini_batches[0].update = UpdateResult(grad_norm=math.nan, lr=1e-3)
     numbers = step_metrics(4, result, 0, 1.0)
+    assert math.isnan(numbers["grad_norm"]), "of the policy's own it says what the policy says"
     assert numbers["value/explained_variance"] == pytest.approx(0.8)
     assert (numbers["value/loss"], numbers["value/return_mean"]) == (0.05, 1.0)
 
@@ -210,7 +210,6 @@ def test_a_session_is_one_completion_of_the_models_tokens_and_has_numbers_of_its
     )
     scores = [make_score(0, 0, 1.0), make_score(0, 1, 0.0)]
     result = step_of_two_groups()
-    assert not any(name.startswith("sessions/") for name in step_metrics(4, result, 0, 1.0))
     result.groups = [group_of([long, short], scores)]
     numbers = step_metrics(4, result, 0, 1.0)
     expected = {
@@ -237,14 +236,6 @@ def test_a_session_is_one_completion_of_the_models_tokens_and_has_numbers_of_its
 
 def replaced(model: Any, **fields: Any) -> Any:
     return model.model_copy(update=fields)
-
-
-def test_every_number_is_a_plain_float():
-    numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
-    assert {type(value) for value in numbers.values()} == {float}
-    result = step_of_two_groups()
-    result.mini_batches[0].update = UpdateResult(grad_norm=math.nan, lr=1e-3)
-    assert math.isnan(step_metrics(4, result, 0, 1.0)["grad_norm"])
 
 
 def test_each_source_has_its_own_numbers_and_a_run_without_sources_none() -> None:
@@ -274,7 +265,6 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none() -> Non
         "source/b/mean_length": 2.0,
         "source/b/staleness": 1.0,
     }
-    assert not [name for name in step_metrics(4, step_of_two_groups(), 0, 1.0) if name.startswith("source/")]
 
 
 def test_samples_that_failed_before_a_reward_saw_them_took_no_time_that_counts() -> None:
@@ -286,3 +276,57 @@ def test_samples_that_failed_before_a_reward_saw_them_took_no_time_that_counts()
     assert numbers == stage_metrics(made, scores)
     assert (numbers["stages/generation_s"], numbers["stages/score_s"]) == (2.0, 3.0)
     assert stage_metrics(failed, failures) == {}
+
+
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"tidemill_{name}", labels) or 0.0
+
+
+def commit_of(finished_at: float) -> Commit:
+    return Commit(
+        step=4,
+        version=5,
+        groups=(0,),
+        mini_batches=(),
+        metrics={"step_time_s": 2.0, "reward": 0.5, "staleness/max": 1.0},
+        digest="",
+        finished_at=finished_at,
+    )
+
+
+def test_tokens_are_counted_by_the_version_that_produced_each() -> None:
+    names = [("trained_tokens_total", {"staleness": str(age)}) for age in range(3)]
+    before = [value(name, **labels) for name, labels in names]
+    counted = ("trained_staleness_count", "trained_staleness_sum", "trained_spans_sum")
+    ages = [value(name) for name in counted]
+    group = group_of(
+        [sample_of(0, 0, 2, ((4, 0),)), sample_of(0, 1, 6, ((2, 0), (3, 1), (4, 3)))],
+        [make_score(0, 0, 1.0), make_score(0, 1, 0.0)],
+    )
+    observe_step(commit_of(100.0), StepResult(groups=[group]))
+    after = [value(name, **labels) for name, labels in names]
+    # Two tokens and three are new, two of the step before, and one is two steps old.
+    assert [b - a for a, b in zip(before, after, strict=True)] == [5, 2, 1]
+    # Of trajectories counts the oldest token: 0 and 2 steps.
+    assert [b - a for a, b in zip(ages, map(value, counted), strict=True)] == [2, 2, 4]
+    assert (value("step_metric", metric="reward"), value("committed_version")) == (0.5, 5.0)
+
+
+def test_each_trajectory_is_timed_from_stage_to_stage() -> None:
+    stages = ("generate", "reward_queue", "reward", "trainer")
+    before = {stage: value("stage_seconds_sum", stage=stage) for stage in stages}
+    sample = sample_of(0, 0, 2, ((4, 0),)).model_copy(update={"started_at": 10.0, "finished_at": 13.0})
+    other = sample_of(0, 1, 2, ((4, 0),)).model_copy(update={"started_at": 10.0, "finished_at": 12.0})
+    scores = [
+        make_score(0, 0, 1.0, latency_s=4.0, scored_at=22.0),
+        # By a worker whose clock is behind: no stage takes less than no time.
+        make_score(0, 1, 0.0, latency_s=4.0, scored_at=15.0),
+    ]
+    failed = other.model_copy(update={"index": 2, "fault": "an environment failed"})
+    scores.append(make_score(0, 2, None, scored_at=20.0))
+    group = group_of([sample, other, failed], scores)
+    group.source.trajectory_ids = dict.fromkeys(range(3), "1000-0")
+    group.source.score_ids = {0: "10000-0", 1: "3000-0", 2: "2000-0"}
+    observe_step(commit_of(30.0), StepResult(groups=[group]))
+    spent = {stage: value("stage_seconds_sum", stage=stage) - before[stage] for stage in stages}
+    assert spent == pytest.approx({"generate": 5.0, "reward_queue": 5.0, "reward": 8.0, "trainer": 23.0})

@@ -26,7 +26,6 @@ from tidemill.services.trainer.groups.samples import (
     form_micro_batches,
     make_sample,
     num_sampled,
-    token_versions,
 )
 from tidemill.services.trainer.policy.packing import make_rows, make_tiles
 
@@ -207,7 +206,7 @@ def test_turns_end_where_the_session_says_and_weigh_what_the_run_says() -> None:
 def test_only_the_models_tokens_count_with_their_versions() -> None:
     session = make_session(0, 0, make_segment((3,), (4, 5), (6,), (7,), version=3), make_segment((8,), (9,)))
     assert num_sampled(session) == 4
-    assert token_versions(session)[make_sample(session).mask].tolist() == [3, 3, 4, 0]
+    assert session.token_versions()[make_sample(session).mask].tolist() == [3, 3, 4, 0]
 
 
 def test_a_bad_number_in_a_fork_is_refused_as_in_any_row() -> None:

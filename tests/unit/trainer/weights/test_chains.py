@@ -14,8 +14,7 @@ from tidemill.common.errors import WeightsError
 from tidemill.common.files import StorageError
 from tidemill.common.run.weight_files import read_chain, read_manifest, verified_files
 from tidemill.common.weights.bits import read_safetensors
-from tidemill.common.weights.delta import ENCODING
-from tidemill.common.weights.whole import check_whole, write_whole
+from tidemill.common.weights.delta import ENCODING, check_whole, write_whole
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.weights.shadow import Shadow

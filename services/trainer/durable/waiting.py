@@ -1,18 +1,60 @@
-"""Work that is done beside the steps: at most one piece of a kind, and how a step waits for it."""
+"""Waits for a disk that takes nothing now, and for work that is done beside the steps."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
+import structlog
+
+from tidemill.common.files import StorageError
 from tidemill.common.process.service import ServiceContext, StoppedError
 
+log = structlog.get_logger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 LOOK_EVERY_S = 2.0
-"""How often who waits says again what for."""
+"""How often a step that waits for background work shows again what that work is at."""
+
+T = TypeVar("T")
+
+During = Callable[..., AbstractContextManager[None]]
+"""Says what a process is at, for the length of a block: `Activity.during`, or `BackgroundWork.during`."""
+
+
+async def on_disk(context: ServiceContext, write: Callable[..., T], *args: Any) -> T:
+    """`until_stored`, for a function that blocks: it runs in a thread."""
+    return await until_stored(context, lambda: asyncio.to_thread(write, *args))
+
+
+async def until_stored(
+    context: ServiceContext, write: Callable[[], Awaitable[T]], during: During | None = None
+) -> T:
+    """Call `write` until the disk takes it: an operator can make room while the run waits. Writes must leave
+    nothing half-written behind.
+
+    Raises:
+        StorageError: waiting cannot cure it.
+        StoppedError: the disk has not taken it, and the service must stop.
+    """
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return await write()
+        except StorageError as error:
+            if not error.can_clear:
+                raise
+            log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
+            with (during or context.activity.during)("wait:disk", str(error)):
+                await context.unless_stopping(asyncio.sleep(pause_s))
+            if context.stopping.is_set():
+                raise StoppedError from error
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class BackgroundWork:
-    """Who waits for it is at `state`, or at what it says itself that it is at."""
+    """At most one piece of work beside the steps. A step that waits for it is at `state`, or at what the work
+    itself says that it is at."""
 
     def __init__(self, context: ServiceContext, state: str) -> None:
         self.context = context
@@ -21,19 +63,13 @@ class BackgroundWork:
         self._is_over = False
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Begin; what came before has to be finished. If it fails, so does the service."""
-        assert self._task is None, f"`finish` comes before {name}"
-        self._task = self.context.start(work, name)
-
-    def follow(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Begin after what came before, which has to be done."""
+        """Begin; what came before has to be done. If it fails, so does the service."""
         assert self.is_done, f"{name} would go on beside what came before"
-        self._task = None
-        self.start(work, name)
+        self._task = self.context.start(work, name)
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is in progress, nothing has failed, and something may `follow`."""
+        """Whether nothing is in progress, nothing has failed, and something may `start`."""
         return not self._is_over and (
             self._task is None or (self._task.done() and not self._task.exception())
         )

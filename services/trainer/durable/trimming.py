@@ -1,0 +1,185 @@
+"""Trims streams, removes the payloads of what is gone, and forgets processes that are gone.
+
+Where the run archives, what no outstanding group needs goes as soon as it is archived and its step committed:
+a restart replays it from the archive. Dead letters go below the oldest kept checkpoint. Without an archive
+all does: an entry goes only when every whole checkpoint on the disk can do without it (`checkpointing.py`).
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import structlog
+
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.manifest import Manifest, note_trim
+from tidemill.common.errors import ArchiveError, BrokerError, StoreError
+from tidemill.common.files import StorageError
+from tidemill.common.process.heartbeats import forget_heartbeats
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.store import ClaimStore
+from tidemill.common.streams import (
+    START,
+    Mark,
+    MarkLostError,
+    forget_consumers,
+    id_after,
+    id_before,
+    id_order,
+    read_raw,
+    trim_before,
+)
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
+from tidemill.common.wire.messages import Lane
+from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler
+from tidemill.services.trainer.durable.archive_requests import ArchiveJobs, claims_in
+from tidemill.services.trainer.durable.archived_history import ArchivedHistory
+from tidemill.services.trainer.durable.waiting import on_disk
+
+log = structlog.get_logger(__name__)
+
+FORGET_AFTER_S, LOOK_S = 3600.0, 600.0
+
+
+class Trimmer:
+    """Trims unneeded entries; archived ones only, if archiving is on.
+
+    What may go is decided by the ids of one epoch (`Reconciler.epoch`), and goes in that one only: another
+    server may have given these ids to other entries.
+    """
+
+    def __init__(self, context: ServiceContext, reconciler: Reconciler) -> None:
+        self.context, self.reconciler = context, reconciler
+        self.archives = context.config.streams.archive.enabled
+        self.archived = ArchivedHistory(context)
+        self.jobs = ArchiveJobs(context, self._trim_archived)
+        self._claims = ClaimStore(context.run_dir, url=context.config.streams.claim_check_url)
+        self.first_ticket = 0
+        """Those below were settled at the oldest checkpoint that a trainer may come back to."""
+        self._below: dict[StreamName, str] = {}
+        """Entries below these ids may go, and some are still there."""
+        self._decided_in = self._aligned_in = 0
+        self._changing = asyncio.Lock()
+        self._next_look = 0.0
+
+    @property
+    def epoch(self) -> int:
+        """That of the ids which are looked up now."""
+        return self.reconciler.epoch
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something may go that is not archived yet."""
+        return bool(self._below)
+
+    async def release(self, below: Mapping[StreamName, str], epoch: int, is_urgent: bool = False) -> None:
+        """Trim what lies below these ids of an epoch, now or when it is archived. `is_urgent`: memory runs
+        low."""
+        if epoch != self._decided_in:
+            self._below.clear()
+            self._decided_in = epoch
+        for stream, entry_id in below.items():
+            known = self._below.get(stream, START)
+            self._below[stream] = max(entry_id, known, key=id_order)
+        await self.trim()
+        if self._below:
+            await self.jobs.ask({stream: id_before(end) for stream, end in self._below.items()}, is_urgent)
+
+    async def trim(self) -> int:
+        """Trim as far as that is allowed by now; returns how many entries went."""
+        removed = 0
+        async with self._changing:
+            mark = await self._mark() if self._below else None
+            if self._below and not await self._is_aligned():
+                return 0  # the next step, or the archiver that writes just now, calls again
+            for stream, wanted in list(self._below.items()):
+                allowed = await asyncio.to_thread(self._allowed, stream)
+                first = wanted if allowed is None else min(wanted, allowed, key=id_order)
+                broker, key = self.context.broker, stream.key(self.context.keys)
+                # Before the trim: what has left Redis and the archive lacks is a hole that a restart names.
+                if allowed is not None and first != START:
+                    await on_disk(self.context, note_trim, stream_folder(self.context.run_dir, stream), first)
+                tickets = (ROLLOUT_GROUP, self.context.keys.progress_prefix)
+                try:
+                    held = tickets if stream is StreamName.PROMPTS else ()
+                    removed += await trim_before(broker, key, first, mark, held)
+                except MarkLostError:
+                    self._below.clear()
+                    break
+                if first == wanted or not await read_raw(broker, key, last=id_before(wanted), count=1):
+                    self._below.pop(stream, None)
+        if removed:
+            log.debug("streams trimmed", entries=removed)
+        return removed
+
+    async def _trim_archived(self) -> None:
+        """As the archiver gets on, which may be long after the checkpoint that asked for it."""
+        if await self.trim():
+            await self.collect_claims()
+
+    async def _mark(self) -> Mark:
+        # First the mark, then the question which epoch this is. The other way round, Redis could restart in
+        # between, and the mark would stand on a server that the ids are not of.
+        mark = await self.reconciler.mark(TRIMMING)
+        await self.reconciler.check_server()
+        if self.epoch != self._decided_in:
+            self._below.clear()  # the next checkpoint will tell what may go
+        return mark
+
+    async def _is_aligned(self) -> bool:
+        """Whether the archive is a beginning of what this server holds. Another one may have lost entries,
+        and given their ids to others: those would pass for archived."""
+        if self.archives and self._aligned_in != self._decided_in:
+            try:
+                if await self.archived.align():
+                    self._aligned_in = self._decided_in
+            except (ArchiveError, StorageError) as error:
+                log.error("nothing is trimmed: the archive cannot be held against Redis", problem=str(error))
+        return not self.archives or self._aligned_in == self._decided_in
+
+    def _allowed(self, stream: StreamName) -> str | None:
+        """Entries below this id are archived; None where nothing has to be."""
+        if not self.archives:
+            return None
+        try:
+            last_id = Manifest.load(stream_folder(self.context.run_dir, stream)).last_id
+        except ArchiveError as error:
+            log.error("nothing is trimmed: the archive's manifest is damaged", problem=str(error))
+            return START
+        return START if last_id == START else id_after(last_id)
+
+    async def collect_claims(self) -> None:
+        """Remove the payloads of settled tickets that no entry claims: an entry goes only when it is archived
+        with its payload, or when no checkpoint needs it. Where the store is away they stay for now."""
+        try:
+            settled = await asyncio.to_thread(self._claims.settled, self.first_ticket)
+            if settled:
+                key = self.context.keys.trajectories()
+                claimed = {claim.pointer async for claim in claims_in(self.context.broker, key)}
+                await asyncio.to_thread(self._claims.remove, settled - claimed)
+        except (OSError, StoreError) as error:
+            log.warning("payloads that are no longer needed stay for now", error=str(error))
+
+    async def forget_departed(self, after_s: float = FORGET_AFTER_S) -> int:
+        """Remove heartbeats and consumers of processes that were silent for so long, unless this was done
+        lately; returns how many. Where nodes come and go under new names they would grow with the run. What
+        such a process holds stays."""
+        if time.monotonic() < self._next_look:
+            return 0
+        self._next_look = time.monotonic() + LOOK_S
+        broker, keys = self.context.broker, self.context.keys
+        try:
+            num_gone = await forget_heartbeats(broker, keys, after_s)
+            for lane in Lane:
+                num_gone += await forget_consumers(broker, keys.prompts(lane), ROLLOUT_GROUP, after_s)
+                num_gone += await forget_consumers(broker, keys.trajectories(lane), REWARD_GROUP, after_s)
+        except BrokerError as error:  # the users of an older release
+            log.info("what killed workers left in Redis stays there", reason=str(error))
+            self._next_look = float("inf")
+            return 0
+        return num_gone
+
+    async def close(self) -> None:
+        """Ask for nothing any more."""
+        await self.jobs.close()
