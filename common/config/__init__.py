@@ -1,9 +1,9 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
 from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.changes import FieldChange, changed_fields
 from tidemill.common.config.data import CurriculumConfig, DataConfig, SourceConfig
-from tidemill.common.config.loading import load_config, override_config, parse_config
-from tidemill.common.config.recorded import FieldChange, changed_fields, load_recorded, parse_recorded
+from tidemill.common.config.loading import load_config, load_recorded, override_config, parse_config
 from tidemill.common.config.reward import NamedRewardConfig, RewardConfig, RewardLimits
 from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
@@ -49,5 +49,4 @@ __all__ = [
     "load_recorded",
     "override_config",
     "parse_config",
-    "parse_recorded",
 ]

@@ -7,39 +7,37 @@ services/trainer/algorithm/losses; docs/algorithms.md says which to choose.
 
 import difflib
 import re
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from tidemill.common.config.algorithm_table import (
-    ADVANTAGES,
-    LOSSES,
-    AdvantageTraits,
-    LossTraits,
-    Preset,
-    with_preset,
-)
-from tidemill.common.config.corrections import Correction, with_correction
-from tidemill.common.config.losses import (
+from tidemill.common.config.algorithm_sections import (
     CovarianceConfig,
     DppoConfig,
-    ImportanceConfig,
-    RejectionConfig,
-    VespoConfig,
-)
-from tidemill.common.config.penalties import (
     EntropyControlConfig,
+    ImportanceConfig,
     KlConfig,
     KlControlConfig,
     LengthPenaltyConfig,
     OverlongConfig,
     ReferenceConfig,
+    RejectionConfig,
     RouterConfig,
     TeacherTermConfig,
     ValueConfig,
+    VespoConfig,
 )
-from tidemill.common.config.section import Section
+from tidemill.common.config.algorithm_table import (
+    ADVANTAGES,
+    LOSSES,
+    AdvantageTraits,
+    Correction,
+    LossTraits,
+    Preset,
+    with_named,
+)
+from tidemill.common.config.section import PathText, Rules, Section, refuse_broken
 
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""
@@ -52,14 +50,27 @@ def is_users_own(name: str) -> bool:
     return bool(_USERS_OWN.match(name))
 
 
+def _known(names: Collection[str]) -> AfterValidator:
+    """The type of a field that names one of these, or a function of the user's own."""
+
+    def check(name: str) -> str:
+        if name in names or is_users_own(name):
+            return name
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"take one of {', '.join(names)}, or path.py:name"
+        raise ValueError(f"no such algorithm {name!r}; {hint}")
+
+    return AfterValidator(check)
+
+
 class AlgorithmConfig(Section):
     """Advantages and loss. Defaults: GRPO, normalised by token (DAPO), truncated importance weights."""
 
     preset: Preset | None = None
     """Defaults of a published algorithm for the fields of this section; fields given beside it win."""
-    advantage: str = "grpo"
+    advantage: Annotated[PathText, _known(ADVANTAGES)] = "grpo"
     """How much better a completion was than expected: a name of docs/algorithms.md, or `path.py:name`."""
-    loss: str = "ppo"
+    loss: Annotated[PathText, _known(LOSSES)] = "ppo"
     """What is made of advantages and probabilities: a name of docs/algorithms.md, or `path.py:name`."""
     normalisation: Literal["sequence", "token", "constant", "prompt", "sequence_sum"] = "token"
     """What sums over tokens are divided by: `sequence` is GRPO, `token` is DAPO, `constant` is Dr. GRPO,
@@ -70,7 +81,7 @@ class AlgorithmConfig(Section):
     has moved."""
     clip_high: float = Field(0.28, ge=0.0, le=100.0)
     """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound); see `clip_low`."""
-    dual_clip: float | Literal["auto"] | None = "auto"
+    dual_clip: Annotated[float, Field(gt=1.0, le=1000.0)] | Literal["auto"] | None = "auto"
     """Bound of the ratio where the advantage is negative (dual-clip PPO, TRL's `delta`), above 1 + clip_high
     and at most 1000. `auto` is 3 (verl's) for `ppo` and `gspo`; null is none: one bad token that became
     likely can then outweigh all others."""
@@ -128,33 +139,12 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, given: Any) -> Any:
-        return with_preset(with_correction(given)) if isinstance(given, dict) else given
-
-    @field_validator("advantage")
-    @classmethod
-    def _is_advantage(cls, name: str) -> str:
-        return _known(name, tuple(ADVANTAGES))
-
-    @field_validator("loss")
-    @classmethod
-    def _is_loss(cls, name: str) -> str:
-        return _known(name, tuple(LOSSES))
-
-    @field_validator("dual_clip")
-    @classmethod
-    def _is_a_bound(cls, given: float | str | None) -> float | str | None:
-        if isinstance(given, float) and not 1.0 < given <= 1000.0:
-            raise ValueError(
-                f"input should be greater than 1 and at most 1000, or auto, or null; got {given}"
-            )
-        return given
+        return with_named(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "AlgorithmConfig":
         for rules in (self._ratio_rules, self._loss_rules, self._part_rules, self._shaping_rules):
-            for is_broken, reason in rules():
-                if is_broken:
-                    raise ValueError(reason)
+            refuse_broken(rules())
         return self
 
     @property
@@ -218,19 +208,14 @@ class AlgorithmConfig(Section):
     def has_token_advantages(self) -> bool:
         """Whether tokens of one sequence have different advantages, as far as the built-in ones go."""
         is_spread = self.needs_values or self.kl.place == "reward" or self.gamma < 1.0
-        return self.has_discount and is_spread
+        return self.advantage_traits.has_discount and is_spread
 
     @property
     def needs_values(self) -> bool:
         """Whether the advantage reads a value head."""
         return self.advantage_traits.needs_values
 
-    @property
-    def has_discount(self) -> bool:
-        """Whether the advantage knows rewards of single tokens."""
-        return self.advantage_traits.has_discount
-
-    def _ratio_rules(self) -> Iterator[tuple[bool, str]]:
+    def _ratio_rules(self) -> Rules:
         """The loss, the ratio and its corrections belong together."""
         old, loss, is_sequence = self.old_logprobs, self.loss_traits, self.loss_traits.level == "sequence"
         yield (
@@ -269,7 +254,7 @@ class AlgorithmConfig(Section):
                 "what the ordinary clip leaves open",
             )
 
-    def _loss_rules(self) -> Iterator[tuple[bool, str]]:
+    def _loss_rules(self) -> Rules:
         """What leaves out tokens fits the loss; options are those of the loss that is named."""
         rejection, is_sequence = self.rejection, self.loss_traits.level == "sequence"
         yield (
@@ -295,7 +280,7 @@ class AlgorithmConfig(Section):
             "below 1). Take loss ppo, or another advantage",
         )
 
-    def _part_rules(self) -> Iterator[tuple[bool, str]]:
+    def _part_rules(self) -> Rules:
         """KL, reference, teacher, value head and advantage belong together."""
         teacher, entropy = self.teacher, self.entropy_control
         yield (
@@ -319,12 +304,12 @@ class AlgorithmConfig(Section):
             f"outside of its low and high ({entropy.low:g} to {entropy.high:g})",
         )
         yield (
-            self.gamma < 1.0 and not self.has_discount,
+            self.gamma < 1.0 and not self.advantage_traits.has_discount,
             f"gamma ({self.gamma}) discounts the rewards of later tokens, and advantage: {self.advantage} "
             "knows one reward for a sequence; leave it at 1, or take gae or reinforce_plus_plus",
         )
 
-    def _shaping_rules(self) -> Iterator[tuple[bool, str]]:
+    def _shaping_rules(self) -> Rules:
         """What shapes rewards fits the advantage that compares them."""
         traits, has_length = self.advantage_traits, self.length_penalty.is_on
         for name, is_set in (
@@ -358,11 +343,3 @@ class AlgorithmConfig(Section):
             "overlong.penalty punishes completions at the length limit, mask_truncated leaves them out of "
             "the loss; choose one",
         )
-
-
-def _known(name: str, names: tuple[str, ...]) -> str:
-    if name in names or is_users_own(name):
-        return name
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"take one of {', '.join(names)}, or path.py:name"
-    raise ValueError(f"no such algorithm {name!r}; {hint}")

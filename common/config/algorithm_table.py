@@ -1,11 +1,11 @@
-"""The table of algorithms: advantages, losses and presets by name, with what follows from a name.
+"""Algorithms by name: advantages, losses, presets and corrections, with what follows from a name.
 
 The config's checks, the trainer and docs/algorithms.md read it; the functions behind the names are in
 services/trainer/algorithm.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tidemill.common.config.section import filled_in
 
@@ -83,124 +83,104 @@ LOSSES: dict[str, LossTraits] = {
     "vespo": LossTraits("sequence", weighs_by_rollout=True, options="vespo"),
 }
 
-Preset = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "reinforce_plus_plus",
-    "ppo",
-    "luspo",
-    "max_rl",
-    "scalerl",
-    "dppo",
-]
+
+def _preset(advantage: str, loss: str, normalisation: str, **others: Any) -> dict[str, Any]:
+    return {"advantage": advantage, "loss": loss, "normalisation": normalisation, **others}
+
 
 # None adds a KL penalty: it needs a reference model, and most recipes for verifiable rewards leave it out.
-PRESETS: dict[Preset, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     # arXiv 2402.03300
-    "grpo": {
-        "advantage": "grpo",
-        "loss": "ppo",
-        "normalisation": "sequence",
-        "clip_high": 0.2,
-    },
+    "grpo": _preset("grpo", "ppo", "sequence", clip_high=0.2),
     # arXiv 2503.20783
-    "dr_grpo": {
-        "advantage": "dr_grpo",
-        "loss": "ppo",
-        "normalisation": "constant",
-        "clip_high": 0.2,
-    },
+    "dr_grpo": _preset("dr_grpo", "ppo", "constant", clip_high=0.2),
     # arXiv 2503.14476
-    "dapo": {
-        "advantage": "grpo",
-        "loss": "ppo",
-        "normalisation": "token",
-        "clip_high": 0.28,
-        "filter_zero_variance": True,
-        "overlong": {"penalty": 1.0, "buffer_share": 0.2},
-    },
+    "dapo": _preset(
+        "grpo",
+        "ppo",
+        "token",
+        clip_high=0.28,
+        filter_zero_variance=True,
+        overlong={"penalty": 1.0, "buffer_share": 0.2},
+    ),
     # arXiv 2507.18071, section 5.1
-    "gspo": {
-        "advantage": "grpo",
-        "loss": "gspo",
-        "normalisation": "sequence",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "old_logprobs": "rollout",
-    },
+    "gspo": _preset("grpo", "gspo", "sequence", clip_low=3e-4, clip_high=4e-4, old_logprobs="rollout"),
     # arXiv 2506.13585: no lower bound; the upper one as in arXiv 2510.13786
-    "cispo": {
-        "advantage": "grpo",
-        "loss": "cispo",
-        "normalisation": "token",
-        "clip_low": 1.0,
-        "clip_high": 4.0,
-        "old_logprobs": "rollout",
-    },
+    "cispo": _preset("grpo", "cispo", "token", clip_low=1.0, clip_high=4.0, old_logprobs="rollout"),
     # arXiv 2402.14740
-    "rloo": {
-        "advantage": "rloo",
-        "loss": "reinforce",
-        "normalisation": "constant",
-    },
+    "rloo": _preset("rloo", "reinforce", "constant"),
     # arXiv 2501.03262
-    "reinforce_plus_plus": {
-        "advantage": "reinforce_plus_plus",
-        "loss": "ppo",
-        "normalisation": "token",
-        "clip_high": 0.2,
-    },
+    "reinforce_plus_plus": _preset("reinforce_plus_plus", "ppo", "token", clip_high=0.2),
     # arXiv 1707.06347, with the token as the action
-    "ppo": {
-        "advantage": "gae",
-        "loss": "ppo",
-        "normalisation": "token",
-        "clip_high": 0.2,
-        "gae_lambda": 0.95,
-    },
+    "ppo": _preset("gae", "ppo", "token", clip_high=0.2, gae_lambda=0.95),
     # arXiv 2602.05261, section 5.1: GSPO with each sequence's loss times its length
-    "luspo": {
-        "advantage": "grpo",
-        "loss": "gspo",
-        "normalisation": "sequence_sum",
-        "clip_low": 2e-3,
-        "clip_high": 2.5e-3,
-        "old_logprobs": "rollout",
-    },
+    "luspo": _preset("grpo", "gspo", "sequence_sum", clip_low=2e-3, clip_high=2.5e-3, old_logprobs="rollout"),
     # arXiv 2602.02710: its gradient is one of sums over a completion's tokens
-    "max_rl": {
-        "advantage": "max_rl",
-        "loss": "reinforce",
-        "normalisation": "constant",
-    },
+    "max_rl": _preset("max_rl", "reinforce", "constant"),
     # arXiv 2510.13786, section 4
-    "scalerl": {
-        "advantage": "scale_rl",
-        "loss": "cispo",
-        "normalisation": "prompt",
-        "clip_low": 1.0,
-        "clip_high": 4.0,
-        "old_logprobs": "rollout",
-        "filter_zero_variance": True,
-    },
+    "scalerl": _preset("scale_rl", "cispo", "prompt", clip_low=1.0, clip_high=4.0, old_logprobs="rollout")
+    | {"filter_zero_variance": True},
     # arXiv 2602.04879, with prime-rl's bounds and penalty
-    "dppo": {
-        "advantage": "dr_grpo",
-        "loss": "dppo_tv",
-        "normalisation": "token",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "old_logprobs": "rollout",
-        "rollout_penalty": 1e-3,
-    },
+    "dppo": _preset("dr_grpo", "dppo_tv", "token", clip_low=0.2, clip_high=0.2, old_logprobs="rollout")
+    | {"rollout_penalty": 1e-3},
 }
 
+_NONE = {"mode": "off"}
+_TOKEN = {"mode": "truncate", "level": "token", "low": 0.0, "high": 2.0}
+_ICEPOP = {"mode": "mask", "level": "token", "low": 0.5, "high": 5.0}
+_SEQUENCE = {"mode": "truncate", "level": "sequence", "low": 0.0, "high": 2.0}
+# verl's 0.999 to 1.001, which it bounds 1 / r with.
+_GEOMETRIC = {"seq_mean_k1": (1 / 1.001, 1 / 0.999)}
+_K3 = {"seq_mean_k3": 0.01}
 
-def with_preset(given: dict[str, Any]) -> dict[str, Any]:
-    """The section's fields with what its preset fills in; what is given wins."""
-    named = given.get("preset")
-    return filled_in(given, next((values for name, values in PRESETS.items() if name == named), {}))
+
+def _decoupled(importance: dict[str, Any], **rejection: Any) -> dict[str, Any]:
+    kept = {"bounds": rejection, "denominator": "kept"} if rejection else {}
+    return {"old_logprobs": "recompute", "importance": importance, "rejection": kept}
+
+
+def _bypass_ppo(**rejection: Any) -> dict[str, Any]:
+    return {"old_logprobs": "rollout", "importance": _NONE, "rejection": {"bounds": rejection}}
+
+
+def _bypass_pg(importance: dict[str, Any], **rejection: Any) -> dict[str, Any]:
+    return _decoupled(importance) | {"rejection": {"bounds": rejection}, "loss": "reinforce"}
+
+
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "decoupled_token_is": _decoupled(_TOKEN),
+    "decoupled_seq_is": _decoupled(_SEQUENCE),
+    "decoupled_token_icepop": _decoupled(_ICEPOP),
+    "decoupled_seq_is_rs": _decoupled(_SEQUENCE, seq_sum_k1=(0.5, 2.0)),
+    "decoupled_geo_rs": _decoupled(_NONE, **_GEOMETRIC),
+    "decoupled_geo_rs_seq_tis": _decoupled(_SEQUENCE, **_GEOMETRIC),
+    "decoupled_geo_rs_token_tis": _decoupled(_TOKEN, **_GEOMETRIC),
+    "decoupled_k3_rs": _decoupled(_NONE, **_K3),
+    "decoupled_k3_rs_seq_tis": _decoupled(_SEQUENCE, **_K3),
+    "decoupled_k3_rs_token_tis": _decoupled(_TOKEN, **_K3),
+    "bypass_ppo_clip": _bypass_ppo(),
+    "bypass_ppo_clip_geo_rs": _bypass_ppo(**_GEOMETRIC),
+    "bypass_ppo_clip_k3_rs": _bypass_ppo(**_K3),
+    "bypass_pg_is": _bypass_pg(_SEQUENCE),
+    "bypass_pg_token_icepop": _bypass_pg(_ICEPOP),
+    "bypass_pg_geo_rs": _bypass_pg(_NONE, **_GEOMETRIC),
+    "bypass_pg_geo_rs_seq_tis": _bypass_pg(_SEQUENCE, **_GEOMETRIC),
+    "bypass_pg_geo_rs_token_tis": _bypass_pg(_TOKEN, **_GEOMETRIC),
+    "disabled": _decoupled(_NONE),
+}
+"""Values of `old_logprobs`, `importance` and `rejection` by the names of verl's rollout correction.
+`decoupled` corrects the policy at the step's start; `bypass_ppo` takes PPO's ratio to the rollout instead;
+`bypass_pg` is REINFORCE. Rejected tokens leave the denominator where they do so in verl: when decoupled."""
+
+if TYPE_CHECKING:
+    Preset = str
+    Correction = str
+else:
+    Preset, Correction = Literal[tuple(PRESETS)], Literal[tuple(CORRECTIONS)]
+
+
+def with_named(given: dict[str, Any]) -> dict[str, Any]:
+    """The section's fields with what its correction and its preset fill in; what is given wins."""
+    for field, table in (("correction", CORRECTIONS), ("preset", PRESETS)):
+        given = filled_in(given, table.get(str(given.get(field)), {}))
+    return given

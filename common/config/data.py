@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
 
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import PathText, Section
 
 SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
@@ -19,7 +19,7 @@ class SourceConfig(Section):
 
     name: str = Field(pattern=SOURCE_NAME)
     """Its name in metrics and records, and in `sources` of rewards."""
-    path: str | list[str]
+    path: PathText | list[PathText]
     """File or files, as `data.train` takes them."""
     weight: float = Field(1.0, gt=0.0, le=1e6)
     """Its share of the groups is this, divided by the sum over all sources."""
@@ -62,8 +62,8 @@ class CurriculumConfig(Section):
         return self
 
 
-TRAIN_KINDS = FILE, FILES, SOURCES = "<file>", "<files>", "<sources>"
-"""What `data.train` can be. Pydantic puts them into the paths of its errors, where nobody expects them."""
+FILE, FILES, SOURCES = "<file>", "<files>", "<sources>"
+"""What `data.train` can be."""
 
 
 def _kind_of_train(given: Any) -> str:
@@ -73,8 +73,8 @@ def _kind_of_train(given: Any) -> str:
 
 
 Train = Annotated[
-    Annotated[str, Tag(FILE)]
-    | Annotated[list[str], Tag(FILES)]
+    Annotated[PathText, Tag(FILE)]
+    | Annotated[list[PathText], Tag(FILES)]
     | Annotated[list[SourceConfig], Tag(SOURCES)],
     Discriminator(_kind_of_train),
 ]
@@ -87,7 +87,7 @@ class DataConfig(Section):
     train: Train
     """File or files with the training prompts (`data/*.parquet` is a pattern), rows that Python code has
     (`my_env.py:MyEnv.rows`), or a list of sources (docs/data.md)."""
-    eval: dict[str, str] = Field(default_factory=dict)
+    eval: dict[str, PathText] = Field(default_factory=dict)
     """Evaluation sets by name; each is scored by the rewards of the run whose `lanes` hold `eval`."""
     columns: Columns = Field(default_factory=dict)
     """Own names of columns for `prompt`, `ground_truth`, `data_source` and `extra_info`, such as

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import PathText, Section
 
 SINGLE_TURN, TOOLS, AGENT = "single_turn", "tools", "agent"
 OPENENV = "openenv:"
@@ -16,14 +16,14 @@ CallFormat = Literal["auto", "hermes", "llama3", "json"]
 class EnvironmentConfig(Section):
     """What a rollout worker plays for each sample: a session of an environment and the model."""
 
-    use: str = SINGLE_TURN
+    use: PathText = SINGLE_TURN
     """`single_turn`: one completion and no more. `tools`: the functions of `tools`. `agent`: the program of
     `agent`. `openenv:http://host:port`: an OpenEnv server. Else a class or factory of your own,
     `my_env.py:MyEnv` or `package.module:MyEnv`: one of TRL's or SkyRL-gym's, or ours."""
-    tools: tuple[str, ...] = ()
+    tools: tuple[PathText, ...] = ()
     """Functions that the model may call, `my_tools.py:search` each: typed, with a docstring that says what
     each argument means; plain or async."""
-    agent: str = ""
+    agent: PathText = ""
     """A program that plays a session against an address like OpenAI's or Anthropic's: a function,
     `my_agent.py:run`, or a command that starts with `$ `, such as `$ python my_agent.py`."""
     gateway_host: str = Field("127.0.0.1", min_length=1)

@@ -10,13 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from tidemill.common.config.reward_kinds import (
-    JudgeConfig,
-    RewardModelConfig,
-    SandboxConfig,
-    TeacherConfig,
-)
-from tidemill.common.config.section import Section
+from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
+from tidemill.common.config.section import PathText, Section
 from tidemill.common.config.servers import LocalServersConfig, ServersConfig
 
 KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
@@ -50,7 +45,7 @@ class FunctionConfig(Section):
     per: Literal["sample", "group"] = "sample"
     """Whether a function that takes lists (TRL's style, verl's batch manager) is given one sample at a time
     or a whole group at once."""
-    tokenizer: str = ""
+    tokenizer: PathText = ""
     """Folder or hub name of what a function is given as `reward_model_tokenizer`."""
     router: str = ""
     """Name of the servers whose router's address a function is given as `reward_router_address`."""
@@ -76,7 +71,7 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     cache: bool | None = None
     """Keep results in Redis, so that nothing is paid for twice; null: for judges, models and
     teachers."""
-    function: str | None = None
+    function: PathText | None = None
     """A built-in, `path.py:name`, or `package.module:name`."""
     judge: JudgeConfig | None = None
     """A language model that judges."""
@@ -133,18 +128,18 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
 
 
 DEFAULT_FUNCTION = "gsm8k"
-Name = Annotated[str, StringConstraints(pattern=r"^[\w-]{1,64}$")]
+RewardName = Annotated[str, StringConstraints(pattern=r"^[\w-]{1,64}$")]
 Delay = Annotated[float, Field(ge=0.0, le=3600.0)]
 
 
 class RewardConfig(RewardLimits, FunctionConfig):
     """How the reward service turns trajectories into scores."""
 
-    function: str | None = None
+    function: PathText | None = None
     """A built-in (`gsm8k`, the default, `math`, `exact_match`), `path.py:name`, or `package.module:name`."""
-    rewards: dict[Name, NamedRewardConfig] = Field(default_factory=dict, max_length=64)
+    rewards: dict[RewardName, NamedRewardConfig] = Field(default_factory=dict, max_length=64)
     """Several rewards by name, in place of `function`; the reward is their weighted sum."""
-    group: str | None = None
+    group: PathText | None = None
     """What is done to the rewards of a training group when all are there: `rank`, `normalise`,
     `replace_failures_by_mean`, or `path.py:name`."""
     group_kwargs: dict[str, Any] = Field(default_factory=dict)

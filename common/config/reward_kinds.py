@@ -1,13 +1,13 @@
 """Kinds of rewards: judges, reward models, and code that is run."""
 
-import math
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import PathText, Range, Section, Template
 
+Label = Annotated[str, StringConstraints(pattern=r"\S")]
 SCORE = "score"
 """Name of the group in a verdict's regular expression, and of what a verdict is called in errors."""
 
@@ -24,13 +24,13 @@ class VerdictConfig(Section):
     else all of it. `{nonce}` is the word that the template shows as `{{ nonce }}`: no completion knows it."""
     json_field: str = ""
     """The last JSON object in the words with this field has the verdict; `a.b` is the field `b` of `a`."""
-    choices: dict[str, float] = Field(default_factory=dict, max_length=256)
+    choices: dict[Label, float] = Field(default_factory=dict, max_length=256)
     """Words and their values, such as {A: 1, B: 0}."""
-    range: tuple[float, float] | None = None
+    range: Range | None = None
     """Lowest and highest number that is a verdict; any other is none."""
     to_unit: bool = False
     """Map `range` onto 0 to 1."""
-    function: str = ""
+    function: PathText = ""
     """`path.py:name` of a function from the judge's words to a number, or a dict with `score`."""
 
     @model_validator(mode="after")
@@ -43,8 +43,6 @@ class VerdictConfig(Section):
             raise ValueError("give regex or json_field, not both")
         if self.to_unit and self.range is None:
             raise ValueError("to_unit needs a range")
-        if self.range is not None and not self.range[0] < self.range[1]:
-            raise ValueError(f"range must be [lowest, highest], got {list(self.range)}")
         return self
 
     @field_validator("regex")
@@ -55,13 +53,6 @@ class VerdictConfig(Section):
         except re.error as error:
             raise ValueError(f"{regex!r} is no regular expression: {error}") from None
         return regex
-
-    @field_validator("choices")
-    @classmethod
-    def _values_are_finite(cls, choices: dict[str, float]) -> dict[str, float]:
-        if any(not math.isfinite(value) or not label.strip() for label, value in choices.items()):
-            raise ValueError("each of the choices needs a word and a finite value")
-        return choices
 
 
 class AskingConfig(Section):
@@ -76,7 +67,7 @@ class JudgeConfig(AskingConfig):
 
     api: Literal["chat", "completions"] = "chat"
     """`chat` sends the template's text as the user's message, `completions` as it is."""
-    template: str = ""
+    template: Template = Field(min_length=1)
     """Jinja template of what the judge reads, or a file with it, relative to the config: from prompt and
     messages (the row's own), prompt_text (what the policy read), completion, conversation (messages and all
     that was said after them, calls of tools and their results too), ground_truth, extra, data_source, and
@@ -91,12 +82,6 @@ class JudgeConfig(AskingConfig):
     """Further fields of each request, such as {seed: 0} or vLLM's own."""
     verdict: VerdictConfig = VerdictConfig()
     """From the judge's words to a number."""
-
-    @model_validator(mode="after")
-    def _is_complete(self) -> Self:
-        if not self.template:
-            raise ValueError("a judge needs a template: its text, or a file with it")
-        return self
 
 
 class RewardModelConfig(AskingConfig):
@@ -114,24 +99,20 @@ class RewardModelConfig(AskingConfig):
     With `input: chat` or `text`, where the completion begins is unknown: use `last` or `all_mean`."""
     keep_token_rewards: bool = False
     """Keep the score of every token in the score's detail."""
-    normalise: Literal["none", "sigmoid", "standardise", "clip"] = "none"
-    """`sigmoid` maps to 0 to 1; `standardise` subtracts `mean` and divides by `std`; `clip` only clips."""
+    normalise: Literal["none", "sigmoid", "standardise"] = "none"
+    """`sigmoid` maps to 0 to 1; `standardise` subtracts `mean` and divides by `std`."""
     mean: float = Field(0.0, ge=-1e9, le=1e9)
     """With `standardise`: the mean of raw scores on data of yours. Fixed, so that a score never depends on
     what was scored before it."""
     std: float = Field(1.0, gt=0.0, le=1e9)
     """With `standardise`: their standard deviation."""
-    clip: tuple[float, float] | None = None
+    clip: Range | None = None
     """Lowest and highest value after normalisation."""
     max_tokens: int = Field(0, ge=0, le=1 << 20)
     """Longer inputs lose their beginning; 0 refuses what the model cannot take, and never cuts."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.clip is not None and self.clip[0] >= self.clip[1]:
-            raise ValueError(f"clip must be [lowest, highest], got {list(self.clip)}")
-        if self.normalise == "clip" and self.clip is None:
-            raise ValueError("normalise: clip needs clip: [lowest, highest]")
         if self.head == "token" and self.input != "ids" and self.token_reward not in ("last", "all_mean"):
             raise ValueError(
                 f"token_reward: {self.token_reward} needs input: ids, because only then is it known which "
@@ -151,7 +132,7 @@ class TeacherConfig(AskingConfig):
     """Column of the row with the prompt that the teacher reads in place of the policy's, text or chat
     messages: what only the teacher knows (self-distillation, arXiv 2601.19897). Empty: the policy's own
     prompt."""
-    template: str = ""
+    template: Template = ""
     """Or a Jinja template of it, or a file with one, from the same as a judge's: prompt, messages,
     ground_truth, extra, ..."""
     chat: bool = False

@@ -1,5 +1,6 @@
 """One YAML file per run: its sections, and the checks that span them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,7 +9,7 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 from tidemill.common.config.data import DataConfig, SourceConfig
 from tidemill.common.config.reward import RewardConfig, check_servers
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import PathText, Rules, Section, refuse_broken
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
@@ -22,7 +23,7 @@ def is_path(model: str) -> bool:
 class ModelConfig(Section):
     """The starting model: version 0 of the run."""
 
-    path: str
+    path: PathText
     """Folder of a Hugging Face causal language model with its tokenizer (or a hub name)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass, in the trainer and in the engine. Master weights are float32."""
@@ -94,9 +95,7 @@ class ExpectConfig(Section):
     """Final evaluation minus first evaluation is at least this."""
 
 
-FILTERED = (
-    "rollout.sampling (top_p, top_k, min_p) makes the rollout logprobs those of a filtered distribution"
-)
+FILTERED = "rollout.sampling (top_p, top_k, min_p) filters, so that rollout logprobs lie above the policy's"
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -120,26 +119,19 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> "RunConfig":
-        total = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
-        if total > self.model.max_model_len:
-            raise ValueError(
-                f"data.max_prompt_tokens ({self.data.max_prompt_tokens}) + rollout.sampling.max_tokens "
-                f"({self.rollout.sampling.max_tokens}) = {total} exceeds model.max_model_len "
-                f"({self.model.max_model_len}); lower one or raise the other"
-            )
-        if self.trainer.groups_per_step % self.trainer.mini_batches:
-            raise ValueError(
-                f"trainer.mini_batches ({self.trainer.mini_batches}) must divide trainer.groups_per_step "
-                f"({self.trainer.groups_per_step}): every update takes the same number of groups"
-            )
-        for field, size in self._group_sizes():
-            self._groups_fit(field, size)
-        self._sources_fit()
-        self._rewards_fit()
+        for rules in (
+            self._size_rules,
+            self._group_rules,
+            self._source_rules,
+            self._environment_rules,
+            self._comparison_rules,
+            self._teacher_rules,
+            self._filter_rules,
+        ):
+            refuse_broken(rules())
         check_servers(self.reward, self.servers)
-        self._teachers_fit()
-        self._algorithm_fits()
-        self._placement_fits()
+        if all(reward.environment for reward in self.reward.named.values()):
+            self.data.without_truth()
         return self
 
     @property
@@ -158,7 +150,11 @@ class RunConfig(Section):
     @property
     def largest_group_size(self) -> int:
         """Completions of the largest groups."""
-        return max(size for _, size in self._group_sizes())
+        return max(self._group_sizes().values())
+
+    def sampling_of(self, source: SourceConfig) -> SamplingConfig:
+        """How completions of a source are sampled."""
+        return SamplingConfig.model_validate(self.rollout.sampling.model_dump() | source.sampling)
 
     def turn_reward_weight(self, data_source: str, source: str = "") -> float:
         """What the environment's rewards of single turns count in training, by the weights of `reward`."""
@@ -171,223 +167,221 @@ class RunConfig(Section):
     @property
     def shared_turn_s(self) -> float | None:
         """Longest turn of an engine on GPUs that it has in turn with others; None where there are none."""
-        return (
-            self.rollout.gpu_turn_s if self.rollout.trainer_gpus == "turns" or self._shares_gpus() else None
-        )
+        is_shared = self.rollout.trainer_gpus == "turns" or self._shares_gpus()
+        return self.rollout.gpu_turn_s if is_shared else None
 
     def _shares_gpus(self) -> bool:
         return any(one.local and one.local.shares_rollout_gpus for one in self.servers.values())
 
-    def _placement_fits(self) -> None:
-        rollout = self.rollout
-        wanted = rollout.workers * rollout.vllm.tensor_parallel_size
-        if rollout.gpus and len(rollout.gpus) != wanted:
-            raise ValueError(
-                f"rollout.gpus names {len(rollout.gpus)} GPUs, but {rollout.workers} workers with "
-                f"{rollout.vllm.tensor_parallel_size} each (rollout.vllm.tensor_parallel_size) need {wanted}"
-            )
-        if self._shares_gpus() and not rollout.engine_traits.leaves_gpu:
-            raise ValueError("shares_rollout_gpus needs an engine that sleeps: rollout.engine vllm, on a GPU")
+    def _group_sizes(self) -> dict[str, int]:
+        """Every size that groups have, by the field that says so."""
+        sources = self.data.sources
+        own = {f"group_size of source {one.name!r}": one.group_size for one in sources if one.group_size}
+        needs_common = not sources or len(own) < len(sources)
+        return own | ({"trainer.group_size": self.trainer.group_size} if needs_common else {})
 
-    def _rewards_fit(self) -> None:
-        named = [name for name, reward in self.reward.named.items() if reward.environment]
-        if named and len(named) == len(self.reward.named):
-            self.data.without_truth()
-        if named and self.rollout.environment.is_single_turn:
-            raise ValueError(
-                f"reward.rewards.{named[0]} is the environment's own reward, but rollout.environment.use is "
-                "single_turn: nothing answers the model, and nothing gives that reward. Name an environment "
-                "in rollout.environment.use, or take another reward"
-            )
+    def _size_rules(self) -> Rules:
+        prompt, completion = self.data.max_prompt_tokens, self.rollout.sampling.max_tokens
+        yield (
+            prompt + completion > self.model.max_model_len,
+            f"data.max_prompt_tokens ({prompt}) + rollout.sampling.max_tokens ({completion}) = "
+            f"{prompt + completion} exceeds model.max_model_len ({self.model.max_model_len}); lower one or "
+            "raise the other",
+        )
+        trainer, rollout = self.trainer, self.rollout
+        yield (
+            trainer.groups_per_step % trainer.mini_batches,
+            f"trainer.mini_batches ({trainer.mini_batches}) must divide trainer.groups_per_step "
+            f"({trainer.groups_per_step}): every update takes the same number of groups",
+        )
+        is_length_known = trainer.epochs is None or "steps" in trainer.model_fields_set
+        yield (
+            is_length_known and trainer.optimizer.warmup_steps >= trainer.steps > 1,
+            f"trainer.optimizer.warmup_steps ({trainer.optimizer.warmup_steps}) must be below trainer.steps "
+            f"({trainer.steps}), or the learning rate never reaches its peak",
+        )
+        size = rollout.vllm.tensor_parallel_size
+        yield (
+            rollout.gpus and len(rollout.gpus) != rollout.workers * size,
+            f"rollout.gpus names {len(rollout.gpus)} GPUs, and rollout.workers ({rollout.workers}) times "
+            f"rollout.vllm.tensor_parallel_size ({size}) are {rollout.workers * size}",
+        )
+        yield (
+            self._shares_gpus() and not rollout.engine_traits.leaves_gpu,
+            "shares_rollout_gpus needs an engine that sleeps: rollout.engine vllm, on a GPU",
+        )
+        dataset = trainer.evaluation.keep_best.rpartition("/")[0]
+        yield (
+            dataset and dataset not in self.data.eval,
+            f"trainer.evaluation.keep_best names the dataset {dataset!r}; data.eval has "
+            f"{_list(self.data.eval)}",
+        )
+
+    def _group_rules(self) -> Rules:
         algorithm = self.trainer.algorithm
-        if named and algorithm.loss_traits.level == "sequence" and algorithm.has_discount:
-            raise ValueError(
-                f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a session, but advantage: "
-                f"{algorithm.advantage} places the environment's rewards of single turns "
-                f"(reward.rewards.{named[0]}) on their tokens. Take loss ppo, or another advantage"
-            )
-        if algorithm.advantage_traits.compares_rewards:
-            self._rewards_can_be_compared(algorithm.advantage)
-        environment = self.rollout.environment
-        if algorithm.overlong.penalty and not environment.is_single_turn and not environment.max_tokens:
-            raise ValueError(
-                "trainer.algorithm.overlong punishes sessions that come near the limit of their tokens, and "
-                "there is none: set rollout.environment.max_tokens, or leave the punishment out"
-            )
-
-    def _rewards_can_be_compared(self, advantage: str) -> None:
-        num_rewards = sum("train" in reward.lanes for reward in self.reward.rewards.values())
-        if num_rewards < 2:
-            raise ValueError(
-                f"trainer.algorithm.advantage: {advantage} normalises each reward by itself before they are "
-                f"added up, and reward.rewards has {num_rewards} for training; name several there, or take "
-                "grpo_batch"
-            )
-        if named := [name for name, reward in self.reward.rewards.items() if reward.sources]:
-            raise ValueError(
-                f"reward.rewards.{named[0]} scores some sources only, and trainer.algorithm.advantage: "
-                f"{advantage} adds up every reward of every group, each normalised; take grpo_batch, or let "
-                "all rewards score all sources"
-            )
-        if self.reward.group:
-            raise ValueError(
-                f"reward.group: {self.reward.group} changes the sum of a sample's rewards, and "
-                f"trainer.algorithm.advantage: {advantage} looks at each reward by itself and would not see "
-                "it; leave one of them out"
-            )
-
-    def _teachers_fit(self) -> None:
-        if not self.reward.teachers:
-            return
-        algorithm, sampling = self.trainer.algorithm, self.rollout.sampling
-        name = next(iter(self.reward.teachers))
-        if sampling.temperature != 1.0:
-            raise ValueError(
-                f"rollout.sampling.temperature is {sampling.temperature:g}, and the logprobs of the teacher "
-                f"reward.rewards.{name} are those of temperature 1: the two distributions would differ where "
-                "the models do not. Sample at temperature 1"
-            )
-        if algorithm.teacher.place == "loss":
-            return
-        if self._is_sampling_filtered():
-            raise ValueError(
-                f"{FILTERED}, and trainer.algorithm.teacher.place: reward would take their distance from "
-                f"the teacher (reward.rewards.{name}) for KL; sample unfiltered, or take place: loss"
-            )
-        has_weight = any(teacher.weight for teacher in self.reward.teachers.values())
-        if algorithm.loss_traits.level == "sequence" and has_weight:
-            raise ValueError(
-                f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a sequence, and a teacher "
-                f"(reward.rewards.{name}) gives one for each token. Take loss ppo or reinforce, or "
-                "trainer.algorithm.teacher.place: loss"
-            )
-
-    def _group_sizes(self) -> list[tuple[str, int]]:
-        """Every size that groups have, with the field that says so."""
-        own = [
-            (f"group_size of source {source.name!r}", source.group_size)
-            for source in self.data.sources
-            if source.group_size is not None
-        ]
-        needs_common = not self.data.sources or len(own) < len(self.data.sources)
-        return [("trainer.group_size", self.trainer.group_size)] * needs_common + own
-
-    def _groups_fit(self, field: str, size: int) -> None:
-        algorithm = self.trainer.algorithm
-        if self.reward.min_group_size > size:
-            raise ValueError(
-                f"reward.min_group_size ({self.reward.min_group_size}) exceeds {field} ({size}): "
-                "no group could ever be trained"
-            )
-        if size < 2 and algorithm.filter_zero_variance:
-            raise ValueError(f"filter_zero_variance needs {field} of at least 2")
         traits = algorithm.advantage_traits
-        if size < 2 and traits.compares_siblings and not self.reward.distils_alone:
-            raise ValueError(
-                f"trainer.algorithm.advantage: {algorithm.advantage} compares the completions of a group, "
-                f"and {field} is {size}: every advantage would be 0. Take at least 2, or "
-                "reinforce_plus_plus or gae"
+        for field, size in self._group_sizes().items():
+            yield (
+                self.reward.min_group_size > size,
+                f"reward.min_group_size ({self.reward.min_group_size}) exceeds {field} ({size}): no group "
+                "could ever be trained",
             )
-        if traits.is_binary and algorithm.pass_k > size:
-            raise ValueError(
-                f"trainer.algorithm.pass_k ({algorithm.pass_k}) exceeds {field} ({size}): a group "
-                "holds no set of that many completions"
+            yield (
+                size < 2 and algorithm.filter_zero_variance,
+                f"filter_zero_variance needs {field} of at least 2",
+            )
+            yield (
+                size < 2 and traits.compares_siblings and not self.reward.distils_alone,
+                f"trainer.algorithm.advantage: {algorithm.advantage} compares completions of a group, and "
+                f"{field} is {size}: every advantage would be 0. Take at least 2, or gae",
+            )
+            yield (
+                traits.is_binary and algorithm.pass_k > size,
+                f"trainer.algorithm.pass_k ({algorithm.pass_k}) exceeds {field} ({size}): a group holds no "
+                "set of that many completions",
             )
 
-    def _sources_fit(self) -> None:
-        if self.data.sources and self.trainer.epochs is not None:
-            raise ValueError(
-                "trainer.epochs counts passes over one training set, and data.train lists sources, which "
-                "have `epochs` of their own; give trainer.steps in its place"
+    def _source_rules(self) -> Rules:
+        sources, limit = self.data.sources, self.rollout.sampling.max_tokens
+        names, sets = {source.name for source in sources}, self.data.eval
+        yield (
+            sources and self.trainer.epochs is not None,
+            "trainer.epochs counts passes over one training set, and sources of data.train have `epochs` of "
+            "their own; give trainer.steps in its place",
+        )
+        for source in sources:
+            whose = f"source {source.name!r}"
+            try:
+                own = self.sampling_of(source).max_tokens
+            except ValidationError as error:
+                (field,), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
+                raise ValueError(f"sampling.{field} of {whose}: {reason}") from None
+            yield (
+                own > limit,
+                f"sampling.max_tokens of {whose} ({own}) exceeds rollout.sampling.max_tokens ({limit}), "
+                "which is the run's limit; raise that one, or lower this one",
             )
-        for source in self.data.sources:
-            self._sampling_fits(source)
-        playing = [source.name for source in self.data.sources if source.environment]
-        if playing and self.rollout.environment.is_single_turn:
-            raise ValueError(
-                f"source {playing[0]!r} names an environment, and rollout.environment.use is single_turn; "
-                "name there what offers several, or leave it out"
+            yield (
+                own != limit and self.trainer.algorithm.overlong.penalty,
+                f"{whose} has sampling.max_tokens of its own, and trainer.algorithm.overlong punishes what "
+                "comes near rollout.sampling.max_tokens: choose one",
             )
-        names = {source.name for source in self.data.sources}
-        for reward, named in self.reward.rewards.items():
-            if named.sources and not names:
-                raise ValueError(
-                    f"reward.rewards.{reward} has sources, and data.train lists none: list them, or choose "
-                    "by `applies_to`"
-                )
-            if unknown := sorted({*named.sources} - names - self.data.eval.keys()):
-                raise ValueError(
-                    f"reward.rewards.{reward}.sources names {unknown[0]!r}; data.train has the sources "
-                    f"{', '.join(sorted(names)) or 'none'}, and data.eval has "
-                    f"{', '.join(self.data.eval) or 'none'}"
-                )
-        for what, lane, known in (("source", "train", names), ("evaluation set", "eval", self.data.eval)):
+            yield (
+                source.environment and self.rollout.environment.is_single_turn,
+                f"{whose} names an environment, and rollout.environment.use is single_turn; name there what "
+                "offers several, or leave it out",
+            )
+        for name, reward in self.reward.rewards.items():
+            unknown = sorted({*reward.sources} - names - sets.keys())
+            yield (
+                reward.sources and not names,
+                f"reward.rewards.{name} has sources, and data.train lists none: list them, or choose by "
+                "`applies_to`",
+            )
+            yield (
+                unknown,
+                f"reward.rewards.{name}.sources names {_list(unknown)}; data.train has the sources "
+                f"{_list(sorted(names))}, and data.eval has {_list(sets)}",
+            )
+        for what, lane, known in (("source", "train", names), ("evaluation set", "eval", sets)):
             scoring = [reward for reward in self.reward.named.values() if lane in reward.lanes]
             for name in sorted(known):
-                if all(reward.sources and name not in reward.sources for reward in scoring):
-                    raise ValueError(f"no reward scores {what} {name!r}: add it to `sources` of one")
+                yield (
+                    all(reward.sources and name not in reward.sources for reward in scoring),
+                    f"no reward scores {what} {name!r}: add it to `sources` of one",
+                )
 
-    def sampling_of(self, source: SourceConfig) -> SamplingConfig:
-        """How completions of a source are sampled."""
-        return SamplingConfig.model_validate(self.rollout.sampling.model_dump() | source.sampling)
+    def _environment_rules(self) -> Rules:
+        environment, algorithm = self.rollout.environment, self.trainer.algorithm
+        own = [name for name, reward in self.reward.named.items() if reward.environment]
+        yield (
+            own and environment.is_single_turn,
+            f"reward.rewards.{_list(own)} is the environment's own reward, and rollout.environment.use is "
+            "single_turn, which gives none: name an environment there, or take another reward",
+        )
+        yield (
+            own and algorithm.loss_traits.level == "sequence" and algorithm.advantage_traits.has_discount,
+            f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a session, but advantage: "
+            f"{algorithm.advantage} places the environment's rewards of single turns (reward.rewards."
+            f"{_list(own)}) on their tokens. Take loss ppo, or another advantage",
+        )
+        yield (
+            algorithm.overlong.penalty and not environment.is_single_turn and not environment.max_tokens,
+            "trainer.algorithm.overlong punishes sessions that come near the limit of their tokens, and "
+            "there is none: set rollout.environment.max_tokens, or leave the punishment out",
+        )
 
-    def _sampling_fits(self, source: SourceConfig) -> None:
-        try:
-            limit, own = self.rollout.sampling.max_tokens, self.sampling_of(source).max_tokens
-        except ValidationError as error:
-            (field,), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
-            raise ValueError(f"sampling.{field} of source {source.name!r}: {reason}") from None
-        if own > limit:
-            raise ValueError(
-                f"sampling.max_tokens of source {source.name!r} ({own}) exceeds rollout.sampling.max_tokens "
-                f"({limit}), which is the run's limit; raise that one, or lower this one"
-            )
-        if own != limit and self.trainer.algorithm.overlong.penalty:
-            raise ValueError(
-                f"source {source.name!r} has sampling.max_tokens of its own, and trainer.algorithm.overlong "
-                "punishes what comes near rollout.sampling.max_tokens: choose one"
-            )
+    def _comparison_rules(self) -> Rules:
+        """What fits an advantage that compares each reward by itself."""
+        if not self.trainer.algorithm.advantage_traits.compares_rewards:
+            return
+        rewards = self.reward.rewards
+        advantage = f"trainer.algorithm.advantage: {self.trainer.algorithm.advantage}"
+        num_rewards = sum("train" in reward.lanes for reward in rewards.values())
+        of_sources = [name for name, reward in rewards.items() if reward.sources]
+        yield (
+            num_rewards < 2,
+            f"{advantage} normalises each reward by itself before they are added up, and reward.rewards has "
+            f"{num_rewards} for training; name several there, or take grpo_batch",
+        )
+        yield (
+            of_sources,
+            f"reward.rewards.{_list(of_sources)} scores some sources only, and {advantage} adds up every "
+            "reward of every group; take grpo_batch, or let all rewards score all sources",
+        )
+        yield (
+            self.reward.group,
+            f"reward.group: {self.reward.group} changes the sum of a sample's rewards, and {advantage} looks "
+            "at each reward by itself and would not see it; leave one of them out",
+        )
+
+    def _teacher_rules(self) -> Rules:
+        teachers, algorithm = self.reward.teachers, self.trainer.algorithm
+        temperature, is_reward = self.rollout.sampling.temperature, algorithm.teacher.place == "reward"
+        whose = f"the teacher reward.rewards.{_list(teachers)}"
+        yield (
+            teachers and temperature != 1.0,
+            f"rollout.sampling.temperature is {temperature:g}, and the logprobs of {whose} are those of "
+            "temperature 1: sample at temperature 1",
+        )
+        yield (
+            teachers and is_reward and self._is_sampling_filtered(),
+            f"{FILTERED}, and trainer.algorithm.teacher.place: reward would take their distance from {whose} "
+            "for KL; sample unfiltered, or take place: loss",
+        )
+        has_weight = any(teacher.weight for teacher in teachers.values())
+        yield (
+            has_weight and is_reward and algorithm.loss_traits.level == "sequence",
+            f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a sequence, and {whose} gives "
+            "one for each token. Take loss ppo or reinforce, or trainer.algorithm.teacher.place: loss",
+        )
 
     def _is_sampling_filtered(self) -> bool:
         every = [self.rollout.sampling, *map(self.sampling_of, self.data.sources)]
         return any(s.top_p < 1.0 or s.top_k or s.min_p for s in every)
 
-    def _sampling_is_corrected(self) -> None:
-        """Filtered sampling gives each token a rollout logprob above the policy's: what takes the gap for a
-        moved policy is refused."""
-        algorithm = self.trainer.algorithm
+    def _filter_rules(self) -> Rules:
+        """What takes the gap of filtered sampling for a policy that has moved."""
         if not self._is_sampling_filtered():
             return
+        algorithm = self.trainer.algorithm
         rejecting = algorithm.rejection.of_sequences
         level, mode = algorithm.importance.level, algorithm.importance_mode
         is_of_sequences = level == "sequence" or (level == "geometric" and mode == "mask")
-        for field, is_wrong, effect in (
-            ("old_logprobs: rollout", algorithm.old_logprobs == "rollout",
+        for is_wrong, field, effect in (
+            (algorithm.old_logprobs == "rollout", "old_logprobs: rollout",
              "would clip the ratio of tokens that have not moved; take recompute"),
-            ("rollout_penalty", algorithm.rollout_penalty, "would pull the policy towards it; leave it out"),
-            ("kl.place: reward", algorithm.kl.place == "reward",
+            (algorithm.rollout_penalty, "rollout_penalty", "would pull the policy towards it; leave it out"),
+            (algorithm.kl.place == "reward", "kl.place: reward",
              "would take their distance from the reference for KL; put the penalty into the loss"),
-            (f"rejection.bounds.{rejecting[0]}" if rejecting else "", rejecting,
+            (rejecting, f"rejection.bounds.{_list(rejecting)}",
              "would reject nearly every sequence for it; sample unfiltered, or leave the criterion out"),
-            (f"importance.level: {level}", mode != "off" and is_of_sequences,
+            (mode != "off" and is_of_sequences, f"importance.level: {level}",
              "would multiply the gaps of all tokens of a sequence, until next to nothing is left of its "
              "weight; sample unfiltered, or take level token"),
         ):  # fmt: skip
-            if is_wrong:
-                raise ValueError(f"{FILTERED}, and trainer.algorithm.{field} {effect}")
+            yield is_wrong, f"{FILTERED}, and trainer.algorithm.{field} {effect}"
 
-    def _algorithm_fits(self) -> None:
-        trainer = self.trainer
-        self._sampling_is_corrected()
-        dataset = trainer.evaluation.keep_best.rpartition("/")[0]
-        if dataset and dataset not in self.data.eval:
-            raise ValueError(
-                f"trainer.evaluation.keep_best names the dataset {dataset!r}; data.eval has "
-                f"{', '.join(self.data.eval) or 'none'}"
-            )
-        is_length_known = trainer.epochs is None or "steps" in trainer.model_fields_set
-        if is_length_known and trainer.optimizer.warmup_steps >= trainer.steps > 1:
-            raise ValueError(
-                f"trainer.optimizer.warmup_steps ({trainer.optimizer.warmup_steps}) must be below "
-                f"trainer.steps ({trainer.steps}), or the learning rate never reaches its peak"
-            )
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

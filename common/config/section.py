@@ -1,9 +1,11 @@
-"""The base of every configuration section: frozen, closed, documented."""
+"""The base of every configuration section: frozen, closed, documented; and what sections share."""
 
-from collections.abc import Mapping
-from typing import Any
+import glob
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads `off` as false."""
@@ -13,6 +15,58 @@ class Section(BaseModel):
     """A part of the run's one YAML file. Unknown fields are errors; values never change after start."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def resolved(value: str, info: ValidationInfo) -> str:
+    """A path of a config file as an absolute one, where it is relative to the file's folder and exists there;
+    also one with a name in the file (`.py:name`), a split (`folder@split`), or a pattern."""
+    base: Path | None = (info.context or {}).get("base")
+    if base is None or not value or Path(value).is_absolute():
+        return value
+    folder, at, split = value.rpartition("@")
+    if at and (base / folder).is_dir():
+        return f"{(base / folder).resolve()}@{split}"
+    file, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    is_pattern = glob.has_magic(value) and any(glob.iglob(str(base / value), recursive=True))
+    if value.startswith(".") or is_pattern or (base / file).exists():
+        return f"{(base / file).resolve()}{colon}{name}"
+    return value
+
+
+def _read_template(value: str, info: ValidationInfo) -> str:
+    """The template itself, for workers elsewhere: a text without a field would show nothing of the sample, so
+    it names a file."""
+    base: Path | None = (info.context or {}).get("base")
+    if base is None or not value or any(sign in value for sign in "{\n"):
+        return value
+    try:
+        return (base / value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the file {base / value}: {error}") from None
+
+
+PathText = Annotated[str, AfterValidator(resolved)]
+"""A path, or a name with a path in it, relative to the config file."""
+Template = Annotated[str, AfterValidator(_read_template)]
+"""A Jinja template, or a file with one, relative to the config file."""
+
+
+def _ascends(given: tuple[float, float]) -> tuple[float, float]:
+    if not given[0] < given[1]:
+        raise ValueError(f"must be [lowest, highest], got {list(given)}")
+    return given
+
+
+Range = Annotated[tuple[float, float], AfterValidator(_ascends)]
+"""Lowest and highest value."""
+Rules = Iterator[tuple[object, str]]
+"""What fields have to fit: what is truthy where they do not, and the reason."""
+
+
+def refuse_broken(rules: Rules) -> None:
+    """Raise ValueError with the reason of the first rule that is broken."""
+    if reason := next((reason for is_broken, reason in rules if is_broken), ""):
+        raise ValueError(reason)
 
 
 def filled_in(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """The `servers` section: models behind HTTP, which judges, reward models, teachers and functions name."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import Section, resolved
 
 
 class LimitsConfig(Section):
@@ -100,6 +100,14 @@ class ServersConfig(Section):
         if len(set(urls)) < len(urls):
             raise ValueError("an address is given twice")
         return tuple(url.rstrip("/") for url in urls)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _local_model_is_a_path(cls, tree: Any, info: ValidationInfo) -> Any:
+        """Only where they are local: others may call their model as a folder here is called."""
+        if not isinstance(tree, dict) or tree.get("local") is None or not isinstance(tree.get("model"), str):
+            return tree
+        return {**tree, "model": resolved(tree["model"], info)}
 
     @model_validator(mode="after")
     def _local_servers_have_a_model(self) -> Self:

@@ -3,8 +3,8 @@
 import importlib.util
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tidemill.common.config import RunConfig
@@ -13,26 +13,23 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.run.dataset import Row
 
-TIMEOUT_S = {
-    Program.TRAINER_CHECK: 180.0,
-    Program.TRAINER_MEMORY: 300.0,
-    Program.REWARD_CHECK: 120.0,
-    Program.ROLLOUT_CHECK: 180.0,
-}
+TIMEOUT_S = 300.0
 """Importing torch on a busy machine takes its time."""
-CALLED, READS, PLAYED = "tidemill-called: ", "tidemill-reads: ", "tidemill-played: "
-"""Begin the lines of a check's output that tell of a call, of what is read, and of a session; a user's module
-may print others."""
+ANSWER = "tidemill-answer: "
+"""Begins the line with a program's answer; a user's module may print others."""
+
+Answer = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class RewardFindings:
-    """What the check of the rewards saw."""
-
-    called: list[str] = field(default_factory=list)
-    """What came of calling the functions, a line each."""
-    reads: dict[str, str] = field(default_factory=dict)
-    """By the names of judges and reward models, what they will read of the row."""
+def answer_check(answer: Callable[[Any], Answer]) -> int:
+    """What a checking program does: its argument is a request in JSON, the answer a line of its output, and a
+    ConfigError the last line on stderr. Returns the exit code."""
+    try:
+        print(ANSWER + json.dumps(answer(json.loads(sys.argv[1]))))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -44,29 +41,22 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
     if is_users_own(advantage) or is_users_own(loss):
         what = f"trainer.algorithm: advantage {advantage} or loss {loss}"
-        _run(Program.TRAINER_CHECK, [algorithm.model_dump_json()], what)
+        _ask(Program.TRAINER_CHECK, algorithm.model_dump(mode="json"), what)
 
 
-def check_reward(config: RunConfig, row: Row | None = None, calls: bool = False) -> RewardFindings:
+def check_reward(config: RunConfig, row: Row | None = None, calls: bool = False) -> Answer:
     """Have a process of the reward service load every reward, as its workers will.
 
-    With a row, judges and reward models tell what they would read of it; with `calls` too, every reward that
-    is a function is called once, with that row and an empty completion.
+    With a row, `reads` is what judges and reward models would read of it, by their names; with `calls` too,
+    every reward that is a function is called once, with that row and an empty completion, and `called` is
+    what came of it, a line each.
 
     Raises:
         ConfigError: one cannot be imported, or does not take what it will be given.
     """
-    arguments = [config.model_dump_json()]
-    if row is not None:
-        arguments.append(_row_json(row))
-        arguments += ["call"] if calls else []
+    request = {"config": config.model_dump(mode="json"), "row": _fields(row), "calls": calls}
     named = ", ".join(reward.function or name for name, reward in config.reward.named.items())
-    lines = _run(Program.REWARD_CHECK, arguments, f"reward {named}").splitlines()
-    reads: dict[str, str] = {}
-    for line in lines:
-        if line.startswith(READS):
-            reads |= json.loads(line.removeprefix(READS))
-    return RewardFindings([line.removeprefix(CALLED) for line in lines if line.startswith(CALLED)], reads)
+    return _ask(Program.REWARD_CHECK, request, f"reward {named}")
 
 
 def check_environment(config: RunConfig, row: Row | None = None) -> list[str]:
@@ -79,11 +69,9 @@ def check_environment(config: RunConfig, row: Row | None = None) -> list[str]:
     section = config.rollout.environment
     if section.is_single_turn:
         return []
-    arguments = [config.model_dump_json()]
-    if row is not None:
-        arguments.append(_row_json(row))
-    lines = _run(Program.ROLLOUT_CHECK, arguments, f"rollout.environment.use {section.use}").splitlines()
-    return [line.removeprefix(PLAYED) for line in lines if line.startswith(PLAYED)]
+    request = {"config": config.model_dump(mode="json"), "row": _fields(row)}
+    answer = _ask(Program.ROLLOUT_CHECK, request, f"rollout.environment.use {section.use}")
+    return list(answer["played"])
 
 
 def compute_memory(
@@ -96,30 +84,26 @@ def compute_memory(
     Raises:
         ConfigError: the model cannot be measured.
     """
-    tree = config.model_dump(mode="json")
-    request = json.dumps({"config": tree, "machines": list(machines), "finds": finds})
-    output = _run(Program.TRAINER_MEMORY, [request], f"model.path {config.model.path}")
-    fits: list[dict[str, Any]] = json.loads(output.splitlines()[-1])["fits"]
-    return fits
+    request = {"config": config.model_dump(mode="json"), "machines": list(machines), "finds": finds}
+    return list(_ask(Program.TRAINER_MEMORY, request, f"model.path {config.model.path}")["fits"])
 
 
-def _row_json(row: Row) -> str:
+def _fields(row: Row | None) -> dict[str, Any] | None:
     names = ("prompt", "data_source", "ground_truth", "extra", "source")
-    return json.dumps({name: getattr(row, name) for name in names}, default=str)
+    return None if row is None else {name: getattr(row, name) for name in names}
 
 
-def _run(program: Program, arguments: list[str], what: str) -> str:
-    """The output of a check of `what`."""
-    timeout_s = TIMEOUT_S[program]
+def _ask(program: Program, request: Any, what: str) -> Answer:
+    """The answer of a program that checks `what`."""
+    command = run_own(program, json.dumps(request, default=str))
     try:
-        result = subprocess.run(
-            run_own(program, *arguments), capture_output=True, text=True, timeout=timeout_s
-        )
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{what}: importing or calling it took longer than {timeout_s:g} s") from None
+        raise ConfigError(f"{what}: importing or calling it took longer than {TIMEOUT_S:g} s") from None
     if result.returncode == 0:
-        return result.stdout
-    # The reason is the last line: the module may have written lines of its own.
+        lines = (line for line in result.stdout.splitlines() if line.startswith(ANSWER))
+        answer: Answer = json.loads(next(lines).removeprefix(ANSWER))
+        return answer
     reason = (result.stderr.strip().splitlines() or [""])[-1]
     if result.returncode != ConfigError.exit_code:
         reason = f"{what}: its import ended Python: {reason or 'no reason given'}"

@@ -1,4 +1,5 @@
-"""Every metric of every service, with help and unit. Labels are few and of low cardinality.
+"""Every metric of every service, with help and unit; names begin with `tidemill_`. Labels are few and of low
+cardinality.
 
 Most belong to the process that exports them. Those in `RUN` describe a whole run as Redis knows it, and are
 exported by one process: `python -m tidemill.services.console.exporter`.
@@ -16,294 +17,243 @@ RUN = CollectorRegistry()
 _LATENCY_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _AGES = (0, 1, 2, 3, 4, 6, 8, 16, 32)
-_Latency = partial(Histogram, buckets=_LATENCY_S)
-_ShortTime = partial(Histogram, buckets=_SHORT_S)
-_RunGauge = partial(Gauge, registry=RUN)
+counter = partial(Counter, namespace="tidemill")
+gauge = partial(Gauge, namespace="tidemill")
+run_gauge = partial(gauge, registry=RUN)
+histogram = partial(Histogram, namespace="tidemill")
+latency = partial(histogram, buckets=_LATENCY_S)
+short_time = partial(histogram, buckets=_SHORT_S)
 
-ACTIVITY_SECONDS = Counter(
-    "tidemill_activity_seconds_total", "Time spent in each state, working or waiting", ["role", "state"]
+ACTIVITY_SECONDS = counter(
+    "activity_seconds_total", "Time spent in each state, working or waiting", ["role", "state"]
 )
-RUN_INFO = Gauge(
-    "tidemill_run_info", "1; labels say which run and role this process serves", ["run_id", "role"]
-)
+RUN_INFO = gauge("run_info", "1; labels say which run and role this process serves", ["run_id", "role"])
 
-LOOP_LAG_SECONDS = Histogram(
-    "tidemill_loop_lag_seconds",
+LOOP_LAG_SECONDS = histogram(
+    "loop_lag_seconds",
     "How late the event loop woke a probe that slept: work that holds up everything else",
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
 )
 
-REDIS_RETRIES = Counter("tidemill_redis_retries_total", "Redis commands repeated after a passing error")
-REDIS_WAIT = Counter(
-    "tidemill_redis_wait_seconds_total",
+REDIS_RETRIES = counter("redis_retries_total", "Redis commands repeated after a passing error")
+REDIS_WAIT = counter(
+    "redis_wait_seconds_total",
     "Pauses before commands were repeated, because Redis was away (redis) or full (memory)",
     ["cause"],
 )
-REDIS_SECONDS = _ShortTime(
-    "tidemill_redis_seconds", "Time of one Redis command that does not block, as it was felt"
+REDIS_SECONDS = short_time("redis_seconds", "Time of one Redis command that does not block, as it was felt")
+REDIS_MAY_EVICT = gauge("redis_may_evict", "1 while the maxmemory-policy lets Redis delete keys")
+REDIS_EVICTED_KEYS = counter(
+    "redis_evicted_keys_total", "Keys that Redis has deleted to make room, which it must never do"
 )
-REDIS_MAY_EVICT = Gauge("tidemill_redis_may_evict", "1 while the maxmemory-policy lets Redis delete keys")
-REDIS_EVICTED_KEYS = Counter(
-    "tidemill_redis_evicted_keys_total", "Keys that Redis has deleted to make room, which it must never do"
-)
-REDIS_MEMORY_SHARE = Gauge(
-    "tidemill_redis_memory_share", "Memory of Redis in use over its maxmemory; 0 without a limit"
+REDIS_MEMORY_SHARE = gauge(
+    "redis_memory_share", "Memory of Redis in use over its maxmemory; 0 without a limit"
 )
 
-DELIVERIES = Counter("tidemill_deliveries_total", "Messages received through a consumer group", ["stream"])
-RECLAIMED = Counter("tidemill_reclaimed_total", "Messages taken over from a silent consumer", ["stream"])
-LEASES_LOST = Counter(
-    "tidemill_leases_lost_total", "Held messages that another consumer took over", ["stream"]
-)
-HANDED_BACK = Counter(
-    "tidemill_handed_back_total", "Messages given back unfinished while draining", ["stream"]
-)
-DEAD_LETTERS = Counter("tidemill_dead_letters_total", "Messages put into the dead-letter stream", ["stream"])
+DELIVERIES = counter("deliveries_total", "Messages received through a consumer group", ["stream"])
+RECLAIMED = counter("reclaimed_total", "Messages taken over from a silent consumer", ["stream"])
+LEASES_LOST = counter("leases_lost_total", "Held messages that another consumer took over", ["stream"])
+HANDED_BACK = counter("handed_back_total", "Messages given back unfinished while draining", ["stream"])
+DEAD_LETTERS = counter("dead_letters_total", "Messages put into the dead-letter stream", ["stream"])
 
-ENGINE_VERSION = Gauge("tidemill_engine_version", "Version of the weights this worker generates with")
-TRAJECTORIES_PUBLISHED = Counter("tidemill_trajectories_published_total", "Trajectories published", ["lane"])
-PROMPT_TOKENS = Counter("tidemill_prompt_tokens_total", "Prompt tokens of published completions", ["lane"])
-COMPLETION_TOKENS = Counter("tidemill_completion_tokens_total", "Completion tokens published", ["lane"])
-GENERATION_SECONDS = _Latency("tidemill_generation_seconds", "Time to generate one completion", ["lane"])
-GROUPS_IN_FLIGHT = Gauge("tidemill_groups_in_flight", "Groups this rollout worker holds", ["lane"])
-GROUP_SLOTS = Gauge("tidemill_group_slots", "Groups this rollout worker can hold", ["lane"])
-REQUESTS_RUNNING = Gauge("tidemill_requests_running", "Completions the engine works on")
-SESSIONS_HELD = Gauge("tidemill_sessions_held", "Sessions with an environment that this worker plays")
-SESSION_ENDS = Counter(
-    "tidemill_session_ends_total", "Sessions played, by how they ended: done, or a limit", ["end"]
+ENGINE_VERSION = gauge("engine_version", "Version of the weights this worker generates with")
+TRAJECTORIES_PUBLISHED = counter("trajectories_published_total", "Trajectories published", ["lane"])
+PROMPT_TOKENS = counter("prompt_tokens_total", "Prompt tokens of published completions", ["lane"])
+COMPLETION_TOKENS = counter("completion_tokens_total", "Completion tokens published", ["lane"])
+GENERATION_SECONDS = latency("generation_seconds", "Time to generate one completion", ["lane"])
+GROUPS_IN_FLIGHT = gauge("groups_in_flight", "Groups this rollout worker holds", ["lane"])
+GROUP_SLOTS = gauge("group_slots", "Groups this rollout worker can hold", ["lane"])
+REQUESTS_RUNNING = gauge("requests_running", "Completions the engine works on")
+SESSIONS_HELD = gauge("sessions_held", "Sessions with an environment that this worker plays")
+SESSION_ENDS = counter("session_ends_total", "Sessions played, by how they ended: done, or a limit", ["end"])
+SESSION_TURNS = histogram(
+    "session_turns", "Turns of the model in one session", buckets=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 )
-SESSION_TURNS = Histogram(
-    "tidemill_session_turns",
-    "Turns of the model in one session",
-    buckets=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128),
+SESSION_TOKENS = counter(
+    "session_tokens_total", "Completion tokens of sessions, by who wrote them", ["origin"]
 )
-SESSION_TOKENS = Counter(
-    "tidemill_session_tokens_total", "Completion tokens of sessions, by who wrote them", ["origin"]
+SESSION_SECONDS = latency(
+    "session_seconds", "Time of one session in the engine and in the environment", ["where"]
 )
-SESSION_SECONDS = _Latency(
-    "tidemill_session_seconds", "Time of one session in the engine and in the environment", ["where"]
-)
-LATER_PROMPT_TOKENS = Counter(
-    "tidemill_session_later_prompt_tokens_total",
+LATER_PROMPT_TOKENS = counter(
+    "session_later_prompt_tokens_total",
     "Prompt tokens of turns two and later: from the engine's prefix cache (cached), or computed",
     ["source"],
 )
-TOOL_CALLS = Counter(
-    "tidemill_environment_calls_total",
-    "Calls of tools that models made, and those that were wrong",
-    ["result"],
+TOOL_CALLS = counter(
+    "environment_calls_total", "Calls of tools that models made, and those that were wrong", ["result"]
 )
-AGENT_WISHES = Counter(
-    "tidemill_agent_wishes_total",
+AGENT_WISHES = counter(
+    "agent_wishes_total",
     "Requests of agents for a form of the answer or a forced call, which is sampled freely, by field",
     ["field"],
 )
-ENVIRONMENT_FAULTS = Counter(
-    "tidemill_environment_faults_total", "Plays of a session that an environment's fault ended", ["kind"]
+ENVIRONMENT_FAULTS = counter(
+    "environment_faults_total", "Plays of a session that an environment's fault ended", ["kind"]
 )
-WEIGHT_LOAD_SECONDS = _Latency("tidemill_weight_load_seconds", "Time of one weight update in the engine")
-WEIGHT_PAUSE_SECONDS = _Latency(
-    "tidemill_weight_pause_seconds", "Time generation stood still for one weight update"
+WEIGHT_LOAD_SECONDS = latency("weight_load_seconds", "Time of one weight update in the engine")
+WEIGHT_PAUSE_SECONDS = latency("weight_pause_seconds", "Time generation stood still for one weight update")
+WEIGHT_DELAY_SECONDS = latency(
+    "weight_delay_seconds", "Time from the announcement of a version until this worker computed with it"
 )
-WEIGHT_DELAY_SECONDS = _Latency(
-    "tidemill_weight_delay_seconds",
-    "Time from the announcement of a version until this worker computed with it",
-)
-WEIGHT_FAILURES = Counter("tidemill_weight_failures_total", "Versions that could not be loaded when tried")
-WEIGHT_MISMATCHES = Counter(
-    "tidemill_weight_mismatches_total",
+WEIGHT_FAILURES = counter("weight_failures_total", "Versions that could not be loaded when tried")
+WEIGHT_MISMATCHES = counter(
+    "weight_mismatches_total",
     "Updates after which an engine did not hold what the trainer committed; it loaded the full version",
 )
 
-SCORES_PUBLISHED = Counter("tidemill_scores_published_total", "Scores published", ["lane", "status"])
-SCORE_SECONDS = _Latency("tidemill_score_seconds", "Time to score one trajectory", ["lane"])
-SCORE_RETRIES = Counter("tidemill_score_retries_total", "Reward attempts repeated after a failure")
-REWARD_FAILURES = Counter(
-    "tidemill_reward_failures_total", "Rewards that failed for good, by name and kind", ["reward", "kind"]
+SCORES_PUBLISHED = counter("scores_published_total", "Scores published", ["lane", "status"])
+SCORE_SECONDS = latency("score_seconds", "Time to score one trajectory", ["lane"])
+SCORE_RETRIES = counter("score_retries_total", "Reward attempts repeated after a failure")
+REWARD_FAILURES = counter(
+    "reward_failures_total", "Rewards that failed for good, by name and kind", ["reward", "kind"]
 )
-REWARD_CACHE = Counter(
-    "tidemill_reward_cache_total",
+REWARD_CACHE = counter(
+    "reward_cache_total",
     "Rewards looked up in the cache: hit, miss, or shared with one under way",
     ["result"],
 )
-GROUPS_POST_PROCESSED = Counter(
-    "tidemill_groups_post_processed_total", "Groups whose scores were published as a whole", ["lane"]
+GROUPS_POST_PROCESSED = counter(
+    "groups_post_processed_total", "Groups whose scores were published as a whole", ["lane"]
 )
-SCORES_IN_FLIGHT = Gauge("tidemill_scores_in_flight", "Trajectories this reward worker is scoring", ["lane"])
-SCORE_SLOTS = Gauge("tidemill_score_slots", "Trajectories this reward worker can hold", ["lane"])
-SCORING_PROCESSES_KILLED = Counter(
-    "tidemill_scoring_processes_killed_total", "Processes of reward functions killed or found dead"
+SCORES_IN_FLIGHT = gauge("scores_in_flight", "Trajectories this reward worker is scoring", ["lane"])
+SCORE_SLOTS = gauge("score_slots", "Trajectories this reward worker can hold", ["lane"])
+SCORING_PROCESSES_KILLED = counter(
+    "scoring_processes_killed_total", "Processes of reward functions killed or found dead"
 )
 
-REMOTE_SECONDS = _Latency("tidemill_remote_seconds", "Time of one answered request to a server", ["servers"])
-REMOTE_TOKENS = Counter("tidemill_remote_tokens_total", "Tokens that servers charged", ["servers", "kind"])
-REMOTE_COST = Counter(
-    "tidemill_remote_cost_total",
+REMOTE_SECONDS = latency("remote_seconds", "Time of one answered request to a server", ["servers"])
+REMOTE_TOKENS = counter("remote_tokens_total", "Tokens that servers charged", ["servers", "kind"])
+REMOTE_COST = counter(
+    "remote_cost_total",
     "What these tokens cost, by the servers' `prices` in the config and in their currency",
     ["servers"],
 )
-REMOTE_ERRORS = Counter(
-    "tidemill_remote_errors_total", "Requests to servers that failed", ["servers", "kind"]
+REMOTE_ERRORS = counter("remote_errors_total", "Requests to servers that failed", ["servers", "kind"])
+REMOTE_FAILOVERS = counter(
+    "remote_failovers_total", "Requests repeated at another replica at once", ["servers"]
 )
-REMOTE_FAILOVERS = Counter(
-    "tidemill_remote_failovers_total", "Requests repeated at another replica at once", ["servers"]
+LIMITER_WAIT_SECONDS = latency(
+    "limiter_wait_seconds", "Time that requests waited for the run's limits", ["servers", "lane"]
 )
-LIMITER_WAIT_SECONDS = _Latency(
-    "tidemill_limiter_wait_seconds", "Time that requests waited for the run's limits", ["servers", "lane"]
-)
-REPLICAS = Gauge("tidemill_replicas", "Replicas that this worker knows, by state", ["servers", "state"])
-REPLICA_IN_FLIGHT = Gauge(
-    "tidemill_replica_in_flight", "Requests of this worker at one replica", ["servers", "replica"]
+REPLICAS = gauge("replicas", "Replicas that this worker knows, by state", ["servers", "state"])
+REPLICA_IN_FLIGHT = gauge(
+    "replica_in_flight", "Requests of this worker at one replica", ["servers", "replica"]
 )
 
-REWARD_MODEL_REQUESTS = Counter(
-    "tidemill_reward_model_requests_total", "Requests the reward model server answered", ["path", "status"]
+REWARD_MODEL_REQUESTS = counter(
+    "reward_model_requests_total", "Requests the reward model server answered", ["path", "status"]
 )
-REWARD_MODEL_QUEUED_ROWS = Gauge("tidemill_reward_model_queued_rows", "Sequences that wait for a batch")
-REWARD_MODEL_WAIT_SECONDS = _ShortTime(
-    "tidemill_reward_model_wait_seconds", "Time a sequence waited for its batch"
+REWARD_MODEL_QUEUED_ROWS = gauge("reward_model_queued_rows", "Sequences that wait for a batch")
+REWARD_MODEL_WAIT_SECONDS = short_time("reward_model_wait_seconds", "Time a sequence waited for its batch")
+REWARD_MODEL_BATCH_SECONDS = short_time("reward_model_batch_seconds", "Time to compute one batch")
+REWARD_MODEL_BATCH_ROWS = histogram(
+    "reward_model_batch_rows", "Sequences in one batch", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
 )
-REWARD_MODEL_BATCH_SECONDS = _ShortTime("tidemill_reward_model_batch_seconds", "Time to compute one batch")
-REWARD_MODEL_BATCH_ROWS = Histogram(
-    "tidemill_reward_model_batch_rows", "Sequences in one batch", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
-)
-REWARD_MODEL_TOKENS = Counter("tidemill_reward_model_tokens_total", "Tokens computed", ["kind"])
-REWARD_MODEL_BATCH_ERRORS = Counter(
-    "tidemill_reward_model_batch_errors_total", "Sequences that could not be computed"
-)
-GPU_WAIT_SECONDS = _Latency(
-    "tidemill_device_turn_wait_seconds", "Time this process waited for a shared device"
-)
-SANDBOX_SECONDS = _Latency("tidemill_sandbox_seconds", "Time from asking for a sandboxed run to its verdict")
-SANDBOX_JOBS = Counter("tidemill_sandbox_jobs_total", "Sandboxed runs by how they ended", ["outcome"])
-JOB_SECONDS = _Latency(
-    "tidemill_job_seconds",
+REWARD_MODEL_TOKENS = counter("reward_model_tokens_total", "Tokens computed", ["kind"])
+REWARD_MODEL_BATCH_ERRORS = counter("reward_model_batch_errors_total", "Sequences that could not be computed")
+GPU_WAIT_SECONDS = latency("device_turn_wait_seconds", "Time this process waited for a shared device")
+SANDBOX_SECONDS = latency("sandbox_seconds", "Time from asking for a sandboxed run to its verdict")
+SANDBOX_JOBS = counter("sandbox_jobs_total", "Sandboxed runs by how they ended", ["outcome"])
+JOB_SECONDS = latency(
+    "job_seconds",
     "Time of one job of a sandbox's RQ worker, by its queue and how it ended",
     ["queue", "outcome"],
 )
 
-TICKETS_ISSUED = Counter(
-    "tidemill_tickets_issued_total", "Tickets issued, regular and replacements", ["kind"]
+TICKETS_ISSUED = counter("tickets_issued_total", "Tickets issued, regular and replacements", ["kind"])
+GROUPS_SETTLED = counter("groups_settled_total", "Groups that reached their end", ["outcome"])
+DUPLICATES_DROPPED = counter("duplicates_dropped_total", "Entries whose key was there already", ["stream"])
+STRAY_ENTRIES = counter("stray_entries_total", "Foreign entries moved out of a numbered stream", ["stream"])
+STALENESS_VIOLATIONS = counter(
+    "staleness_violations_total", "Trajectories refused because a token was too old"
 )
-GROUPS_SETTLED = Counter("tidemill_groups_settled_total", "Groups that reached their end", ["outcome"])
-DUPLICATES_DROPPED = Counter(
-    "tidemill_duplicates_dropped_total", "Entries whose key was there already", ["stream"]
-)
-STRAY_ENTRIES = Counter(
-    "tidemill_stray_entries_total", "Foreign entries moved out of a numbered stream", ["stream"]
-)
-STALENESS_VIOLATIONS = Counter(
-    "tidemill_staleness_violations_total", "Trajectories refused because a token was too old"
-)
-TRAINER_GROUPS = Gauge(
-    "tidemill_trainer_groups",
+TRAINER_GROUPS = gauge(
+    "trainer_groups",
     "Groups that are not trained yet: being generated, waiting for scores, or ready to be trained",
     ["state"],
 )
-TRAINED_STALENESS = Histogram(
-    "tidemill_trained_staleness",
-    "Staleness of the oldest token of each trained trajectory, in steps",
-    buckets=_AGES,
+TRAINED_STALENESS = histogram(
+    "trained_staleness", "Staleness of the oldest token of each trained trajectory, in steps", buckets=_AGES
 )
-TRAINED_SPANS = Histogram(
-    "tidemill_trained_spans", "Versions that produced one trained trajectory", buckets=_AGES[1:]
+TRAINED_SPANS = histogram("trained_spans", "Versions that produced one trained trajectory", buckets=_AGES[1:])
+TRAINED_TOKENS = counter(
+    "trained_tokens_total", "Completion tokens trained on, by their staleness in steps", ["staleness"]
 )
-TRAINED_TOKENS = Counter(
-    "tidemill_trained_tokens_total",
-    "Completion tokens trained on, by their staleness in steps",
-    ["staleness"],
-)
-STAGE_SECONDS = _Latency(
-    "tidemill_stage_seconds",
+STAGE_SECONDS = latency(
+    "stage_seconds",
     "Where a trained trajectory spent its time: ticket (until its group began), generate, reward_queue, "
     "reward, trainer (from its score to the commit)",
     ["stage"],
 )
-COMMITTED_VERSION = Gauge("tidemill_committed_version", "Number of committed steps")
-STEP_SECONDS = _Latency("tidemill_step_seconds", "Time from one commit to the next")
-COMMIT_SECONDS = _ShortTime("tidemill_commit_seconds", "Time to make one commit durable")
-CHECKPOINT_SECONDS = _Latency(
-    "tidemill_checkpoint_seconds", "Time to write a checkpoint, beside the next steps' work"
-)
-CHECKPOINT_COPY_SECONDS = _Latency(
-    "tidemill_checkpoint_copy_seconds",
+COMMITTED_VERSION = gauge("committed_version", "Number of committed steps")
+STEP_SECONDS = latency("step_seconds", "Time from one commit to the next")
+COMMIT_SECONDS = short_time("commit_seconds", "Time to make one commit durable")
+CHECKPOINT_SECONDS = latency("checkpoint_seconds", "Time to write a checkpoint, beside the next steps' work")
+CHECKPOINT_COPY_SECONDS = latency(
+    "checkpoint_copy_seconds",
     "Time that training stands still for a checkpoint: to copy its state to host memory",
 )
-CHECKPOINT_WAIT_SECONDS = _Latency(
-    "tidemill_checkpoint_wait_seconds",
-    "Time that a checkpoint, and training with it, waits for the one before",
+CHECKPOINT_WAIT_SECONDS = latency(
+    "checkpoint_wait_seconds", "Time that a checkpoint, and training with it, waits for the one before"
 )
-WEIGHTS_COMPARE_SECONDS = _Latency(
-    "tidemill_weights_compare_seconds",
-    "Time that training stands still for one version: to find what changed",
+WEIGHTS_COMPARE_SECONDS = latency(
+    "weights_compare_seconds", "Time that training stands still for one version: to find what changed"
 )
-WEIGHTS_WRITE_SECONDS = _Latency(
-    "tidemill_weights_write_seconds", "Time to write one version, beside the next step's work"
+WEIGHTS_WRITE_SECONDS = latency(
+    "weights_write_seconds", "Time to write one version, beside the next step's work"
 )
-WEIGHTS_BYTES = Gauge("tidemill_weights_bytes", "Size of the last version's files")
-WEIGHTS_SHARE_CHANGED = Gauge(
-    "tidemill_weights_share_changed",
-    "Share of the weights' values that the last step changed; -1 not measured",
+WEIGHTS_BYTES = gauge("weights_bytes", "Size of the last version's files")
+WEIGHTS_SHARE_CHANGED = gauge(
+    "weights_share_changed", "Share of the weights' values that the last step changed; -1 not measured"
 )
-DISK_FREE_SHARE = Gauge(
-    "tidemill_disk_free_share", "Share of the disk with the run's folder that is free, seen by the trainer"
+DISK_FREE_SHARE = gauge(
+    "disk_free_share", "Share of the disk with the run's folder that is free, seen by the trainer"
 )
-RECOVERY_SECONDS = Gauge(
-    "tidemill_recovery_seconds", "Time from the trainer's start until it could train, replayed steps included"
+RECOVERY_SECONDS = gauge(
+    "recovery_seconds", "Time from the trainer's start until it could train, replayed steps included"
 )
-REPLAYED_STEPS = Counter("tidemill_replayed_steps_total", "Committed steps trained again after a restart")
-STEP_METRIC = Gauge(
-    "tidemill_step_metric", "Numbers of the last step, under the names of docs/metrics.md", ["metric"]
+REPLAYED_STEPS = counter("replayed_steps_total", "Committed steps trained again after a restart")
+STEP_METRIC = gauge("step_metric", "Numbers of the last step, under the names of docs/metrics.md", ["metric"])
+EVALUATION_METRIC = gauge(
+    "evaluation_metric", "Numbers of the last evaluation of each dataset", ["dataset", "metric"]
 )
-EVALUATION_METRIC = Gauge(
-    "tidemill_evaluation_metric", "Numbers of the last evaluation of each dataset", ["dataset", "metric"]
-)
-EVALUATION_SECONDS = _Latency("tidemill_evaluation_seconds", "Time of one evaluation, all datasets together")
-UNHEALTHY = Gauge(
-    "tidemill_unhealthy", "1 while a number of the step is outside of its healthy range", ["check"]
-)
+EVALUATION_SECONDS = latency("evaluation_seconds", "Time of one evaluation, all datasets together")
+UNHEALTHY = gauge("unhealthy", "1 while a number of the step is outside of its healthy range", ["check"])
 
-REDIS_UP = _RunGauge("tidemill_redis_up", "1 while Redis answers the exporter")
-REDIS_MEMORY_BYTES = _RunGauge("tidemill_redis_memory_bytes", "Memory of Redis in use")
-REDIS_MAX_MEMORY_BYTES = _RunGauge("tidemill_redis_max_memory_bytes", "Its maxmemory; 0 without a limit")
-RUN_STATUS = _RunGauge(
-    "tidemill_run_status", "1 for what the run is: starting, running, finished, stopped or failed", ["status"]
+REDIS_UP = run_gauge("redis_up", "1 while Redis answers the exporter")
+REDIS_MEMORY_BYTES = run_gauge("redis_memory_bytes", "Memory of Redis in use")
+REDIS_MAX_MEMORY_BYTES = run_gauge("redis_max_memory_bytes", "Its maxmemory; 0 without a limit")
+RUN_STATUS = run_gauge(
+    "run_status", "1 for what the run is: starting, running, finished, stopped or failed", ["status"]
 )
-RUN_VERSION = _RunGauge("tidemill_run_version", "Committed steps of the run")
-RUN_STEPS = _RunGauge("tidemill_run_steps", "Steps that the run is to have")
-RUN_MAX_STALENESS = _RunGauge("tidemill_run_max_staleness", "The run's bound of staleness, in steps")
-LAST_COMMIT_TIMESTAMP = _RunGauge(
-    "tidemill_last_commit_timestamp_seconds", "When the last step was committed; 0 before the first"
+RUN_VERSION = run_gauge("run_version", "Committed steps of the run")
+RUN_STEPS = run_gauge("run_steps", "Steps that the run is to have")
+RUN_MAX_STALENESS = run_gauge("run_max_staleness", "The run's bound of staleness, in steps")
+LAST_COMMIT_TIMESTAMP = run_gauge(
+    "last_commit_timestamp_seconds", "When the last step was committed; 0 before the first"
 )
-STREAM_LENGTH = _RunGauge("tidemill_stream_length", "Entries in a stream", ["stream"])
-STREAM_LAG = _RunGauge(
-    "tidemill_stream_lag", "Entries that no worker of the group has taken", ["stream", "group"]
-)
-STREAM_PENDING = _RunGauge(
-    "tidemill_stream_pending", "Entries that workers of the group hold", ["stream", "group"]
-)
-STREAM_OLDEST_AGE_SECONDS = _RunGauge(
-    "tidemill_stream_oldest_age_seconds",
+STREAM_LENGTH = run_gauge("stream_length", "Entries in a stream", ["stream"])
+STREAM_LAG = run_gauge("stream_lag", "Entries that no worker of the group has taken", ["stream", "group"])
+STREAM_PENDING = run_gauge("stream_pending", "Entries that workers of the group hold", ["stream", "group"])
+STREAM_OLDEST_AGE_SECONDS = run_gauge(
+    "stream_oldest_age_seconds",
     "Age of the oldest entry that waits for the group (waiting) or is held by a worker (held); 0 without one",
     ["stream", "group", "state"],
 )
-STREAM_CONSUMERS = _RunGauge(
-    "tidemill_stream_consumers", "Consumers that Redis knows in a group", ["stream", "group"]
-)
-WORKERS = _RunGauge("tidemill_workers", "Processes of the run by role, alive or silent", ["role", "state"])
-WORKER_VERSION = _RunGauge(
-    "tidemill_worker_version", "Version of the weights each rollout worker holds", ["worker"]
-)
-WORKER_START_TIMESTAMP = _RunGauge(
-    "tidemill_worker_start_timestamp_seconds",
+STREAM_CONSUMERS = run_gauge("stream_consumers", "Consumers that Redis knows in a group", ["stream", "group"])
+WORKERS = run_gauge("workers", "Processes of the run by role, alive or silent", ["role", "state"])
+WORKER_VERSION = run_gauge("worker_version", "Version of the weights each rollout worker holds", ["worker"])
+WORKER_START_TIMESTAMP = run_gauge(
+    "worker_start_timestamp_seconds",
     "When each process was started; a change is a restart",
     ["role", "worker"],
 )
-WORKER_IDLE_SHARE = _RunGauge(
-    "tidemill_worker_idle_share",
+WORKER_IDLE_SHARE = run_gauge(
+    "worker_idle_share",
     "Share of the last minute that each process has waited, by cause",
     ["role", "worker", "cause"],
 )
-JOB_QUEUE_LENGTH = _RunGauge(
-    "tidemill_job_queue_length", "Jobs in an RQ queue: queued, started or failed", ["queue", "state"]
+JOB_QUEUE_LENGTH = run_gauge(
+    "job_queue_length", "Jobs in an RQ queue: queued, started or failed", ["queue", "state"]
 )

@@ -1,20 +1,18 @@
-"""`python -m tidemill.services.reward.check CONFIG [ROW [call]]`: can the rewards of a run be loaded?
+"""`python -m tidemill.services.reward.check REQUEST`: can the rewards of a run be loaded?
 
-CONFIG is the run's config as JSON. With ROW, a row of the dataset as JSON, it shows what judges and reward
-models would read of it; with `call`, those that are functions are called once with it.
-
-Exits with 0, or with 2 and the reason on stderr. A process of its own, because importing a user's module
-runs whatever stands in it.
+The request has the run's `config`, a `row` of the dataset or null, and `calls`. With a row, the answer says
+what judges and reward models would read of it; with `calls` too, those that are functions are called once
+with it. A process of its own (`common/process/checks.py`), because importing a user's module runs whatever
+stands in it.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import NamedRewardConfig, RewardConfig, RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.checks import CALLED, READS
+from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.dataset import PROMPT
 from tidemill.services.reward.functions.reward_function import TrlLog, load_group_function, trl_arguments
@@ -27,28 +25,20 @@ COMPLETION = "(the completion)"
 TEMPLATED = "(the prompt in the policy's chat template)"
 
 
-def main(argument: str, row: str = "", call: str = "") -> int:
-    """Check every reward of the run's config given as JSON, and show or call it for the row, if one is given.
-
-    Returns the exit code.
-    """
-    try:
-        run = RunConfig.model_validate(json.loads(argument))
-        config = run.reward
-        for name, reward in config.named.items():
-            check_reward(name, reward, run.servers)
-            _check_tokenizer(name, reward)
-        if config.group:
-            load_group_function(config.group, config.group_kwargs)
-        if row:
-            _check_columns(config, json.loads(row))
-            print(READS + json.dumps(readings(run, json.loads(row))))
-        if call:
-            run_main(_call_functions(config, json.loads(row)))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+def check(request: Any) -> Answer:
+    """Check every reward of the run's config, and show or call it for the row, if one is given."""
+    run, row = RunConfig.model_validate(request["config"]), request["row"]
+    config = run.reward
+    for name, reward in config.named.items():
+        check_reward(name, reward, run.servers)
+        _check_tokenizer(name, reward)
+    if config.group:
+        load_group_function(config.group, config.group_kwargs)
+    if row is None:
+        return {"reads": {}, "called": []}
+    _check_columns(config, row)
+    reads = readings(run, row)
+    return {"reads": reads, "called": run_main(_call_functions(config, row)) if request["calls"] else []}
 
 
 def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:
@@ -83,16 +73,17 @@ def _check_columns(config: RewardConfig, row: dict[str, Any]) -> None:
             ) from None
 
 
-async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> None:
+async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> list[str]:
     """Call each reward that is a function, once; judges and models cost time and money, and need servers.
+    Returns what came of it, a line each.
 
     Raises:
         ConfigError: one of them gives no score.
     """
-    sample = _sample_of(row)
+    sample, lines = _sample_of(row), []
     for name, reward in config.named.items():
         if reward.function is None or reward.router:
-            print(f"{CALLED}{name} was not called: only functions without a judge are")
+            lines.append(f"{name} was not called: only functions without a judge are")
             continue
         called = FunctionReward(load_checked(name, reward), reward.timeout_s, num_processes=1)
         try:
@@ -105,7 +96,8 @@ async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> None:
         finally:
             await called.close()
         value = "None" if outcome.value is None else f"{outcome.value:g}"
-        print(f"{CALLED}{name} gave {value} for the first training row and an empty completion")
+        lines.append(f"{name} gave {value} for the first training row and an empty completion")
+    return lines
 
 
 def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
@@ -149,4 +141,4 @@ def _sample_of(
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(answer_check(check))

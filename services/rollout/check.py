@@ -1,11 +1,9 @@
-"""`python -m tidemill.services.rollout.check CONFIG [ROW]`: can this environment be loaded, and played with?
+"""`python -m tidemill.services.rollout.check REQUEST`: can this environment be loaded, and played with?
 
-CONFIG is a run's config as JSON, ROW a row of its dataset. With a row, one session is played in which no
-engine takes part: the model is a script that calls each tool once with made-up arguments, or says "ok" a few
-times.
-
-Exits with 0, or with 2 and the reason on stderr. A process of its own, because importing a user's module
-runs whatever stands in it.
+The request has a run's `config`, and a `row` of its dataset or null. With a row, one session is played in
+which no engine takes part: the model is a script that calls each tool once with made-up arguments, or says
+"ok" a few times. A process of its own (`common/process/checks.py`), because importing a user's module runs
+whatever stands in it.
 """
 
 import json
@@ -16,7 +14,7 @@ from typing import Any
 from tidemill.common.config import RunConfig
 from tidemill.common.config.environment import AGENT
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
-from tidemill.common.process.checks import PLAYED
+from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import SamplingParams, Ticket
@@ -32,16 +30,10 @@ EXAMPLES = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object":
 SHOWN = 200
 
 
-def main(argument: str, row: str = "") -> int:
-    """Check the environment of a config given as JSON; returns the exit code."""
-    try:
-        config = RunConfig.model_validate(json.loads(argument))
-        for line in run_main(_check(config, json.loads(row) if row else None)):
-            print(f"{PLAYED}{line}")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+def check(request: Any) -> Answer:
+    """Check the environment of a config."""
+    config = RunConfig.model_validate(request["config"])
+    return {"played": run_main(_check(config, request["row"]))}
 
 
 async def _check(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
@@ -144,4 +136,4 @@ def _example(schema: Mapping[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(answer_check(check))

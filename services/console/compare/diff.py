@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tidemill.common.config import RunConfig
-from tidemill.common.config.recorded import changed_fields
+from tidemill.common.config.changes import changed_fields
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import (
     GroupCursor,

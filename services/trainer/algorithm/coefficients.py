@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.penalties import EntropyControlConfig, KlControlConfig
+from tidemill.common.config.algorithm_sections import EntropyControlConfig, KlControlConfig
 
 LARGEST_ERROR = 0.2
 """Relative errors of the KL divergence count as at most this."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.penalties import ReferenceConfig
+from tidemill.common.config.algorithm_sections import ReferenceConfig
 from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.weights.store import model_tensors

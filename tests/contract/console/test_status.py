@@ -89,7 +89,7 @@ async def test_the_report_of_a_run_is_computed_from_its_commits_and_kept_in_its_
     broker: Broker, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def report() -> int:
-        return await asyncio.to_thread(show_report, StatusOptions(None, as_json=True, runs_dir=tmp_path))
+        return await asyncio.to_thread(show_report, StatusOptions(as_json=True, runs_dir=tmp_path))
 
     await write_small_run(broker, keys)
     # Of its own losses the trainer says nothing that counts.

@@ -7,7 +7,6 @@ import pytest
 from tests.support.runs import ServiceRun, simulated_config
 from tidemill.common.streams import Entry, read_range
 from tidemill.common.wire.messages import Commit, Ticket, Trajectory
-from tidemill.services.trainer.groups.samples import token_versions
 
 STEPS, GROUPS, SIZE = 8, 4, 4
 
@@ -55,7 +54,7 @@ async def test_no_trained_token_is_staler_than_the_bound(
         commit.step - version
         for commit in commits
         for key in commit.trained_keys
-        for version in token_versions(by_key[key]).tolist()
+        for version in by_key[key].token_versions().tolist()
     ]
     assert min(staleness) >= 0, "a token cannot come from a version that was not there yet"
     assert max(staleness) <= max_staleness

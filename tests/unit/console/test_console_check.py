@@ -12,7 +12,6 @@ from tests.support.checked_runs import make_folder, write_run
 from tests.support.trajectories import make_config
 from tidemill.common.config import DataConfig, ModelConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.checks import RewardFindings
 from tidemill.common.run.dataset import Row
 from tidemill.services.console.check import preflight
 from tidemill.services.console.check.explain import describe, explain, preset_lines
@@ -120,7 +119,7 @@ def test_overlong_prompts_that_are_dropped_or_cut_are_counted(
 @pytest.fixture
 def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The reward's own check, which starts a process, has tests of its own."""
-    monkeypatch.setattr(preflight, "check_reward", lambda config, row, calls: RewardFindings())
+    monkeypatch.setattr(preflight, "check_reward", lambda config, row, calls: {"called": [], "reads": {}})
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     return write_run(tmp_path)
 
@@ -155,7 +154,7 @@ def test_what_a_preset_sets_is_listed(run_files: Path) -> None:
     assert "preset dapo: advantage grpo" in text
     assert "  clip_high: 0.28, but 0.3 is given" in text
     assert "  overlong.penalty: 1.0" in text
-    assert "has no preset" in preset_lines(examine(run_files).config.trainer.algorithm)[0]
+    assert "has no preset" in next(preset_lines(examine(run_files).config.trainer.algorithm))
 
 
 def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:

@@ -9,7 +9,6 @@ from tests.support.checked_runs import write_run
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process import gpu_sharing
-from tidemill.common.process.checks import RewardFindings
 from tidemill.services.console.check import memory, preflight
 from tidemill.services.console.check.memory import GIB, check_memory, machine_named, print_memory
 from tidemill.services.console.check.preflight import examine
@@ -84,7 +83,7 @@ def test_the_machine_is_the_one_named_else_this_one(monkeypatch: pytest.MonkeyPa
 def test_a_check_tells_memory_and_a_model_that_cannot_be_measured_is_no_mistake(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(preflight, "check_reward", lambda *_: RewardFindings())
+    monkeypatch.setattr(preflight, "check_reward", lambda *_: {"called": [], "reads": {}})
     path = write_run(tmp_path)
     answer(monkeypatch)
     assert "2 x 3.0 of 8.0 GiB" in examine(path, machine=MACHINE).memory[0]

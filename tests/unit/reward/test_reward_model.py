@@ -68,7 +68,7 @@ def test_normalisation_is_what_it_says() -> None:
     assert normalise(-1e6, config(normalise="sigmoid")) == 0.0
     assert normalise(2.0, config(normalise="sigmoid")) == pytest.approx(1 / (1 + math.exp(-2)))
     assert normalise(7.0, config(normalise="standardise", mean=3.0, std=2.0)) == 2.0
-    assert normalise(9.0, config(normalise="clip", clip=(-5.0, 5.0))) == 5.0
+    assert normalise(9.0, config(clip=(-5.0, 5.0))) == 5.0
     assert normalise(9.0, config(normalise="standardise", mean=3.0, std=2.0, clip=(-1.0, 1.0))) == 1.0
 
 

@@ -1,6 +1,9 @@
 """From a judge's words to a number: what counts as a verdict, and that nothing else ever becomes a number."""
 
+import json
+import re
 import time
+from contextlib import nullcontext
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,7 @@ from tests.support.trajectories import make_config
 from tidemill.common.config import RunConfig
 from tidemill.common.config.reward_kinds import JudgeConfig, VerdictConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.reward.check import main as check
-from tidemill.services.reward.check import readings
+from tidemill.services.reward.check import check, readings
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
 from tidemill.services.reward.remote.judge import JudgePrompt
@@ -270,7 +272,7 @@ def test_a_template_that_cannot_be_filled_in_is_an_error_of_the_check() -> None:
 
 
 JUDGE = {"servers": "s", "template": "{{ completion }}"}
-ROW = '{"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {"level": 1}}'
+ROW = {"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {"level": 1}}
 
 
 @pytest.mark.parametrize(
@@ -285,9 +287,10 @@ ROW = '{"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {"lev
     ],
 )
 def test_the_check_refuses_what_would_fail_every_sample(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rewards: dict[str, Any], said: str
+    tmp_path: Path, rewards: dict[str, Any], said: str
 ) -> None:
     (tmp_path / "mine.py").write_text("def lists(completions, solution, level): return [1.0]")
     config = run_of(rewards).model_dump_json().replace("FILE", f"{tmp_path}/mine.py")
-    assert check(config, ROW) == (2 if said else 0)
-    assert said in capsys.readouterr().err
+    request = {"config": json.loads(config), "row": ROW, "calls": False}
+    with pytest.raises(ConfigError, match=re.escape(said)) if said else nullcontext():
+        check(request)

@@ -168,7 +168,7 @@ def test_limits_of_the_section_hold_for_rewards_that_have_none_of_their_own() ->
             {"rewards": {"a": {}}},
             "exactly one of function, judge, model, sandbox, environment, teacher; got none",
         ),
-        ({"rewards": {"a b": {"function": "math"}}}, "string should match pattern"),
+        ({"rewards": {"a b": {"function": "math"}}}, "reward.rewards"),
         ({"kwargs": {"x": 1}, "rewards": {"a": {"function": "math"}}}, "rewards.<name>.kwargs"),
         ({"group_kwargs": {"x": 1}}, "no group function"),
     ],

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.penalties import KlConfig
+from tidemill.common.config.algorithm_sections import KlConfig
 from tidemill.services.trainer.groups.samples import Sample
 
 Rewards = Sequence[float | None] | NDArray[np.floating]

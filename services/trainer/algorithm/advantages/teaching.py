@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tidemill.common.config.penalties import TeacherTermConfig
+from tidemill.common.config.algorithm_sections import TeacherTermConfig
 from tidemill.services.trainer.algorithm.advantages.episode import Float64s
 from tidemill.services.trainer.algorithm.advantages.estimators import returns
 from tidemill.services.trainer.groups.samples import Sample, Teaching

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.penalties import KlConfig, TeacherTermConfig
+from tidemill.common.config.algorithm_sections import KlConfig, TeacherTermConfig
 from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, sequence_means, sequence_sums
 
 

@@ -18,7 +18,7 @@ Shape legend: N trained tokens, S sequences they belong to.
 import torch
 from torch import Tensor
 
-from tidemill.common.config.losses import RejectionConfig
+from tidemill.common.config.algorithm_sections import RejectionConfig
 from tidemill.services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
     Normalisation,

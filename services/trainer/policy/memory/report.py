@@ -6,31 +6,25 @@ output is the answer: a `Fit` for each machine, and the model's sizes. Exits wit
 where the model cannot be measured. A process of its own, because it imports torch and transformers.
 """
 
-import json
 import sys
 from dataclasses import asdict
+from typing import Any
 
 from tidemill.common.config import RunConfig
-from tidemill.common.errors import ConfigError
+from tidemill.common.process.checks import Answer, answer_check
 from tidemill.services.trainer.policy.memory.fit import Machine, examine_fit, find_settings
 from tidemill.services.trainer.policy.memory.sizes import read_model
 
 
-def main(argument: str) -> int:
-    """Answer one request; returns the exit code."""
-    request = json.loads(argument)
+def report(request: Any) -> Answer:
+    """The answer to one request."""
     config = RunConfig.model_validate(request["config"])
-    try:
-        model = read_model(config)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    model = read_model(config)
     machines = [Machine(**machine) for machine in request["machines"]]
-    answer = find_settings if request.get("finds") else examine_fit
+    answer = find_settings if request["finds"] else examine_fit
     fits = [answer(config, model, machine) for machine in machines]
-    print(json.dumps({"sizes": asdict(model.sizes), "fits": [fit.as_json() for fit in fits]}))
-    return 0
+    return {"sizes": asdict(model.sizes), "fits": [fit.as_json() for fit in fits]}
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(answer_check(report))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.trajectories import make_config
 from tidemill.common.config import RunConfig, changed_fields
-from tidemill.common.config.recorded import FIXED
+from tidemill.common.config.changes import FIXED
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.launch.up import _check_changes
 from tidemill.services.console.options import UpOptions

@@ -159,7 +159,7 @@ def test_sources_are_read_with_what_is_their_own(tmp_path: Path) -> None:
         ([{"sampling": {"max_tokens": 513}}], {}, "exceeds rollout.sampling.max_tokens (512)"),
         ([{"group_size": 1}], {"reward": {"min_group_size": 1}}, "group_size of source 'a' is 1"),
         ([{"group_size": 1}], {}, "reward.min_group_size (2) exceeds group_size of source 'a' (1)"),
-        ([], {"reward": {"rewards": {"x": {"function": "math", "sources": ["c"]}}}}, "names 'c'"),
+        ([], {"reward": {"rewards": {"x": {"function": "math", "sources": ["c"]}}}}, "names c"),
         ([], {"reward": {"rewards": {"x": {"function": "math", "sources": ["a"]}}}}, "scores source 'b'"),
         ([{"unknown": 1}], {}, "data.train.0.unknown: no such field"),
         ([{"environment": "shop"}], {}, "source 'a' names an environment, and rollout.environment.use is"),

@@ -1,4 +1,4 @@
-"""The section `servers`: who may name what, and what the releases before wrote in its place."""
+"""The section `servers`: who may name what."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ LOCAL: dict[str, Any] = {"model": "m", "local": {}}
         ({}, {"s": {"base_urls": ["http://user:secret@h"]}}, "servers.s.base_urls"),
         ({}, {"s": {"base_urls": ["http://h", "http://h"]}}, "servers.s.base_urls"),
         ({"m": {"model": {**MODEL["model"], "token_reward": "mean", "head": "token"}}}, {"s": {}}, "m.model"),
-        ({"m": {"model": {**MODEL["model"], "normalise": "clip"}}}, {"s": {}}, "m.model"),
+        ({"m": {"model": {**MODEL["model"], "clip": [1.0, 0.0]}}}, {"s": {}}, "m.model.clip"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_field(
@@ -61,3 +61,9 @@ def test_what_does_not_fit_is_refused_by_its_field(
 def test_rewards_and_functions_share_servers(rewards: dict[str, Any], servers: dict[str, Any]) -> None:
     config = make_config(reward={"rewards": rewards}, servers=servers)
     assert {one.servers or one.router for one in config.reward.named.values()} == {"s"}
+
+
+@pytest.mark.parametrize("kind", ["judge", "model", "teacher"])
+def test_a_field_of_servers_in_a_reward_is_refused_with_its_place(kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward.rewards.r.{kind}.base_urls.* servers.<name>.base_urls"):
+        make_config(reward={"rewards": {"r": {kind: {"base_urls": ["http://h:1/v1"]}}}})

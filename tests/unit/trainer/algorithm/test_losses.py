@@ -12,7 +12,7 @@ import torch
 
 from tests.support.losses import loss_of, make_tokens, tensor
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.penalties import KlConfig
+from tidemill.common.config.algorithm_sections import KlConfig
 from tidemill.services.trainer.algorithm.losses.corrections import importance_weights, kl_penalty, value_loss
 from tidemill.services.trainer.algorithm.losses.surrogates import clipped_surrogate
 from tidemill.services.trainer.algorithm.losses.tokens import (

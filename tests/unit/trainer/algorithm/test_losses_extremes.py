@@ -9,7 +9,7 @@ import torch
 from tests.support.losses import loss_of, make_tokens, tensor
 from tests.support.models import make_samples
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.penalties import KlConfig
+from tidemill.common.config.algorithm_sections import KlConfig
 from tidemill.services.trainer.algorithm.advantages.episode import make_episode
 from tidemill.services.trainer.algorithm.losses.corrections import kl_penalty, rollout_penalty
 from tidemill.services.trainer.algorithm.losses.totals import total_metrics
