@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tidemill.common.config import RunConfig
     from tidemill.common.errors import ConfigError, TidemillError
-    from tidemill.services.console.api.history import History, metrics
+    from tidemill.services.console.api.history import History, Records, metrics
     from tidemill.services.console.api.running import RunResult, check, load_config, rescore, run, run_async
-    from tidemill.services.console.api.tables import Records
 
 __all__ = [
     "ConfigError",
@@ -39,7 +38,7 @@ _PLACES = {
     "TidemillError": "common.errors",
     "History": f"{_API}.history",
     "metrics": f"{_API}.history",
-    "Records": f"{_API}.tables",
+    "Records": f"{_API}.history",
 }
 
 

@@ -1,4 +1,4 @@
-"""The `tidemill` command: runs what commands.py has; mistakes of the user are answered in plain words."""
+"""The `tidemill` command: runs what options.py has; mistakes of the user are answered in plain words."""
 
 import sys
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tidemill.common.errors import ConfigError, TidemillError
-from tidemill.services.console.commands import app
+from tidemill.services.console.options import app
 
 
 def print_version(is_asked: bool) -> None:

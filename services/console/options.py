@@ -1,39 +1,50 @@
 # ruff: noqa: RUF009 (what looks like a mutable default is a field: option() and argument() make one)
-"""The options of every command, worded once: one dataclass for each command, one field for each option.
+"""Every command of `tidemill`: a dataclass with its help and its options, and the function that does it.
 
-A command takes its dataclass and hands it on; `command` makes typer's parameters of the fields. Nothing heavy
-is imported here: `tidemill --help` reads this file.
+The function is named, and imported when its command is called, so that `--help` is answered at once: nothing
+heavy is imported here. It gets the dataclass, and returns the exit code, or None for 0.
 """
 
-import functools
 import inspect
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
 from tidemill.common.errors import ConfigError
 
-PARAMETER = "parameter"
-"""Where a field's metadata keep typer's description of it."""
+Kind = TypeVar("Kind", bound=type)
+app = typer.Typer(
+    name="tidemill",
+    help="Reinforcement learning for language models: rollout, reward and trainer as processes of their own "
+    "that meet in Redis Streams.\n\n"
+    "Begin with: tidemill check CONFIG, then: tidemill up CONFIG",
+    epilog="Example: tidemill up examples/arith/config.yaml --set trainer.steps=20",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+GROUPS = {"": app}
+"""Commands of two words by their first one, and all others."""
+for _name, _help in (
+    ("streams", "What a run has written: show, follow, search."),
+    ("dead", "Messages that could not be processed: show, put back, drop."),
+):
+    GROUPS[_name] = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
+    app.add_typer(GROUPS[_name], name=_name, help=_help)
 
 
 def option(name: str, text: str, default: Any = MISSING, metavar: str | None = None, **more: Any) -> Any:
     """A field that is an option; a default that is empty is not shown."""
-    short = more.pop("short", ())
-    info = typer.Option(
-        name,
-        *short,
-        help=text,
-        metavar=metavar,
-        show_default=default is not MISSING and bool(default),
-        **more,
-    )
-    return _field(info, default)
+    is_shown = default is not MISSING and bool(default)
+    names = (name, *more.pop("short", ()))
+    return _field(typer.Option(*names, help=text, metavar=metavar, show_default=is_shown, **more), default)
 
 
 def argument(text: str, default: Any = MISSING, metavar: str | None = None, **more: Any) -> Any:
@@ -43,54 +54,56 @@ def argument(text: str, default: Any = MISSING, metavar: str | None = None, **mo
 
 def _field(info: Any, default: Any) -> Any:
     kind = {"default_factory": list} if default == [] else {"default": default}
-    return field(**kind, metadata={PARAMETER: info})
+    return field(**kind, metadata={"typer": info})
 
 
-def command(app: typer.Typer, example: str, name: str | None = None) -> Callable[[Any], Any]:
-    """Add a function of one dataclass to the commands; its docstring is the help.
+def command(name: str, function: str, *examples: str) -> Callable[[Kind], Kind]:
+    """Add a dataclass to the commands. Where the run is an argument, a hidden `--run` names it too: people
+    write it after every command.
 
-    Where the run is an argument, a hidden `--run` names it too: people write it after every command.
+    Args:
+        name: of the command; its first word is that of a group, if there are two
+        function: `module:name`, the module within the console
+        examples: what may follow the name
     """
 
-    def add(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        (kind,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
-        hints = get_type_hints(kind)
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters = [
-            inspect.Parameter(
-                item.name, keyword, default=_default(item), annotation=Annotated[hints[item.name], info]
-            )
-            for item in fields(kind)
-            if (info := item.metadata.get(PARAMETER))
-        ]
-        parameters.sort(key=lambda item: item.default is not inspect.Parameter.empty)
-        run_id = [item.metadata[PARAMETER] for item in fields(kind) if item.name == "run_id"]
-        if run_id and isinstance(run_id[0], typer.models.ArgumentInfo):
-            hidden = Annotated[str | None, typer.Option("--run", hidden=True, autocompletion=runs_here)]
-            parameters.append(inspect.Parameter("run_option", keyword, default=None, annotation=hidden))
-
-        @functools.wraps(function)
+    def add(kind: Kind) -> Kind:
         def run(**values: Any) -> None:
             named, given = values.pop("run_option", None), values.get("run_id")
             if named and given and named != given:
                 raise ConfigError(f"two runs are named, {given} and --run {named}; give one of them.")
             if named:
                 values["run_id"] = named
-            function(kind(**values))
+            module, _, attribute = function.partition(":")
+            do = getattr(import_module(f"tidemill.services.console.{module}"), attribute)
+            raise typer.Exit(do(kind(**values)) or 0)
 
-        del run.__wrapped__
+        # What has to be given comes first, and the folder of runs, which is rarely given, last.
+        parameters = list(_parameters(kind))
+        parameters.sort(key=lambda item: (item.default is not item.empty, item.name == "runs_dir"))
+        run.__doc__ = kind.__doc__
         run.__annotations__ = {item.name: item.annotation for item in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        app.command(name, epilog=example)(run)
-        return function
+        group, _, last = name.rpartition(" ")
+        lines = "  ·  ".join(f"tidemill {name} {example}" for example in examples)
+        GROUPS[group].command(last, epilog=f"Example{'s' * (len(examples) > 1)}: {lines}")(run)
+        return kind
 
     return add
 
 
-def _default(item: Any) -> Any:
-    if item.default_factory is not MISSING:
-        return item.default_factory()
-    return inspect.Parameter.empty if item.default is MISSING else item.default
+def _parameters(kind: type) -> Iterator[inspect.Parameter]:
+    """The fields of a dataclass as typer reads them from a function's signature."""
+    keyword, hints = inspect.Parameter.KEYWORD_ONLY, get_type_hints(kind)
+    hidden: Any = Annotated[str | None, typer.Option("--run", hidden=True, autocompletion=runs_here)]
+    for item in (item for item in fields(kind) if item.init):
+        default = inspect.Parameter.empty if item.default is MISSING else item.default
+        info, default = item.metadata["typer"], [] if item.default_factory is list else default
+        yield inspect.Parameter(
+            item.name, keyword, default=default, annotation=Annotated[hints[item.name], info]
+        )
+        if item.name == "run_id" and isinstance(info, typer.models.ArgumentInfo):
+            yield inspect.Parameter("run_option", keyword, default=None, annotation=hidden)
 
 
 def runs_here(incomplete: str) -> list[str]:
@@ -103,6 +116,7 @@ def runs_here(incomplete: str) -> list[str]:
 
 
 _RUN_TEXT = "The run, by its id or folder; without it, TIDEMILL_RUN_ID, else runs/latest."
+_RUNS_DIR_TEXT = "Folder of all runs. Without it: TIDEMILL_RUNS_DIR, else ./runs."
 
 
 def run_argument(text: str = _RUN_TEXT) -> Any:
@@ -115,9 +129,7 @@ def run_option() -> Any:
 
 
 def runs_dir_option() -> Any:
-    return option(
-        "--runs-dir", "Folder of all runs. Without it: TIDEMILL_RUNS_DIR, else ./runs.", None, "FOLDER"
-    )
+    return option("--runs-dir", _RUNS_DIR_TEXT, None, "FOLDER")
 
 
 def json_flag(text: str = "Print JSON, for programs.") -> Any:
@@ -128,20 +140,31 @@ def overrides_option(text: str = "Override one field, such as trainer.steps=20. 
     return option("--set", text, [], "FIELD=VALUE")
 
 
-def warning_flag() -> Any:
-    return option("--fail-on-warning", "Exit with 1 where a metric left its range.", False)
+@dataclass(frozen=True, kw_only=True)
+class OfRun:
+    """Which run a command is about."""
+
+    run_id: str | None = run_argument()
+    runs_dir: Path | None = runs_dir_option()
 
 
-EVERYTHING = "Print JSON with everything, for programs."
-LINES = "Print JSON lines with everything, for programs."
 _GPUS_TEXT = "GPUs of the whole run, for the memory that it takes. Without it: those of this machine."
 _CALL_TEXT = "Call reward functions once, with the first row; no servers."
 _MEMORY_TEXT = "Only compute what the run takes of GPUs and hosts; config.json of the model will do."
-_GIB: dict[str, Any] = {"metavar": "GIB", "min": 1.0}
+_GIB: dict[str, Any] = {"default": None, "metavar": "GIB", "min": 1.0}
 
 
+@command("check", "check.explain:check", "examples/arith/config.yaml --set trainer.max_staleness=0")
 @dataclass(frozen=True)
 class CheckOptions:
+    """Find every mistake of a run before it starts, and say what the run will do.
+
+    Reads the config, all rows of the datasets and the model folder, calls the reward functions once, and
+    tries Redis if TIDEMILL_REDIS_URL is set. Where there are GPUs, or --gpus and --gpu-gib say which,
+    computes what the run takes of them and of hosts, and what to set where it does not fit. Starts nothing.
+    Exits with 2 where something is wrong.
+    """
+
     config: Path | None = argument("The run's YAML file; with --fields, a section.", None)
     overrides: list[str] = overrides_option()
     calls_reward: bool = option("--call-reward/--no-call-reward", _CALL_TEXT, True)
@@ -150,22 +173,51 @@ class CheckOptions:
     )
     memory: bool = option("--memory", _MEMORY_TEXT, False)
     gpus: int | None = option("--gpus", _GPUS_TEXT, None, "N", min=1, max=100_000)
-    gpu_gib: float | None = option(
-        "--gpu-gib", "Memory of each GPU. Without it: this machine's.", None, **_GIB
-    )
-    host_gib: float | None = option(
-        "--host-gib", "Memory of each host. Without it: this machine's.", None, **_GIB
-    )
+    gpu_gib: float | None = option("--gpu-gib", "Memory of each GPU. Without it: this machine's.", **_GIB)
+    host_gib: float | None = option("--host-gib", "Memory of each host. Without it: this machine's.", **_GIB)
     fields: bool = option("--fields", "List all fields of a config instead, or of one SECTION.", False)
     as_json: bool = json_flag()
+
+
+@command("convert", "convert.command:run_convert", "run_grpo.sh data.train_batch_size=256 -o config.yaml")
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Make a config from one of verl, TRL or prime-rl, with a list of what does not carry over.
+
+    Reads verl's YAML or a shell script that starts it; TRL's GRPOConfig as YAML, JSON, arguments in a script
+    or a call in a Python file; prime-rl's TOML. Runs nothing of it. Exits with 1 where what came out is
+    refused.
+    """
+
+    file: Path = argument("A YAML, JSON, TOML or Python file, or a shell script.", metavar="FILE")
+    options: list[str] = argument(
+        "Further options, which win: key=value; for a script also NAME=value of its variables.",
+        [],
+        "KEY=VALUE",
+    )
+    project: Literal["verl", "trl", "prime-rl"] | None = option(
+        "--from", "Whose it is. Without it: what it looks like.", None
+    )
+    output: Path | None = option("--output", "Write the config here.", None, "FILE", short=["-o"])
 
 
 _RUN_NAME_TEXT = "Name of the run. Without it: run_id of the config, else the config's folder and the time."
 _PORT_TEXT = "Also export the whole run for Prometheus on this port: /metrics, and /sd to find the rest."
 
 
+@command("up", "launch.up:run_up", "examples/arith/config.yaml --set trainer.steps=20 --run-id try-1")
 @dataclass(frozen=True)
 class UpOptions:
+    """Do a whole run on this machine: Redis, trainer, rollout and reward workers, and a live view.
+
+    Uses the server at TIDEMILL_REDIS_URL if that is set, and otherwise starts a private Redis whose data
+    stays in the run's folder. Processes that die are started again. Ctrl-C stops the run so that it can be
+    resumed.
+
+    Exits with 0 when the run did what it should, 1 when it did not, 2 for a mistake in what it was given, and
+    130 when it was stopped.
+    """
+
     config: Path = argument("The run's YAML file.")
     overrides: list[str] = overrides_option()
     run_id: str = option("--run-id", _RUN_NAME_TEXT, "", "ID")
@@ -173,7 +225,7 @@ class UpOptions:
     live: bool = option("--live/--no-live", "Live view; otherwise one line for each step.", True)
     runs_dir: Path | None = runs_dir_option()
     metrics_port: int | None = option("--metrics-port", _PORT_TEXT, None, "PORT", min=0, max=65535)
-    fails_on_warning: bool = warning_flag()
+    fails_on_warning: bool = option("--fail-on-warning", "Exit with 1 where a metric left its range.", False)
 
     def command(self, run_id: str, resume: bool) -> str:
         """The command line that means this run, to be copied."""
@@ -188,82 +240,202 @@ class UpOptions:
 
 
 _REPORT_TEXT = "Compute the summary of a finished run again from its commits, and keep it in its folder."
+_FAIL_TEXT = "With --report: exit with 1 where a metric left its range."
 
 
-@dataclass(frozen=True)
-class StatusOptions:
-    run_id: str | None = run_argument()
+@command("status", "status.dashboard:show_status", "arith-1 --watch")
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions(OfRun):
+    """Say how a run is doing; a finished run shows its summary.
+
+    Finds the run's Redis by itself on the machine of `tidemill up`, elsewhere through TIDEMILL_REDIS_URL, and
+    touches nothing. `--watch` shows the live view of `up`. `--report` is for a run whose end no `tidemill up`
+    has seen: it computes the summary from the commits and writes summary.json and reward.png into the run's
+    folder; it exits with 1 if anything was lost, trained twice, or not as the config expects it.
+    """
+
     watch: bool = option("--watch", "Show it live until Ctrl-C, which ends the watching only.", False)
     report: bool = option("--report", _REPORT_TEXT, False)
-    fails_on_warning: bool = option(
-        "--fail-on-warning", "With --report: exit with 1 where a metric left its range.", False
-    )
+    fails_on_warning: bool = option("--fail-on-warning", _FAIL_TEXT, False)
     as_json: bool = json_flag()
-    runs_dir: Path | None = runs_dir_option()
 
 
-@dataclass(frozen=True)
-class ConvertOptions:
-    file: Path = argument("A YAML, JSON, TOML or Python file, or a shell script.", metavar="FILE")
-    options: list[str] = argument(
-        "Further options, which win: key=value; for a script also NAME=value of its variables.",
-        [],
-        "KEY=VALUE",
-    )
-    project: Literal["verl", "trl", "prime-rl"] | None = option(
-        "--from", "Whose it is. Without it: what it looks like.", None
-    )
-    output: Path | None = option("--output", "Write the config here.", None, "FILE", short=["-o"])
+@command("export", "exports.export:export", "arith-20260131-120000 --version best -o my-model")
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(OfRun):
+    """Write a version of a run as a Hugging Face folder: config, tokenizer and safetensors.
 
+    Done by a worker of the run (`python -m tidemill.services.jobs RUN_ID`) where there is one, and here
+    otherwise.
+    """
 
-@dataclass(frozen=True)
-class ExportOptions:
     output: Path = option("--output", "A new folder.", metavar="FOLDER", short=["-o"])
-    run_id: str | None = run_argument()
     version: str = option("--version", "Which version of the run.", "last", "N|best|last")
     now: bool = option("--now", "Do it here, without asking for a worker.", False)
-    runs_dir: Path | None = runs_dir_option()
 
 
+@command("diff", "compare.diff:show_diff", "arith-1 arith-2")
 @dataclass(frozen=True)
-class ArchiveOptions:
-    run_id: str | None = run_argument()
+class DiffOptions:
+    """Find the first step at which two runs differ, and why: data, versions, tokens, rewards, numerics.
+
+    Compares step by step what both were trained on and what came out, and stops at the first step that
+    differs by more than rounding. Exits with 0 when there is none, and 1 when there is.
+    """
+
+    run_a: str = argument("A run, by id or folder.")
+    run_b: str = argument("The run to compare it with.")
+    tolerance: float = option(
+        "--tolerance", "Numbers this close count as rounding; 0: none.", 1e-3, min=0.0, max=1.0
+    )
+    as_json: bool = json_flag()
+    runs_dir: Path | None = runs_dir_option()
+    runs_dir_b: Path | None = option("--runs-dir-b", "Folder of RUN_B, if another one.", None, "FOLDER")
+
+
+@command("archive", "exports.archive:archive", "arith-20260131-120000 --check")
+@dataclass(frozen=True, kw_only=True)
+class ArchiveOptions(OfRun):
+    """Write what a run's streams hold now into its archive: Parquet files in the run's folder.
+
+    `tidemill up` does this at the end of a run by itself; this is for runs whose services were started one by
+    one, or whose end was cut short. What is archived already is skipped.
+    """
+
     check: bool = option("--check", "Archive nothing; read every file and compare its checksum.", False)
     as_json: bool = json_flag()
-    runs_dir: Path | None = runs_dir_option()
 
 
-@dataclass(frozen=True)
-class WeightsOptions:
-    run_id: str | None = run_argument()
+@command("weights", "exports.weights:list_versions", "arith-20260131-120000 --verify")
+@dataclass(frozen=True, kw_only=True)
+class WeightsOptions(OfRun):
+    """List a run's versions on the disk: full ones, and deltas with what they change.
+
+    With `--verify`, exits with 1 where one is not whole.
+    """
+
     verify: bool = option("--verify", "Read every byte: checksums, chains, digests.", False)
     as_json: bool = json_flag()
-    runs_dir: Path | None = runs_dir_option()
 
 
-_NAME_TEXT = "A further name under which browsers may ask, such as that of a proxy. May be repeated."
+_WORKERS_TEXT = "Reward workers to start. Without it: as the run's config says, and at least one."
+_PACE_TEXT = "Feed them as slowly as they came: a load test. Without it: as fast as they are scored."
+_REDIS_TEXT = "Server for the sandbox, for workers on other machines. Without it: a private one."
+_INTO_TEXT = "Name of the sandbox run, a new one. Without it: made from the run's name."
+_REWARD_TEXT = "The reward function, or a built-in one. Without it: the run's own rewards."
 
 
-@dataclass(frozen=True)
-class WebOptions:
-    run_id: str | None = run_argument("The run to begin with; without it, all runs.")
-    host: str = option(
-        "--host", "Address to listen on. Any but this machine's own asks for a token.", "127.0.0.1"
-    )
-    port: int = option("--port", "0 takes a free one.", 8420, min=0, max=65535)
-    asks_token: bool = option("--token", "Ask for a token on this machine too.", False)
-    host_names: list[str] = option("--allow-host", _NAME_TEXT, [], "NAME")
-    runs_dir: Path | None = runs_dir_option()
+@command("rescore", "rescore.commands:rescore", "arith-1 --reward my.py:fn --from-step 10 --to-step 20")
+@dataclass(frozen=True, kw_only=True)
+class RescoreOptions(OfRun):
+    """Score a run's history with another reward, and say how the two agree.
+
+    Nothing is generated again and nothing of the run changes: real reward workers score its trajectories into
+    a scores stream of their own, in a sandbox run. The report has agreement, rank correlation, the groups
+    that would have had another best completion, and what it cost.
+    """
+
+    into: str | None = option("--into", _INTO_TEXT, None, "SANDBOX")
+    reward: str | None = option("--reward", _REWARD_TEXT, None, "FILE.py:FUNCTION")
+    config: Path | None = option("--config", "Take the whole reward section of this config.", None, "FILE")
+    overrides: list[str] = overrides_option("Override one field, such as reward.timeout_s=5.")
+    workers: int | None = option("--workers", _WORKERS_TEXT, None, min=1)
+    first: int | None = option("--from-step", "First step.", None, "A", min=0)
+    last: int | None = option("--to-step", "Last step.", None, "B", min=0)
+    keeps_pace: bool = option("--recorded-pace", _PACE_TEXT, False)
+    lane: Literal["train", "eval"] = option("--lane", "Training or evaluation.", "train")
+    redis: str | None = option("--redis", _REDIS_TEXT, None, "URL")
+    as_json: bool = json_flag()
+
+
+@command("replay", "compare.replay:replay_steps", "412 arith-1")
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(OfRun):
+    """Train a committed step again, and compare it bit by bit with what was recorded.
+
+    Restores the newest checkpoint before the step, replays the commits after it, and computes the step from
+    the run's own records in the recorded micro-batches. Changes nothing of the run.
+
+    Exits with 0 when loss, gradient norm, every other metric and the digest come out the same, else with 1.
+    """
+
+    steps: str = argument("A step, or several: 3,17 or 10..14.", metavar="STEPS")
+    shows_all: bool = option("--all", "Show every metric, also those that agree.", False)
+    as_json: bool = json_flag()
+
+
+EVERYTHING = "Print JSON with everything, for programs."
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewOptions:
+class ViewOptions(OfRun):
     """Which run, and how its entries are shown."""
 
     run_id: str | None = run_option()
-    as_json: bool = json_flag(LINES)
+    as_json: bool = json_flag("Print JSON lines with everything, for programs.")
     is_full: bool = option("--full", "Show texts to their ends.", False)
-    runs_dir: Path | None = runs_dir_option()
+
+
+@command("trace", "records.trace:show_trace", "412", "412.3 arith-1")
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(ViewOptions):
+    """Follow a ticket, or one sample, through the run: prompt, generation, reward, training, version.
+
+    Who generated it with which version, every attempt at its score, its group, advantages, and the step and
+    micro-batch that trained on it, or why none did.
+    """
+
+    sample: str = argument("A group, or one sample of it, such as 412.3.", metavar="TICKET[.INDEX]")
+    run_id: str | None = run_argument()
+    as_json: bool = json_flag(EVERYTHING)
+    lane: str = option("--lane", "Training or evaluation.", "train", "train|eval")
+
+
+@command("step", "records.step:show_step", "412 arith-1 --full")
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(ViewOptions):
+    """Show one step: what went in, in which micro-batches, where the time went, and what came out.
+
+    Step N turned version N into version N + 1.
+    """
+
+    number: int = argument("Counted from 0, as in the commits.", metavar="STEP", min=0)
+    run_id: str | None = run_argument()
+    as_json: bool = json_flag(EVERYTHING)
+
+
+@command("timeline", "records.timeline:write_timeline", "--from-step 40 --to-step 45 -o trace.json")
+@dataclass(frozen=True, kw_only=True)
+class TimelineOptions(OfRun):
+    """Write a stretch of a run for Perfetto: every sample from its queue to its training.
+
+    Open the file at https://ui.perfetto.dev.
+    """
+
+    first: int = option("--from-step", "The first step.", metavar="A", min=0)
+    last: int = option("--to-step", "The last step.", metavar="B", min=0)
+    output: Path = option("--output", "The file to write.", Path("trace.json"), "FILE", short=["-o"])
+
+
+_NAME_TEXT = "A further name under which browsers may ask, such as that of a proxy. May be repeated."
+_HOST_TEXT = "Address to listen on. Any but this machine's own asks for a token."
+
+
+@command("web", "web.server:serve", "arith-20260131-120000")
+@dataclass(frozen=True, kw_only=True)
+class WebOptions(OfRun):
+    """Look at runs in a browser: curves, runs compared, groups, completions token by token, steps, logs.
+
+    Pages need nothing from the network, and write nothing. They listen on this machine alone, unless --host
+    says otherwise; then, or with --token, browsers ask for a password: the token that is printed, or that in
+    TIDEMILL_WEB_TOKEN.
+    """
+
+    run_id: str | None = run_argument("The run to begin with; without it, all runs.")
+    host: str = option("--host", _HOST_TEXT, "127.0.0.1")
+    port: int = option("--port", "0 takes a free one.", 8420, min=0, max=65535)
+    asks_token: bool = option("--token", "Ask for a token on this machine too.", False)
+    host_names: list[str] = option("--allow-host", _NAME_TEXT, [], "NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,54 +453,47 @@ class SelectionOptions(ViewOptions):
 
 _STREAM_TEXT = "prompts, trajectories, scores, weights, commits or dead; prompts:eval and so on."
 _ENTRY_TEXT = "An entry's id, a sample as TICKET.INDEX, or the number of a ticket, step or version."
+_GREP_TEXT = "Where to look. May be repeated. Without it: trajectories and scores."
 
 
+@command("streams tail", "records.streams:show_tail", "trajectories --reward 0.9.. --step 40..45 -n 20")
 @dataclass(frozen=True, kw_only=True)
 class TailOptions(SelectionOptions):
+    """Show the newest entries of a stream, or of a part of it.
+
+    Ranges hold both ends; `A..` and `..B` are open, `A` is one number.
+    """
+
     stream: str = argument(_STREAM_TEXT, metavar="STREAM")
     limit: int = option("-n", "How many entries.", 10, min=1)
     follow: bool = option("--follow", "Go on with what comes.", False, short=["-f"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class GrepOptions(SelectionOptions):
-    pattern: str = argument("A regular expression of Python.", metavar="PATTERN")
-    streams: list[str] = option(
-        "--stream", "Where to look. May be repeated. Without it: trajectories and scores.", []
-    )
-    ignore_case: bool = option("--ignore-case", "A is a.", False, short=["-i"])
-    limit: int = option("-n", "Stop after so many; 0: never.", 0, min=0)
-
-
+@command("streams show", "records.streams:show_entries", "", "trajectories 412.3")
 @dataclass(frozen=True, kw_only=True)
 class EntryOptions(ViewOptions):
+    """Show everything that one entry holds; without one, list the streams.
+
+    The list says how much there is of each and where, from when, and how far its readers are.
+    """
+
     stream: str = argument(f"{_STREAM_TEXT} Without it: all, as a list.", "", "STREAM")
     entry: str = argument(_ENTRY_TEXT, "", "ID")
     lane: str = option("--lane", "Training or evaluation.", "", "train|eval")
 
 
+@command("streams grep", "records.streams:show_hits", "'as an AI' --ignore-case --reward 0.8.. -n 20")
 @dataclass(frozen=True, kw_only=True)
-class TraceOptions(ViewOptions):
-    sample: str = argument("A group, or one sample of it, such as 412.3.", metavar="TICKET[.INDEX]")
-    run_id: str | None = run_argument()
-    as_json: bool = json_flag(EVERYTHING)
-    lane: str = option("--lane", "Training or evaluation.", "train", "train|eval")
+class GrepOptions(SelectionOptions):
+    """Find text in prompts and completions, in judges' words and in errors; shown as it is found.
 
+    Exits with 1 where nothing was found.
+    """
 
-@dataclass(frozen=True, kw_only=True)
-class StepOptions(ViewOptions):
-    number: int = argument("Counted from 0, as in the commits.", metavar="STEP", min=0)
-    run_id: str | None = run_argument()
-    as_json: bool = json_flag(EVERYTHING)
-
-
-@dataclass(frozen=True)
-class TimelineOptions:
-    first: int = option("--from-step", "The first step.", metavar="A", min=0)
-    last: int = option("--to-step", "The last step.", metavar="B", min=0)
-    output: Path = option("--output", "The file to write.", Path("trace.json"), "FILE", short=["-o"])
-    run_id: str | None = run_argument()
-    runs_dir: Path | None = runs_dir_option()
+    pattern: str = argument("A regular expression of Python.", metavar="PATTERN")
+    streams: list[str] = option("--stream", _GREP_TEXT, [])
+    ignore_case: bool = option("--ignore-case", "A is a.", False, short=["-i"])
+    limit: int = option("-n", "Stop after so many; 0: never.", 0, min=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,13 +521,14 @@ class DeadChoice(DeadFilter):
     runs_dir: Path | None = runs_dir_option()
 
 
-@dataclass(frozen=True, kw_only=True)
-class DropOptions(DeadChoice):
-    is_sure: bool = option("--yes", "Do not ask.", False, short=["-y"])
-
-
+@command("dead show", "dead.entries:show_dead", "--error schema", "1790000000000-0 --hex")
 @dataclass(frozen=True, kw_only=True)
 class ShowDeadOptions(DeadChoice):
+    """List the dead letters: when, from where, which sample, why; with an ID, all of that one.
+
+    One letter is shown with the message that died, decoded where that is possible.
+    """
+
     ids: list[str] = argument("Ids of dead letters. Without one: a list of them.", [], "ID")
     has_all: bool = field(default=True, init=False)
     limit: int = option("--limit", "At most so many, the newest; 0: all.", 100, min=0)
@@ -370,53 +536,19 @@ class ShowDeadOptions(DeadChoice):
     as_json: bool = json_flag()
 
 
-_WORKERS_TEXT = "Reward workers to start. Without it: as the run's config says, and at least one."
-_PACE_TEXT = "Feed them as slowly as they came: a load test. Without it: as fast as they are scored."
-_REDIS_TEXT = "Server for the sandbox, for workers on other machines. Without it: a private one."
+@command("dead requeue", "dead.requeue:change_entries", "--all --stream prompts:eval")
+@dataclass(frozen=True, kw_only=True)
+class RequeueOptions(DeadChoice):
+    """Put messages back where they belong, each exactly once.
+
+    Refuses, with the reason, what can no longer matter: the trainer replaces the group of a dead ticket or
+    trajectory by a fresh one. Exits with 1 when a letter that was named could not be put back.
+    """
 
 
-@dataclass(frozen=True)
-class RescoreOptions:
-    """`tidemill rescore`: whose history is scored again, and with which reward."""
+@command("dead drop", "dead.requeue:change_entries", "--all --error 'schema 2' --yes")
+@dataclass(frozen=True, kw_only=True)
+class DropOptions(DeadChoice):
+    """Remove dead letters for good, after asking. Those that the trainer has yet to act on are kept."""
 
-    run_id: str | None = run_argument()
-    into: str | None = option(
-        "--into", "Name of the sandbox run, a new one. Without it: made from the run's name.", None, "SANDBOX"
-    )
-    reward: str | None = option(
-        "--reward",
-        "The reward function, or a built-in one. Without it: the run's own rewards.",
-        None,
-        "FILE.py:FUNCTION",
-    )
-    config: Path | None = option("--config", "Take the whole reward section of this config.", None, "FILE")
-    overrides: list[str] = overrides_option("Override one field, such as reward.timeout_s=5.")
-    workers: int | None = option("--workers", _WORKERS_TEXT, None, min=1)
-    first: int | None = option("--from-step", "First step.", None, "A", min=0)
-    last: int | None = option("--to-step", "Last step.", None, "B", min=0)
-    keeps_pace: bool = option("--recorded-pace", _PACE_TEXT, False)
-    lane: Literal["train", "eval"] = option("--lane", "Training or evaluation.", "train")
-    redis: str | None = option("--redis", _REDIS_TEXT, None, "URL")
-    as_json: bool = json_flag()
-    runs_dir: Path | None = runs_dir_option()
-
-
-@dataclass(frozen=True)
-class ReplayOptions:
-    steps: str = argument("A step, or several: 3,17 or 10..14.", metavar="STEPS")
-    run_id: str | None = run_argument()
-    shows_all: bool = option("--all", "Show every metric, also those that agree.", False)
-    as_json: bool = json_flag()
-    runs_dir: Path | None = runs_dir_option()
-
-
-@dataclass(frozen=True)
-class DiffOptions:
-    run_a: str = argument("A run, by id or folder.")
-    run_b: str = argument("The run to compare it with.")
-    tolerance: float = option(
-        "--tolerance", "Numbers this close count as rounding; 0: none.", 1e-3, min=0.0, max=1.0
-    )
-    as_json: bool = json_flag()
-    runs_dir: Path | None = runs_dir_option()
-    runs_dir_b: Path | None = option("--runs-dir-b", "Folder of RUN_B, if another one.", None, "FOLDER")
+    is_sure: bool = option("--yes", "Do not ask.", False, short=["-y"])

@@ -20,7 +20,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
 from tidemill.common.wire.keys import Keys
-from tidemill.services.console.processes.service import ServiceSpec, service_environment, service_specs
+from tidemill.services.console.processes.specs import ServiceSpec, service_environment, service_specs
 from tidemill.services.console.processes.supervisor import FIRST_PAUSE_S
 from tidemill.services.console.run.folder import RunFolder
 

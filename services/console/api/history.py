@@ -1,25 +1,80 @@
-"""`tidemill.History` and `tidemill.metrics`: what a run has recorded, for notebooks and scripts."""
+"""`tidemill.History`, `metrics` and `Records`: what a run has recorded, for notebooks and scripts."""
 
+import asyncio
+import json
 import statistics
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.history import History as Streams
 from tidemill.common.history.records import GroupRecord, SampleRecord, read_groups
+from tidemill.common.process.programs import run_main
 from tidemill.common.run.state import METRICS_FILE, read_records
 from tidemill.common.streams.selection import Range, Selection, StreamName
 from tidemill.common.wire.messages import Commit, Lane
-from tidemill.services.console.api.blocking import wait_for
-from tidemill.services.console.api.tables import Records, Row
 from tidemill.services.console.run.folder import find_run
-from tidemill.services.console.run.history import open_history
+from tidemill.services.console.run.history import RunAccess, open_history
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
 
 T = TypeVar("T")
+Row = Mapping[str, Any]
 LaneName = Literal["train", "eval"]
 Steps = int | tuple[int, int] | None
+
+
+class Records(Sequence[T], Generic[T]):
+    """A list of records, each of which is also a row of a table."""
+
+    def __init__(self, records: Iterable[T], as_row: Callable[[T], Row]) -> None:
+        self._records, self._as_row = list(records), as_row
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, key: int) -> T: ...
+    @overload
+    def __getitem__(self, key: slice) -> "Records[T]": ...
+    def __getitem__(self, key: int | slice) -> "T | Records[T]":
+        """One record, or some of them."""
+        return Records(self._records[key], self._as_row) if isinstance(key, slice) else self._records[key]
+
+    def __repr__(self) -> str:
+        kind = type(self._records[0]).__name__ if self._records else "nothing"
+        return f"<{len(self)} records of {kind}; to_pandas(), to_arrow(), rows()>"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every record as plain values by name."""
+        return [dict(self._as_row(record)) for record in self._records]
+
+    def to_arrow(self) -> "pyarrow.Table":
+        """A table of Arrow; values that are of several kinds in one column become JSON texts."""
+        import pyarrow
+
+        rows = self.rows()
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        return pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names})
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A data frame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ConfigError(
+                "to_pandas() needs pandas, which is not installed here: pip install 'tidemill[pandas]'. "
+                "to_arrow() and rows() do without"
+            ) from None
+        return pandas.DataFrame(self.rows())
 
 
 class History:
@@ -44,20 +99,19 @@ class History:
     def config(self) -> RunConfig:
         """The config of the run. Raises ConfigError: it is not known any more."""
 
-        async def read() -> RunConfig | None:
-            async with open_history(self._folder) as access:
-                return access.config
+        async def read(access: RunAccess) -> RunConfig | None:
+            return access.config
 
-        if (found := wait_for(read)) is None:
+        if (found := self._read(read)) is None:
             raise ConfigError(f"the config of run {self.run_id} is neither in Redis nor in its folder.")
         return found
 
     def steps(self, steps: Steps = None) -> Records[Commit]:
         """The committed steps, oldest first: what was trained, and the metrics. A row has the metrics."""
 
-        async def read(history: Streams) -> list[Commit]:
+        async def read(access: RunAccess) -> list[Commit]:
             wanted = Selection(steps=_range_of(steps))
-            return [m async for m in history.messages(StreamName.COMMITS, Commit, wanted)]
+            return [m async for m in access.history.messages(StreamName.COMMITS, Commit, wanted)]
 
         return Records(self._read(read), _step_row)
 
@@ -73,12 +127,12 @@ class History:
         return Records([(group, sample) for group in groups for sample in group.samples], _sample_row)
 
     def _groups(self, steps: Steps, lane: LaneName) -> list[GroupRecord]:
-        return self._read(lambda history: read_groups(history, _range_of(steps), Lane(lane)))
+        return self._read(lambda access: read_groups(access.history, _range_of(steps), Lane(lane)))
 
-    def _read(self, read: Callable[[Streams], Awaitable[T]]) -> T:
+    def _read(self, read: Callable[[RunAccess], Awaitable[T]]) -> T:
         async def opened() -> T:
             async with open_history(self._folder) as access:
-                return await read(access.history)
+                return await read(access)
 
         return wait_for(opened)
 
@@ -128,9 +182,12 @@ def _group_row(group: GroupRecord) -> Row:
 
 
 def _sample_row(pair: tuple[GroupRecord, SampleRecord]) -> Row:
-    group, sample = pair
-    made, score = sample.trajectory, sample.score
-    row = {name: value for name, value in _group_row(group).items() if name in KEPT_OF_GROUP}
+    (group, sample), kept = (
+        pair,
+        ("ticket", "issued_for", "trained_at", "data_source", "prompt", "ground_truth"),
+    )
+    made, score, of_group = sample.trajectory, sample.score, _group_row(group)
+    row = {name: of_group[name] for name in kept}
     row |= {"index": sample.index, "reward": sample.reward, "advantage": sample.advantage}
     row |= {"left_out": sample.left_out}
     if made is not None:
@@ -144,4 +201,28 @@ def _sample_row(pair: tuple[GroupRecord, SampleRecord]) -> Row:
     return row
 
 
-KEPT_OF_GROUP = ("ticket", "issued_for", "trained_at", "data_source", "prompt", "ground_truth")
+def _column(values: list[Any]) -> Any:
+    import pyarrow
+
+    try:
+        return pyarrow.array(values)
+    except pyarrow.ArrowException:
+        return pyarrow.array([None if value is None else json.dumps(value, default=str) for value in values])
+
+
+def wait_for(make: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None] = lambda: None) -> T:
+    """The result of the coroutine that `make` makes: on a loop of its own, in a thread where one runs here.
+
+    Ctrl-C calls `stop` in that case, and waits for what the coroutine makes of it.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run_main(make())
+    with ThreadPoolExecutor(1, "tidemill") as threads:
+        future = threads.submit(lambda: run_main(make()))
+        while True:
+            try:
+                return future.result()
+            except KeyboardInterrupt:
+                stop()

@@ -15,9 +15,7 @@ from rich.console import Console
 from tidemill.common.config import RunConfig, override_config, parse_config
 from tidemill.common.config import load_config as load_file
 from tidemill.common.run.state import CONFIG_FILE, EVALUATION, METRICS_FILE, STEP, read_records
-from tidemill.services.console.api.blocking import wait_for
-from tidemill.services.console.api.history import History, metrics
-from tidemill.services.console.api.tables import Records
+from tidemill.services.console.api.history import History, Records, metrics, wait_for
 from tidemill.services.console.check.preflight import Findings, examine
 from tidemill.services.console.launch.local_run import LocalRun
 from tidemill.services.console.launch.up import prepare
@@ -25,6 +23,7 @@ from tidemill.services.console.launch.views import PlainView
 from tidemill.services.console.options import RescoreOptions, UpOptions
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.run.folder import folder_of_runs
+from tidemill.services.console.status.report import read_report
 from tidemill.services.console.status.snapshot import RunSnapshot
 
 Config = RunConfig | str | Path | Mapping[str, Any]
@@ -87,11 +86,7 @@ def check(config: Config, overrides: Overrides = (), *, calls_reward: bool = Tru
         TidemillError: the run could not start as it is; the message has all that is wrong.
     """
     loaded = load_config(config, overrides)
-
-    async def examined() -> Findings:
-        return await asyncio.to_thread(examine, loaded, (), calls_reward)
-
-    return wait_for(examined)
+    return wait_for(lambda: asyncio.to_thread(examine, loaded, (), calls_reward))
 
 
 def run(
@@ -114,15 +109,9 @@ def run(
     Raises:
         TidemillError: it cannot start as it is. Nothing was started.
     """
-    started: list[LocalRun] = []
     options = _options(config, overrides, run_id, resume, runs_dir)
-    callbacks = {STEP: on_step, EVALUATION: on_evaluation}
-
-    def stop() -> None:
-        for local in started:
-            local.stop()
-
-    return wait_for(lambda: _go(config, options, callbacks, quiet, started), stop)
+    view = CallbackView(Console(highlight=False, quiet=quiet), {STEP: on_step, EVALUATION: on_evaluation})
+    return wait_for(lambda: _go(config, options, view), view.stop)
 
 
 async def run_async(
@@ -138,7 +127,8 @@ async def run_async(
 ) -> RunResult:
     """`run` for callers with a loop of their own. Cancelled, it ends the run's processes at once."""
     options = _options(config, overrides, run_id, resume, runs_dir)
-    return await _go(config, options, {STEP: on_step, EVALUATION: on_evaluation}, quiet, [])
+    view = CallbackView(Console(highlight=False, quiet=quiet), {STEP: on_step, EVALUATION: on_evaluation})
+    return await _go(config, options, view)
 
 
 def rescore(
@@ -196,9 +186,21 @@ class CallbackView(PlainView):
             return
         for record in self._new_records(self.run.folder.path / METRICS_FILE):
             key = _key_of(record)  # a trainer that went back writes a step again
-            if key not in self._reported and not self._is_stopping:
-                self._reported.add(key)
-                self._call(record, self.run)
+            callback = self._callbacks.get(record.get("kind", ""))
+            if key in self._reported or self._is_stopping:
+                continue
+            self._reported.add(key)
+            try:
+                self._is_stopping = callback is not None and callback(record) is False
+            except Exception as error:  # the user's code: the run stops in order, then the caller sees it
+                self.error, self._is_stopping = error, True
+            if self._is_stopping:
+                self.stop()
+
+    def stop(self) -> None:
+        """As the first Ctrl-C does; nothing where the run has not begun."""
+        if self.run is not None:
+            self.run.stop()
 
     def _new_records(self, path: Path) -> list[dict[str, Any]]:
         """What was written since the last call, whole lines only."""
@@ -213,36 +215,15 @@ class CallbackView(PlainView):
         self._position += len(lines) + len(end)
         return [json.loads(line) for line in lines.splitlines()]
 
-    def _call(self, record: dict[str, Any], run: LocalRun) -> None:
-        callback = self._callbacks.get(record.get("kind", ""))
-        if callback is None:
-            return
-        try:
-            goes_on = callback(record) is not False
-        except Exception as error:  # the user's code: the run stops in order, then the caller sees it
-            self.error, goes_on = error, False
-        if not goes_on:
-            self._is_stopping = True
-            run.stop()
-
 
 def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(record.get(name) for name in ("kind", "step", "version", "set"))
 
 
-async def _go(
-    config: Config,
-    options: UpOptions,
-    callbacks: Mapping[str, Callback | None],
-    quiet: bool,
-    started: list[LocalRun],
-) -> RunResult:
-    console = Console(highlight=False, quiet=quiet)
-    view = CallbackView(console, callbacks)
+async def _go(config: Config, options: UpOptions, view: CallbackView) -> RunResult:
     given = None if isinstance(config, str | Path) else load_config(config)
-    local = await asyncio.to_thread(prepare, options, console, config=given, view=view)
+    local = await asyncio.to_thread(prepare, options, view.console, config=given, view=view)
     view.begin(local)
-    started.append(local)
     logging = structlog.get_config()
     try:
         code = await local.go()
@@ -250,8 +231,7 @@ async def _go(
         structlog.configure(**logging)
     if view.error is not None:
         raise view.error
-    path = local.folder.summary
-    summary = json.loads(path.read_text()) if code in (0, 1) and path.exists() else {}
+    summary = (read_report(local.folder) or {}) if code in (0, 1) else {}
     return RunResult(local.config.run_id, local.folder.path, code, summary, local.why_not_finished)
 
 
@@ -271,10 +251,7 @@ def _options(
 
 def _words(overrides: Overrides) -> list[str]:
     """As `--set` takes them."""
-    if isinstance(overrides, Mapping):
-        given = cast(Mapping[str, Any], overrides)
-        return [
-            f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-            for name, value in given.items()
-        ]
-    return list(overrides)
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    given = cast(Mapping[str, Any], overrides)
+    return [f"{name}={it if isinstance(it, str) else json.dumps(it)}" for name, it in given.items()]

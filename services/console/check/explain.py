@@ -1,21 +1,47 @@
 """Says in plain words what a checked config will do: how much per step, how stale, how much memory."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
 from textwrap import indent
 
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.common.config import AlgorithmConfig, RewardConfig
+from tidemill.common.config import AlgorithmConfig, RewardConfig, RunConfig
 from tidemill.common.config.algorithm_table import PRESETS
 from tidemill.common.config.trainer import TrainerConfig
-from tidemill.services.console.check.preflight import Findings
-from tidemill.services.console.check.redis_size import redis_bytes
-from tidemill.services.console.text.formats import printable_block, size
+from tidemill.common.errors import ConfigError
+from tidemill.common.streams.log import KEPT_COMMITS
+from tidemill.services.console.check.fields import print_fields
+from tidemill.services.console.check.memory import machine_named, print_memory
+from tidemill.services.console.check.preflight import Findings, examine
+from tidemill.services.console.options import CheckOptions
+from tidemill.services.console.text.formats import plural, printable_block, size
 from tidemill.services.console.text.tree import name_table
 
 MAX_READ_CHARACTERS = 4000
+
+
+def check(options: CheckOptions) -> None:
+    """Check a config and print what it will do, its memory alone, or the fields that there are.
+
+    Raises:
+        ConfigError: something is wrong with it.
+    """
+    if options.fields:
+        print_fields(str(options.config or ""))
+        return
+    if options.config is None:
+        raise ConfigError("tidemill check needs a config file, or --fields.")
+    machine = machine_named(options.gpus, options.gpu_gib, options.host_gib)
+    if options.memory:
+        print_memory(options.config, options.overrides, machine)
+        return
+    findings = examine(options.config, options.overrides, options.calls_reward, machine)
+    if options.as_json:
+        print(json.dumps(findings.as_dict(), indent=2))
+    else:
+        explain(findings, with_preset=options.explains)
 
 
 def explain(findings: Findings, console: Console | None = None, with_preset: bool = False) -> None:
@@ -35,57 +61,41 @@ def explain(findings: Findings, console: Console | None = None, with_preset: boo
     console.print("[green]ok[/]  nothing wrong was found; nothing was started")
 
 
-def print_findings(findings: Findings) -> None:
-    """The same as JSON, for programs: what is known of each part, and the whole config."""
-    model = findings.model
-    known = {
-        "ok": True,
-        "rows": findings.rows,
-        "model": None if model is None else asdict(model) | {"path": str(model.path)},
-        "redis": findings.redis or None,
-        "rewards": findings.rewards,
-        "reads": findings.reads,
-        "session": findings.session,
-        "notes": findings.notes,
-        "config": findings.config.model_dump(mode="json"),
-    }
-    print(json.dumps(known, indent=2))
-
-
 def describe(findings: Findings) -> list[tuple[str, str]]:
     """Lines of the summary: label and text."""
     config = findings.config
-    trainer, rollout, reward = config.trainer, config.rollout, config.reward
+    trainer, rollout = config.trainer, config.rollout
     sizes = {config.group_size(source.name) for source in config.data.sources} or {trainer.group_size}
-    size = f"{'at most ' * (len(sizes) > 1)}{max(sizes):,}"
     samples = trainer.groups_per_step * max(sizes)
-    plural = "" if rollout.workers == 1 else "s"
+    step = (
+        f"{trainer.groups_per_step:,} groups of {'at most ' * (len(sizes) > 1)}{max(sizes):,} = {samples:,} "
+        f"trajectories, at most {samples * rollout.sampling.max_tokens:,} completion tokens"
+    )
+    staleness = (
+        "at most 0 steps: on-policy, rollout and trainer take turns",
+        "at most 1 step: rollout writes the next step's groups while the trainer works on this one",
+        f"at most {trainer.max_staleness} steps: asynchronous, rollout may be up to {trainer.max_staleness} "
+        "steps ahead of the trainer",
+    )[min(trainer.max_staleness, 2)]
+    uncalled = (
+        "its code was imported and takes the arguments it will get; it was not called (--no-call-reward)"
+    )
+    redis = f"{findings.redis} at TIDEMILL_REDIS_URL" if findings.redis else "private, started with the run"
     lines = [
         ("model", _model(findings)),
         ("data", ", ".join(f"{name} {count:,} rows" for name, count in findings.rows.items())),
-        (
-            "step",
-            f"{trainer.groups_per_step:,} groups of {size} = {samples:,} trajectories, "
-            f"at most {samples * rollout.sampling.max_tokens:,} completion tokens",
-        ),
+        ("step", step),
         ("run", _length(findings)),
-        ("staleness", _staleness(trainer.max_staleness)),
+        ("staleness", staleness),
         ("algorithm", _algorithm(trainer)),
-        ("rollout", f"{rollout.workers} worker{plural} with the {rollout.engine} engine"),
-        ("reward", f"{_rewards(reward)}; {reward.workers} worker{'' if reward.workers == 1 else 's'}"),
-        ("", _rewards_checked(findings)),
+        ("rollout", f"{plural(rollout.workers, 'worker')} with the {rollout.engine} engine"),
+        ("reward", f"{_rewards(config.reward)}; {plural(config.reward.workers, 'worker')}"),
+        ("", "; ".join(findings.rewards) or uncalled),
         ("session", "; ".join(findings.session)),
         *(("" if i else "memory", line) for i, line in enumerate(findings.memory)),
-        ("redis", _redis(findings)),
+        ("redis", f"{redis}; at most {size(redis_bytes(config))} if every completion has full length"),
     ]
     return [(name, text) for name, text in lines if text]
-
-
-def _rewards_checked(findings: Findings) -> str:
-    """Exactly what is known about the rewards now."""
-    if findings.rewards:
-        return "; ".join(findings.rewards)
-    return "its code was imported and takes the arguments it will get; it was not called (--no-call-reward)"
 
 
 def _model(findings: Findings) -> str:
@@ -100,38 +110,30 @@ def _model(findings: Findings) -> str:
 
 
 def _length(findings: Findings) -> str:
-    trainer = findings.config.trainer
-    groups = trainer.steps * trainer.groups_per_step
-    sources = findings.config.data.sources
-    total = sum(source.weight for source in sources)
+    trainer, sources = findings.config.trainer, findings.config.data.sources
+    groups, total = trainer.steps * trainer.groups_per_step, sum(source.weight for source in sources)
     shares = {f"train {source.name}": source.weight / total for source in sources} or {"train": 1.0}
     parts = []
     for name, share in shares.items():
         rows, source = findings.rows.get(name, 0), name.removeprefix("train").replace(" ", " of ")
         parts.append(f"{groups * share / rows if rows else 0.0:.3g} epochs{source}")
     epochs = f"{trainer.epochs:g} epochs" if trainer.epochs else ", ".join(parts)
-    evaluation = trainer.evaluation
-    moments = [
-        name
-        for name, is_on in (
-            ("at the start", evaluation.at_start),
-            (f"every {evaluation.every} steps", evaluation.every > 0),
-            ("at the end", True),
-        )
-        if is_on
-    ]
-    evaluated = " and ".join(moments) if findings.config.data.eval and moments else "never"
-    every = trainer.checkpoint_every
-    kept = f"every {every} steps" if every else "at the end only"
+    evaluation, every = trainer.evaluation, trainer.checkpoint_every
+    moments = {
+        "at the start": evaluation.at_start,
+        f"every {evaluation.every} steps": evaluation.every > 0,
+        "at the end": True,
+    }
+    evaluated = " and ".join(name for name, is_on in moments.items() if is_on and findings.config.data.eval)
     is_counted = trainer.epochs is None or "steps" in trainer.model_fields_set
     steps = f"{trainer.steps:,} steps = " if is_counted else ""
-    return f"{steps}{epochs}; evaluated {evaluated}; checkpoint {kept}"
+    kept = f"every {every} steps" if every else "at the end only"
+    return f"{steps}{epochs}; evaluated {evaluated or 'never'}; checkpoint {kept}"
 
 
 def _algorithm(trainer: TrainerConfig) -> str:
     algorithm = trainer.algorithm
     origin = f"preset {algorithm.preset}: " if algorithm.preset else ""
-    updates = trainer.updates_per_step
     parts = [
         f"{origin}advantage {algorithm.advantage}, loss {algorithm.loss} per {algorithm.normalisation}",
         f"old logprobs: {algorithm.old_logprobs}",
@@ -139,29 +141,21 @@ def _algorithm(trainer: TrainerConfig) -> str:
     ]
     if algorithm.kl.place != "off":
         parts.append(f"KL {algorithm.kl.estimator} in the {algorithm.kl.place}")
-    return "; ".join([*parts, f"{updates} update{'' if updates == 1 else 's'} a step"])
+    return "; ".join([*parts, f"{plural(trainer.updates_per_step, 'update')} a step"])
 
 
-def preset_lines(algorithm: AlgorithmConfig) -> list[str]:
+def preset_lines(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Each field that the preset sets, with its value there and what is in use."""
     if algorithm.preset is None:
-        return ["trainer.algorithm has no preset: every field is its own default, or given"]
-    lines = [f"preset {algorithm.preset} sets (docs/algorithms.md says why)"]
+        yield "trainer.algorithm has no preset: every field is its own default, or given"
+        return
+    yield f"preset {algorithm.preset} sets (docs/algorithms.md says why)"
     for name, value in PRESETS[algorithm.preset].items():
-        parts = value.items() if isinstance(value, dict) else [("", value)]
-        for part, preset in parts:
-            used = getattr(getattr(algorithm, name), part) if part else getattr(algorithm, name)
+        for part, preset in value.items() if isinstance(value, dict) else [("", value)]:
+            used = getattr(algorithm, name)
+            used = getattr(used, part) if part else used
             field = f"{name}.{part}" if part else name
-            lines.append(f"  {field}: {preset}" + ("" if used == preset else f", but {used} is given"))
-    return lines
-
-
-def _staleness(bound: int) -> str:
-    if bound == 0:
-        return "at most 0 steps: on-policy, rollout and trainer take turns"
-    if bound == 1:
-        return "at most 1 step: rollout writes the next step's groups while the trainer works on this one"
-    return f"at most {bound} steps: asynchronous, rollout may be up to {bound} steps ahead of the trainer"
+            yield f"  {field}: {preset}" + ("" if used == preset else f", but {used} is given")
 
 
 def _rewards(config: RewardConfig) -> str:
@@ -178,6 +172,31 @@ def _rewards(config: RewardConfig) -> str:
     return " + ".join(texts) + after
 
 
-def _redis(findings: Findings) -> str:
-    where = f"{findings.redis} at TIDEMILL_REDIS_URL" if findings.redis else "private, started with the run"
-    return f"{where}; at most {size(redis_bytes(findings.config))} if every completion has full length"
+BYTES_OF_A_SAMPLE, BYTES_OF_A_COMMIT = 16, 2000
+"""What a step takes in the commits stream."""
+BYTES_OF_A_TOKEN = 4
+BYTES_OF_AN_ENTRY = 500
+"""Control fields of a trajectory and its score, and Redis's own share."""
+BACKLOG = 1.5
+"""Files of the archive that Redis holds before they are written: of trajectories, and of others in part."""
+
+
+def redis_bytes(config: RunConfig) -> int:
+    """The most memory of the run in Redis, where every completion has full length: what is in flight, what no
+    archive has yet, and the commits."""
+    trainer, streams = config.trainer, config.streams
+    samples = trainer.groups_per_step * config.largest_group_size
+    is_archived = streams.trim and streams.archive.enabled
+    # Steps that Redis holds though they are trained: those since the oldest kept checkpoint.
+    kept = trainer.steps
+    if is_archived:
+        kept = 0
+    elif streams.trim and trainer.checkpoint_every:
+        kept = min(trainer.checkpoint_every * trainer.keep_checkpoints, trainer.steps)
+    # Ids and logprobs (a teacher's too) of 4 bytes a token, and text of about as much.
+    completion = (4 if config.reward.teachers else 3) * config.rollout.sampling.max_tokens
+    record = BYTES_OF_A_TOKEN * (2 * config.data.max_prompt_tokens + completion) + BYTES_OF_AN_ENTRY
+    records = (1 + trainer.max_staleness + kept) * samples * record
+    commits = min(trainer.steps, kept + KEPT_COMMITS) * (BYTES_OF_A_COMMIT + BYTES_OF_A_SAMPLE * samples)
+    backlog = min(BACKLOG * streams.archive.segment_mb * 2**20, trainer.steps * samples * record)
+    return int(records + commits + (backlog if is_archived else 0))

@@ -6,12 +6,10 @@
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 from rich.console import Console
 from rich.text import Text
 
@@ -24,8 +22,7 @@ ANY_NAME = "<name>"
 """Stands for the names that a config gives to entries of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class FieldFacts:
+class FieldFacts(NamedTuple):
     """One field, by its dotted name."""
 
     name: str
@@ -35,8 +32,7 @@ class FieldFacts:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class SectionFacts:
+class SectionFacts(NamedTuple):
     """A section: its dotted name (empty for the top of the file), what it is for, and its own fields."""
 
     name: str
@@ -49,15 +45,15 @@ def read_sections(model: type[BaseModel] = RunConfig, name: str = "") -> Iterato
     own, inner = [], []
     prefix = f"{name}." if name else ""
     for field, info in model.model_fields.items():
-        found = _section_of(info.annotation)
-        if found is None:
-            own.append(_facts(prefix + field, info))
-            continue
-        section, has_names = found
-        if has_names or (not info.is_required() and info.get_default(call_default_factory=True) is None):
-            own.append(_facts(prefix + field, info))
-        inner.append((section, f"{prefix}{field}.{ANY_NAME}" if has_names else prefix + field))
-    yield SectionFacts(name, _first_paragraph(model.__doc__ or ""), own)
+        section, has_names = _section_of(info.annotation)
+        default = ... if info.is_required() else info.get_default(call_default_factory=True)
+        if section is None or has_names or default is None:
+            text = " ".join((info.description or "").split())
+            shown = "required" if default is ... else f"default {_shown(default)}"
+            own.append(FieldFacts(prefix + field, _kind(info.annotation), shown, _bounds(info), text))
+        if section is not None:
+            inner.append((section, f"{prefix}{field}.{ANY_NAME}" if has_names else prefix + field))
+    yield SectionFacts(name, " ".join((model.__doc__ or "").strip().partition("\n\n")[0].split()), own)
     for section, path in inner:
         yield from read_sections(section, path)
 
@@ -83,28 +79,21 @@ def print_fields(wanted: str, console: Console | None = None) -> None:
         console.print(table)
 
 
-def _facts(name: str, info: FieldInfo) -> FieldFacts:
-    default = "required"
-    if not info.is_required():
-        default = f"default {_shown(info.get_default(call_default_factory=True))}"
-    return FieldFacts(
-        name, _kind(info.annotation), default, _bounds(info), " ".join((info.description or "").split())
-    )
-
-
-def _section_of(annotation: Any) -> tuple[type[BaseModel], bool] | None:
+def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """The section that a field holds, and whether it holds any number of them under names of their own."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     if get_origin(annotation) is typing.Annotated:
         return _section_of(get_args(annotation)[0])
     if get_origin(annotation) in (dict, list):
-        inner = _section_of(get_args(annotation)[-1])
-        return (inner[0], True) if inner else None
-    if _is_union(annotation):
-        parts = [found for part in get_args(annotation) if (found := _section_of(part))]
-        return parts[0] if len(parts) == 1 else None
-    return None
+        return _section_of(get_args(annotation)[-1])[0], True
+    found = [_section_of(part) for part in get_args(annotation) if _is_union(annotation)]
+    sections = [part for part in found if part[0] is not None]
+    return sections[0] if len(sections) == 1 else (None, False)
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
 
 
 def _kind(annotation: Any) -> str:
@@ -123,33 +112,20 @@ def _kind(annotation: Any) -> str:
     return str(getattr(annotation, "__name__", annotation))
 
 
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType)
-
-
 def _bounds(info: FieldInfo) -> str:
     found = []
     for constraint in info.metadata:
         limits = [(sign, getattr(constraint, name, None)) for name, sign in SIGNS]
-        found += [f"{sign} {_number(limit)}" for sign, limit in limits if limit is not None]
+        found += [f"{sign} {limit:.15g}" for sign, limit in limits if limit is not None]
         if pattern := getattr(constraint, "pattern", None):
             found.append(f"matches {pattern}")
     return ", ".join(found)
 
 
-def _number(limit: float) -> str:
-    return str(int(limit)) if limit == int(limit) and abs(limit) < 1e15 else f"{limit:g}"
-
-
 def _shown(value: Any) -> str:
-    if value is PydanticUndefined or value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, BaseModel):
         return "as below"
+    for plain, text in ((None, "null"), (True, "true"), (False, "false")):
+        if value is plain:
+            return text
     return '""' if value == "" else str(list(value) if isinstance(value, tuple) else value)
-
-
-def _first_paragraph(text: str) -> str:
-    return " ".join(text.strip().partition("\n\n")[0].split())

@@ -1,7 +1,8 @@
 """Says whether a run fits into the memory of GPUs and hosts. A process of the trainer computes it."""
 
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,16 @@ def check_memory(config: RunConfig, machine: Machine) -> tuple[list[str], list[s
         return [], []
     (fit,) = compute_memory(config, [machine])
     problems = [f"memory: {problem}" for problem in fit["problems"]]
-    if problems:
-        problems.append(advice(fit["settings"]))
-    return list(describe(fit, config, machine)), problems
+    if problems and fit["settings"]:
+        problems.append(f"It fits, by the estimate, with {as_overrides(fit['settings'])}")
+    elif problems:
+        problems.append(
+            "Nothing that could be set was found to fit: take more GPUs or larger ones, or a smaller model."
+        )
+    return list(_lines(fit, config, machine)), problems
 
 
-def describe(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Iterable[str]:
-    """Lines of what is computed."""
+def _lines(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Iterator[str]:
     if (trainer := fit["trainer"]) is not None:
         again = ", layers computed again" if fit["recomputed"] else ""
         yield (
@@ -71,23 +75,21 @@ def describe(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Ite
         yield f"host: {_gib(fit['host']['peak'])} GiB: {_parts(fit['host']['parts'])}"
 
 
-def advice(settings: Mapping[str, Any]) -> str:
-    """A sentence that says what to set."""
-    if not settings:
-        return (
-            "Nothing that could be set was found to fit: take more GPUs or larger ones, or a smaller model."
-        )
-    return f"It fits, by the estimate, with {as_overrides(settings)}"
+def _parts(parts: Mapping[str, float]) -> str:
+    """The largest first; what is below a hundredth of all is left out."""
+    total = sum(parts.values())
+    shown = sorted(((value, name) for name, value in parts.items() if value >= total / 100), reverse=True)
+    return ", ".join(f"{name} {_gib(value)}" for value, name in shown)
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.1f}"
 
 
 def as_overrides(settings: Mapping[str, Any]) -> str:
     """Settings as `--set` takes them."""
-    return ", ".join(f"{name}={_yaml(value)}" for name, value in settings.items())
-
-
-def _yaml(value: Any) -> str:
-    return (
-        {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+    return ", ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()
     )
 
 
@@ -107,14 +109,3 @@ def print_memory(path: Path, overrides: Iterable[str], machine: Machine | None) 
     if problems:
         raise ConfigError("\n\n".join(problems))
     console.print("[green]ok[/]  it fits, by an estimate; nothing was started")
-
-
-def _parts(parts: Mapping[str, float]) -> str:
-    """The largest first; what is below a hundredth of all is left out."""
-    total = sum(parts.values())
-    shown = sorted(((value, name) for name, value in parts.items() if value >= total / 100), reverse=True)
-    return ", ".join(f"{name} {_gib(value)}" for value, name in shown)
-
-
-def _gib(value: float) -> str:
-    return f"{value / GIB:.1f}"

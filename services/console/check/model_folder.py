@@ -42,9 +42,12 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
     folder = Path(model.path)
     if not folder.is_dir():
         if "/" not in model.path and not is_path(model.path):
+            beside = [path.name for path in Path().iterdir() if path.is_dir()]
+            close = difflib.get_close_matches(folder.name, beside, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(
-                f"model.path {model.path}: there is no such folder{_nearest_to(folder)}. Relative paths in a "
-                "config start at the config's folder; a model of the hub is OWNER/NAME."
+                f"model.path {model.path}: there is no such folder{hint}. Relative paths in a config start "
+                "at the config's folder; a model of the hub is OWNER/NAME."
             )
         if is_path(model.path):
             raise ConfigError(
@@ -57,9 +60,18 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
             f"model folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); save it there "
             "with tokenizer.save_pretrained."
         )
-    if not needs_weights and not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file():
+        if needs_weights:
+            raise ConfigError(
+                f"model folder {folder} has no config.json; give the folder of a Hugging Face model."
+            )
         return ModelFacts(folder)
-    tree = overridden(_read_config(folder), model.overrides)
+    tree = overridden(read_json(folder / "config.json"), model.overrides)
+    # Models of text and images keep the context one level down.
+    inner = tree.get("text_config")
+    lengths = [
+        part.get("max_position_embeddings") for part in (inner if isinstance(inner, dict) else {}, tree)
+    ]
     weights = {file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)}
     if needs_weights and not weights:
         raise ConfigError(
@@ -69,7 +81,7 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
     facts = ModelFacts(
         folder,
         architecture=str((tree.get("architectures") or [tree.get("model_type", "")])[0]),
-        context=_context_of(tree),
+        context=next((length for length in lengths if isinstance(length, int)), None),
         weight_bytes=sum(file.stat().st_size for file in weights),
     )
     if facts.context is not None and model.max_model_len > facts.context:
@@ -78,13 +90,6 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
             "tokens; lower model.max_model_len."
         )
     return facts
-
-
-def _nearest_to(folder: Path) -> str:
-    """The folder beside it that has nearly this name."""
-    beside = [path.name for path in Path().iterdir() if path.is_dir()]
-    close = difflib.get_close_matches(folder.name, beside, 1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -102,23 +107,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold a JSON object, got {type(tree).__name__}.")
     return tree
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model folder {folder} has no config.json; give the folder of a Hugging Face model."
-        )
-    return read_json(folder / "config.json")
-
-
-def _context_of(tree: dict[str, Any]) -> int | None:
-    """Models of text and images keep it one level down."""
-    inner = tree.get("text_config")
-    for part in (inner if isinstance(inner, dict) else {}, tree):
-        if isinstance(found := part.get("max_position_embeddings"), int):
-            return found
-    return None
 
 
 CHECKED_AT_START = "prompt lengths are checked when the trainer starts"
@@ -148,26 +136,23 @@ def check_lengths(
             continue
         is_dropped = data.overlong_prompts == "drop"
         if data.overlong_prompts == "error" or (is_dropped and len(overlong) == len(found)):
-            raise ConfigError(_complaint(overlong, len(found), data))
+            (length, origin), longest = overlong[0], max(length for length, _ in overlong)
+            if is_dropped:
+                raise ConfigError(
+                    f"all {len(found):,} prompts have more than data.max_prompt_tokens "
+                    f"({data.max_prompt_tokens:,}) tokens; the first is {origin} with {length:,}. Raise the "
+                    "limit."
+                )
+            raise ConfigError(
+                f"{origin}: the prompt has {length:,} tokens, data.max_prompt_tokens is "
+                f"{data.max_prompt_tokens:,}. {len(overlong):,} of {len(found):,} prompts are too long, the "
+                f"longest has {longest:,} tokens. Raise the limit (and model.max_model_len), or set "
+                "data.overlong_prompts to drop, or to left, right or middle, which cut."
+            )
         becomes = "left out" if is_dropped else f"cut: {data.overlong_prompts}"
         notes.append(
             f"{name}: {len(overlong):,} of {len(found):,} prompts are too long and will be {becomes}"
         )
-
-
-def _complaint(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:
-    (length, origin), longest = overlong[0], max(length for length, _ in overlong)
-    if len(overlong) == num_rows and data.overlong_prompts == "drop":
-        return (
-            f"all {num_rows:,} prompts have more than data.max_prompt_tokens ({data.max_prompt_tokens:,}) "
-            f"tokens; the first is {origin} with {length:,}. Raise the limit."
-        )
-    return (
-        f"{origin}: the prompt has {length:,} tokens, data.max_prompt_tokens is {data.max_prompt_tokens:,}. "
-        f"{len(overlong):,} of {num_rows:,} prompts are too long, the longest has {longest:,} tokens. Raise "
-        "the limit (and model.max_model_len), or set data.overlong_prompts to drop, or to left, right or "
-        "middle, which cut."
-    )
 
 
 def check_teachers(config: RunConfig) -> None:
@@ -184,8 +169,7 @@ def check_teachers(config: RunConfig) -> None:
         if served is None or served.local is None or not own or not (theirs := _vocabulary(served.model)):
             continue
         # A teacher may know more tokens: the policy never samples those.
-        wrong = [(number, token) for token, number in own.items() if theirs.get(token) != number]
-        if wrong:
+        if wrong := [(number, token) for token, number in own.items() if theirs.get(token) != number]:
             number, token = min(wrong)
             there = f"is {theirs[token]}" if token in theirs else "does not exist"
             raise ConfigError(

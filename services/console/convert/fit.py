@@ -14,10 +14,9 @@ HIGHEST_DUAL_CLIP = 1000.0
 
 def put_warmup(draft: Draft, steps: str, ratio: str, per_step: int = 1) -> None:
     """Warm-up from a number of theirs, of which one of our steps has `per_step`, or from a share of all."""
-    count, share = draft.take(steps) or 0, draft.take(ratio) or 0
+    count, share, total = draft.take(steps) or 0, draft.take(ratio) or 0, draft.get("trainer.steps")
     if 0 < count < 1:
         count, share = 0, count
-    total = draft.get("trainer.steps")
     if count > 0:
         draft.put(WARMUP, math.ceil(count / per_step), steps)
     elif share and total:
@@ -31,7 +30,7 @@ def fit(draft: Draft) -> None:
     if steps := draft.get("trainer.steps"):
         draft.drop("trainer.epochs")
         if 1 < steps <= draft.get(WARMUP, 0):
-            draft.put(WARMUP, steps - 1, draft.origins[WARMUP], f"cut, for the run has {steps} steps")
+            draft.put(WARMUP, steps - 1, draft.origins[WARMUP][0], f"cut, for the run has {steps} steps")
     if "model.max_model_len" not in draft.fields:
         total = draft.get("data.max_prompt_tokens") + draft.get("rollout.sampling.max_tokens")
         draft.put("model.max_model_len", total, note="prompt and completion")
@@ -41,14 +40,19 @@ def fit(draft: Draft) -> None:
         draft.put("reward.min_group_size", 1, note="groups of one")
     _fit_ratio(draft)
     _fit_bounds(draft)
-    _fit_corrections(draft)
     _fit_advantage(draft)
-    _fit_evaluation(draft)
+    if "data.eval" not in draft.fields:
+        draft.drop(EVALUATION)
+    if not draft.get(EVALUATION + "temperature"):
+        for name in ("top_p", "top_k", "min_p"):
+            draft.drop(EVALUATION + name)
+        if draft.get(EVALUATION + "samples", 1) > 1:
+            draft.drop(EVALUATION + "samples", "lost", "greedy samples are all alike: one is enough")
 
 
 def _fit_ratio(draft: Draft) -> None:
     """The loss, and what its ratio compares with."""
-    traits, option = LOSSES[draft.get(LOSS)], draft.origins[LOSS]
+    traits, (option, _) = LOSSES[draft.get(LOSS)], draft.origins[LOSS]
     neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
     is_filtered = any(draft.get(f"rollout.sampling.{name}", off) != off for name, off in neutral.items())
     if is_filtered and OLD in draft.fields:
@@ -62,8 +66,7 @@ def _fit_ratio(draft: Draft) -> None:
     if traits.is_idle_at_one and not _moves(draft):
         draft.say("automatic", option, "with one update a step the ratio is 1, and the loss is ppo")
         draft.put(LOSS, "ppo", option)
-    read = LOSSES[draft.get(LOSS)].options
-    for options in sorted({row.options for row in LOSSES.values()} - {"", read}):
+    for options in sorted({row.options for row in LOSSES.values()} - {"", LOSSES[draft.get(LOSS)].options}):
         draft.drop(f"{F}{options}.")
 
 
@@ -72,38 +75,35 @@ def _moves(draft: Draft) -> bool:
 
 
 def _fit_bounds(draft: Draft) -> None:
-    """The clip has its range; a dual clip has a ratio to bound, and lies above the clip."""
+    """The clip has its range; a dual clip has a ratio to bound, and lies above the clip. Importance weights
+    belong to recomputed logprobs, and are of sequences where the ratio is."""
+    traits, bound = LOSSES[draft.get(LOSS)], draft.get(DUAL)
     draft.fields[F + "clip_low"] = min(draft.get(F + "clip_low"), 1.0)
     draft.fields[F + "clip_high"] = high = max(draft.get(F + "clip_high"), 0.0)
-    bound = draft.get(DUAL)
-    if not LOSSES[draft.get(LOSS)].has_dual_clip or not _moves(draft) or (bound and bound <= 1 + high):
+    if not traits.has_dual_clip or not _moves(draft) or (bound and bound <= 1 + high):
         why = "the loss has its own" if _moves(draft) else "with one update a step the ratio is always 1"
         draft.drop(DUAL, "automatic", why)
     elif bound:
         draft.fields[DUAL] = None if bound > HIGHEST_DUAL_CLIP else float(bound)
-
-
-def _fit_corrections(draft: Draft) -> None:
-    """Importance weights belong to recomputed logprobs, and are of sequences where the ratio is."""
     if OLD in draft.fields:
         draft.drop(IMPORTANCE, "automatic", "the ratio to the rollout is the weight")
     elif draft.get(IMPORTANCE + "mode") != "truncate":
         draft.drop(IMPORTANCE + "normalise")
-    if LOSSES[draft.get(LOSS)].level == "sequence" and draft.get(IMPORTANCE + "level") == "token":
-        option = draft.origins[IMPORTANCE + "level"]
+    if traits.level == "sequence" and draft.get(IMPORTANCE + "level") == "token":
+        option, _ = draft.origins[IMPORTANCE + "level"]
         draft.put(IMPORTANCE + "level", "sequence", option)
         draft.say("approximated", option, "a sequence has one weight, as it has one ratio")
 
 
 def _fit_advantage(draft: Draft) -> None:
     """Advantages that compare siblings or rewards need some; a penalty has a weight."""
-    name, option = draft.get(ADVANTAGE), draft.origins[ADVANTAGE]
+    name, (option, _) = draft.get(ADVANTAGE), draft.origins[ADVANTAGE]
     if ADVANTAGES[name].compares_rewards and len(draft.get("reward.rewards", ())) < 2:
         draft.say("approximated", option, f"{name} compares rewards: name several in reward.rewards")
         draft.put(ADVANTAGE, "grpo", option)
     if ADVANTAGES[name].compares_siblings and draft.get("trainer.group_size", 2) < 2:
         text = f"{name} compares completions of a group: reinforce_plus_plus compares with the batch"
-        draft.say("lost", draft.origins["trainer.group_size"], text)
+        draft.say("lost", draft.origins["trainer.group_size"][0], text)
         draft.put(ADVANTAGE, "reinforce_plus_plus", option)
     if not ADVANTAGES[draft.get(ADVANTAGE)].has_discount:
         draft.drop(F + "gamma")
@@ -112,14 +112,3 @@ def _fit_advantage(draft: Draft) -> None:
     if not draft.get(F + "kl.coefficient"):
         draft.drop(F + "kl.")
         draft.drop(F + "kl_control.")
-
-
-def _fit_evaluation(draft: Draft) -> None:
-    """Without sets there is none; greedy samples are all alike."""
-    if "data.eval" not in draft.fields:
-        draft.drop(EVALUATION)
-    if not draft.get(EVALUATION + "temperature"):
-        for name in ("top_p", "top_k", "min_p"):
-            draft.drop(EVALUATION + name)
-        if draft.get(EVALUATION + "samples", 1) > 1:
-            draft.drop(EVALUATION + "samples", "lost", "greedy samples are all alike: one is enough")

@@ -46,15 +46,11 @@ def _convert_sources(draft: Draft) -> None:
     sizes = {name: source.get("group_size", default) for name, source in sources.items()}
     size = max(sizes.values())
     rows: list[Any] = [f"{name}.jsonl" for name in sources]
-    if len(set(sizes.values())) > 1 or any(source.get("ratio", 1.0) != 1.0 for source in sources.values()):
+    ratios = {name: source.get("ratio", 1.0) for name, source in sources.items()}
+    if len(set(sizes.values())) > 1 or set(ratios.values()) != {1.0}:
         rows = [
-            {
-                "name": name,
-                "path": f"{name}.jsonl",
-                "group_size": sizes[name],
-                "weight": source.get("ratio", 1.0),
-            }
-            for name, source in sources.items()
+            {"name": name, "path": f"{name}.jsonl", "group_size": sizes[name], "weight": ratios[name]}
+            for name in sources
         ]
     draft.put("data.train", rows, option, "the rows of each environment: write them there")
     guess = "math" if all("math" in name for name in sources) else "gsm8k"
@@ -73,7 +69,9 @@ def _convert_sources(draft: Draft) -> None:
 
 def _convert_lengths(draft: Draft) -> None:
     names = ("seq_len", O + "seq_len", T + "model.seq_len", "inference.vllm.max_model_len")
-    total = min([int(draft.take(name)) for name in names if draft.has(name)], default=draft.take("seq_len"))
+    total = min(
+        [int(draft.take(name)) for name in names if name in draft.given], default=draft.take("seq_len")
+    )
     completion = draft.take(O + "train.sampling.max_completion_tokens")
     fits = completion and completion < total
     prompt = total - completion if fits else min(PROMPT_TOKENS, total // 2)

@@ -1,27 +1,38 @@
-"""Reads YAML, JSON, TOML, shell scripts, and Python with a GRPOConfig. Nothing of it is run."""
+"""Reads YAML, JSON, TOML, shell scripts, and Python with a GRPOConfig. Nothing of it is run.
+
+In a script, a variable that is set in a condition, or by a program, has no known value: what depends on it is
+`Unknown`, and so is what no literal gives in Python.
+"""
 
 import ast
 import json
 import re
+import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from operator import add, floordiv, mod, mul, sub
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.convert.script import Script, Unknown
 from tidemill.services.console.convert.table import Project
 
 SCRIPTS = (".sh", ".bash", ".slurm")
 _HYDRA = re.compile(r"^\+{0,2}[A-Za-z_]\w*(\.\w+)+=")
-_VARIABLE = re.compile(r"^[A-Z_][A-Z0-9_]*=")
+_SCRIPT_VARIABLE = re.compile(r"^[A-Z_][A-Z0-9_]*=")
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _REFERENCE = re.compile(r"^\$\{([\w.]+)\}$")
 _PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)[= ](\d+)(?= |$)")
 _OBJECTS = ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "tools", "environment_factory")
 """Arguments of GRPOTrainer that no literal can be: their source says what they are."""
+
+
+class Unknown(str):
+    """Source text in place of a value that only running the file would give."""
+
+    __slots__ = ()
 
 
 def read_options(
@@ -36,8 +47,8 @@ def read_options(
     try:
         text = path.read_text(encoding="utf-8")
         if kind in SCRIPTS:
-            variables = dict(word.split("=", 1) for word in given if _VARIABLE.match(word))
-            given = [word for word in given if not _VARIABLE.match(word)]
+            variables = dict(word.split("=", 1) for word in given if _SCRIPT_VARIABLE.match(word))
+            given = [word for word in given if not _SCRIPT_VARIABLE.match(word)]
             found = _of_script(Script(variables).read(text), project)
         elif kind == ".py":
             project, found = project or "trl", {"file": path.name, **_of_calls(text, path)}
@@ -64,10 +75,8 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         raise ValueError(f"it must hold a mapping of options, got {type(tree).__name__}")
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = _number(value)
+        is_tree = isinstance(value, Mapping)
+        flat |= _flat(value, f"{prefix}{name}.") if is_tree else {f"{prefix}{name}": _number(value)}
     return flat
 
 
@@ -120,19 +129,148 @@ def _value(raw: str) -> Any:
 
 def _of_script(commands: list[list[str]], project: Project | None) -> dict[str, Any]:
     """The options of the last command that has any: Hydra's, or those behind `grpo` or a Python file."""
-    found = [count[1] for words in commands if (count := _PROCESSES.search(" ".join(words)))]
-    processes = {"num_processes": int(found[-1])} if found else {}
-    for words in reversed(commands):
-        first = next((at for at, word in enumerate(words) if _HYDRA.match(word)), None)
-        if first is not None and project != "trl":
+    for words in reversed(commands if project != "trl" else []):
+        if any(map(_HYDRA.match, words)):
             module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+            first = next(at for at, word in enumerate(words) if _HYDRA.match(word))
             options = [word for word in words[first:] if _HYDRA.match(word) or isinstance(word, Unknown)]
             return {"module": module, **dict(_of_words(options))}
+    counts = [count[1] for words in commands if (count := _PROCESSES.search(" ".join(words)))]
+    found: dict[str, Any] = {"num_processes": int(counts[-1])} if counts else {}
     for words in reversed(commands):
-        start = next((at for at, word in enumerate(words) if word == "grpo" or word.endswith(".py")), None)
-        if start is not None:
-            return processes | dict(_of_words(words[start + 1 :]))
-    return processes
+        for at, word in enumerate(words):
+            if word == "grpo" or word.endswith(".py"):
+                return found | dict(_of_words(words[at + 1 :]))
+    return found
+
+
+BREAKS = ";&|()\n"
+OPENING, CLOSING = ("if", "case", "for", "while", "until", "{"), ("fi", "esac", "done", "}")
+BETWEEN = ("then", "else", "elif", "do", "!", "export", "local", "declare", "readonly")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_COMMENT = re.compile(r"(^|(?<=\s))#[^\n]*", re.MULTILINE)
+_NESTED = re.compile(r"\$\(|(?<=\w=)\(|(?<=\+=)\(")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)|\$[@*\d]|\x00(\d+)\x00")
+_LIST = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
+_OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv, ast.Mod: mod}
+
+
+class Script:
+    """The commands of a shell script. Variables fill as it is read; those of `given` win."""
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        self.given = given
+        self.variables: dict[str, str | list[str]] = {"HOME": "~", **given}
+        self.nested: list[str] = []
+        """Each `$(...)`, `$((...))` and `NAME=(...)`, of which the text keeps a number."""
+        self.depth = 0
+        """Blocks around the command."""
+
+    def read(self, text: str) -> list[list[str]]:
+        """The words of each command, in order.
+
+        Raises:
+            ValueError: a quotation does not end.
+        """
+        commands: list[list[str]] = []
+        words: list[str] = []
+        is_tied = False
+        for token in [*self._tokens(_COMMENT.sub("", text).replace("\\\n", " ")), "\n"]:
+            if not set(token) <= set(BREAKS):
+                words.append(token)
+                continue
+            if command := self._do(words, is_tied):
+                commands.append(command)
+            words, is_tied = [], token.endswith(("&&", "||"))
+        return commands
+
+    def _tokens(self, text: str) -> list[str]:
+        while found := _NESTED.search(text):
+            depth, end = 0, found.end() - 1
+            for end in range(found.end() - 1, len(text)):
+                depth += {"(": 1, ")": -1}.get(text[end], 0)
+                if not depth:
+                    break
+            self.nested.append(text[found.start() : end + 1])
+            text = f"{text[: found.start()]}\0{len(self.nested) - 1}\0{text[end + 1 :]}"
+        lexer = shlex.shlex(text, posix=True, punctuation_chars=BREAKS)
+        lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
+        return list(lexer)
+
+    def _do(self, words: list[str], is_tied: bool) -> list[str]:
+        """Sets the variables that a command sets; returns its words, none if that is all."""
+        while words and words[0] in (*OPENING, *CLOSING, *BETWEEN):
+            self.depth += (words[0] in OPENING) - (words[0] in CLOSING)
+            words = words[1:]
+        while words and (found := _ASSIGNMENT.fullmatch(words[0])):
+            self._assign(found[1], bool(found[2]), found[3], self.depth > 0 or is_tied)
+            words = words[1:]
+        return [it for word in words for it in self._expanded(word)]
+
+    def _assign(self, name: str, appends: bool, text: str, is_conditional: bool) -> None:
+        if name in self.given:
+            return
+        before, array = self.variables.get(name), self._array(text)
+        new: str | list[str] = self._whole(text) if array is None else array
+        if appends and isinstance(new, list):
+            new = [*(before if isinstance(before, list) else ()), *new]
+        elif appends and not isinstance(new, Unknown):
+            new = before if isinstance(before, Unknown) else f"{before or ''}{new}"
+        self.variables[name] = Unknown(f"${name}") if is_conditional and new != before else new
+
+    def _array(self, text: str) -> list[str] | None:
+        """The words of `(...)`; None of anything else."""
+        nested = self.nested[int(text.strip("\0"))] if text.startswith("\0") else ""
+        if not nested.startswith("("):
+            return None
+        words = [token for token in self._tokens(nested[1:-1]) if not set(token) <= set(BREAKS)]
+        return [it for word in words for it in self._expanded(word)]
+
+    def _expanded(self, word: str) -> list[str]:
+        """The words that one word becomes: several for an array, or a variable with spaces."""
+        if word in ("$@", "$*"):
+            return []
+        if found := _LIST.fullmatch(word):
+            value = self.variables.get(found[1], Unknown(word))
+            is_one = isinstance(value, Unknown)
+            return value if isinstance(value, list) else [Unknown(word)] if is_one else shlex.split(value)
+        return [self._whole(word)]
+
+    def _whole(self, word: str) -> str:
+        text = word
+        try:
+            for _ in range(4):  # defaults may hold variables
+                text = _VARIABLE.sub(self._value, text)
+        except (KeyError, ValueError, SyntaxError, ZeroDivisionError):
+            text = "${"
+        if not re.search(r"\$\{(?![\w.]+\})", text):
+            return text
+        return Unknown(re.sub(r"\0(\d+)\0", lambda found: self.nested[int(found[1])], word))
+
+    def _value(self, found: re.Match[str]) -> str:
+        """Raises KeyError, ValueError, SyntaxError, ZeroDivisionError: it is not known."""
+        name, default, bare, number = found.groups()
+        if number is not None:
+            program = self.nested[int(number)]
+            if not program.startswith("$(("):
+                raise ValueError(program)
+            text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda it: self._whole(f"${it[1]}"), program[2:-1])
+            return str(_computed(ast.parse(text, mode="eval").body))
+        if not (name or bare):
+            return ""
+        value = self.variables.get(name or bare) or default
+        value = self.variables[name or bare] if value is None else value
+        if isinstance(value, Unknown):
+            raise ValueError(value)
+        return value if isinstance(value, str) else " ".join(value)
+
+
+def _computed(node: ast.expr) -> int:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return int(_OPERATORS[type(node.op)](_computed(node.left), _computed(node.right)))
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    raise ValueError(ast.unparse(node))
 
 
 def _of_calls(text: str, path: Path) -> dict[str, Any]:
@@ -148,15 +286,14 @@ def _of_calls(text: str, path: Path) -> dict[str, Any]:
         if name == "add_argument" and call.args and isinstance(call.args[0], ast.Constant):
             option = str(call.args[0].value).lstrip("-").replace("-", "_")
             names |= {f"args.{option}": item.value for item in call.keywords if item.arg == "default"}
-    found = {
+    if not any(name in ("GRPOConfig", "GRPOTrainer") for name, _ in calls):
+        raise ConfigError(f"{path} has no call of GRPOConfig or GRPOTrainer")
+    return {
         item.arg: _literal(item.value, names, item.arg in _OBJECTS)
         for name, call in calls
         for item in call.keywords
         if item.arg and (name == "GRPOConfig" or (name == "GRPOTrainer" and item.arg in (*_OBJECTS, "model")))
     }
-    if not any(name in ("GRPOConfig", "GRPOTrainer") for name, _ in calls):
-        raise ConfigError(f"{path} has no call of GRPOConfig or GRPOTrainer")
-    return found
 
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], is_object: bool, depth: int = 0) -> Any:

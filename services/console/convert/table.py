@@ -3,16 +3,14 @@
 The converter, docs/coming-from.md and the answer to an unknown field read the same rows.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
-
-from tidemill.common.config import RunConfig
 
 Project = Literal["verl", "trl", "prime-rl"]
 Verdict = Literal["lost", "approximated", "automatic"]
@@ -42,9 +40,9 @@ class OptionRow(BaseModel):
     """Their value -> ours, or a mapping of several fields; null writes nothing. What is missing is copied."""
     otherwise: Any = None
     """Used for a value that is not in `values`; the value is listed as lost."""
-    by: Literal["", "list", "product", "updates", "loggers", "run_name"] = ""
-    """How our value is made of theirs: their list (if any is given) or product, steps from a number of
-    optimizer updates, the loggers that we have too, or a valid name of a run."""
+    by: Literal["", "list", "updates", "loggers", "run_name"] = ""
+    """How our value is made of theirs: their list (if any is given), steps from a number of optimizer
+    updates, the loggers that we have too, or a valid name of a run."""
     nearly: dict[Any, str] = Field(default_factory=dict)
     """Value -> in what it is only nearly the same."""
     fine: dict[Any, str] = Field(default_factory=dict)
@@ -53,13 +51,13 @@ class OptionRow(BaseModel):
     """With this value nothing is lost, though there is no counterpart; nor with false, 0 or nothing."""
 
     @property
-    def options(self) -> tuple[str, ...]:
-        return tuple(self.option.split(", "))
+    def options(self) -> list[str]:
+        return self.option.split(", ")
 
     @property
-    def targets(self) -> tuple[str, ...]:
+    def targets(self) -> list[str]:
         """Each of our fields in it."""
-        return tuple(self.to.split(", ")) if self.to else ()
+        return self.to.split(", ") if self.to else []
 
 
 class OptionTable(BaseModel):
@@ -72,7 +70,7 @@ class OptionTable(BaseModel):
     """Our fields that have one value, whatever is given."""
     defaults: dict[str, Any]
     """Theirs, of options that the converter computes with."""
-    rows: tuple[OptionRow, ...]
+    rows: list[OptionRow]
 
     def find(self, option: str) -> OptionRow | None:
         """The row about an option: one that names it before one with a pattern."""
@@ -96,56 +94,27 @@ class OptionTable(BaseModel):
 @cache
 def table_of(project: Project) -> OptionTable:
     """The table in a project's file."""
-    path = Path(__file__).with_name(FILES[project])
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    tree = yaml.safe_load(Path(__file__).with_name(FILES[project]).read_text(encoding="utf-8"))
     rows = [OptionRow(option=option, **given) for option, given in tree.pop("fields").items()]
     for kind in ("missing", "automatic"):
         for option, given in tree.pop(kind).items():
             row = given if isinstance(given, dict) else {"note": given}
             rows.append(OptionRow(option=option, is_automatic=kind == "automatic", **row))
-    return OptionTable(rows=tuple(rows), **tree)
-
-
-def section_of(annotation: Any) -> Any:
-    """The section that a field holds, also where it may be null; None where it holds a value."""
-    found = [kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")]
-    return found[0] if found else None
-
-
-def is_field(target: str) -> bool:
-    """Whether our config has a field; `<name>` stands for a name that the user gives, and below a field that
-    takes any mapping all is allowed."""
-    section: Any = RunConfig
-    for name in (name for name in target.split(".") if name != "<name>"):
-        if section is None or name not in section.model_fields:
-            return False
-        annotation = section.model_fields[name].annotation
-        section = section_of(annotation) or next(filter(None, map(section_of, get_args(annotation))), None)
-        if get_origin(annotation) is dict and section is None:
-            return True
-    return True
+    return OptionTable(rows=rows, **tree)
 
 
 def names_elsewhere(unknown: Iterable[str]) -> str:
     """A line for each of a config's unknown fields that is an option of another project."""
     lines = []
     for field in unknown:
-        name, meanings = field.rpartition(".")[2], dict[str, None]()
-        for table in map(table_of, FILES):
-            for row in table.rows:
-                for option in row.options:
-                    if row.to and option.rpartition(".")[2] == name:
-                        note = f": {row.note}" if row.note else ""
-                        meanings[f"{row.to} ({table.project}'s {option}{note})"] = None
+        meanings = [
+            f"{row.to} ({table.project}'s {option}{f': {row.note}' if row.note else ''})"
+            for table in map(table_of, FILES)
+            for row in table.rows
+            for option in row.options
+            if row.to and option.rpartition(".")[2] == field.rpartition(".")[2]
+        ]
         if meanings:
-            lines.append(f"  {field} is {' or '.join(list(meanings)[:3])}\n")
+            lines.append(f"  {field} is {' or '.join(list(dict.fromkeys(meanings))[:3])}\n")
     hint = "  `tidemill convert` reads whole files of verl, TRL and prime-rl.\n"
     return "".join(lines) + hint if lines else ""
-
-
-def lookup(values: Mapping[Any, Any], value: Any) -> Any:
-    """The entry of a value, by itself or as text (`-1`, `True`); KeyError without one."""
-    for key, found in values.items():
-        if key == value and isinstance(key, bool) == isinstance(value, bool):
-            return found
-    raise KeyError(value)

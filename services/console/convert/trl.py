@@ -92,16 +92,16 @@ def _convert_rewards(draft: Draft, file: str) -> None:
     elif len(names) == 1 and "/" not in names[0]:
         draft.put("reward.function", _function(names[0], file), "reward_funcs")
     else:
-        rewards: dict[str, Any] = {}
+        rewards: dict[str, dict[str, Any]] = {}
         servers: dict[str, Any] = {}
         for index, name in enumerate(names):
             key = re.sub(r"\W+", "_", name).strip("_")[-60:]
-            reward: dict[str, Any] = {"function": _function(name, file)}
+            rewards[key] = {"function": _function(name, file)}
             if "/" in name and ".py" not in name:
-                reward = {"model": {"servers": key}}
+                rewards[key] = {"model": {"servers": key}}
                 servers[key] = {"model": name, "local": {}}
-            weight = {"weight": weights[index]} if weights else {}
-            rewards[key] = {**reward, **weight}
+            if weights:
+                rewards[key]["weight"] = weights[index]
         draft.put("reward.rewards", rewards, "reward_funcs", "reward_weights")
         if servers:
             draft.put("servers", servers, "reward_funcs")
@@ -121,11 +121,11 @@ def _convert_loss(draft: Draft) -> None:
     if draft.get(LOSS) == "cispo":
         low, high = 1.0, high - 1.0
     draft.put(F + "clip_low", low, "epsilon")
-    draft.put(F + "clip_high", high, "epsilon_high" if draft.has("epsilon_high") else "epsilon")
+    draft.put(F + "clip_high", high, "epsilon_high" if "epsilon_high" in draft.given else "epsilon")
     high = draft.take(VLLM + "cap") or draft.take(VLLM + "clip_max")
     corrects, kind, low = (draft.take(VLLM + name) for name in ("correction", "mode", "clip_min"))
-    if not draft.take("use_vllm") or not corrects:
-        draft.put(IMPORTANCE + "mode", "off", VLLM + "correction" if draft.take("use_vllm") else "use_vllm")
+    if not (is_vllm := draft.take("use_vllm")) or not corrects:
+        draft.put(IMPORTANCE + "mode", "off", VLLM + "correction" if is_vllm else "use_vllm")
     else:
         level, _, action = str(kind).partition("_")
         draft.put(IMPORTANCE + "mode", action, VLLM + "mode")

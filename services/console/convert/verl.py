@@ -17,13 +17,13 @@ FORMER_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "
 
 def convert_verl(draft: Draft, module: str) -> None:
     """Fields from several options; `module` is the program that a script starts."""
+    is_apart = draft.take("actor_rollout_ref.hybrid_engine") is False
     trainer = {"colocate_async": "one_step", "separate_async": "fully_async"}
     mode = trainer.get(str(draft.take(V1 + "trainer_mode")), "sync")
     if any(name.startswith(ASYNC) for name in draft.given) or "fully_async" in module:
         mode = "fully_async"
-    elif "one_step_off" in module or draft.take("actor_rollout_ref.hybrid_engine") is False:
+    elif "one_step_off" in module or is_apart:
         mode = "one_step"
-    draft.take("actor_rollout_ref.hybrid_engine")
     _convert_batches(draft, mode)
     put_warmup(draft, A + "optim.lr_warmup_steps", A + "optim.lr_warmup_steps_ratio")
     _convert_machine(draft, mode)
@@ -43,7 +43,7 @@ def _convert_batches(draft: Draft, mode: str) -> None:
     share, prompts = draft.take(ASYNC + "staleness_threshold"), draft.take("rollout.total_rollout_steps")
     spans = draft.take(V1 + "sampler.max_off_policy_threshold")
     if mode == "fully_async":
-        is_v1 = draft.has(V1 + "trainer_mode")
+        is_v1 = V1 + "trainer_mode" in draft.given
         updates = (sync_v1 or sync) if is_v1 else sync * batches
         groups = updates * mini
         draft.put("trainer.max_staleness", int(spans or math.ceil(share)), ASYNC + "staleness_threshold")
@@ -63,11 +63,13 @@ def _convert_batches(draft: Draft, mode: str) -> None:
 
 
 def _convert_machine(draft: Draft, mode: str) -> None:
+    ranks = draft.take("trainer.n_gpus_per_node") * draft.take("trainer.nnodes")
+    draft.put("trainer.num_ranks", ranks, "trainer.n_gpus_per_node", "their product")
     gpus = draft.take("rollout.n_gpus_per_node") * draft.take("rollout.nnodes")
-    if mode == "fully_async" or draft.has("rollout.n_gpus_per_node"):
+    if mode == "fully_async" or "rollout.n_gpus_per_node" in draft.given:
         workers = max(gpus // draft.get("rollout.vllm.tensor_parallel_size"), 1)
         draft.put("rollout.workers", workers, note="GPUs of the engines / tensor_model_parallel_size")
-    elif draft.get("trainer.num_ranks") > 1:
+    elif ranks > 1:
         text = "verl's engine shares these; the engine has GPUs of its own here, beside num_ranks"
         draft.say("approximated", "trainer.n_gpus_per_node", text)
     total = draft.get("rollout.sampling.max_tokens") + draft.get("data.max_prompt_tokens")
@@ -83,9 +85,8 @@ def _convert_reward(draft: Draft) -> None:
     model, option = draft.take(W + "reward_model.model_path"), W + "custom_reward_function.path"
     if draft.take(W + "reward_model.enable") and model:
         rewards: dict[str, Any] = {"reward_model": {"model": {"servers": "reward_model"}}}
+        rewards |= {"function": {"function": f"{path}:{name}"}} if path else {}
         draft.put("servers", {"reward_model": {"model": model, "local": {}}}, W + "reward_model.model_path")
-        if path:
-            rewards["function"] = {"function": f"{path}:{name}"}
         draft.put("reward.rewards", rewards, W + "reward_model.model_path", "docs/models.md has its options")
     elif path:
         draft.put("reward.function", f"{path}:{name}", option)
@@ -104,11 +105,10 @@ def _convert_reward(draft: Draft) -> None:
 
 
 def _convert_algorithm(draft: Draft, mode: str) -> None:
-    by_deviation = draft.take("algorithm.norm_adv_by_std_in_grpo")
-    if draft.get(F + "advantage") == "grpo" and not by_deviation:
+    by_deviation, advantage = draft.take("algorithm.norm_adv_by_std_in_grpo"), draft.get(F + "advantage")
+    if advantage == "grpo" and not by_deviation:
         draft.put(F + "advantage", "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
-    critic = draft.given.get("critic.model.path")
-    if draft.get(F + "advantage") == "gae" and critic not in (None, draft.get("model.path")):
+    if advantage == "gae" and draft.given.get("critic.model.path") not in (None, draft.get("model.path")):
         draft.say("approximated", "critic.model.path", "the critic begins as a copy of the policy")
     bypass = draft.take(C + "bypass_mode")
     if draft.take(A + "use_rollout_log_probs") or (mode != "sync" if bypass is None else bypass):
@@ -117,7 +117,7 @@ def _convert_algorithm(draft: Draft, mode: str) -> None:
     bound = float(draft.take(option) or 3.0)
     if loss in ("vanilla", "dppo_tv", "dppo_kl"):
         draft.put(DUAL if loss == "vanilla" else F + "dppo.max_ratio", bound, option)
-    elif draft.has(option):
+    elif option in draft.given:
         draft.say("approximated", option, "verl uses it with vanilla only; here gspo has dual_clip 3")
     if draft.take("algorithm.use_kl_in_reward") and draft.get(F + "kl.place") == "loss":
         draft.say("lost", "algorithm.use_kl_in_reward", "the penalty has one place, and is in the loss")
@@ -126,26 +126,27 @@ def _convert_algorithm(draft: Draft, mode: str) -> None:
 
 def _convert_correction(draft: Draft) -> None:
     """Importance weights and rejection of the recomputed logprobs against the rollout's."""
-    level, given = draft.take(C + "rollout_is"), draft.take(C + "rollout_is_threshold")
-    low, sign, high = str(given or 2.0).partition("_")
-    draft.put(IMPORTANCE + "mode", ("mask" if sign else "truncate") if level else "off", C + "rollout_is")
+    level, threshold = draft.take(C + "rollout_is"), C + "rollout_is_threshold"
+    low, is_range, high = str(draft.take(threshold) or 2.0).partition("_")
+    mode = ("mask" if is_range else "truncate") if level else "off"
+    draft.put(IMPORTANCE + "mode", mode, C + "rollout_is")
     if level:
         draft.put(IMPORTANCE + "level", level, C + "rollout_is")
-        draft.put(IMPORTANCE + "high", float(high or low), C + "rollout_is_threshold")
-        draft.put(IMPORTANCE + "low", float(low) if sign else 0.0, C + "rollout_is_threshold")
+        draft.put(IMPORTANCE + "high", float(high or low), threshold)
+        draft.put(IMPORTANCE + "low", float(low) if is_range else 0.0, threshold)
     if draft.take(C + "loss_type") == "reinforce" and level and OLD in draft.fields:
         draft.put(LOSS, "cispo", C + "loss_type")
         draft.put(F + "clip_low", 1.0, C + "loss_type")
-        draft.put(F + "clip_high", float(high or low) - 1.0, C + "rollout_is_threshold")
+        draft.put(F + "clip_high", float(high or low) - 1.0, threshold)
     criteria: dict[str, Any] = {}
-    thresholds = str(draft.take(C + "rollout_rs_threshold")).split(",")
+    bounds = str(draft.take(C + "rollout_rs_threshold")).split(",")
     for index, name in enumerate(str(draft.take(C + "rollout_rs") or "").split(",")):
         criterion = FORMER_CRITERIA.get(name.strip(), name.strip())
         if name and criterion not in get_args(Criterion):
             draft.say("lost", C + "rollout_rs", f"no rejection by {criterion} here")
         elif name:
-            low, sign, high = thresholds[min(index, len(thresholds) - 1)].strip().partition("_")
-            criteria[criterion] = [float(low), float(high)] if sign else float(low)
+            low, is_range, high = bounds[min(index, len(bounds) - 1)].strip().partition("_")
+            criteria[criterion] = [float(low), float(high)] if is_range else float(low)
             draft.put(F + "rejection.bounds", criteria, C + "rollout_rs_threshold")
             draft.put(F + "rejection.denominator", "kept", note="as verl counts")
 

@@ -195,8 +195,10 @@ def show_dead(options: ShowDeadOptions) -> None:
     the newest `limit` of them.
 
     Raises:
-        ConfigError: there is no such entry.
+        ConfigError: there is no such entry, or several are named.
     """
+    if len(options.ids) > 1:
+        raise ConfigError("one letter is shown at a time; without an ID all are listed.")
 
     async def look() -> list[DeadEntry]:
         # Wherever they are now: a run that is over has them in its folder or its archive.

@@ -56,23 +56,22 @@ def archive(options: ArchiveOptions) -> int:
 
     async def work() -> Path:
         async with open_history(folder) as access:
-            if access.history.broker is None and is_whole(access.folder.path):
-                return access.folder.path
-            if access.history.broker is None:
+            run_dir, broker = access.folder.path, access.history.broker
+            if broker is None and is_whole(run_dir):
+                return run_dir
+            if broker is None:
                 raise ConfigError(
                     f"the Redis of run {access.run_id} is gone: what its archive holds is all there is. "
                     "`tidemill archive --check` says whether that is whole."
                 )
             streams = access.config.streams if access.config else StreamsConfig()
-            broker, keys = access.history.broker, access.history.keys
-            broker.claims = ClaimStore(access.folder.path, max_bytes=streams.max_message_mb << 20)
-            await archive_rest(broker, keys, access.folder.path, streams.archive)
+            broker.claims = ClaimStore(run_dir, max_bytes=streams.max_message_mb << 20)
+            await archive_rest(broker, access.history.keys, run_dir, streams.archive)
             if access.is_over:
-                mark_whole(access.folder.path, True)
-            return access.folder.path
+                mark_whole(run_dir, True)
+            return run_dir
 
-    run_dir = run_main(work())
-    _show(run_dir, options.as_json)
+    _show(run_main(work()), options.as_json)
     return 0
 
 
@@ -95,33 +94,26 @@ def _check(run_dir: Path, as_json: bool) -> int:
 
 
 def _show(run_dir: Path, as_json: bool) -> None:
-    manifests = {stream: Manifest.load(stream_folder(run_dir, stream)) for stream in StreamName}
-    rows = {stream: _row(manifest) for stream, manifest in manifests.items() if manifest.last_id != "0-0"}
+    rows: dict[str, dict[str, Any]] = {}
+    for stream in StreamName:
+        manifest = Manifest.load(stream_folder(run_dir, stream))
+        if manifest.last_id != "0-0":
+            rows[stream.value] = {
+                "entries": manifest.entries,
+                "files": len(manifest.segments),
+                "bytes": manifest.num_bytes,
+                "payload_bytes": sum(segment.details.payload_bytes for segment in manifest.segments),
+                "removed": manifest.removed.entries,
+                "last_id": manifest.last_id,
+            }
     if as_json:
         print(json.dumps({"folder": str(archive_folder(run_dir)), "streams": rows}))
         return
+    titles = {"bytes": "size", "payload_bytes": "of payload"}
     lines = (
-        {
-            "stream": stream.value,
-            "entries": row["entries"],
-            "files": row["files"],
-            "size": row["bytes"],
-            "of payload": row["payload_bytes"],
-            "removed": row["removed"],
-        }
+        {"stream": stream}
+        | {titles.get(name, name): value for name, value in row.items() if name != "last_id"}
         for stream, row in rows.items()
     )
     shown = table(lines, {"size": "bytes", "of payload": "bytes"})
-    where = note(f"in {nearest(archive_folder(run_dir))}")
-    print_tree(terminal(), part("", shown, where))
-
-
-def _row(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "entries": manifest.entries,
-        "files": len(manifest.segments),
-        "bytes": manifest.num_bytes,
-        "payload_bytes": sum(segment.details.payload_bytes for segment in manifest.segments),
-        "removed": manifest.removed.entries,
-        "last_id": manifest.last_id,
-    }
+    print_tree(terminal(), part("", shown, note(f"in {nearest(archive_folder(run_dir))}")))

@@ -13,10 +13,10 @@ from rq import Queue, Worker
 from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
-from tidemill.common.config import RunConfig, load_recorded
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import JobFunction, Program, run_own
 from tidemill.common.redis.client import make_blocking_client
+from tidemill.common.run.state import CONFIG_FILE
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.options import ExportOptions
 from tidemill.services.console.run.folder import RunFolder, find_run, nearest
@@ -33,7 +33,11 @@ def export(options: ExportOptions) -> None:
         TidemillError: the job failed.
     """
     folder = find_run(options.run_id, options.runs_dir)
-    config = _config_of(folder)
+    if (config := folder.config()) is None:
+        raise ConfigError(
+            f"{nearest(folder.path)} has no {CONFIG_FILE}: no such run here. Name the run, and its folder of "
+            "runs with --runs-dir."
+        )
     arguments: dict[str, Any] = {
         "run_dir": str(folder.path.absolute()),
         "model": config.model.path,
@@ -44,23 +48,12 @@ def export(options: ExportOptions) -> None:
     if config.model.overrides:  # workers of older releases know no such argument
         arguments["overrides"] = config.model.overrides
     queue = None if options.now else _queue_with_worker(folder)
-    job_id = Keys(folder.run_id).jobs_names + secrets.token_hex(8)
-    result = _export_here(arguments) if queue is None else _export_by_job(queue, job_id, arguments)
+    result = _export_here(arguments) if queue is None else _export_by_job(queue, folder.run_id, arguments)
     where, num_bytes = nearest(Path(result["folder"])), result["num_bytes"]
     Console(highlight=False).print(
         f"version {result['version']} of {folder.run_id} is in [bold]{where}[/] ({num_bytes:,} bytes)",
         soft_wrap=True,
     )
-
-
-def _config_of(folder: RunFolder) -> RunConfig:
-    path = folder.path / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(
-            f"{nearest(folder.path)} has no config.yaml: no such run here. Name the run, and its folder of "
-            "runs with --runs-dir."
-        )
-    return load_recorded(path)
 
 
 def _queue_with_worker(folder: RunFolder) -> Queue | None:
@@ -76,7 +69,8 @@ def _queue_with_worker(folder: RunFolder) -> Queue | None:
         return None  # its Redis is gone, as after every finished run; the files are here
 
 
-def _export_by_job(queue: Queue, job_id: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _export_by_job(queue: Queue, run_id: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    job_id = Keys(run_id).jobs_names + secrets.token_hex(8)
     job = queue.enqueue_call(JobFunction.EXPORT, kwargs=arguments, job_id=job_id, timeout=JOB_TIMEOUT_S)
     while (status := job.get_status(refresh=True)) not in (JobStatus.FINISHED, JobStatus.FAILED):
         if status in (JobStatus.STOPPED, JobStatus.CANCELED, None):

@@ -2,8 +2,8 @@
 whole."""
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tidemill.common.errors import WeightsError
 from tidemill.common.run.weight_files import (
@@ -22,60 +22,39 @@ from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.text.tree import note, part, print_tree, table, terminal
 
 
-@dataclass(frozen=True, slots=True)
-class VersionRow:
-    """One version; `problem` is empty where it was not looked for, or none was found."""
-
-    version: int
-    kind: str
-    chain: int
-    """Versions that have to be read for it."""
-    num_bytes: int
-    share_of_full: float | None
-    share_changed: float | None
-    encode_s: float
-    digest: str
-    problem: str = ""
-
-
-def list_versions(options: WeightsOptions) -> bool:
-    """Print all versions; returns whether none has a problem. With `--verify` every byte is read: checksums,
-    every record of a delta, and the digest of full versions that have one over their weights."""
+def list_versions(options: WeightsOptions) -> int:
+    """Print all versions. With `--verify` every byte is read: checksums, every record of a delta, and the
+    digest of full versions that have one over their weights; returns 1 where one is not whole."""
     run = find_run(options.run_id, options.runs_dir).path
     rows = [_row(run, version, options.verify) for version in folder_versions(run / WEIGHTS_FOLDER)]
     if options.as_json:
-        print(json.dumps([asdict(row) for row in rows]))
+        print(json.dumps(rows))
     else:
         _print(rows, options.verify)
-    return not any(row.problem for row in rows)
+    return 1 if options.verify and any(row["problem"] for row in rows) else 0
 
 
-def _row(run: Path, version: int, verify: bool) -> VersionRow:
+def _row(run: Path, version: int, verify: bool) -> dict[str, Any]:
+    """One version. `chain` counts the versions that have to be read for it; `problem` is empty where it was
+    not looked for, or none was found."""
+    row: dict[str, Any] = {"version": version, "kind": "?", "chain": 0, "num_bytes": 0}
+    row |= {"share_of_full": None, "share_changed": None, "encode_s": 0.0, "digest": "", "problem": ""}
     try:
         manifest = read_manifest(run, version)
         if manifest is None:
             raise WeightsError("it has no manifest.json; a trainer that starts writes it again.")
-    except WeightsError as error:
-        return VersionRow(version, "?", 0, 0, None, None, 0.0, "", str(error))
-    length, problem = 0, ""
-    try:
-        length = len(read_chain(run, manifest))
+        row["kind"] = f"delta to {manifest.parent}" if manifest.is_delta else "full"
+        row |= {"num_bytes": manifest.num_bytes, "encode_s": manifest.encode_s, "digest": manifest.digest}
+        if manifest.full_bytes:
+            row["share_of_full"] = manifest.num_bytes / manifest.full_bytes
+        if manifest.share_changed >= 0.0:
+            row["share_changed"] = manifest.share_changed
+        row["chain"] = len(read_chain(run, manifest))
         if verify:
             _verify(run, manifest)
     except WeightsError as error:
-        problem = str(error)
-    changed = manifest.share_changed
-    return VersionRow(
-        version=version,
-        kind=f"delta to {manifest.parent}" if manifest.is_delta else "full",
-        chain=length,
-        num_bytes=manifest.num_bytes,
-        share_of_full=manifest.num_bytes / manifest.full_bytes if manifest.full_bytes else None,
-        share_changed=changed if changed >= 0.0 else None,
-        encode_s=manifest.encode_s,
-        digest=manifest.digest,
-        problem=problem,
-    )
+        row["problem"] = str(error)
+    return row
 
 
 def _verify(run: Path, manifest: WeightManifest) -> None:
@@ -91,21 +70,21 @@ def _verify(run: Path, manifest: WeightManifest) -> None:
             raise WeightsError(f"its files have digest {found}, the manifest says {manifest.digest}.")
 
 
-def _print(rows: list[VersionRow], verify: bool) -> None:
+def _print(rows: list[dict[str, Any]], verify: bool) -> None:
     shown = (
         {
-            "version": row.version,
-            "kind": row.kind,
-            "read": row.chain or None,
-            "size": row.num_bytes,
-            "of full": row.share_of_full,
-            "changed": row.share_changed,
-            "encode": row.encode_s or None,
-            "digest": row.digest.removeprefix("w1:")[:12],
-            "whole": ("no" if row.problem else "yes") if verify else None,
+            "version": row["version"],
+            "kind": row["kind"],
+            "read": row["chain"] or None,
+            "size": row["num_bytes"],
+            "of full": row["share_of_full"],
+            "changed": row["share_changed"],
+            "encode": row["encode_s"] or None,
+            "digest": row["digest"].removeprefix("w1:")[:12],
+            "whole": ("no" if row["problem"] else "yes") if verify else None,
         }
         for row in rows
     )
     versions = table(shown, {"size": "bytes", "of full": "share", "changed": "share", "encode": "s"})
-    problems = (note(f"version {row.version}: {row.problem}", "red") for row in rows if row.problem)
+    problems = (note(f"version {row['version']}: {row['problem']}", "red") for row in rows if row["problem"])
     print_tree(terminal(), part("", versions, problems))

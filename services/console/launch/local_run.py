@@ -7,8 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import structlog
 from rich.console import Console
@@ -16,7 +15,7 @@ from rich.console import Console
 from tidemill.common.archive import mark_whole
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
-from tidemill.common.redis.broker import Broker, redis_url
+from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import (
     FAILED,
@@ -30,12 +29,12 @@ from tidemill.common.streams import read_newest
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.exports.archive import archive_rest
-from tidemill.services.console.launch.local_redis import LocalRedis
 from tidemill.services.console.launch.views import LiveView, PlainView, View
 from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.processes.service import ServiceSpec, service_environment
+from tidemill.services.console.processes.specs import ServiceSpec, service_environment
 from tidemill.services.console.processes.supervisor import Ending, RunOutcome, Supervisor
 from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
+from tidemill.services.console.run.local_redis import open_redis
 from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
 from tidemill.services.console.status.report import print_report, summarise, write_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
@@ -65,15 +64,17 @@ class LocalRun:
         resume_command: str,
         view: View | None = None,
     ) -> None:
-        self.config, self.folder, self.specs = config, folder, specs
+        self.config, self.folder = config, folder
         self.console, self.is_live, self.resume_command = console, is_live, resume_command
         self.keys = Keys(config.run_id)
         self.snapshot = RunSnapshot(config.run_id, config.trainer.steps, config.trainer.max_staleness)
         self._plain_view = view or PlainView(console)
         self._view: View = self._plain_view
         self.why_not_finished = ""
+        self._supervisor = Supervisor(
+            specs, folder.logs, config.streams.drain_s + GRACE_MARGIN_S, lambda text: self._view.event(text)
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._supervisor: Supervisor | None = None
         self._is_stopping = self._is_ending_at_once = False
         self._archiving: asyncio.Task[None] | None = None
         self._started = time.monotonic()
@@ -88,29 +89,19 @@ class LocalRun:
         mark_whole(self.folder.path, False)
         log_to_file(self.folder.logs / "console.log")
         with Guard() as guard, self._signals():
-            async with self._redis(guard) as url, self._connection(url) as broker:
-                outcome = await self._supervise(broker, url, guard)
+            given, say = os.environ.get(URL_VARIABLE, ""), lambda text: self._view.event(text)
+            async with open_redis(given, self.folder, guard, say, self._supervisor.fail) as (url, broker):
+                env = service_environment(url, self.folder.runs)
+                outcome = await self._supervise(broker, env, guard)
                 await self._archive_rest(broker)
                 return await self._report(broker, outcome)
 
-    async def _supervise(self, broker: Broker, url: str, guard: Guard) -> RunOutcome:
+    async def _supervise(self, broker: Broker, env: dict[str, str], guard: Guard) -> RunOutcome:
         """Run the processes, with the view, until the run is over."""
         await publish_config(broker, self.keys, self.config)
         self._ran_before_s = float((await read_state(broker, self.keys)).get("ran_s", 0.0))
-        self._supervisor = Supervisor(
-            self.specs,
-            env=service_environment(url, self.folder.runs),
-            logs=self.folder.logs,
-            guard=guard,
-            grace_s=self.config.streams.drain_s + GRACE_MARGIN_S,
-            is_finished=lambda: self._is_finished(broker),
-            on_event=lambda text: self._view.event(text),
-        )
-        if self._is_stopping:  # a signal came while Redis was starting
-            self._supervisor.stop()
-        reader = SnapshotReader(
-            broker, self.keys, self.config.trainer.steps, self.config.trainer.max_staleness
-        )
+        trainer = self.config.trainer
+        reader = SnapshotReader(broker, self.keys, trainer.steps, trainer.max_staleness)
         # What a resumed run did before is read before anything is shown: it is not shown again.
         await self._look(reader)
         if self.is_live:
@@ -120,9 +111,11 @@ class LocalRun:
             asyncio.create_task(self._draw(), name="view"),
         ]
         try:
-            return await self._supervisor.run()
+            return await self._supervisor.run(env, guard, lambda: self._is_finished(broker))
         finally:
-            await _cancel(*watching)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look(reader), SHUTDOWN_TIMEOUT_S)
             self._view.show(self.snapshot, self._supervisor.statuses, 0.0)
@@ -151,9 +144,7 @@ class LocalRun:
 
     async def _draw(self) -> None:
         while True:
-            assert self._supervisor is not None
-            silent_s = time.time() - self.snapshot.at
-            self._view.show(self.snapshot, self._supervisor.statuses, silent_s)
+            self._view.show(self.snapshot, self._supervisor.statuses, time.time() - self.snapshot.at)
             await asyncio.sleep(REFRESH_S)
 
     async def _is_finished(self, broker: Broker) -> bool:
@@ -163,9 +154,9 @@ class LocalRun:
 
     async def _archive_rest(self, broker: Broker) -> None:
         """Leave all of the streams in the run's folder, before its Redis stops. Ctrl-C may end it."""
-        if not self.config.streams.archive.enabled or self._is_ending_at_once:
-            return
         streams = self.config.streams
+        if not streams.archive.enabled or self._is_ending_at_once:
+            return
         broker.max_bytes = streams.max_message_mb << 20
         work = archive_rest(broker, self.keys, self.folder.path, streams.archive)
         self._archiving = asyncio.create_task(work, name="archive")
@@ -180,70 +171,34 @@ class LocalRun:
     async def _report(self, broker: Broker, outcome: RunOutcome) -> int:
         """Say how it ended; a finished run is held against what was expected of it."""
         ran_s = self._ran_before_s + time.monotonic() - self._started
-        if outcome.ending is Ending.FINISHED:
-            await self._say(broker, ran_s=ran_s)
+        is_finished, has_failed = (outcome.ending is end for end in (Ending.FINISHED, Ending.FAILED))
+        state = {} if is_finished else {"status": FAILED if has_failed else STOPPED}
+        with contextlib.suppress(TimeoutError):  # Redis may be away
+            state_written = update_state(broker, self.keys, ran_s=ran_s, **state)
+            await asyncio.wait_for(state_written, SHUTDOWN_TIMEOUT_S)
+        if is_finished:
             return await self._summarise(broker, ran_s)
-        status = FAILED if outcome.ending is Ending.FAILED else STOPPED
-        await self._say(broker, status=status, ran_s=ran_s)
         done, steps = self.snapshot.version, self.config.trainer.steps
         self.why_not_finished = (
-            f"{status} after {done} of {steps} steps. Continue with:\n  {self.resume_command}"
+            f"{state['status']} after {done} of {steps} steps. Continue with:\n  {self.resume_command}"
         )
-        if outcome.ending is Ending.FAILED:
+        if has_failed:
             self.why_not_finished = f"tidemill up: {outcome.reason}\n{self.why_not_finished}"
         if not self.console.quiet:
             print(self.why_not_finished, file=sys.stderr)
-        return outcome.exit_code if outcome.ending is Ending.FAILED else STOPPED_EXIT_CODE
+        return outcome.exit_code if has_failed else STOPPED_EXIT_CODE
 
     async def _summarise(self, broker: Broker, ran_s: float) -> int:
-        folder, idle = self.folder, self._rollout_idle
+        folder, config, idle = self.folder, self.config, self._rollout_idle
         records = read_records(folder.path / METRICS_FILE)
         tree = await summarise(
-            broker, self.keys, self.config, folder.path, records, wall_s=ran_s, rollout_idle=idle
+            broker, self.keys, config, folder.path, records, wall_s=ran_s, rollout_idle=idle
         )
         verdict = self._verdict or self.snapshot.bottleneck
         tree["bottleneck"] = verdict.as_dict() if verdict else None
         write_report(folder, tree, records)
         print_report(self.console, folder, tree)
         return 0 if tree["ok"] else 1
-
-    async def _say(self, broker: Broker, **state: Any) -> None:
-        """Write into the run's state, unless Redis is away."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(update_state(broker, self.keys, **state), SHUTDOWN_TIMEOUT_S)
-
-    @contextlib.asynccontextmanager
-    async def _redis(self, guard: Guard) -> AsyncIterator[str]:
-        """The address of the run's Redis: the environment's server, else one of the run's own."""
-        if os.environ.get(URL_VARIABLE):
-            yield redis_url()
-            return
-        local = LocalRedis(self.folder, guard, lambda text: self._view.event(text))
-        try:
-            await local.start()
-            keeper = asyncio.create_task(self._or_fail(local.keep()), name="redis")
-            try:
-                yield local.url
-            finally:
-                await _cancel(keeper)
-        finally:
-            await local.stop()
-
-    async def _or_fail(self, work: Coroutine[Any, Any, None]) -> None:
-        """What the run cannot do without: when it fails, so does the run."""
-        try:
-            await work
-        except TidemillError as error:
-            if self._supervisor is not None:
-                self._supervisor.fail(str(error))
-
-    @contextlib.asynccontextmanager
-    async def _connection(self, url: str) -> AsyncIterator[Broker]:
-        broker = await Broker.connect(url)
-        try:
-            yield broker
-        finally:
-            await broker.close()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -272,17 +227,10 @@ class LocalRun:
         if not self._is_stopping:
             self._is_stopping = True
             self._view.event("stopping: what is held is finished or handed back; Ctrl-C again ends at once")
-            if self._supervisor is not None:
-                self._supervisor.stop()
-        elif self._supervisor is not None:
+            self._supervisor.stop()
+        else:
             self._view.event("ending at once")
             self._is_ending_at_once = True
             self._supervisor.kill()
             if self._archiving is not None:
                 self._archiving.cancel()
-
-
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,7 +21,6 @@ from tidemill.common.process.children import hide_memory
 from tidemill.common.process.gpu_sharing import count_gpus
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import METRICS_HOST_VARIABLE
-from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.prompt_lengths import with_steps
 from tidemill.common.run.state import CONFIG_FILE, METRICS_FILE, STEP, read_records, run_exists
@@ -30,13 +29,14 @@ from tidemill.services.console.check.preflight import examine
 from tidemill.services.console.launch.local_run import LocalRun
 from tidemill.services.console.launch.views import View
 from tidemill.services.console.options import UpOptions
-from tidemill.services.console.processes.placement import gpus_here, place
-from tidemill.services.console.processes.service import (
+from tidemill.services.console.processes.specs import (
     ServiceSpec,
     exporter_spec,
+    gpus_here,
+    place,
     service_specs,
 )
-from tidemill.services.console.run.folder import RunFolder, folder_of_runs, nearest
+from tidemill.services.console.run.folder import RunFolder, connected, folder_of_runs, nearest
 from tidemill.services.console.status.report import read_report
 
 
@@ -105,9 +105,13 @@ def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:
 
 def _check_is_free(options: UpOptions, folder: RunFolder) -> None:
     """A new run needs a new id, and a resumed one something to resume."""
+
+    async def is_known(url: str) -> bool:
+        async with connected(url) as broker:
+            return await run_exists(broker, Keys(folder.run_id))
+
     url = os.environ.get(URL_VARIABLE)
-    in_redis = run_main(_is_known(url, folder.run_id)) if url else False
-    exists = in_redis or folder.path.exists()
+    exists = folder.path.exists() or bool(url and run_main(is_known(url)))
     if exists and not options.resume:
         where = f"{nearest(folder.path)}" if folder.path.exists() else f"the Redis at {URL_VARIABLE}"
         raise ConfigError(
@@ -146,14 +150,6 @@ def _check_changes(options: UpOptions, config: RunConfig, folder: RunFolder) -> 
             f"{config.trainer.steps}: steps cannot be taken back. Give at least as many, or start a new run."
         )
     return changes
-
-
-async def _is_known(url: str, run_id: str) -> bool:
-    broker = await Broker.connect(url)
-    try:
-        return await run_exists(broker, Keys(run_id))
-    finally:
-        await broker.close()
 
 
 def _check_port(port: int) -> None:

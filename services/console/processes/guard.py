@@ -1,20 +1,38 @@
-"""The console's end of the pipe to `guard_process`: no process outlives the console that started it."""
+"""No process outlives the console that started it, SIGKILL included: a small process watches over that.
+
+This file is also that process's script, so it needs the standard library only. It reads lines from the
+console over a pipe:
+
+    watch PID service|redis      a process, the leader of its own process group
+    forget PID                   it has ended
+    remove FOLDER                a folder to remove at the end
+
+When the pipe closes while processes are still watched, the services are told to stop and get GRACE_S
+seconds; then their groups are killed, and Redis, which they need until then, is stopped last. In order,
+nothing is left to watch, and the process just ends.
+"""
 
 import contextlib
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
+GRACE_S = 10.0
+POLL_S = 0.1
+
 
 class Guard:
-    """A small process that watches this one. `with Guard() as guard:`"""
+    """The console's end of the pipe. `with Guard() as guard:`"""
 
     def __enter__(self) -> "Guard":
-        script = Path(__file__).with_name("guard_process.py")
         # A session of its own: the terminal's Ctrl-C and hang-up are not for it.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(script)],
+            [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -23,25 +41,71 @@ class Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.stdin:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         self._process.wait()
 
     def watch(self, pid: int, kind: Literal["service", "redis"]) -> None:
         """Stop this process group when the console has ended."""
-        self._say(f"watch {pid} {kind}")
+        self._write(f"watch {pid} {kind}")
 
     def forget(self, pid: int) -> None:
         """The process has ended, and its number may come to mean another."""
-        self._say(f"forget {pid}")
+        self._write(f"forget {pid}")
 
     def remove_at_end(self, folder: Path) -> None:
         """Remove this folder if the console ends without doing so."""
-        self._say(f"remove {folder}")
+        self._write(f"remove {folder}")
 
-    def _say(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # a run works without its guard
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
+
+
+def main() -> None:
+    """Follow the pipe to its end, then clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    watched: dict[int, str] = {}
+    folders: list[str] = []
+    for line in sys.stdin:
+        verb, _, rest = line.rstrip("\n").partition(" ")
+        if verb == "watch":
+            pid, _, kind = rest.partition(" ")
+            watched[int(pid)] = kind
+        elif verb == "forget":
+            watched.pop(int(rest), None)
+        elif verb == "remove":
+            folders.append(rest)
+    for wanted in ("service", "redis"):  # services need Redis to hand back what they hold
+        _stop([pid for pid, kind in watched.items() if kind == wanted])
+    for folder in folders if watched else ():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stop(pids: list[int]) -> None:
+    """SIGTERM to each process, and after the grace SIGKILL to what is left of its group."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while any(map(_is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

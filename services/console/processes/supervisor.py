@@ -7,6 +7,10 @@ end of its log. When `run` returns, no process is left.
 """
 
 import asyncio
+import contextlib
+import os
+import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +20,7 @@ from typing import Any
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ending_in_words, is_illegal_instruction
 from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.processes.service import ServiceProcess, ServiceSpec
+from tidemill.services.console.processes.specs import ServiceSpec
 from tidemill.services.console.text.formats import printable
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -25,6 +29,68 @@ HEALTHY_AFTER_S = 60.0
 MAX_EARLY_DEATHS = 10
 REAP_S = 5.0
 MAX_REASON_CHARACTERS = 300
+TAIL_BYTES, TAIL_LINES = 8192, 15
+
+
+class ServiceProcess:
+    """One start of one service.
+
+    It is the leader of a session of its own, so that the terminal's Ctrl-C reaches only the console, which
+    stops all in order. Its output goes to a log file that is appended to over restarts.
+    """
+
+    def __init__(
+        self, spec: ServiceSpec, process: asyncio.subprocess.Process, log: Path, log_start: int, guard: Guard
+    ) -> None:
+        self.spec, self.log, self.pid = spec, log, process.pid
+        self.started = time.monotonic()
+        self._process, self._log_start, self._guard = process, log_start, guard
+
+    @classmethod
+    async def start(
+        cls, spec: ServiceSpec, env: Mapping[str, str], log: Path, guard: Guard
+    ) -> "ServiceProcess":
+        """Start the process, with its output appended to `log`."""
+        with log.open("ab") as output:
+            log_start = output.tell()
+            process = await asyncio.create_subprocess_exec(
+                *spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**env, **spec.env},
+                start_new_session=True,
+            )
+        guard.watch(process.pid, "service")
+        return cls(spec, process, log, log_start, guard)
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit code, negative for a signal.
+
+        Children that it left behind, such as the pool of a killed reward worker, are ended too.
+        """
+        code = await self._process.wait()
+        self.kill()
+        self._guard.forget(self.pid)
+        return code
+
+    def terminate(self) -> None:
+        """Ask it to finish or hand back what it holds, and to end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End its whole process group at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def output_tail(self) -> list[str]:
+        """The last lines that this start has written."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        return []
 
 
 class Ending(StrEnum):
@@ -55,32 +121,43 @@ class ServiceStatus:
     restarts: int = 0
 
 
+async def _never() -> bool:
+    return False
+
+
 class Supervisor:
     """Runs the processes of `specs` to the end of the run. `stop` drains them, `kill` does not."""
 
     def __init__(
         self,
         specs: Sequence[ServiceSpec],
-        *,
-        env: Mapping[str, str],
         logs: Path,
-        guard: Guard,
         grace_s: float,
-        is_finished: Callable[[], Awaitable[bool]],
         on_event: Callable[[str], None],
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
-        self.specs, self.env, self.logs, self.guard = specs, env, logs, guard
-        self.grace_s, self.is_finished, self.on_event = grace_s, is_finished, on_event
-        self.first_pause_s = first_pause_s
+        """Args:
+        specs: the processes
+        logs: the folder of their logs
+        grace_s: how long they may take to end once they are asked to
+        on_event: gets a line about each start after the first, and about each process that is killed
+        first_pause_s: before a process is started again; doubled at each further early death
+        """
+        self.specs, self.logs, self.grace_s = specs, logs, grace_s
+        self.on_event, self.first_pause_s = on_event, first_pause_s
         self.statuses = {spec.name: ServiceStatus(spec.name, spec.role) for spec in specs}
         self._processes: dict[str, ServiceProcess] = {}
         self._outcome: RunOutcome | None = None
-        self._over = asyncio.Event()
-        self._killed = asyncio.Event()
+        self._over, self._killed = asyncio.Event(), asyncio.Event()
 
-    async def run(self) -> RunOutcome:
-        """Start everything; return when the run is over and every process has ended."""
+    async def run(
+        self, env: Mapping[str, str], guard: Guard, is_finished: Callable[[], Awaitable[bool]] = _never
+    ) -> RunOutcome:
+        """Start everything; return when the run is over and every process has ended.
+
+        `is_finished` says whether the run is over; it is asked when a process that `ends_run` ends with 0.
+        """
+        self._env, self._guard, self._is_finished = env, guard, is_finished
         keepers = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self.specs]
         try:
             await self._over.wait()
@@ -118,40 +195,43 @@ class Supervisor:
         for name, process in self._processes.items():
             self.statuses[name].state = "stopping"
             process.terminate()
-        gone: asyncio.Task[Any] = asyncio.create_task(asyncio.wait(keepers))
-        killed: asyncio.Task[Any] = asyncio.create_task(self._killed.wait())
-        await asyncio.wait({gone, killed}, timeout=self.grace_s, return_when=asyncio.FIRST_COMPLETED)
-        killed.cancel()
-        gone.cancel()
+        ends: list[asyncio.Task[Any]] = [
+            asyncio.create_task(asyncio.wait(keepers)),
+            asyncio.create_task(self._killed.wait()),
+        ]
+        await asyncio.wait(ends, timeout=self.grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
         if self._processes and not self._killed.is_set():
             late = ", ".join(sorted(self._processes))
             self.on_event(f"still running after {self.grace_s:g} s and killed: {late}")
 
     async def _keep(self, spec: ServiceSpec) -> None:
         """Start one service again and again, until the run is over."""
-        status, early_deaths = self.statuses[spec.name], 0
+        status, early_deaths, log = self.statuses[spec.name], 0, self.logs / f"{spec.name}.log"
         while not self._over.is_set():
             try:
-                process = await ServiceProcess.start(
-                    spec, self.env, self.logs / f"{spec.name}.log", self.guard
-                )
+                process = await ServiceProcess.start(spec, self._env, log, self._guard)
             except OSError as error:
                 self.fail(f"cannot start {spec.name}: {error}")
                 return
             code = await self._watch(process, status)
             if self._over.is_set() or await self._is_over(process, code):
                 break
-            early_deaths = early_deaths + 1 if process.age_s < HEALTHY_AFTER_S else 1
+            age_s = time.monotonic() - process.started
+            early_deaths = early_deaths + 1 if age_s < HEALTHY_AFTER_S else 1
             if early_deaths > MAX_EARLY_DEATHS:
                 reason = _exit_reason(process, f"died {early_deaths} times in a row; giving up", code)
                 (self.on_event if spec.is_optional else self.fail)(reason)
                 break
             pause_s = min(self.first_pause_s * 2 ** (early_deaths - 1), LONGEST_PAUSE_S)
-            self.on_event(
-                f"{spec.name} ended {_how(code)}{_last_line(process)}; starting it again in {pause_s:g} s"
-            )
+            # The last line of its output mostly is the reason.
+            last = next((line.strip() for line in reversed(process.output_tail()) if line.strip()), "")
+            why = f" ({printable(last, MAX_REASON_CHARACTERS)})" if last else ""
+            self.on_event(f"{spec.name} ended {_how(code)}{why}; starting it again in {pause_s:g} s")
             status.state = f"restarting ({_how(code)})"
-            await self._sleep(pause_s)
+            with contextlib.suppress(TimeoutError):  # unless the run ends first
+                await asyncio.wait_for(self._over.wait(), pause_s)
             status.restarts += 1
         status.state, status.pid = "stopped", 0
 
@@ -172,28 +252,15 @@ class Supervisor:
         is_hopeless = code == ConfigError.exit_code or is_illegal_instruction(code)
         if is_hopeless and not process.spec.is_optional:
             self.fail(_exit_reason(process, "cannot do this run", code), code)
-        elif code == 0 and process.spec.ends_run and await self.is_finished():
+        elif code == 0 and process.spec.ends_run and await self._is_finished():
             self._end(RunOutcome(Ending.FINISHED))
         return self._over.is_set()
-
-    async def _sleep(self, pause_s: float) -> None:
-        """Pause, unless the run ends first."""
-        over = asyncio.ensure_future(self._over.wait())
-        await asyncio.wait({over}, timeout=pause_s)
-        over.cancel()
 
 
 def _how(code: int) -> str:
     return f"{'by' if code < 0 else 'with'} {ending_in_words(code)}"
 
 
-def _last_line(process: ServiceProcess) -> str:
-    """The last line of its output, which mostly is the reason."""
-    lines = process.output_tail().strip().splitlines()
-    return f" ({printable(lines[-1].strip(), MAX_REASON_CHARACTERS)})" if lines else ""
-
-
 def _exit_reason(process: ServiceProcess, what: str, code: int) -> str:
-    output = process.output_tail() or "(it wrote nothing)"
-    indented = "\n".join(f"  {line}" for line in output.splitlines())
+    indented = "\n".join(f"  {line}" for line in process.output_tail() or ["(it wrote nothing)"])
     return f"{process.spec.name} {what} ({_how(code)}). The end of {process.log}:\n{indented}"

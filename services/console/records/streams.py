@@ -50,7 +50,7 @@ WHOLE_TICKET = -1
 """The index that stands for all samples of a ticket."""
 
 
-def show_list(view: ViewOptions) -> None:
+def _show_list(view: ViewOptions) -> None:
     """Every stream of the run: how much there is and where, and how far its readers are."""
 
     async def look() -> None:
@@ -162,11 +162,19 @@ def _print_records(view: ViewOptions, stream: StreamName, records: list[Record])
 
 
 def show_entries(options: EntryOptions) -> None:
-    """One entry in full, by its id, its number, or its sample.
+    """One entry in full, by its id, its number, or its sample; without one, the list of streams.
 
     Raises:
         ConfigError: the stream has no such entry.
     """
+    if not options.stream:
+        _show_list(options)
+        return
+    if not options.entry:
+        raise ConfigError(
+            f"which entry of {options.stream}? Give its ID; "
+            f"`tidemill streams tail {options.stream}` shows the newest."
+        )
     name, what = parse_stream(options.stream, options.lane), options.entry
     selection = _wanted(name, what)
 
@@ -270,8 +278,8 @@ class Hit:
     places: list[tuple[int, int]]
 
 
-def show_hits(options: GrepOptions) -> bool:
-    """`tidemill streams grep`: print what is found, as it is found; returns whether there was anything.
+def show_hits(options: GrepOptions) -> int:
+    """`tidemill streams grep`: print what is found, as it is found; returns 1 where there is nothing.
 
     Raises:
         ConfigError: the pattern is none, or an option does not apply to a stream.
@@ -286,7 +294,7 @@ def show_hits(options: GrepOptions) -> bool:
     names = [parse_stream(name, options.lane) for name in options.streams or ("trajectories", "scores")]
     selection = selection_of(options, *names)
 
-    async def look() -> bool:
+    async def look() -> int:
         num_found = 0
         async with open_history(options.run_id, options.runs_dir) as access:
             async for hit in _hits(access.history, names, selection, pattern):
@@ -296,12 +304,12 @@ def show_hits(options: GrepOptions) -> bool:
                     break
         if not num_found and not options.as_json:
             Console(stderr=True).print(f"nothing was found in {' and '.join(names)}", style="dim")
-        return num_found > 0
+        return 0 if num_found else 1
 
     try:
         return run_main(look())
     except KeyboardInterrupt:
-        return False
+        return 1
 
 
 async def _hits(

@@ -53,13 +53,18 @@ class Agreement:
 def compare(before: Mapping[TrajectoryKey, Score], now: Mapping[TrajectoryKey, Score]) -> Agreement:
     """Hold the scores of the same trajectories against each other."""
     keys = sorted(now)
-    failures = Counter(_kind(now[key]) for key in keys if now[key].value is None)
+    # A failure counts by its first line: what follows makes each of them different.
+    failures = Counter(
+        (score.error.strip().splitlines() or [str(score.status)])[0][:160]
+        for score in now.values()
+        if score.value is None
+    )
     result = Agreement(
         failed_before=sum(before[key].value is None for key in keys if key in before),
         failed_now=failures.total(),
         failures_now=dict(failures.most_common(NUM_EXAMPLES)),
     )
-    pairs = [(key, _value(before.get(key)), _value(now[key])) for key in keys]
+    pairs = [(key, before[key].value, now[key].value) for key in keys if key in before]
     both = [(key, old, new) for key, old, new in pairs if old is not None and new is not None]
     result.compared = len(both)
     if not both:
@@ -120,16 +125,6 @@ def _farthest(keys: list[TrajectoryKey], old: Floats, new: Floats) -> list[tuple
     moved = np.where(np.abs(old - new) > CLOSE, np.abs(ranks(old) - ranks(new)), 0.0)
     order = np.argsort(-moved, kind="stable")[:NUM_EXAMPLES]
     return [(*keys[at], float(old[at]), float(new[at])) for at in order if moved[at] > 0]
-
-
-def _value(score: Score | None) -> float | None:
-    return score.value if score is not None else None
-
-
-def _kind(score: Score) -> str:
-    """A failure in a line, without what makes each of them different."""
-    first = score.error.strip().splitlines()
-    return (first[0] if first else str(score.status))[:160]
 
 
 MAX_TICKETS = 12

@@ -4,17 +4,15 @@ Guarantees: each trajectory goes in once, in the order in which it was recorded;
 for a score at any time, and what has its score is trimmed, so that memory does not grow with the history.
 """
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
 
 from rich.console import Console
 
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import OffsetReader, append, trim_before
+from tidemill.common.streams import OffsetReader, append, last_id, trim_before
 from tidemill.common.streams.entries import Entry, id_order
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
@@ -26,34 +24,8 @@ MAX_BACKLOG = 4096
 """Most trajectories that wait for a score; the emission waits."""
 
 
-@dataclass(slots=True)
-class Flow:
-    """What went in and what came back, while it happens."""
-
-    emitted: int = 0
-    started_at: float = field(default_factory=time.time)
-    first_taken_at: float = float("inf")
-    """When a worker began with the first trajectory; before that, workers were starting."""
-    last_scored_at: float = 0.0
-    scores: dict[TrajectoryKey, Score] = field(default_factory=dict)
-    waits_s: list[float] = field(default_factory=list)
-    """Seconds from emission to score, in the order of the scores."""
-    is_complete: bool = False
-    """Whether everything has been emitted."""
-
-    @property
-    def scored(self) -> int:
-        """Trajectories that have a score."""
-        return len(self.scores)
-
-    @property
-    def seconds(self) -> float:
-        """From the moment a worker took the first trajectory to the last score."""
-        return max(self.last_scored_at - self.first_taken_at, 1e-9)
-
-
 class Emission:
-    """Feeds one sandbox from one history."""
+    """Feeds one sandbox from one history, and takes its scores."""
 
     def __init__(
         self,
@@ -66,52 +38,57 @@ class Emission:
     ) -> None:
         self.broker, self.keys, self.history = broker, keys, history
         self.selection, self.lane, self.keeps_pace = selection, lane, keeps_pace
-        self.flow = Flow()
+        self.emitted, self.is_complete, self.started_at = 0, False, time.time()
+        self.scores: dict[TrajectoryKey, Score] = {}
+        self.waits_s: list[float] = []
+        """Seconds from emission to score, in the order of the scores."""
+        self._first_taken_at, self._last_scored_at = float("inf"), 0.0
+        self._num_at_trim = 0
         self._waiting: dict[TrajectoryKey, tuple[str, float]] = {}
         """Entry id and time of emission of what has no score yet, oldest first."""
-        self._room = asyncio.Event()
-        self._trimmed_at = 0
 
-    async def run(self, on_progress: Callable[[Flow], None]) -> Flow:
+    @property
+    def seconds(self) -> float:
+        """From the moment a worker took the first trajectory to the last score: before, workers start."""
+        return max(self._last_scored_at - self._first_taken_at, 1e-9)
+
+    async def run(self, on_progress: Callable[["Emission"], None]) -> None:
         """Emit everything and wait for all scores."""
-        reading = asyncio.create_task(self._read_scores(on_progress))
-        try:
-            emitting = asyncio.create_task(self._emit())
-            await asyncio.wait({reading, emitting}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() and not emitting.done():
-                emitting.cancel()
-                reading.result()
-            await emitting
-            await reading
-        finally:
-            reading.cancel()
-            emitting.cancel()
-            await asyncio.gather(reading, emitting, return_exceptions=True)
-        return self.flow
+        self.started_at, key = time.time(), self.keys.scores(self.lane)
+        reader = OffsetReader(self.broker, key, Score, await last_id(self.broker, key))
+        offset_s: float | None = None  # from the times of the record to those of now
 
-    async def _emit(self) -> None:
-        stream = StreamName.TRAJECTORIES.of(self.lane)
-        self.flow.started_at = time.time()
-        async for batch in self._paced(self._batches(stream)):
-            while len(self._waiting) + len(batch) > MAX_BACKLOG:
-                self._room.clear()
-                await self._room.wait()
-            now = time.time()
-            # Noted before it is in the stream: a score may be there before `append` returns.
-            for trajectory in batch:
-                self._waiting[trajectory.key] = ("", now)
-            ids = await append(self.broker, self.keys.trajectories(self.lane), *batch)
-            for trajectory, entry_id in zip(batch, ids, strict=True):
-                if trajectory.key in self._waiting:
-                    self._waiting[trajectory.key] = (entry_id, now)
-            self.flow.emitted += len(batch)
-        self.flow.is_complete = True
+        async def take_scores(block_s: float) -> None:
+            for entry in await reader.read(4 * BATCH, block_s):
+                if isinstance(entry, Entry):
+                    self._take(entry.message)
+            on_progress(self)
+            if len(self.scores) - self._num_at_trim >= TRIM_EVERY:
+                await self._trim()
 
-    async def _batches(self, stream: StreamName) -> AsyncIterator[list[tuple[float, Trajectory]]]:
+        async for batch in self._batches():
+            if offset_s is None:
+                offset_s = self.started_at - batch[0][0]
+            while batch:
+                due = time.time() - offset_s
+                num_due = sum(at <= due for at, _ in batch) if self.keeps_pace else len(batch)
+                if not num_due:
+                    await take_scores(min(batch[0][0] - due, BLOCK_S))
+                elif len(self._waiting) + num_due > MAX_BACKLOG:
+                    await take_scores(BLOCK_S)
+                else:
+                    await self._emit([trajectory for _, trajectory in batch[:num_due]])
+                    batch = batch[num_due:]
+                    await take_scores(0.0)
+        self.is_complete = True
+        while self._waiting:
+            await take_scores(BLOCK_S)
+
+    async def _batches(self) -> AsyncIterator[list[tuple[float, Trajectory]]]:
         """(when it was recorded, trajectory), the first of each key, a batch at a time."""
         seen: set[TrajectoryKey] = set()
         batch: list[tuple[float, Trajectory]] = []
-        async for record in self.history.scan(stream, self.selection):
+        async for record in self.history.scan(StreamName.TRAJECTORIES.of(self.lane), self.selection):
             if not isinstance(record, Entry) or not isinstance(record.message, Trajectory):
                 continue
             if record.message.key in seen:
@@ -124,83 +101,52 @@ class Emission:
         if batch:
             yield batch
 
-    async def _paced(
-        self, batches: AsyncIterator[list[tuple[float, Trajectory]]]
-    ) -> AsyncIterator[list[Trajectory]]:
-        """Trajectories that go in together: a batch, or what is due now at the recorded pace."""
-        ahead_s: float | None = None
-        async for batch in batches:
-            if not self.keeps_pace:
-                yield [trajectory for _, trajectory in batch]
-                continue
-            ahead_s = self.flow.started_at - batch[0][0] if ahead_s is None else ahead_s
-            while batch:
-                await asyncio.sleep(max(0.0, batch[0][0] + ahead_s - time.time()))
-                now = time.time()
-                count = max(1, sum(at + ahead_s <= now for at, _ in batch))
-                yield [trajectory for _, trajectory in batch[:count]]
-                batch = batch[count:]
-
-    async def _read_scores(self, on_progress: Callable[[Flow], None]) -> None:
-        reader = OffsetReader(self.broker, self.keys.scores(self.lane), Score)
-        while not (self.flow.is_complete and not self._waiting):
-            for entry in await reader.read(4 * BATCH, BLOCK_S):
-                if isinstance(entry, Entry):
-                    self._take(entry.message)
-            on_progress(self.flow)
-            self._room.set()
-            if self.flow.scored - self._trimmed_at >= TRIM_EVERY:
-                await self._trim()
-        on_progress(self.flow)
+    async def _emit(self, trajectories: list[Trajectory]) -> None:
+        now = time.time()
+        ids = await append(self.broker, self.keys.trajectories(self.lane), *trajectories)
+        for trajectory, entry_id in zip(trajectories, ids, strict=True):
+            self._waiting[trajectory.key] = (entry_id, now)
+        self.emitted += len(trajectories)
 
     def _take(self, score: Score) -> None:
         """Keep the first score of a trajectory."""
-        if (noted := self._waiting.pop(score.key, None)) is None:
+        if (emitted := self._waiting.pop(score.key, None)) is None:
             return
-        self.flow.scores[score.key] = score
-        self.flow.waits_s.append(max(0.0, score.scored_at - noted[1]))
-        self.flow.first_taken_at = min(self.flow.first_taken_at, score.scored_at - score.latency_s)
-        self.flow.last_scored_at = max(self.flow.last_scored_at, score.scored_at)
+        self.scores[score.key] = score
+        self.waits_s.append(max(0.0, score.scored_at - emitted[1]))
+        self._first_taken_at = min(self._first_taken_at, score.scored_at - score.latency_s)
+        self._last_scored_at = max(self._last_scored_at, score.scored_at)
 
     async def _trim(self) -> None:
         """Trim what is scored, up to the oldest trajectory that is not."""
-        self._trimmed_at = self.flow.scored
-        oldest = next((entry_id for entry_id, _ in self._waiting.values()), "")
-        if oldest:
-            await trim_before(self.broker, self.keys.trajectories(self.lane), oldest)
+        self._num_at_trim = len(self.scores)
+        for entry_id, _ in self._waiting.values():
+            await trim_before(self.broker, self.keys.trajectories(self.lane), entry_id)
+            break
 
 
-EVERY_S = 0.5
-SAY_EVERY_S = 10.0
-"""Where nobody watches: a line each."""
+EVERY_S, LINE_EVERY_S = 0.5, 10.0
+"""Between two pictures on a terminal, and between two lines elsewhere."""
 
 
 @contextlib.contextmanager
-def shown(console: Console) -> Iterator[Callable[[Flow], None]]:
-    """Give a function that shows a flow: a live line on a terminal, else a line now and then."""
-    said_at = time.monotonic()
+def shown(console: Console) -> Iterator[Callable[[Emission], None]]:
+    """Give a function that shows an emission: a live line on a terminal, else a line now and then."""
+    live = console.status("starting the reward workers") if console.is_terminal else None
+    shown_at = time.monotonic()
 
-    def text(flow: Flow) -> str:
-        rate = flow.scored / max(time.time() - flow.started_at, 1e-9)
-        more = "" if flow.is_complete else " so far"
-        return f"{flow.scored:,} of {flow.emitted:,}{more} scored, {rate:,.0f}/s"
+    def show(emission: Emission) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at < (EVERY_S if live else LINE_EVERY_S):
+            return
+        shown_at, scored = time.monotonic(), len(emission.scores)
+        rate = scored / max(time.time() - emission.started_at, 1e-9)
+        more = "" if emission.is_complete else " so far"
+        text = f"{scored:,} of {emission.emitted:,}{more} scored, {rate:,.0f}/s"
+        if live:
+            live.update(text)
+        else:
+            console.print(text)
 
-    if not console.is_terminal:
-
-        def say(flow: Flow) -> None:
-            nonlocal said_at
-            if time.monotonic() - said_at > SAY_EVERY_S:
-                said_at = time.monotonic()
-                console.print(text(flow))
-
-        yield say
-        return
-    with console.status("starting the reward workers") as status:
-
-        def update(flow: Flow) -> None:
-            nonlocal said_at
-            if time.monotonic() - said_at > EVERY_S:
-                said_at = time.monotonic()
-                status.update(text(flow))
-
-        yield update
+    with live or contextlib.nullcontext():
+        yield show

@@ -63,14 +63,16 @@ class RunFolder:
         """Address of the run's own Redis, while it runs."""
         return self.path / "redis.url"
 
-    def create(self, config: "RunConfig") -> None:
-        """Make the folder, keep the resolved config in it, and let `latest` point at it.
+    def create(self, config: "RunConfig", is_sandbox: bool = False) -> None:
+        """Make the folder, keep the resolved config in it, and let `latest` point at it. The folder of a
+        sandbox must be new, and is never the latest.
 
         Raises:
             ConfigError: the folder cannot be made.
         """
         try:
-            self.logs.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=not is_sandbox)
+            self.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"cannot make the run's folder {self.path}: {error.strerror}. Give another with --runs-dir."
@@ -79,7 +81,19 @@ class RunFolder:
 
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(self.path / CONFIG_FILE, text)
-        self._point_latest_here()
+        if is_sandbox:
+            return
+        # One rename replaces the link, so that `latest` is there at every moment.
+        aside = self.runs / f".{LATEST}.{os.getpid()}"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(self.run_id, target_is_directory=True)
+        try:
+            os.replace(aside, self.runs / LATEST)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise ConfigError(
+                f"cannot point {self.runs / LATEST} at the run: {error.strerror}. Move what is there away."
+            ) from None
 
     def config(self) -> "RunConfig | None":
         """The config that the run was last started with; None where the folder does not hold it.
@@ -87,18 +101,10 @@ class RunFolder:
         Raises:
             ConfigError: this release does not understand it.
         """
-        import yaml
-
-        from tidemill.common.config import parse_config
+        from tidemill.common.config import load_recorded
 
         path = self.path / CONFIG_FILE
-        try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from None
-        return parse_config(tree, str(path))
+        return load_recorded(path) if path.exists() else None
 
     def write_address(self, url: str) -> None:
         """Tell other commands where the run's own Redis listens."""
@@ -112,19 +118,6 @@ class RunFolder:
             return self.address_file.read_text().strip()
         except OSError:
             return os.environ.get(URL_VARIABLE) or None
-
-    def _point_latest_here(self) -> None:
-        """Replace the link in one rename, so that `latest` is there at every moment."""
-        aside = self.runs / f".{LATEST}.{os.getpid()}"
-        aside.unlink(missing_ok=True)
-        aside.symlink_to(self.run_id, target_is_directory=True)
-        try:
-            os.replace(aside, self.runs / LATEST)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise ConfigError(
-                f"cannot point {self.runs / LATEST} at the run: {error.strerror}. Move what is there away."
-            ) from None
 
 
 def folder_of_runs(given: str | Path | None) -> Path:
@@ -161,12 +154,21 @@ def nearest(path: Path) -> str:
         return str(path)
 
 
-async def connect(folder: RunFolder) -> Broker:
-    """Connect to the Redis of a run, or say why there is none to connect to.
+@contextlib.asynccontextmanager
+async def connected(to: RunFolder | str) -> AsyncIterator[Broker]:
+    """A connection to the Redis of a run, or at an address, closed at the end.
 
     Raises:
-        TidemillError: its Redis is not known, or does not answer.
+        TidemillError: the run's Redis is not known, or it does not answer.
     """
+    broker = await (Broker.connect(to) if isinstance(to, str) else _connect(to))
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
+async def _connect(folder: RunFolder) -> Broker:
     url = folder.address()
     if url is None:
         state = "it is not running now" if folder.path.is_dir() else "there is no such folder"
@@ -183,16 +185,6 @@ async def connect(folder: RunFolder) -> Broker:
             f"the Redis of run {folder.run_id} does not answer: its `tidemill up` was probably killed. "
             f"Continue the run with `tidemill up CONFIG --run-id {folder.run_id} --resume`. ({error})"
         ) from None
-
-
-@contextlib.asynccontextmanager
-async def connected(folder: RunFolder) -> AsyncIterator[Broker]:
-    """A connection to the Redis of a run, closed at the end."""
-    broker = await connect(folder)
-    try:
-        yield broker
-    finally:
-        await broker.close()
 
 
 def log_to_file(path: Path) -> None:

@@ -5,7 +5,6 @@ asked first. Where it does not answer, the archive is read alone if it has every
 run's own Redis left in the folder is served by one of ours for as long as we look.
 """
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -19,10 +18,10 @@ from tidemill.common.errors import BrokerError, ConfigError, OutageError, Tidemi
 from tidemill.common.history import History
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
-from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import run_exists
 from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.run.folder import RunFolder, connect, find_run, log_nothing
+from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
+from tidemill.services.console.run.local_redis import LocalRedis
 
 if TYPE_CHECKING:
     from tidemill.common.config import RunConfig
@@ -104,8 +103,7 @@ async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> t
     has_archive = archive_folder(folder.path).is_dir()
     problem: TidemillError | None = None
     try:
-        broker = await connect(folder)
-        stack.push_async_callback(broker.close)
+        broker = await stack.enter_async_context(connected(folder))
         broker.is_stopping = True  # a person is waiting: an outage ends the command after seconds
         broker.waits_for_claims = False
         if await run_exists(broker, History(folder.run_id, None, broker).keys):
@@ -135,18 +133,8 @@ async def _serve_left_data(folder: RunFolder, stack: contextlib.AsyncExitStack) 
     Raises:
         TidemillError: it does not start, or another process serves the data.
     """
-    server = EmbeddedRedis(folder.redis_data)
     guard = stack.enter_context(Guard())
-    guard.remove_at_end(server.socket.parent)
-    stack.callback(server.stop)
-    starting = asyncio.ensure_future(asyncio.to_thread(server.start))
-    # A thread cannot be cancelled: the stack waits for it, or its server would be left running.
-    stack.push_async_callback(asyncio.wait, [starting])
-    await asyncio.shield(starting)
-    pid = server.pid or 0
-    guard.watch(pid, "redis")
-    stack.callback(guard.forget, pid)
-    broker = await Broker.connect(server.url)
-    stack.push_async_callback(broker.close)
+    url = await stack.enter_async_context(LocalRedis(folder.redis_data, guard).running())
+    broker = await stack.enter_async_context(connected(url))
     broker.is_stopping = True
-    return broker, server.url
+    return broker, url

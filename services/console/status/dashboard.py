@@ -21,7 +21,7 @@ from tidemill.common.run.state import FINISHED
 from tidemill.services.console.options import StatusOptions
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
-from tidemill.services.console.status.report import print_report, read_report
+from tidemill.services.console.status.report import print_report, read_report, show_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder
 from tidemill.services.console.text.formats import NOTHING, duration, plural, printable, size
 from tidemill.services.console.text.tree import Node, lines_table, rows_table, table
@@ -50,12 +50,21 @@ SPARK_WIDTH = 22
 """With it the dashboard fits a terminal of 80 columns."""
 
 
-def show_status(options: StatusOptions) -> None:
+def show_status(options: StatusOptions) -> int:
     """Print how the run is doing; where its Redis is gone, its summary or what its folder tells.
 
     Raises:
         TidemillError: neither Redis nor the run's folder can be had.
     """
+    if options.watch and (options.report or options.as_json):
+        raise ConfigError("--watch goes with neither --report nor --json.")
+    if options.fails_on_warning and not options.report:
+        raise ConfigError("--fail-on-warning goes with --report.")
+    if options.report:
+        return show_report(options)
+    if options.watch:
+        _watch_until_stopped(options)
+        return 0
     log_nothing()
     folder, console = find_run(options.run_id, options.runs_dir), Console(highlight=False)
     report = read_report(folder)
@@ -65,7 +74,7 @@ def show_status(options: StatusOptions) -> None:
     except TidemillError as error:
         if report is None:
             _print_folder(folder, options.as_json, error)
-            return
+            return 0
     if snapshot is not None and options.as_json:
         print(json.dumps(snapshot.as_dict(), indent=2))
     elif snapshot is not None and (report is None or snapshot.status != FINISHED):
@@ -74,6 +83,7 @@ def show_status(options: StatusOptions) -> None:
         print(json.dumps(report, indent=2))
     elif report is not None:
         print_report(console, folder, report)
+    return 0
 
 
 async def _look(folder: RunFolder) -> RunSnapshot:
@@ -99,7 +109,7 @@ def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> Non
     console.print(Text(str(error), "dim"), soft_wrap=True)
 
 
-def watch(options: StatusOptions) -> None:
+def _watch_until_stopped(options: StatusOptions) -> None:
     """Show the live view until Ctrl-C, or until the run has finished."""
     log_nothing()
     folder, console = find_run(options.run_id, options.runs_dir), Console(highlight=False)

@@ -12,7 +12,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, append, id_order, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
-from tidemill.services.console.rescore.emission import MAX_BACKLOG, Emission, Flow
+from tidemill.services.console.rescore.emission import MAX_BACKLOG, Emission
 
 SPACING_MS = 100
 
@@ -39,7 +39,7 @@ async def score(broker: Broker, keys: Keys, *tickets: int) -> None:
     await append(broker, keys.scores(), *scores)
 
 
-def nothing(_: Flow) -> None:
+def nothing(_: Emission) -> None:
     pass
 
 
@@ -49,15 +49,15 @@ async def test_at_the_recorded_pace_trajectories_keep_their_distances(broker: Br
     emission = Emission(broker, keys, history, ALL, keeps_pace=True)
     await score(broker, keys, 0, 1, 2, 3)  # before they are asked for, which must not be taken for an answer
     running = asyncio.create_task(emission.run(nothing))
-    await wait_until(lambda: emission.flow.is_complete)
+    await wait_until(lambda: emission.is_complete)
     await score(broker, keys, 0, 1, 2, 3)
-    flow = await running
+    await running
     entries = await emitted(broker, keys)
     assert [entry.message for entry in entries] == recorded, "sessions with all that was said in them"
     times_ms = [id_order(entry.entry_id)[0] for entry in entries]
     # From the start, which the first one may miss, and less what clocks round away.
-    assert times_ms[-1] - 1000 * flow.started_at >= 3 * SPACING_MS - 2
-    assert (flow.emitted, flow.scored) == (4, 4)
+    assert times_ms[-1] - 1000 * emission.started_at >= 3 * SPACING_MS - 2
+    assert (emission.emitted, len(emission.scores)) == (4, 4)
 
 
 async def test_no_more_wait_for_a_score_than_may_and_each_key_goes_in_once(
@@ -67,9 +67,9 @@ async def test_no_more_wait_for_a_score_than_may_and_each_key_goes_in_once(
     history = Recorded([make_trajectory(ticket % num_keys) for ticket in range(num_keys + 300)])
     emission = Emission(broker, keys, history, ALL)
     running = asyncio.create_task(emission.run(nothing))
-    await wait_until(lambda: emission.flow.emitted == MAX_BACKLOG)
+    await wait_until(lambda: emission.emitted == MAX_BACKLOG)
     await asyncio.sleep(0.1)
-    assert emission.flow.emitted == MAX_BACKLOG
+    assert emission.emitted == MAX_BACKLOG
     await score(broker, keys, *range(num_keys))
-    flow = await running
-    assert (flow.emitted, flow.scored) == (num_keys, num_keys)
+    await running
+    assert (emission.emitted, len(emission.scores)) == (num_keys, num_keys)

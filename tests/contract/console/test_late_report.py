@@ -28,7 +28,7 @@ async def finish(broker: Broker, keys: Keys, tickets_issued: int) -> None:
 
 
 async def report(runs: Path) -> int:
-    return await asyncio.to_thread(show_report, StatusOptions(None, as_json=True, runs_dir=runs))
+    return await asyncio.to_thread(show_report, StatusOptions(as_json=True, runs_dir=runs))
 
 
 async def test_a_finished_run_is_reported_and_kept_in_its_folder(

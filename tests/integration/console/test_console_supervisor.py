@@ -12,17 +12,18 @@ import psutil
 import pytest
 
 from tests.support.waiting import wait_until
-from tidemill.common.redis.broker import Broker
-from tidemill.services.console.launch.local_redis import LocalRedis
 from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.processes.service import ServiceProcess, ServiceSpec
+from tidemill.services.console.processes.specs import ServiceSpec
 from tidemill.services.console.processes.supervisor import (
     MAX_EARLY_DEATHS,
     Ending,
+    RunOutcome,
+    ServiceProcess,
     ServiceStatus,
     Supervisor,
 )
 from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.local_redis import open_redis
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(600)"
 POLITE = "import time; print('up'); time.sleep(600)"
@@ -43,16 +44,11 @@ class Stage:
             ServiceSpec(name, name, (sys.executable, "-u", "-c", program), ends_run=name == "trainer")
             for name, program in programs.items()
         ]
-        self.supervisor = Supervisor(
-            specs,
-            env=dict(os.environ),
-            logs=folder,
-            guard=guard,
-            grace_s=grace_s,
-            is_finished=self._finished,
-            on_event=self.events.append,
-            first_pause_s=0.001,
-        )
+        self.supervisor = Supervisor(specs, folder, grace_s, self.events.append, first_pause_s=0.001)
+        self.guard = guard
+
+    async def run(self) -> RunOutcome:
+        return await self.supervisor.run(dict(os.environ), self.guard, self._finished)
 
     async def _finished(self) -> bool:
         return self.is_finished
@@ -67,7 +63,7 @@ class Stage:
 
 async def test_the_run_is_over_when_the_trainer_says_so(tmp_path: Path, guard: Guard) -> None:
     stage = Stage(tmp_path, guard, {"trainer": "print('done')", "rollout": POLITE})
-    outcome = await stage.supervisor.run()
+    outcome = await stage.run()
     assert outcome.ending is Ending.FINISHED
     assert all(status.pid == 0 for status in stage.supervisor.statuses.values())
 
@@ -75,7 +71,7 @@ async def test_the_run_is_over_when_the_trainer_says_so(tmp_path: Path, guard: G
 async def test_a_trainer_that_ends_too_early_is_started_again(tmp_path: Path, guard: Guard) -> None:
     stage = Stage(tmp_path, guard, {"trainer": "print('up')"})
     stage.is_finished = False
-    running = asyncio.create_task(stage.supervisor.run())
+    running = asyncio.create_task(stage.run())
     await stage.is_up("trainer", starts=3)
     stage.is_finished = True
     assert (await running).ending is Ending.FINISHED
@@ -83,7 +79,7 @@ async def test_a_trainer_that_ends_too_early_is_started_again(tmp_path: Path, gu
 
 async def test_a_process_that_dies_is_started_again_into_the_same_log(tmp_path: Path, guard: Guard) -> None:
     stage = Stage(tmp_path, guard, {"trainer": POLITE, "rollout": POLITE})
-    running = asyncio.create_task(stage.supervisor.run())
+    running = asyncio.create_task(stage.run())
     await stage.is_up("rollout")
     os.kill(stage.supervisor.statuses["rollout"].pid, signal.SIGKILL)
     await stage.is_up("rollout", starts=2)
@@ -104,7 +100,7 @@ async def test_a_mistake_of_the_user_or_a_cpu_that_lacks_an_instruction_ends_the
     tmp_path: Path, guard: Guard, program: str, said: str
 ) -> None:
     stage = Stage(tmp_path, guard, {"trainer": POLITE, "rollout": program})
-    outcome = await stage.supervisor.run()
+    outcome = await stage.run()
     assert outcome.ending is Ending.FAILED and outcome.exit_code in (2, -signal.SIGILL)
     assert said in outcome.reason and "rollout" in outcome.reason
     assert stage.supervisor.statuses["rollout"].restarts == 0
@@ -115,7 +111,7 @@ async def test_a_process_that_keeps_dying_is_given_up(
 ) -> None:
     monkeypatch.setattr("tidemill.services.console.processes.supervisor.LONGEST_PAUSE_S", 0.001)
     stage = Stage(tmp_path, guard, {"trainer": POLITE, "reward": "raise SystemExit('no such judge')"})
-    outcome = await stage.supervisor.run()
+    outcome = await stage.run()
     assert (outcome.ending, outcome.exit_code) == (Ending.FAILED, 1)
     assert "no such judge" in outcome.reason
     assert len(stage.events) == MAX_EARLY_DEATHS
@@ -130,7 +126,7 @@ async def test_a_run_goes_on_without_a_process_that_it_can_do_without(
     failing = (sys.executable, "-c", "import sys; sys.exit(2)")
     stage.supervisor.specs = [*stage.supervisor.specs, ServiceSpec("jobs", "jobs", failing, is_optional=True)]
     stage.supervisor.statuses["jobs"] = ServiceStatus("jobs", "jobs")
-    running = asyncio.create_task(stage.supervisor.run())
+    running = asyncio.create_task(stage.run())
     await wait_until(lambda: any("giving up" in event for event in stage.events))
     await stage.is_up("trainer")
     stage.supervisor.stop()
@@ -140,13 +136,13 @@ async def test_a_run_goes_on_without_a_process_that_it_can_do_without(
 async def test_a_command_that_does_not_exist_fails_the_run(tmp_path: Path, guard: Guard) -> None:
     stage = Stage(tmp_path, guard, {"trainer": POLITE})
     stage.supervisor.specs = [ServiceSpec("trainer", "trainer", ("/no/such/python",))]
-    assert "cannot start trainer" in (await stage.supervisor.run()).reason
+    assert "cannot start trainer" in (await stage.run()).reason
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["time is up", "the second Ctrl-C"])
 async def test_a_process_that_does_not_stop_is_killed(tmp_path: Path, guard: Guard, is_killed: bool) -> None:
     stage = Stage(tmp_path, guard, {"trainer": STUBBORN}, grace_s=600.0 if is_killed else 0.05)
-    running = asyncio.create_task(stage.supervisor.run())
+    running = asyncio.create_task(stage.run())
     await stage.is_up("trainer")
     pid = stage.supervisor.statuses["trainer"].pid
     stage.supervisor.stop()
@@ -178,21 +174,14 @@ async def test_a_redis_that_dies_comes_back_with_its_data_at_the_same_address(
     events: list[str] = []
     folder = RunFolder(tmp_path, "run")
     folder.path.mkdir()
-    local = LocalRedis(folder, guard, events.append)
-    local.server.appendfsync = "always"
-    await local.start()
-    keeper = asyncio.create_task(local.keep())
-    try:
-        broker = await Broker.connect(folder.address())
+    async with open_redis("", folder, guard, events.append, events.append) as (url, broker):
+        assert folder.address() == url
         await broker.execute("SET", "here", "still")
-        local.server.kill()
+        os.kill(int((await broker.info("server"))["process_id"]), signal.SIGKILL)
         assert await broker.execute("GET", "here") == b"still", "the broker waits until it is back"
-        await broker.close()
         await wait_until(lambda: events == ["Redis died; starting it again", "Redis is back"])
-    finally:
-        keeper.cancel()
-        await local.stop()
-    assert not folder.address_file.exists() and not local.server.pid
+        pid = int((await broker.info("server"))["process_id"])
+    assert not folder.address_file.exists() and not psutil.pid_exists(pid)
 
 
 async def test_nothing_outlives_a_console_that_is_killed(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tidemill.common.wire.messages import Commit
 from tidemill.services.console.exports.archive import archive
 from tidemill.services.console.launch.up import run_up
 from tidemill.services.console.options import ArchiveOptions, UpOptions
-from tidemill.services.console.processes.service import ServiceSpec
+from tidemill.services.console.processes.specs import ServiceSpec
 
 ROOT = Path(__file__).parents[3]
 
@@ -108,10 +108,10 @@ def test_a_run_from_start_to_report(config: Path, capfd: pytest.CaptureFixture[s
     assert not (run / "redis.url").exists(), "the run's Redis is gone, and so is its address"
     # The run's folder alone still has all of its streams.
     assert asyncio.run(_archived_steps(run)) == [0, 1, 2]
-    assert archive(ArchiveOptions(run.name, check=True, as_json=True)) == 0
+    assert archive(ArchiveOptions(run_id=run.name, check=True, as_json=True)) == 0
     (damaged,) = (run / "archive" / "commits").glob("*.parquet")
     damaged.write_bytes(b"?")
-    assert archive(ArchiveOptions(run.name, check=True, as_json=True)) == 1
+    assert archive(ArchiveOptions(run_id=run.name, check=True, as_json=True)) == 1
     assert str(damaged) in capfd.readouterr().out
 
 

@@ -18,7 +18,7 @@ from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.run.replicas import ReplicaRegistry
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Score, ScoreStatus
-from tidemill.services.console.processes.service import service_specs
+from tidemill.services.console.processes.specs import service_specs
 
 # Through a shell that stays, as servers have children of their own.
 SERVER = ("sh", "-c", f"{sys.executable} -m tests.support.misbehaving {{host}} {{port}}; exit 3")

@@ -154,7 +154,7 @@ def test_what_a_preset_sets_is_listed(run_files: Path) -> None:
     assert "preset dapo: advantage grpo" in text
     assert "  clip_high: 0.28, but 0.3 is given" in text
     assert "  overlong.penalty: 1.0" in text
-    assert "has no preset" in preset_lines(examine(run_files).config.trainer.algorithm)[0]
+    assert "has no preset" in next(preset_lines(examine(run_files).config.trainer.algorithm))
 
 
 def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:

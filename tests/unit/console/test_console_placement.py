@@ -6,8 +6,7 @@ import pytest
 
 from tidemill.common.config import RunConfig, parse_config
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.processes.placement import find_overlaps, gpus_here, place
-from tidemill.services.console.processes.service import service_specs
+from tidemill.services.console.processes.specs import find_overlaps, gpus_here, place, service_specs
 
 
 def config(local: dict[str, Any] | None = None, trainer: Any = (), **rollout: Any) -> RunConfig:

@@ -9,7 +9,7 @@ import yaml
 from tests.support.trajectories import make_config
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.options import UpOptions
-from tidemill.services.console.processes.service import exporter_spec, service_specs
+from tidemill.services.console.processes.specs import exporter_spec, service_specs
 from tidemill.services.console.run.folder import RunFolder, find_run
 
 

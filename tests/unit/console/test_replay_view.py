@@ -96,5 +96,5 @@ def test_the_exit_code_says_whether_all_came_out(
         return [result(equal=is_equal, first_difference=float("nan"))]
 
     monkeypatch.setattr(replay, "_replay", answer)
-    assert replay.replay_steps(ReplayOptions("12", as_json=True)) == code
+    assert replay.replay_steps(ReplayOptions(steps="12", as_json=True)) == code
     assert json.loads(capsys.readouterr().out)[0]["first_difference"] is None, "JSON has no NaN"

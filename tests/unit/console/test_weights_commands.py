@@ -29,9 +29,9 @@ def runs(tmp_path: Path) -> Path:
 
 
 def rows(runs: Path, capsys: pytest.CaptureFixture[str], verify: bool) -> list[dict[str, object]]:
-    is_whole = list_versions(WeightsOptions("one", verify, True, runs))
+    code = list_versions(WeightsOptions(run_id="one", verify=verify, as_json=True, runs_dir=runs))
     found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
-    assert is_whole == (not any(row["problem"] for row in found))
+    assert code == (verify and any(row["problem"] for row in found))
     return found
 
 
@@ -41,7 +41,7 @@ def test_versions_are_listed_and_verified(runs: Path, capsys: pytest.CaptureFixt
         ("delta to 0", 2),
         ("delta to 1", 3),
     ]
-    list_versions(WeightsOptions("one", runs_dir=runs))
+    list_versions(WeightsOptions(run_id="one", runs_dir=runs))
     assert "delta to 1" in capsys.readouterr().out
 
 

@@ -13,9 +13,8 @@ from rich.console import Console
 
 import tidemill
 from tests.support.runs import simulated_config
-from tidemill.services.console.api.blocking import wait_for
+from tidemill.services.console.api.history import Records, wait_for
 from tidemill.services.console.api.running import CallbackView
-from tidemill.services.console.api.tables import Records
 from tidemill.services.console.launch.local_run import LocalRun
 from tidemill.services.console.status.snapshot import RunSnapshot
 

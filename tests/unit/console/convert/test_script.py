@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemill.services.console.convert.script import Script, Unknown
+from tidemill.services.console.convert.reading import Script, Unknown
 
 
 @pytest.mark.parametrize(
