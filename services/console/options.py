@@ -521,7 +521,7 @@ class DeadChoice(DeadFilter):
     runs_dir: Path | None = runs_dir_option()
 
 
-@command("dead show", "dead.entries:show_dead", "--error schema", "1790000000000-0 --hex")
+@command("dead show", "dead_letters:show_dead", "--error schema", "1790000000000-0 --hex")
 @dataclass(frozen=True, kw_only=True)
 class ShowDeadOptions(DeadChoice):
     """List the dead letters: when, from where, which sample, why; with an ID, all of that one.
@@ -536,7 +536,7 @@ class ShowDeadOptions(DeadChoice):
     as_json: bool = json_flag()
 
 
-@command("dead requeue", "dead.requeue:change_entries", "--all --stream prompts:eval")
+@command("dead requeue", "dead_letters:change_entries", "--all --stream prompts:eval")
 @dataclass(frozen=True, kw_only=True)
 class RequeueOptions(DeadChoice):
     """Put messages back where they belong, each exactly once.
@@ -546,7 +546,7 @@ class RequeueOptions(DeadChoice):
     """
 
 
-@command("dead drop", "dead.requeue:change_entries", "--all --error 'schema 2' --yes")
+@command("dead drop", "dead_letters:change_entries", "--all --error 'schema 2' --yes")
 @dataclass(frozen=True, kw_only=True)
 class DropOptions(DeadChoice):
     """Remove dead letters for good, after asking. Those that the trainer has yet to act on are kept."""

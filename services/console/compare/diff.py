@@ -101,7 +101,6 @@ class Difference:
 
     @property
     def sample(self) -> str:
-        """`TICKET.INDEX`, `TICKET`, or a dash."""
         return sample_name(self.ticket, self.index)
 
 
@@ -209,7 +208,6 @@ def _scores(a: Score, b: Score, tolerance: float) -> Iterator[Difference]:
 
 
 def compare_commits(a: Commit, b: Commit, tolerance: float) -> Iterator[Difference]:
-    """What was trained, in which order, with which advantages, and what came out."""
     only = sorted(set(a.groups) - set(b.groups)), sorted(set(b.groups) - set(a.groups))
     if any(only):
         yield Difference(Aspect.GROUPS, "trained here only", *only, min(only[0] + only[1]))
@@ -426,7 +424,6 @@ def _opened(access: RunAccess) -> DiffedRun:
 
 
 def diff_tree(names: tuple[str, str], result: RunDiff) -> Node:
-    """The verdict, then what differs at the first step, then what differed before by rounding."""
     changes = [
         note(f"config  {change['field']}: {_short(change['a'])} | {_short(change['b'])}")
         for change in result.config[:MAX_CONFIG_LINES]

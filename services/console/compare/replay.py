@@ -54,7 +54,6 @@ def _start_name(version: int) -> str:
 
 
 def result_tree(result: dict[str, Any], shows_all: bool = False) -> Node:
-    """The verdict on one step, and its numbers."""
     num_different = sum(not row["equal"] for row in result["metrics"])
     what = f"{num_different} metrics differ" if num_different else "the advantages differ"
     words, style = f"the same weights, but {what}", "yellow"

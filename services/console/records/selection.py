@@ -43,22 +43,13 @@ def selection_of(options: SelectionOptions, *streams: StreamName) -> Selection:
         steps=_range("step", options.step, _count),
         versions=_range("version", options.version, _count),
         rewards=_range("reward", options.reward, float),
-        times=_range("time", options.time, lambda text: _moment(text, now), _A_TIME, is_open=True),
+        times=_range("time", options.time, lambda text: _moment(text, now), is_open=True),
         worker=options.worker,
     )
 
 
-def _range(
-    name: str, text: str, parse: Callable[[str], float], expected: str = _A_RANGE, is_open: bool = False
-) -> Range | None:
-    """The range that an option gives; None of an empty text.
-
-    Args:
-        name: of the option, for the error.
-        text: what was given.
-        parse: reads one end.
-        expected: what should be given, for the error.
-        is_open: whether `A` alone means `A..`.
+def _range(name: str, text: str, parse: Callable[[str], float], is_open: bool = False) -> Range | None:
+    """The range that an option gives; None of an empty text. `is_open`: `A` alone means `A..`.
 
     Raises:
         ConfigError: it is none, or it holds nothing.
@@ -66,6 +57,7 @@ def _range(
     try:
         found = parse_range(text, parse, is_open)
     except ValueError:
+        expected = _A_TIME if name == "time" else _A_RANGE
         raise ConfigError(f"--{name} {text!r} is not understood. Give {expected}.") from None
     low, high = found or (None, None)
     if low is not None and high is not None and low > high:

@@ -174,7 +174,6 @@ def time_table(metrics: Mapping[str, float]) -> Node:
 
 
 def _stage_rows(record: StepRecord) -> Iterator[dict[str, Any]]:
-    """What the samples went through, one after the other."""
     stages = {key: sample.stages_s(record.commit.finished_at) for key, sample in record.samples.items()}
     for stage in STAGES:
         spent = {key: found[stage] for key, found in stages.items() if stage in found}
@@ -217,7 +216,6 @@ def _output_lines(record: StepRecord) -> Iterator[Node]:
 
 
 def step_json(record: StepRecord) -> dict[str, Any]:
-    """For programs: everything; samples by the groups that were trained."""
     commit = record.commit
     groups = [
         {

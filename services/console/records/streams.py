@@ -37,7 +37,7 @@ from tidemill.common.wire.messages import (
 from tidemill.services.console.options import EntryOptions, GrepOptions, TailOptions, ViewOptions
 from tidemill.services.console.records.selection import parse_sample, parse_stream, selection_of
 from tidemill.services.console.records.trace import session_parts
-from tidemill.services.console.run.history import RunAccess, open_history
+from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.formats import number, plural, printable, sample_name, size
 from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
 
@@ -110,45 +110,31 @@ def show_tail(options: TailOptions) -> None:
         async with open_history(options.run_id, options.runs_dir) as access:
             if options.follow and access.is_over:
                 raise ConfigError(f"run {access.run_id} is over: nothing will come. Leave out --follow.")
-            records: list[Record] = []
-            async for record in selected_records(access.history, name, selection, newest_first=True):
-                records.append(record)
-                if len(records) == options.limit:
-                    break
-            records.reverse()
-            _print_records(options, name, records)
-            if options.follow:
-                await _follow(options, access, name, selection, records)
+            newest = selected_records(access.history, name, selection, newest_first=True)
+            records = await _taken(newest, options.limit)
+            _print_records(options, name, records[::-1])
+            if options.follow and not records:  # what the selection left out is not looked at again and again
+                records = await _taken(access.history.scan(name, newest_first=True), 1)
+            last = records[0].entry_id if records else "0-0"
+            while options.follow:
+                await asyncio.sleep(POLL_S)
+                new = [r async for r in access.history.scan(name, Selection(id_after(last)))]
+                if new:
+                    last, wanted = new[-1].entry_id, replace(selection, first_id=new[0].entry_id)
+                    found = selected_records(access.history, name, wanted)
+                    _print_records(options, name, [record async for record in found])
 
     with contextlib.suppress(KeyboardInterrupt):
         run_main(look())
 
 
-async def _follow(
-    view: ViewOptions, access: RunAccess, stream: StreamName, selection: Selection, shown: list[Record]
-) -> None:
-    """Print what is appended from now on, as it comes.
-
-    Args:
-        view: how to print.
-        access: the run.
-        stream: what to follow.
-        selection: which of its entries to print.
-        shown: what was printed already.
-    """
-    last = shown[-1].entry_id if shown else "0-0"
-    if not shown:  # what the selection left out is not looked at again and again
-        async for record in access.history.scan(stream, newest_first=True):
-            last = record.entry_id
+async def _taken(records: AsyncIterator[Record], limit: int) -> list[Record]:
+    found: list[Record] = []
+    async for record in records:
+        found.append(record)
+        if len(found) == limit:
             break
-    while True:
-        await asyncio.sleep(POLL_S)
-        new = [record async for record in access.history.scan(stream, Selection(id_after(last)))]
-        if not new:
-            continue
-        last = new[-1].entry_id
-        wanted = replace(selection, first_id=new[0].entry_id)
-        _print_records(view, stream, [r async for r in selected_records(access.history, stream, wanted)])
+    return found
 
 
 def _print_records(view: ViewOptions, stream: StreamName, records: list[Record]) -> None:
@@ -327,7 +313,6 @@ async def _hits(
 def _texts(
     message: Message, lane: Lane, pattern: re.Pattern[str], prompts_seen: set[tuple[Lane, int]]
 ) -> Iterator[tuple[str, str]]:
-    """The texts of a message with their names."""
     if isinstance(message, Trajectory | Ticket) and (lane, message.ticket) not in prompts_seen:
         prompts_seen.add((lane, message.ticket))
         yield "prompt", message.prompt_text
@@ -398,7 +383,6 @@ UNITS = dict.fromkeys(("issued", "finished", "scored", "announced", "died"), "ti
 
 
 def _record_json(stream: StreamName, record: Record) -> dict[str, Any]:
-    """An entry of a stream for programs: all of it."""
     tree: dict[str, Any] = {"stream": stream.value, "id": record.entry_id}
     if isinstance(record, Garbled):
         fields = {name.decode(errors="replace"): value.hex() for name, value in record.fields.items()}
@@ -407,7 +391,6 @@ def _record_json(stream: StreamName, record: Record) -> dict[str, Any]:
 
 
 def _record_tree(stream: StreamName, record: Record) -> Node:
-    """An entry for people: every field, then its session and its texts."""
     name = f"{stream} {record.entry_id}"
     if isinstance(record, Garbled):
         fields = (Node(name.decode(errors="replace"), value) for name, value in record.fields.items())

@@ -6,7 +6,6 @@ and go forward in time. What no record tells is not drawn: within a step, only i
 and its writing of weights have times of their own; the other shares are among the arguments of the step.
 """
 
-import heapq
 import json
 import math
 from collections import Counter, defaultdict
@@ -162,17 +161,12 @@ def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:
 
 def _lay_out(items: list[Event], pid: int, first_thread: int) -> int:
     """Give each slice the first lane that is free; returns how many lanes there are."""
-    free: list[int] = []
-    busy: list[tuple[int, int]] = []
-    num_lanes = 1
+    ends: list[int] = []
     for item in sorted(items, key=lambda s: (s["ts"], s["dur"])):
-        while busy and busy[0][0] <= item["ts"]:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        lane = heapq.heappop(free) if free else len(busy)
-        num_lanes = max(num_lanes, lane + 1)
+        lane = next((n for n, end_us in enumerate(ends) if end_us <= item["ts"]), len(ends))
+        ends[lane : lane + 1] = [item["ts"] + item["dur"]]
         item |= {"pid": pid, "tid": first_thread + lane}
-        heapq.heappush(busy, (item["ts"] + item["dur"], lane))
-    return num_lanes
+    return max(1, len(ends))
 
 
 def _arrows(number: int, name: str, items: list[Event]) -> Iterator[Event]:
@@ -192,7 +186,6 @@ def _arrows(number: int, name: str, items: list[Event]) -> Iterator[Event]:
 
 
 def build(stretch: Stretch) -> Trace:
-    """The whole trace of a stretch."""
     trace = Trace(stretch.begin_s)
     begun: dict[int, SampleFacts] = {}
     for sample in sorted(stretch.samples.values(), key=lambda s: s.started_at):
@@ -260,7 +253,6 @@ def _draw_turns(trace: Trace, made: Event, sample: SampleFacts) -> None:
 
 
 def _draw_step(trace: Trace, record: StepRecord) -> None:
-    """A step, the groups it trained and those it dropped."""
     commit, metrics = record.commit, record.commit.metrics
     spent = {name: round(value, 6) for name, value in metrics.items() if name.startswith("time/")}
     numbers = {name: metrics[name] for name in ("reward", "loss", "grad_norm") if name in metrics}

@@ -41,7 +41,6 @@ def group_tree(group: GroupRecord, sample: SampleRecord | None = None) -> Node:
 
 
 def outcome(group: GroupRecord, sample: SampleRecord | None = None) -> str:
-    """In a few words, what became of it."""
     commit = group.commit
     if commit is not None and sample is not None and sample.left_out:
         return f"left out of step {commit.step}: {sample.left_out}"

@@ -265,7 +265,6 @@ def _step_with_one_more(evidence: Evidence, blame: dict[str, float], role: str) 
 
 
 def _reasons(evidence: Evidence, stage: str) -> str:
-    """The verdict in words, with the shares that it rests on."""
     share = evidence.share
     if stage == "redis":
         felt = [f"{role} {part:.0%}" for role in ROLES if (part := share(role, WAIT_REDIS)) > NEGLIGIBLE]

@@ -187,7 +187,6 @@ def _progress(snapshot: RunSnapshot) -> RenderableType:
 
 
 def learning_lines(snapshot: RunSnapshot) -> Iterator[Node]:
-    """What the newest numbers say about the policy."""
     reward = snapshot.metric("reward")
     curve = sparkline(snapshot.curve("reward"))
     yield Node("reward", None if reward is None else f"{reward:.3f}  {curve}", style="bold cyan")
@@ -213,7 +212,6 @@ def learning_lines(snapshot: RunSnapshot) -> Iterator[Node]:
 
 
 def _evaluation_lines(snapshot: RunSnapshot) -> Iterator[Node]:
-    """For each dataset: last, first and best score."""
     by_set: dict[str, list[Mapping[str, Any]]] = {}
     for item in snapshot.evaluations:
         by_set.setdefault(str(item.get("set")), []).append(item)
@@ -290,7 +288,6 @@ def _weights_lines(alive: Sequence[Mapping[str, float]]) -> Iterator[Node]:
 
 
 def process_table(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus] | None = None) -> Node:
-    """A row for each process that is supervised or has reported."""
     services, is_full = services or {}, snapshot.memory.is_full
     beats = {beat.name: beat for beat in snapshot.workers}
     rows = (
@@ -362,7 +359,6 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
 
 
 def step_line(snapshot: RunSnapshot, index: int = -1) -> str:
-    """One committed step as one line of plain text."""
     point = snapshot.points[index]
     metrics = point.metrics
     parts = [f"step {point.step + 1}/{snapshot.steps}"]
@@ -385,7 +381,6 @@ def step_line(snapshot: RunSnapshot, index: int = -1) -> str:
 
 
 def evaluation_line(evaluation: Mapping[str, object]) -> str:
-    """One evaluation as one line of plain text."""
     shown = score_text(evaluation)
     return f"evaluation of version {evaluation.get('version')} on {evaluation.get('set')}: {shown}"
 

@@ -257,7 +257,6 @@ def failures(summary: RunSummary, config: RunConfig) -> list[str]:
 
 
 def summary_tree(summary: RunSummary, config: RunConfig) -> dict[str, Any]:
-    """The summary as plain values, with the verdict."""
     problems, (verdict, text) = failures(summary, config), learning_of(summary)
     learning = {"verdict": verdict, "text": text}
     return {**asdict(summary), "ok": not problems, "failures": problems, "learning": learning}
@@ -324,7 +323,6 @@ def read_report(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def report_tree(tree: Mapping[str, Any]) -> Node:
-    """The numbers of a summary."""
     sessions = tree.get("sessions") or {}
     lines = [Node(label, tree.get(name), unit) for name, label, unit in ROWS]
     lines += [Node(label, sessions.get(name), unit) for name, label, unit in SESSION_ROWS if sessions]
@@ -355,7 +353,6 @@ def verdict_lines(tree: Mapping[str, Any]) -> Iterator[Node]:
 
 
 def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -> None:
-    """The numbers, where the files are, and the verdict."""
     print_tree(console, report_tree(tree))
     for path in (folder.summary, folder.path / PICTURE_FILE):
         if path.exists():

@@ -40,15 +40,12 @@ class StepPoint:
     step: int
     metrics: dict[str, float]
     finished_at: float = 0.0
-    started_at: float = 0.0
     groups: tuple[int, ...] = ()
     num_dropped: int = 0
 
     @classmethod
     def of(cls, commit: Commit) -> "StepPoint":
-        """What a commit says of it."""
-        times, num_dropped = (commit.finished_at, commit.started_at), len(commit.dropped)
-        return cls(commit.step, dict(commit.metrics), *times, commit.groups, num_dropped)
+        return cls(commit.step, dict(commit.metrics), commit.finished_at, commit.groups, len(commit.dropped))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +104,9 @@ class RunSnapshot:
         return [item for item in self.state.get("warnings") or [] if item.get("until_step") is None]
 
     def metric(self, name: str) -> float | None:
-        """A metric of the last step."""
         return self.points[-1].metrics.get(name) if self.points else None
 
     def curve(self, name: str) -> list[float]:
-        """A metric over the known steps."""
         return [point.metrics[name] for point in self.points if name in point.metrics]
 
     @property
@@ -196,7 +191,6 @@ class SnapshotReader:
         return cls(broker, keys, config.trainer.steps, config.trainer.max_staleness)
 
     async def read(self) -> RunSnapshot:
-        """The run as it is now."""
         await self._follow_commits()
         keys, broker = self.keys, self.broker
         queues = [

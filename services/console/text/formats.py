@@ -40,13 +40,6 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def short(value: float | None) -> str:
-    """Three digits, or all before the point."""
-    if value is None:
-        return NOTHING
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def number(value: float | None) -> str:
     """A number with few digits; a dash where there is none."""
     return NOTHING if value is None else f"{value:.4g}"
@@ -77,11 +70,6 @@ def when(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", shown) if shown else NOTHING
 
 
-def duration(seconds: float) -> str:
-    """Seconds as people say them: 42 s, 3 min 05 s, 2 h 07 min."""
-    return f"{round(seconds)} s" if round(seconds) < 60 else minutes(seconds)
-
-
 def took(seconds: float | None) -> str:
     """A duration in the unit that suits it, from a fraction of a millisecond on."""
     if seconds is None or not math.isfinite(seconds):
@@ -90,12 +78,12 @@ def took(seconds: float | None) -> str:
         return f"{1000 * seconds:.{0 if abs(seconds) >= 0.01 else 2}f} ms"
     if abs(seconds) < 120:
         return f"{seconds:.1f} s"
-    return ("-" if seconds < 0 else "") + minutes(abs(seconds))
+    return ("-" if seconds < 0 else "") + duration(abs(seconds))
 
 
-def minutes(seconds: float, space: str = " ", most: int = 60) -> str:
-    """Minutes and seconds; from `most` minutes on, hours and minutes."""
+def duration(seconds: float) -> str:
+    """Whole seconds as people say them: 42 s, 3 min 05 s, 2 h 07 min."""
     whole, rest = divmod(round(seconds), 60)
-    if whole < most:
-        return f"{whole}{space}min {rest:02}{space}s"
-    return f"{whole // 60}{space}h {whole % 60:02}{space}min"
+    if whole < 60:
+        return f"{whole} min {rest:02} s" if whole else f"{rest} s"
+    return f"{whole // 60} h {whole % 60:02} min"

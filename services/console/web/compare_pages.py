@@ -63,7 +63,6 @@ class CompareQuery:
 
     @property
     def address(self) -> str:
-        """The query part of the address."""
         pairs = [("run", run) for run in self.runs] + [("metric", name) for name in self.metrics]
         if self.smoothing:
             pairs.append(("smooth", f"{self.smoothing:g}"))

@@ -41,14 +41,11 @@ class Series(NamedTuple):
 
     @property
     def last(self) -> tuple[float, float, float] | None:
-        """The newest `x`, `y` and `time`."""
         return (float(self.x[-1]), float(self.y[-1]), float(self.time[-1])) if len(self.x) else None
 
 
 @dataclass(slots=True)
 class Columns:
-    """What has been read of a run's numbers."""
-
     inode: int = 0
     position: int = 0
     """Bytes that were read."""

@@ -29,6 +29,8 @@ MAX_SHOWN_SAMPLES = 32
 """Completions on one page of a group."""
 MAX_PART_TOKENS = 2000
 MAX_TEXT_PART_CHARACTERS = 20_000
+LANES = {"groups": Lane.TRAIN, "eval-groups": Lane.EVAL}
+"""By the part of the address: evaluation numbers its tickets by itself, so it has addresses of its own."""
 
 
 def _by_reward(sample: SampleRecord) -> tuple[Any, ...]:
@@ -48,7 +50,6 @@ SAMPLE_SORTS: dict[str, Any] = {
 
 
 async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
-    """Groups, filtered and in order, a page at a time."""
     query = GroupQuery.parse(request.query_params)
     found = query.select(run.index)
     num_pages = max(1, -(-len(found) // PAGE_ROWS))
@@ -69,7 +70,6 @@ async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 async def group(site: Site, run: WatchedRun, request: Request) -> Response:
-    """One group, its completions side by side."""
     row, lane = _find_row(run, request)
     problem, view = "", GroupRecord(row.ticket, lane)
     has_letters = not run.is_live or bool(run.snapshot and run.snapshot.num_dead)
@@ -112,7 +112,6 @@ async def tokens(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 async def text(site: Site, run: WatchedRun, request: Request) -> Response:
-    """A part of a completion's text, as it was recorded."""
     whole, first = (await _trajectory(run, request)).text, number_of(request.query_params.get("first"))
     part = whole[first : first + MAX_TEXT_PART_CHARACTERS]
     return JSONResponse({"next": first + len(part), "total": len(whole), "text": sendable(part)})
@@ -124,7 +123,9 @@ def _find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
     Raises:
         HTTPException: the run has none of this number.
     """
-    lane, ticket = request.path_params["lane"], request.path_params["ticket"]
+    lane, ticket = LANES.get(request.path_params["lane"]), request.path_params["ticket"]
+    if lane is None:
+        raise HTTPException(404)
     row = run.index.get(ticket, lane)
     if row is None:
         still = "" if run.index.is_complete else " The run is still being read: try again in a moment."
@@ -210,9 +211,8 @@ ROUTES: dict[str, Page] = {
     "/run/{run}/groups": browser,
     "/run/{run}/groups.csv": groups_csv,
     "/run/{run}/groups.json": groups_json,
-    "/run/{run}/{lane:lane}/{ticket:int}": group,
-    "/run/{run}/{lane:lane}/{ticket:int}.json": whole_group,
-    "/run/{run}/{lane:lane}/{ticket:int}/{index:int}/tokens.json": tokens,
-    "/run/{run}/{lane:lane}/{ticket:int}/{index:int}/text.json": text,
+    "/run/{run}/{lane}/{ticket:int}": group,
+    "/run/{run}/{lane}/{ticket:int}.json": whole_group,
+    "/run/{run}/{lane}/{ticket:int}/{index:int}/tokens.json": tokens,
+    "/run/{run}/{lane}/{ticket:int}/{index:int}/text.json": text,
 }
-"""Evaluation numbers its tickets by itself, so it has addresses of its own."""

@@ -9,7 +9,7 @@ and the page says so.
 import asyncio
 import math
 from array import array
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
@@ -66,8 +66,6 @@ class Spread:
 
 @dataclass(slots=True)
 class GroupRow:
-    """What is known of a ticket's group."""
-
     ticket: int
     step: int = -1
     """The step it was issued for; -1 until the ticket or a trajectory was read."""
@@ -176,9 +174,9 @@ class GroupRow:
 
 @dataclass(slots=True)
 class GroupIndex:
-    """Groups by lane and ticket, and steps by number."""
-
-    groups: dict[Lane, dict[int, GroupRow]] = field(default_factory=lambda: {lane: {} for lane in Lane})
+    groups: dict[Lane, OrderedDict[int, GroupRow]] = field(
+        default_factory=lambda: {lane: OrderedDict() for lane in Lane}
+    )
     """By when they were first seen."""
     steps: dict[int, StepPoint] = field(default_factory=dict)
     num_forgotten: int = 0
@@ -187,7 +185,6 @@ class GroupIndex:
     """Whether everything that was there at the start has been read."""
     max_groups: int = MAX_GROUPS
     _positions: dict[StreamName, str] = field(default_factory=dict)
-    _order: dict[Lane, deque[int]] = field(default_factory=lambda: {lane: deque() for lane in Lane})
     _floor: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(Lane, -1))
     """Tickets up to here were given up."""
 
@@ -195,7 +192,6 @@ class GroupIndex:
         return self.groups[lane].get(ticket)
 
     async def follow(self, history: History) -> None:
-        """Read what is new in all streams."""
         numbered = (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES)
         num_new = 0
         for name in (StreamName.COMMITS, *(name.of(lane) for lane in Lane for name in numbered)):
@@ -232,17 +228,15 @@ class GroupIndex:
 
     def _row(self, ticket: int, lane: Lane) -> GroupRow:
         """The row of a ticket; one that is kept nowhere where the ticket was given up."""
-        rows, order = self.groups[lane], self._order[lane]
+        rows = self.groups[lane]
         row = rows.get(ticket)
         if row is not None:
             return row
         row = GroupRow(ticket)
         if ticket > self._floor[lane]:
             rows[ticket] = row
-            order.append(ticket)
-            if len(order) > self.max_groups:
-                oldest = order.popleft()
-                del rows[oldest]
+            if len(rows) > self.max_groups:
+                oldest, _ = rows.popitem(last=False)
                 self._floor[lane] = max(self._floor[lane], oldest)
                 self.num_forgotten += 1
         return row
@@ -305,7 +299,6 @@ class GroupQuery:
 
     @property
     def misunderstood(self) -> list[str]:
-        """Names of the filters that are ignored."""
         return [name for name, typed in self.ranges.items() if range_of(typed) is None]
 
     def address(self, **changes: object) -> str:
@@ -325,7 +318,6 @@ class GroupQuery:
         return "?" + urlencode({k: v for k, v in changed.items() if v and v != defaults.get(k)})
 
     def select(self, index: GroupIndex) -> list[GroupRow]:
-        """All rows that the filters leave, in order."""
         ranges = {name: wanted for name, typed in self.ranges.items() if (wanted := range_of(typed))}
         found = [row for row in index.groups[self.lane].values() if self._fits(row, ranges)]
         key = SORTS[self.sort]

@@ -14,14 +14,14 @@ from typing import Any
 import yaml
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP, micro_batches_of
 from tidemill.common.run.state import METRICS_FILE, read_records
 from tidemill.common.wire.messages import Lane
-from tidemill.services.console.dead.entries import DeadEntry, dead_table, dead_tree, read_dead
+from tidemill.services.console.dead_letters import DeadEntry, dead_table, dead_tree, read_dead
 from tidemill.services.console.options import DeadFilter
 from tidemill.services.console.records.step import time_table
 from tidemill.services.console.status.dashboard import flow_lines, process_table
@@ -54,31 +54,21 @@ MAX_TEXT_CHARACTERS = 200
 LOG_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
-async def without_slash(site: Site, run: WatchedRun, request: Request) -> Response:
-    return RedirectResponse(request.url.path.rstrip("/"), 301)
-
-
 async def overview(site: Site, run: WatchedRun, request: Request) -> Response:
-    """A run: its state and its curves."""
-    return site.response("overview.html", run=run, here="overview", **_state(run))
-
-
-async def state(site: Site, run: WatchedRun, request: Request) -> Response:
-    """The part of the overview that changes all the time."""
-    return site.response("state.html", run=run, here="overview", **_state(run))
-
-
-def _state(run: WatchedRun) -> dict[str, Any]:
+    """A run: its state and its curves; at another address the state alone, which changes all the time."""
     counts = Counter(row.state for row in run.index.groups[Lane.TRAIN].values())
     steps = run.index.steps
-    return {
-        "snapshot": run.snapshot,
-        "flow": part("", flow_lines(run.snapshot)) if run.snapshot else None,
-        "processes": part("", process_table(run.snapshot)) if run.snapshot else None,
-        "counts": {name: counts[name] for name in STATES},
-        "num_eval": len(run.index.groups[Lane.EVAL]),
-        "recent": [steps[step] for step in sorted(steps)[-RECENT_STEPS:][::-1]],
-    }
+    return site.response(
+        "state.html" if request.url.path.endswith("/state.html") else "overview.html",
+        run=run,
+        here="overview",
+        snapshot=run.snapshot,
+        flow=part("", flow_lines(run.snapshot)) if run.snapshot else None,
+        processes=part("", process_table(run.snapshot)) if run.snapshot else None,
+        counts={name: counts[name] for name in STATES},
+        num_eval=len(run.index.groups[Lane.EVAL]),
+        recent=[steps[step] for step in sorted(steps)[-RECENT_STEPS:][::-1]],
+    )
 
 
 async def charts(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -97,7 +87,6 @@ async def changes(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 async def steps(site: Site, run: WatchedRun, request: Request) -> Response:
-    """All steps, the newest first, a page at a time."""
     numbers = sorted(run.index.steps, reverse=True)
     num_pages = max(1, -(-len(numbers) // PAGE_STEPS))
     page = min(max(1, number_of(request.query_params.get("page"), 1)), num_pages)
@@ -138,7 +127,6 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 async def dead(site: Site, run: WatchedRun, request: Request) -> Response:
-    """All dead letters, the newest first."""
     text = _typed_text(request)
     found = [
         entry
@@ -157,7 +145,6 @@ async def dead(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 async def dead_one(site: Site, run: WatchedRun, request: Request) -> Response:
-    """One dead letter with the message that died."""
     wanted = request.path_params["entry"]
     found = next((entry for entry in await _read_dead(run) if entry.entry_id == wanted), None)
     if found is None:
@@ -171,14 +158,12 @@ async def _read_dead(run: WatchedRun) -> list[DeadEntry]:
 
 
 async def config(site: Site, run: WatchedRun, request: Request) -> Response:
-    """All fields of the run's config."""
     text, fields = _typed_text(request), flatten(await _config_tree(run))
     shown = [(name, value) for name, value in fields.items() if _has(text, f"{name} {value}")]
     return site.response("config.html", run=run, here="config", text=text, fields=shown, num_all=len(fields))
 
 
 async def config_file(site: Site, run: WatchedRun, request: Request) -> Response:
-    """The config as it is written."""
     text = yaml.safe_dump(await _config_tree(run), sort_keys=False, allow_unicode=True)
     return Response(sendable(text), media_type="application/yaml", headers=attached(f"{run.run_id}.yaml"))
 
@@ -240,7 +225,6 @@ def _read_part(path: Path, text: str, last: int) -> dict[str, Any]:
 
 
 async def metrics_csv(site: Site, run: WatchedRun, request: Request) -> Response:
-    """Every number of every step, a column for each."""
     points = await _points(run)
     names = list(dict.fromkeys(name for point in points for name in point.metrics if name != "step"))
     rows = ((point.step, *(point.metrics.get(name, "") for name in names)) for point in points)
@@ -264,8 +248,7 @@ async def _points(run: WatchedRun) -> list[StepPoint]:
 
 ROUTES: dict[str, Page] = {
     "/run/{run}": overview,
-    "/run/{run}/": without_slash,
-    "/run/{run}/state.html": state,
+    "/run/{run}/state.html": overview,
     "/run/{run}/charts.json": charts,
     "/run/{run}/changes.json": changes,
     "/run/{run}/steps": steps,

@@ -99,7 +99,6 @@ class WatchedRun:
         self._task = asyncio.create_task(self._watch(), name=f"watch {self.run_id}")
 
     def touch(self) -> None:
-        """Somebody has asked for it."""
         self._asked_at = time.monotonic()
         if not self._is_wanted.is_set():
             self.opened_at = self._asked_at
@@ -176,8 +175,6 @@ class WatchedRun:
 
 @dataclass(frozen=True, slots=True)
 class ListedRun:
-    """A run in the list of runs."""
-
     run_id: str
     status: str
     report: Mapping[str, Any]
@@ -193,7 +190,6 @@ class Catalog:
         self._open: dict[str, WatchedRun] = {}
 
     async def lines(self) -> list[ListedRun]:
-        """All runs, the one that changed last first."""
         lines = {line.run_id: line for line in await asyncio.to_thread(self._in_folder)}
         for run_id in await _runs_in_redis():
             lines.setdefault(run_id, ListedRun(run_id, "in Redis", {}))
@@ -218,7 +214,6 @@ class Catalog:
         return run
 
     async def close(self) -> None:
-        """Stop following all of them."""
         for run in self._open.values():
             await run.close()
 

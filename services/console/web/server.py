@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.convertors import Convertor, register_url_convertor
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -32,7 +31,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.http_server import server_config
 from tidemill.common.process.programs import run_main
-from tidemill.common.wire.messages import Lane
 from tidemill.services.console.options import WebOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
 from tidemill.services.console.web import compare_pages, group_pages, run_pages
@@ -165,21 +163,7 @@ class Gate:
         return None
 
 
-class LaneConvertor(Convertor[Lane]):
-    """`groups` are those of training, `eval-groups` those of evaluation."""
-
-    regex = "groups|eval-groups"
-
-    def convert(self, value: str) -> Lane:
-        return Lane.EVAL if value == "eval-groups" else Lane.TRAIN
-
-    def to_string(self, value: Lane) -> str:
-        return "eval-groups" if value is Lane.EVAL else "groups"
-
-
 def create_app(catalog: Catalog, access: Access) -> Starlette:
-    """The application; it closes the catalog when it ends."""
-    register_url_convertor("lane", LaneConvertor())
     site = Site(catalog)
 
     @contextlib.asynccontextmanager

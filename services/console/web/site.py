@@ -82,7 +82,6 @@ class Site:
         return run
 
     def route(self, path: str, page: "Page") -> Route:
-        """The route of a page about a run."""
 
         async def answer(request: Request) -> Response:
             return await page(self, await self.run_of(request), request)
@@ -105,7 +104,6 @@ def history_of(run: WatchedRun) -> History:
 
 
 def shown_safely(value: Any, unit: str = "") -> Markup:
-    """A value of a tree."""
     return visible(shown(value, unit), MAX_CHARACTERS["text"])
 
 
@@ -135,7 +133,6 @@ def attached(name: str) -> dict[str, str]:
 
 
 def json_file(name: str, tree: Any) -> Response:
-    """ASCII, so that halves of characters, which UTF-8 does not have, are escapes."""
     text = json.dumps(jsonable(tree))
     return Response(text, media_type="application/json", headers=attached(f"{name}.json"))
 

@@ -33,7 +33,6 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def signed(value: float | None) -> str:
-    """A number with its sign."""
     return ("+" if value is not None and 0 < value < math.inf else "") + number(value, 3)
 
 
@@ -147,8 +146,6 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message, ready to be shown."""
-
     role: str
     text: str
     name: str = ""

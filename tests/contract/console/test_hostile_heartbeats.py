@@ -5,7 +5,6 @@ import json
 import time
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
@@ -28,38 +27,28 @@ ODD: dict[str, Any] = {
     "address": [5, "[/x]", "a b"],
     "pid": ["x"],
 }
-FIELDS = {
-    f"{name} {number}": {name: value} for name, values in ODD.items() for number, value in enumerate(values)
-}
 TEXTS = [b"[" * 100_000, b"", b"\xff", b"null", b"[]", b'{"name": "odd"}']
 
 
-async def assert_no_reader_minds(broker: Broker, keys: Keys, written: bytes) -> None:
-    await publish_heartbeat(broker, keys, Heartbeat("sound", "rollout", state="generate"))
-    await broker.execute("HSET", keys.workers("rollout"), "odd", written)
-    beats = await read_heartbeats(broker, keys)
-    assert [beat.name for beat in beats if beat.is_alive and beat.name != "odd"] == ["sound"]
-    _set_workers(beats)
-    as_json(keys.run_id, await MetricsReader(broker, keys).read(), "")
-    console = Console(file=io.StringIO(), width=200, color_system=None)
-    console.print(dashboard(RunSnapshot(keys.run_id, 10, 1, workers=beats)))
-    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("changed", FIELDS.values(), ids=FIELDS)
-async def test_odd_fields_end_no_reader(broker: Broker, keys: Keys, changed: dict[str, Any]) -> None:
-    beat = {"name": "odd", "role": "rollout", "at": time.time()} | changed
-    await assert_no_reader_minds(broker, keys, json.dumps(beat).encode())
-
-
-@pytest.mark.parametrize("written", TEXTS, ids=range(len(TEXTS)))
-async def test_what_is_no_heartbeat_ends_no_reader(broker: Broker, keys: Keys, written: bytes) -> None:
-    await assert_no_reader_minds(broker, keys, written)
+async def test_odd_heartbeats_hide_no_other_and_end_no_reader(broker: Broker, keys: Keys) -> None:
+    sound, well = Heartbeat("sound", "rollout", state="generate"), {"name": "odd", "role": "rollout"}
+    fields = [{name: value} for name, values in ODD.items() for value in values]
+    for written in (*TEXTS, *(json.dumps(well | {"at": time.time()} | odd).encode() for odd in fields)):
+        await publish_heartbeat(broker, keys, sound)
+        await broker.execute("HSET", keys.workers("rollout"), "odd", written)
+        beats = await read_heartbeats(broker, keys)
+        assert [beat.name for beat in beats if beat.is_alive and beat.name != "odd"] == ["sound"], written
+        _set_workers(beats)
+        as_json(keys.run_id, await MetricsReader(broker, keys).read(), "")
+        assert "\x1b" not in drawn(keys, beats), written
 
 
 async def test_a_name_is_shown_as_it_is(broker: Broker, keys: Keys) -> None:
     await publish_heartbeat(broker, keys, Heartbeat("[/x]\x1b[2J", "rollout", state="generate"))
+    assert "[/x]\\x1b[2J" in drawn(keys, await read_heartbeats(broker, keys))
+
+
+def drawn(keys: Keys, workers: list[Heartbeat]) -> str:
     console = Console(file=io.StringIO(), width=200, color_system=None)
-    workers = await read_heartbeats(broker, keys)
     console.print(dashboard(RunSnapshot(keys.run_id, 10, 1, workers=workers)))
-    assert "[/x]\\x1b[2J" in console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()  # type: ignore[attr-defined]

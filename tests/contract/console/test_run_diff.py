@@ -1,5 +1,6 @@
 """`tidemill diff`: the first step at which two runs differ, and what in it causes the rest."""
 
+import io
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import FORK, as_session
@@ -18,8 +20,16 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import append, trim_before
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Commit, SamplingParams, Score, Ticket, Trajectory
-from tidemill.services.console.compare.diff import Aspect, DiffedRun, RunDiff, diff_runs
+from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
+from tidemill.services.console.compare.diff import (
+    MEANINGS,
+    Aspect,
+    DiffedRun,
+    RunDiff,
+    diff_runs,
+    diff_tree,
+)
+from tidemill.services.console.text.tree import print_tree
 
 STEPS, GROUPS, SIZE = 5, 2, 2
 
@@ -87,8 +97,8 @@ def make_commit(step: int) -> Commit:
 
 @pytest.fixture
 def publish(broker: Broker) -> Callable[..., Any]:
-    async def publish(run: Run, config: RunConfig | None = None, name: str = "") -> DiffedRun:
-        keys = Keys(name or f"diff-{uuid.uuid4().hex[:12]}")
+    async def publish(run: Run, config: RunConfig | None = None) -> DiffedRun:
+        keys = Keys(f"diff-{uuid.uuid4().hex[:12]}")
         await append_numbered(broker, keys.prompts(), sorted(run.tickets.items()))
         await append(broker, keys.trajectories(), *run.trajectories.values())
         await append(broker, keys.scores(), *run.scores.values())
@@ -109,39 +119,51 @@ def diff(publish: Any) -> Callable[..., Any]:
     return diff
 
 
-async def test_the_same_run_twice_has_no_difference(diff):
+async def test_the_same_run_twice_has_no_difference_but_its_clocks(diff):
     result = await diff(make_run())
     assert result.is_equal and result.num_steps == STEPS and not result.longer
+    clocked = make_commit(2).metrics | {"time/train_s": 99.0, "step_time_s": 98.0}
+    assert (await diff(make_run().changed("commits", 2, started_at=7.0, metrics=clocked))).is_equal
 
 
-async def test_clocks_are_no_difference(diff):
-    assert (await diff(make_run().changed("commits", 2, started_at=7.0, metrics=clocked(2)))).is_equal
+OTHER = np.array([0, 1, 9], np.int32)
+SPLIT = (((0, 0), (0, 1)),), (((1, 0), (1, 1)),)
+UNSCORED = {"status": ScoreStatus.FAILED, "value": None}
+DROPPED = {"dropped": ((2, -1, "zero_variance"),)}
 
 
-def clocked(step: int) -> dict[str, float]:
-    return make_commit(step).metrics | {"time/train_s": 99.0, "step_time_s": 98.0}
-
-
-async def test_another_prompt_is_the_first_cause(diff):
-    run = make_run().changed("tickets", 4, row=17)
-    result = await diff(run.changed("scores", (4, 0), value=9.0))
-    assert [item.aspect for item in result.differences] == [Aspect.PROMPTS, Aspect.REWARDS]
-    assert (result.cause.step, result.cause.ticket, result.cause.what) == (2, 4, "row")
-    assert (result.cause.a, result.cause.b) == (4, 17)
-
-
-async def test_another_version_is_named_with_both_spans(diff):
-    result = await diff(make_run().changed("trajectories", (5, 1), spans=((1, 0), (2, 1))))
+@pytest.mark.parametrize(
+    ("part", "key", "fields", "aspect", "place", "values"),
+    [
+        ("tickets", 4, {"row": 17}, "prompts", (2, 4, -1, "row"), (4, 17)),
+        (
+            "trajectories",
+            (5, 1),
+            {"spans": ((2, 0), (3, 1))},
+            "versions",
+            (2, 5, 1, "version from token"),
+            None,
+        ),
+        ("trajectories", (3, 0), {"prompt_ids": OTHER}, "prompts", (1, 3, 0, "prompt_ids"), None),
+        ("trajectories", (3, 0), {"completion_ids": OTHER}, "tokens", (1, 3, 0, "from token 2 on"), None),
+        ("scores", (6, 1), UNSCORED, "rewards", (3, 6, 1, "status"), ("ok", "failed")),
+        ("commits", 1, DROPPED, "groups", (1, 2, -1, "dropped"), (None, [2, -1, "zero_variance"])),
+        ("commits", 0, {"mini_batches": SPLIT}, "composition", (0, -1, -1, "micro-batch 0"), None),
+        ("commits", 1, {"advantages": {"2": [1.0]}}, "advantages", (1, 2, -1, "number of samples"), (2, 1)),
+    ],
+)
+async def test_the_first_cause_is_named_with_both_values(diff, part, key, fields, aspect, place, values):
+    result = await diff(make_run().changed(part, key, **fields))
     cause = result.cause
-    assert (cause.aspect, cause.step, cause.ticket, cause.index) == (Aspect.VERSIONS, 2, 5, 1)
-    assert (cause.a, cause.b) == ([[2, 0]], [[1, 0], [2, 1]])
+    assert (cause.aspect, cause.step, cause.ticket, cause.index, cause.what) == (aspect, *place)
+    assert values is None or (cause.a, cause.b) == values
+    assert MEANINGS[aspect] in printed(result)
 
 
-async def test_other_tokens_are_named_from_the_first_on(diff):
-    ids = np.array([0, 1, 9], np.int32)
-    result = await diff(make_run().changed("trajectories", (3, 0), completion_ids=ids, text="other"))
-    assert result.cause.aspect is Aspect.TOKENS and result.cause.what == "from token 2 on"
-    assert (result.cause.a["ids"], result.cause.b["ids"]) == ([2], [9])
+def printed(result: RunDiff) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    print_tree(console, diff_tree(("good", "bad"), result))
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -183,13 +205,7 @@ async def test_a_flipped_reward_is_the_cause_and_its_advantage_follows(diff):
     cause = result.cause
     assert (cause.step, cause.ticket, cause.index, cause.a, cause.b) == (3, 6, 1, 1.0, -1.0)
     assert result.differences[1].num_places == 2
-
-
-async def test_a_group_that_was_replaced_is_named_with_the_reason(diff):
-    run = make_run().changed("commits", 1, dropped=((2, -1, "zero_variance"),))
-    result = await diff(run)
-    assert (result.cause.aspect, result.cause.ticket) == (Aspect.GROUPS, 2)
-    assert (result.cause.a, result.cause.b) == (None, [2, -1, "zero_variance"])
+    assert "tidemill trace 6.1 bad" in printed(result) and "advantages (+1)" in printed(result)
 
 
 async def test_groups_in_another_order_are_noted_and_passed_over(diff):
@@ -197,13 +213,8 @@ async def test_groups_in_another_order_are_noted_and_passed_over(diff):
     run = make_run().changed("commits", 0, mini_batches=((keys,),), groups=(1, 0), digest="f" * 32)
     result = await diff(run)
     assert result.cause is None and not result.is_equal and result.num_steps == STEPS
+    assert "the same up to rounding" in printed(result)
     assert [item.aspect for item in result.earlier] == [Aspect.COMPOSITION, Aspect.WEIGHTS]
-
-
-async def test_the_same_samples_in_other_updates_are_a_difference(diff):
-    split = (((0, 0), (0, 1)),), (((1, 0), (1, 1)),)
-    result = await diff(make_run().changed("commits", 0, mini_batches=split))
-    assert result.cause.aspect is Aspect.COMPOSITION
 
 
 @pytest.mark.parametrize(("apart", "is_real"), [(1e-6, False), (0.1, True)])
@@ -221,18 +232,13 @@ async def test_numbers_differ_by_more_than_the_tolerance_or_by_rounding(diff, ap
         assert exact.cause.aspect is Aspect.LOGPROBS
 
 
-async def test_a_change_of_the_config_is_listed(publish):
-    other = trainer_config(steps=STEPS, optimizer={"lr": 1e-3})
-    result = await diff_runs(await publish(make_run()), await publish(make_run(), other), 1e-3)
-    assert [(c["field"], c["b"]) for c in result.config] == [("trainer.optimizer.lr", 1e-3)]
-    assert result.is_equal
-
-
-async def test_the_longer_run_is_named(publish):
-    short = make_run()
+async def test_a_change_of_the_config_is_listed_and_the_longer_run_is_named(publish):
+    other, short = trainer_config(steps=STEPS, optimizer={"lr": 1e-3}), make_run()
     del short.commits[STEPS - 1]
-    result = await diff_runs(await publish(short), await publish(make_run()), 1e-3)
-    assert (result.num_steps, result.longer) == (STEPS - 1, "b")
+    result = await diff_runs(await publish(short), await publish(make_run(), other), 1e-3)
+    assert [(c["field"], c["b"]) for c in result.config] == [("trainer.optimizer.lr", 1e-3)]
+    assert result.is_equal and (result.num_steps, result.longer) == (STEPS - 1, "b")
+    assert "config  trainer.optimizer.lr" in printed(result) and "run b has more" in printed(result)
 
 
 async def test_where_records_are_trimmed_commits_are_compared(publish, broker):
@@ -243,6 +249,7 @@ async def test_where_records_are_trimmed_commits_are_compared(publish, broker):
     result = await diff_runs(one, other, 1e-3)
     assert result.num_steps == STEPS and result.unread_steps == [0, 1, 2, 3]
     assert [item.aspect for item in result.earlier] == [Aspect.WEIGHTS]
+    assert "steps 0 to 3" in printed(result)
 
 
 async def test_no_more_is_held_than_was_outstanding(publish, monkeypatch):

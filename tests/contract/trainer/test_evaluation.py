@@ -47,7 +47,7 @@ def publish(broker: Broker, keys: Keys) -> Callable[..., Any]:
 
     async def publish(values: Mapping[tuple[int, int], float | None], **fields: Any) -> None:
         for (ticket, index), value in values.items():
-            sample = make_trajectory(ticket, index, group_size=2, **fields)
+            sample = make_trajectory(ticket, index, **{"group_size": 2} | fields)
             await append(broker, keys.trajectories(EVAL), sample)
             await append(broker, keys.scores(EVAL), make_score(ticket, index, value))
 
@@ -74,54 +74,53 @@ def test_which_versions_are_evaluated(make, every, at_start, due):
     assert [version for version in range(7) if evaluator.is_due(version, 6)] == due
 
 
-def test_without_prompts_nothing_is_due(make):
-    assert not any(make(0, 0, every=1).is_due(version, 6) for version in range(7))
+def test_what_is_due_and_how_it_is_sampled_is_what_its_own_section_says(
+    make: Callable[..., Evaluator],
+) -> None:
+    assert not any(make(0, 0, every=1).is_due(version, 6) for version in range(7)), "there are no prompts"
+    plain, own = make().sampling, make(top_p=0.7, top_k=20, min_p=0.05).sampling
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p) == (0.7, 1.0, 0, 0.0)
+    assert (own.top_p, own.top_k, own.min_p, own.max_tokens) == (0.7, 20, 0.05, plain.max_tokens)
 
 
 class TestSums:
-    async def test_scores_accuracy_and_pass_at_k_are_those_of_each_set(self, make, publish):
-        # Version 4 has tickets 12, 13 (set a) and 14 (set b).
-        await publish({(12, 0): 1.0, (12, 1): 0.4, (13, 0): 0.0, (13, 1): 0.2}, finish="length")
-        await publish({(14, 0): 0.0, (14, 1): 0.0})
-        results = await evaluated(make(algorithm={"success_threshold": 0.4}), 4)
-        a, b = results["a"], results["b"]
-        assert a["score"] == pytest.approx((1.0 + 0.4 + 0.0 + 0.2) / 4)
-        assert (a["accuracy"], a["pass_at_k"]) == (0.5, 0.5)
-        assert (a["mean_length"], a["clipped_ratio"]) == (3.0, 1.0)
-        assert (a["num_samples"], a["num_failed"]) == (4, 0)
-        assert (b["score"], b["accuracy"], b["pass_at_k"], b["clipped_ratio"], b["num_samples"]) == (
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-            2,
-        )
-
-    async def test_failed_samples_are_counted_and_are_no_zeros(self, make, publish):
-        await publish({(0, 0): 1.0, (0, 1): None, (1, 0): None, (1, 1): None, (2, 0): None, (2, 1): None})
-        results = await evaluated(make(), 0)
-        assert (results["a"]["score"], results["a"]["num_samples"], results["a"]["num_failed"]) == (1.0, 1, 3)
-        assert results["a"]["pass_at_k"] == 1.0
-        assert math.isnan(results["b"]["score"])
-        assert (results["b"]["num_samples"], results["b"]["num_failed"]) == (0, 2)
+    async def test_numbers_are_those_of_each_set_and_of_this_version_and_failed_samples_are_no_zeros(
+        self, make, publish, broker, keys
+    ):
+        """Version 4 has tickets 12, 13 (set a) and 14 (set b); what is of others, or comes later, does not
+        count."""
+        await publish({(11, 0): 1.0, (15, 0): 1.0})
+        values = {(12, 0): 1.0, (12, 1): 0.4, (12, 2): 0.0, (13, 0): 0.0, (13, 1): None, (13, 2): None}
+        await publish(values, finish="length", group_size=3)
+        await publish({(14, index): None for index in range(3)} | {(12, 0): 0.0}, group_size=3)
+        results = await evaluated(make(algorithm={"success_threshold": 0.4}, samples=3), 4)
+        assert results["a"] == {
+            "score": pytest.approx(1.4 / 4),
+            "accuracy": 0.5,
+            "pass_at_k": 0.5,
+            "mean_length": 3.0,
+            "clipped_ratio": 1.0,
+            "num_samples": 4,
+            "num_failed": 2,
+            "pass_at_2": 1.0,  # 1 - C(1, 2) / C(3, 2); the other prompt has one score
+        }
+        b = results["b"]
+        assert math.isnan(b["score"]) and math.isnan(b["pass_at_2"])
+        assert (b["num_samples"], b["num_failed"]) == (0, 3)
+        tickets = await messages(broker, keys.prompts(EVAL), Ticket)
+        assert [(t.ticket, t.step, t.min_version, t.group_size) for t in tickets] == [
+            (12, 4, 4, 3), (13, 4, 4, 3), (14, 4, 4, 3),
+        ]  # fmt: skip
 
     async def test_components_have_means_over_the_samples_that_have_them(self, make, broker, keys):
-        for key, value in (
-            ((0, 0), 1.0),
-            ((0, 1), None),
-            ((1, 0), 0.0),
-            ((1, 1), 0.0),
-            ((2, 0), 0.0),
-            ((2, 1), 0.0),
-        ):
-            rule = 0.5 if key[0] == 0 else 1.0
-            score = make_score(*key, value).model_copy(update={"components": {"rule": rule, "judge": None}})
+        """A failed sample has no part in it."""
+        values = {(0, 0): 1.0, (0, 1): None, (1, 0): 0.0, (1, 1): 0.0, (2, 0): 0.0, (2, 1): 0.0}
+        for key, value in values.items():
+            components = {"rule": 0.5 if key[0] == 0 else 1.0, "judge": None}
             await append(broker, keys.trajectories(EVAL), make_trajectory(*key, group_size=2))
-            await append(broker, keys.scores(EVAL), score)
+            await append(broker, keys.scores(EVAL), make_score(*key, value, components=components))
         a = (await evaluated(make(), 0))["a"]
-        assert a["rewards/rule/mean"] == pytest.approx(
-            (0.5 + 1.0 + 1.0) / 3
-        )  # a failed sample has no part in it
+        assert a["rewards/rule/mean"] == pytest.approx((0.5 + 1.0 + 1.0) / 3)
         assert not any("judge" in name for name in a)
 
     async def test_dead_tickets_and_dead_samples_are_failed_samples(self, make, publish, broker, keys):
@@ -130,8 +129,10 @@ class TestSums:
         await bury(broker, keys, 1)
         await bury(broker, keys, 2, origin="prompts")  # the training lane has a ticket 2 of its own
         results = await evaluated(make(), 0)
-        assert (results["a"]["num_samples"], results["a"]["num_failed"]) == (1, 3)
-        assert (results["b"]["num_samples"], results["b"]["num_failed"]) == (2, 0)
+        assert {name: (r["num_samples"], r["num_failed"]) for name, r in results.items()} == {
+            "a": (1, 3),
+            "b": (2, 0),
+        }
 
     async def test_letters_are_not_read_again_by_every_evaluation(
         self, make, publish, broker, keys, monkeypatch
@@ -150,22 +151,6 @@ class TestSums:
         await publish({(1, 0): 1.0, (1, 1): 0.0})
         assert (await evaluated(evaluator, 1))["a"]["num_samples"] == 2
         assert set(places) == {end}
-
-    async def test_other_versions_and_second_answers_do_not_count(self, make, publish):
-        await publish({(0, 0): 1.0, (0, 1): 1.0, (1, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.0})
-        await publish({(3, 0): 0.0, (3, 1): 0.0, (4, 0): 0.0, (4, 1): 0.0, (5, 0): 0.5, (5, 1): 0.5})
-        await publish({(5, 0): 0.9})
-        results = await evaluated(make(), 1)
-        assert (results["a"]["score"], results["b"]["score"]) == (0.0, 0.5)
-
-    async def test_tickets_are_those_of_the_version(self, make, publish, broker, keys):
-        await publish({(ticket, index): 1.0 for ticket in (6, 7, 8) for index in (0, 1)})
-        await evaluated(make(temperature=0.3), 2)
-        tickets = await messages(broker, keys.prompts(EVAL), Ticket)
-        assert [(t.ticket, t.step, t.min_version, t.group_size) for t in tickets] == [
-            (6, 2, 2, 2), (7, 2, 2, 2), (8, 2, 2, 2),
-        ]  # fmt: skip
-        assert {t.sampling.temperature for t in tickets} == {0.3}
 
 
 class TestInterrupted:
@@ -195,28 +180,21 @@ class TestInterrupted:
             await broker.execute("CONFIG", "SET", LIMIT, " ".join(OUTPUT_LIMIT))
         assert (results["a"]["num_samples"], results["b"]["num_samples"]) == (14, 2)
 
-    async def test_streams_are_kept_until_the_results_are_safe(self, make, publish, broker, keys):
-        values = {(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)}
-        await publish(values)
+    async def test_streams_are_kept_until_the_results_are_safe_and_then_not_waited_for(
+        self, make, publish, broker, keys
+    ):
+        await publish({(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)})
         assert await evaluated(make(), 0)
         assert (await evaluated(make(), 0))["a"]["score"] == 1.0, "a crash before the record was written"
+        task = asyncio.ensure_future(make().evaluate(1))
+        await wait_until(lambda: _has_tickets(broker, keys, 6))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         await make().trim(0)
-        for key in (keys.prompts(EVAL), keys.trajectories(EVAL), keys.scores(EVAL)):
+        for key in (keys.trajectories(EVAL), keys.scores(EVAL)):
             assert await broker.execute("XLEN", key) == 0
-
-    async def test_trimming_leaves_the_next_evaluation_alone(self, make, broker, keys):
-        for version in (0, 1):
-            task = asyncio.ensure_future(make().evaluate(version))
-            await wait_until(lambda n=3 * (version + 1): _has_tickets(broker, keys, n))
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        await make().trim(0)
-        assert [t.ticket for t in await messages(broker, keys.prompts(EVAL), Ticket)] == [3, 4, 5]
-
-    async def test_what_was_trimmed_is_not_waited_for(self, make, publish):
-        await publish({(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)})
-        await evaluated(make(), 0)
-        await make().trim(0)
+        tickets = await messages(broker, keys.prompts(EVAL), Ticket)
+        assert [ticket.ticket for ticket in tickets] == [3, 4, 5], "those of the next one stay"
         assert await evaluated(make(), 0) == {}
 
 
@@ -290,9 +268,3 @@ async def _num_tickets(broker: Broker, keys: Keys) -> int:
 
 async def _has_tickets(broker: Broker, keys: Keys, count: int) -> bool:
     return await _num_tickets(broker, keys) == count
-
-
-def test_it_samples_as_its_own_section_says(make: Callable[..., Evaluator]) -> None:
-    plain, own = make().sampling, make(top_p=0.7, top_k=20, min_p=0.05).sampling
-    assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p) == (0.7, 1.0, 0, 0.0)
-    assert (own.top_p, own.top_k, own.min_p, own.max_tokens) == (0.7, 20, 0.05, plain.max_tokens)

@@ -1,4 +1,4 @@
-"""The command line itself: version, completion, runs by every name, and whether a run learned."""
+"""The command line itself: version, completion, runs by every name."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,6 @@ from tidemill.services.console.__main__ import app
 from tidemill.services.console.check.model_folder import inspect_model
 from tidemill.services.console.options import runs_here
 from tidemill.services.console.run.folder import RunFolder, find_run
-from tidemill.services.console.status.report import RunSummary, learning_of
 
 
 def answer(*words: str) -> Any:
@@ -66,20 +65,3 @@ def test_a_model_without_a_slash_is_a_folder_or_a_mistake(
     with pytest.raises(ConfigError, match=r"modle: there is no such folder; did you mean model\?"):
         inspect_model(ModelConfig(path="modle"))
     assert inspect_model(ModelConfig(path="Qwen/Qwen3-0.6B")).is_remote
-
-
-@pytest.mark.parametrize(
-    ("curve", "verdict", "words"),
-    [
-        ([0.1] * 8, "too_short", "too short to tell: 8 steps"),
-        ([0.5] * 9, "", ""),
-        # Thirds of means 0.2 and 0.8: 0.6 apart, with an error of sqrt((0.01 + 0.01) / 3) = 0.082.
-        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], "learned", "rose from 0.200 in the first third"),
-        ([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], "fell", "to 0.200 in the last"),
-        # Means 0.2 and 0.3: 0.1 apart, below twice the error.
-        ([0.1, 0.2, 0.3, 0.2, 0.2, 0.2, 0.2, 0.3, 0.4], "nothing", "ran correctly, learned nothing"),
-    ],
-)
-def test_a_report_says_whether_the_reward_rose(curve: list[float], verdict: str, words: str) -> None:
-    found, text = learning_of(RunSummary("r", reward_curve=curve))
-    assert found == verdict and words in text

@@ -1,6 +1,7 @@
-"""Curves of several runs: read from their files, smoothed, thinned; and where their configs differ."""
+"""Curves of runs: read from their files, smoothed, thinned; and where their configs differ."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -8,33 +9,38 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from tidemill.services.console.status.snapshot import StepPoint
-from tidemill.services.console.web.compare_pages import ABSENT, MAX_METRICS, MAX_RUNS, CompareQuery, differing
-from tidemill.services.console.web.curves import Columns, MetricFiles, Series, line_of, smooth, thin
+from tidemill.services.console.web.compare_pages import (
+    ABSENT,
+    MAX_METRICS,
+    MAX_RUNS,
+    CompareQuery,
+    differing,
+)
+from tidemill.services.console.web.curves import (
+    Columns,
+    MetricFiles,
+    Series,
+    chart_trees,
+    line_of,
+    smooth,
+    thin,
+)
 from tidemill.services.console.web.site import flatten
 
 NAMES = ["reward", "kl", "eval/held_out/score", "eval/held_out/rewards/game/mean", "none"]
 
 
-def step(number: int, **numbers: object) -> str:
-    return json.dumps({"kind": "step", "step": number, "time": 100.0 + number, **numbers}) + "\n"
-
-
-def write(folder: Path, *lines: str) -> Path:
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    return folder
-
-
-def evaluation(version: int, **numbers: object) -> str:
-    kinds = {"kind": "evaluation", "set": "held_out", "version": version, "time": 101.0}
-    return json.dumps({**kinds, **numbers}) + "\n"
+def line(kind: str, number: int, **numbers: object) -> str:
+    of = {"step": number} if kind == "step" else {"set": "held_out", "version": number}
+    return json.dumps({"kind": kind, "time": 100.0 + number, **of, **numbers}) + "\n"
 
 
 LINES = (
-    step(0, reward=1, kl=None),
-    evaluation(0, score=0.25, **{"rewards/game/mean": 2.0}),
-    step(1, reward=0.5, kl=0.25),
-    step(1, reward=0.75, kl=0.5),
-    step(2, reward=1.25),
+    line("step", 0, reward=1, kl=None),
+    line("evaluation", 0, score=0.25, **{"rewards/game/mean": 2.0}),
+    line("step", 1, reward=0.5, kl=0.25),
+    line("step", 1, reward=0.75, kl=0.5),
+    line("step", 2, reward=1.25),
 )
 
 
@@ -42,8 +48,7 @@ def test_a_moving_average_has_the_weights_of_its_definition() -> None:
     assert smooth(np.array([1.0, 0.0]), 0.5).tolist() == pytest.approx([1.0, 1 / 3])
     y, weight = np.random.default_rng(3).normal(size=40), 0.8
     for n, found in enumerate(smooth(y, weight)):
-        weights = weight ** np.arange(n, -1, -1)
-        assert found == pytest.approx(np.average(y[: n + 1], weights=weights))
+        assert found == pytest.approx(np.average(y[: n + 1], weights=weight ** np.arange(n, -1, -1)))
     assert smooth(y, 0.0) is y and len(smooth(np.empty(0), 0.9)) == 0
 
 
@@ -55,27 +60,25 @@ def test_no_spike_is_lost_where_a_long_curve_is_thinned() -> None:
     assert (np.diff(places) > 0).all() and thin(y[:100], 100).tolist() == list(range(100))
 
 
-def test_numbers_are_read_by_step_and_version_and_the_last_of_a_step_stands(tmp_path: Path) -> None:
-    files = MetricFiles()
-    write(tmp_path, *LINES, '{"kind": "step", "step": 3, "rew')
+def test_each_complete_line_is_read_and_the_last_of_a_step_stands(tmp_path: Path) -> None:
+    files, file = MetricFiles(), tmp_path / "metrics.jsonl"
+    assert files.names(tmp_path) == [] and len(files.series(tmp_path, ["kl"])["kl"].x) == 0
+    odd = ["not JSON\n", '{"kind": "step", "step": 1, "reward": "much"}\n']
+    file.write_text("".join([*LINES[:2], *odd, *LINES[2:], '{"kind": "step", "step": 3, "rew']))
     assert files.names(tmp_path) == sorted(NAMES[:-1])
     found = files.series(tmp_path, NAMES)
     assert found["reward"].x.tolist() == [0, 1, 2] and found["reward"].y.tolist() == [1, 0.75, 1.25]
     assert found["reward"].time.tolist() == [0, 1, 2] and found["kl"].x.tolist() == [1]
     assert found["eval/held_out/score"].y.tolist() == [0.25] and found[NAMES[3]].y.tolist() == [2.0]
     assert len(found["none"].x) == 0
-    write(tmp_path, *LINES, step(3, reward=2))
-    assert files.series(tmp_path, ["reward"])["reward"].y.tolist() == [1, 0.75, 1.25, 2], "it is read again"
+    with file.open("a") as more:
+        more.write('ard": 2, "time": 103}\n')
+    assert files.series(tmp_path, ["reward"])["reward"].y.tolist() == [1, 0.75, 1.25, 2]
+    file.write_text(LINES[0])
+    assert files.series(tmp_path, ["reward"])["reward"].y.tolist() == [1], "a file in its place is read again"
 
 
-def test_a_line_that_is_no_record_costs_no_other(tmp_path: Path) -> None:
-    write(tmp_path, *LINES[:2], "not JSON\n", '{"kind": "step", "step": 1, "reward": "much"}\n', *LINES[3:])
-    found = MetricFiles().series(tmp_path, NAMES)
-    assert found["reward"].y.tolist() == [1, 0.75, 1.25] and found["eval/held_out/score"].y.tolist() == [0.25]
-
-
-def test_a_run_without_a_file_has_no_numbers_or_those_of_its_commits(tmp_path: Path) -> None:
-    assert MetricFiles().names(tmp_path) == [] and len(MetricFiles().series(tmp_path, ["kl"])["kl"].x) == 0
+def test_a_run_without_a_file_has_the_numbers_of_its_commits() -> None:
     points = [StepPoint(1, {"reward": 0.5, "time": 7.0}, 7.0), StepPoint(0, {"reward": 0.25}, 5.0)]
     found = Columns.of(points).series("reward")
     assert (found.x.tolist(), found.y.tolist(), found.time.tolist()) == ([0, 1], [0.25, 0.5], [0, 2])
@@ -83,9 +86,28 @@ def test_a_run_without_a_file_has_no_numbers_or_those_of_its_commits(tmp_path: P
 
 def test_a_smoothed_line_keeps_what_it_was_made_of() -> None:
     series = Series(np.array([0.0, 1.0]), np.array([1.0, 0.0]), np.array([0.0, 90.0]))
-    assert line_of("a", series, 0.0) == {"label": "a", "points": [[0, 1], [1, 0]]}
-    line = line_of("a", series, 0.5, 60.0)
-    assert line["points"] == [[0, 1], [1.5, 0.333333]] and line["raw"] == [[0, 1], [1.5, 0]]
+    assert line_of("a", series) == {"label": "a", "points": [[0, 1], [1, 0]]}
+    smoothed = line_of("a", series, 0.5, 60.0)
+    assert smoothed["points"] == [[0, 1], [1.5, 0.333333]] and smoothed["raw"] == [[0, 1], [1.5, 0]]
+
+
+def test_charts_have_what_is_a_number_and_a_line_for_each_source() -> None:
+    steps = {step: StepPoint(step, {"reward": step / 7, "loss": math.pi}) for step in range(1000)}
+    steps[500].metrics["loss"] = math.nan
+    workers = {"stages/reward_workers": 2.0, "stages/reward_busy_s": 1.0, "step_time_s": 2.0}
+    sources = {"source/a/reward": 0.5, "source/a/pass_rate": 0.25, "source/b/reward": 1.0}
+    steps[0].metrics.update(workers | sources)
+    evaluations = [{"set": "held_out", "version": v, "score": 0.5, "time": 1.0} for v in range(3)]
+    trees = chart_trees(steps, evaluations)
+    assert [tree["key"] for tree in trees] == [
+        "reward", "evaluation", "loss", "idle", "time", "source_reward", "source_passes"
+    ]  # fmt: skip
+    lines = {tree["key"]: {one["label"]: one["points"] for one in tree["lines"]} for tree in trees}
+    assert len(lines["reward"]["mean"]) <= 500 and lines["reward"]["mean"][-1] == [999, 142.714]
+    assert [500, math.nan] not in lines["loss"]["loss"] and lines["idle"] == {"reward": [[0, 0.75]]}
+    assert list(lines["evaluation"]) == ["held_out"]
+    assert lines["source_reward"] == {"a": [[0, 0.5]], "b": [[0, 1.0]]}
+    assert lines["source_passes"] == {"a": [[0, 0.25]]}
 
 
 def test_configs_are_compared_field_by_field() -> None:
@@ -101,6 +123,6 @@ def test_an_address_is_read_within_bounds_and_written_back() -> None:
     query = CompareQuery.parse(QueryParams([*typed, *(("metric", f"m{n}") for n in range(40))]))
     assert query.runs == tuple(f"r{n}" for n in range(MAX_RUNS)) and len(query.metrics) == MAX_METRICS
     assert query.smoothing == 0.99 and query.x == "step"
-    assert CompareQuery.parse(QueryParams("smooth=nan")).smoothing == 0.0
-    again = CompareQuery.parse(QueryParams(query.address))
-    assert again == query
+    for smoothing in ("nan", "much", "-1"):
+        assert CompareQuery.parse(QueryParams({"smooth": smoothing, "x": "time"})).smoothing == 0.0
+    assert CompareQuery.parse(QueryParams(query.address)) == query

@@ -11,7 +11,7 @@ import pytest
 from tests.support.training import trainer_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.weight_files import version_name
-from tidemill.services.trainer.evaluation import mean_pass_at_k, pass_at_k
+from tidemill.services.trainer.evaluation import pass_at_k
 from tidemill.services.trainer.weights.best_version import BestVersion
 
 
@@ -29,12 +29,6 @@ def test_pass_at_k_is_the_share_of_all_sets_of_k_samples_that_hold_a_solution() 
         sets = list(combinations([i < solved for i in range(6)], 3))
         assert pass_at_k(6, solved, 3) == pytest.approx(sum(map(any, sets)) / len(sets))
     assert 0.0 < pass_at_k(1024, 1, 512) < 1.0, "binomials of this size overflow a float"
-
-
-def test_pass_at_k_is_averaged_over_prompts_that_have_k_scored_samples() -> None:
-    rows = [[True, False, False, False], [False] * 4, [True]]
-    assert mean_pass_at_k(rows, 2) == pytest.approx((0.5 + 0.0) / 2)
-    assert math.isnan(mean_pass_at_k([], 1))
     with pytest.raises(ValueError, match="pass@3"):
         pass_at_k(2, 1, 3)
 

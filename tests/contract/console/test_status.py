@@ -1,0 +1,119 @@
+"""Snapshots and the report of a run that was written into a real Redis by hand."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.histories import commits, small_config, tickets, trajectories, write_small_run
+from tests.support.numbered import append_numbered
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import FINISHED, RUNNING, publish_config, update_state
+from tidemill.common.streams import Consumer, append
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Ticket, Trajectory
+from tidemill.services.console.options import StatusOptions
+from tidemill.services.console.status.report import show_report
+from tidemill.services.console.status.snapshot import MAX_POINTS, SnapshotReader
+
+
+@pytest.fixture(autouse=True)
+def on_this_server(redis_server: EmbeddedRedis, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
+    monkeypatch.setenv("TIDEMILL_RUN_ID", keys.run_id)
+
+
+async def reader_of(broker: Broker, keys: Keys) -> SnapshotReader:
+    await publish_config(broker, keys, small_config())
+    return await SnapshotReader.attach(broker, keys.run_id)
+
+
+async def test_a_snapshot_follows_the_commits(broker: Broker, keys: Keys) -> None:
+    with pytest.raises(ConfigError, match="has no run"):
+        await SnapshotReader.attach(broker, keys.run_id)
+    reader = await reader_of(broker, keys)
+    snapshot = await reader.read()
+    assert (snapshot.status, snapshot.version, snapshot.steps) == ("starting", 0, 2)
+    assert snapshot.tokens_per_s is None and snapshot.eta_s is None
+    first, second = commits()
+    await append_numbered(broker, keys.commits, [(0, first)])
+    assert (await reader.read()).curve("reward") == [0.5]
+    await append_numbered(broker, keys.commits, [(1, second)])
+    snapshot = await reader.read()
+    assert (snapshot.version, snapshot.metric("reward"), snapshot.step_s) == (2, 0.25, 10.0)
+
+
+async def test_who_attaches_to_a_long_run_reads_only_its_end(broker: Broker, keys: Keys) -> None:
+    one = commits()[0]
+    steps = range(MAX_POINTS + 40)
+    many = ((n, one.model_copy(update={"step": n, "version": n + 1})) for n in steps)
+    await append_numbered(broker, keys.commits, many)
+    snapshot = await (await reader_of(broker, keys)).read()
+    assert [snapshot.points[0].step, snapshot.points[-1].step] == [40, MAX_POINTS + 39]
+
+
+async def test_queues_say_what_waits_and_what_is_held(broker: Broker, keys: Keys) -> None:
+    reader = await reader_of(broker, keys)
+    await append_numbered(broker, keys.prompts(), ((item.ticket, item) for item in tickets()))
+    made = trajectories()
+    await append(broker, keys.trajectories(), *made)
+    rollout = Consumer(broker, keys.prompts(), ROLLOUT_GROUP, "r", Ticket, lease_s=60, dead_key=keys.dead)
+    reward = Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, "s", Trajectory, lease_s=60, dead_key=keys.dead
+    )
+    async with rollout, reward:
+        await rollout.fetch(2, 1.0)
+        await reward.fetch(len(made), 1.0)
+        prompts, taken, scores = (await reader.read()).queues
+    assert (prompts.length, prompts.waiting, prompts.held) == (5, 3, 2)
+    assert (taken.waiting, taken.held, scores.length) == (0, len(made), 0)
+
+
+async def test_a_snapshot_shows_workers_state_and_evaluations(broker: Broker, keys: Keys) -> None:
+    reader = await reader_of(broker, keys)
+    evaluations = [{"version": 3, "set": "a", "score": 0.9}, {"version": 0, "set": "a", "score": 0.2}]
+    await update_state(broker, keys, status=RUNNING, evaluations=evaluations)
+    for name, idle in (("r0", 0.2), ("r1", 0.4)):
+        await publish_heartbeat(broker, keys, Heartbeat(name, "rollout", idle_share=idle))
+    snapshot = await reader.read()
+    assert (snapshot.status, [item["score"] for item in snapshot.evaluations]) == (RUNNING, [0.2, 0.9])
+    assert snapshot.idle_share("rollout") == pytest.approx(0.3)
+    assert snapshot.as_dict()["idle"]["trainer"] is None
+
+
+async def test_the_report_of_a_run_is_computed_from_its_commits_and_kept_in_its_folder(
+    broker: Broker, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def report() -> int:
+        return await asyncio.to_thread(show_report, StatusOptions(as_json=True, runs_dir=tmp_path))
+
+    await write_small_run(broker, keys)
+    # Of its own losses the trainer says nothing that counts.
+    evaluations = [{"version": 0, "set": "a", "score": 0.2}, {"version": 2, "set": "a", "score": 0.9}]
+    state = {
+        "version": 1,
+        "tickets_issued": 6,
+        "trajectories_seen": 10,
+        "lost": 0,
+        "evaluations": evaluations,
+    }
+    await update_state(broker, keys, status=RUNNING, **state)
+    with pytest.raises(ConfigError, match=r"has not finished \(1 of 2 steps"):
+        await report()
+    await update_state(broker, keys, status=FINISHED, version=2)
+    assert await report() == 1
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["ok"], tree["lost"], len(tree["failures"])) == (False, 2, 1)
+    assert not (tmp_path / keys.run_id).exists(), "the folder of the run is on another machine"
+    await update_state(broker, keys, tickets_issued=5)
+    (tmp_path / keys.run_id).mkdir()
+    assert await report() == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["ok"], tree["steps"], tree["lost"], tree["duplicated_in_training"]) == (True, 2, 0, 0)
+    assert (tree["trajectories_trained"], tree["trajectories_generated"], tree["wall_s"]) == (7, 10, 19.5)
+    assert (tree["eval_before"], tree["eval_after"], tree["max_staleness_seen"]) == (0.2, 0.9, 1)
+    assert json.loads((tmp_path / keys.run_id / "summary.json").read_text()) == tree

@@ -1,0 +1,361 @@
+"""`tidemill web`: what its pages say of a run in Redis and of one whose Redis is gone, and that no text of
+others takes effect."""
+
+import asyncio
+import csv
+import io
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.conftest import SERVERS
+from tests.support.archives import archive
+from tests.support.models import run_config
+from tests.support.numbered import append_numbered
+from tests.support.waiting import wait_until
+from tests.support.web_runs import (
+    SCRIPT,
+    commit_of,
+    completion,
+    make_ticket,
+    session,
+    write_folder,
+    write_run,
+)
+from tidemill.common.history import StreamName
+from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import append
+from tidemill.common.wire.keys import RUNS, Keys
+from tidemill.services.console.web import runs
+from tidemill.services.console.web.curves import MAX_POINTS
+from tidemill.services.console.web.runs import Catalog
+from tidemill.services.console.web.server import CONTENT_POLICY, Access, create_app
+from tidemill.services.console.web.site import csv_file
+
+TYPED = '"><script>window.hacked = 3</script>'
+ENDED = Keys("ended")
+
+# What differs between servers is hidden by `History`, and tested there.
+pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
+
+
+@pytest.fixture
+async def browse(redis_server: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Any]:
+    """Opens a browser's view of a run of the test's folder; addresses are below the run's."""
+    catalog = Catalog(tmp_path)
+    transport = httpx.ASGITransport(create_app(catalog, Access.of("127.0.0.1")), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, timeout=60, follow_redirects=True) as client:
+
+        def browse(run_id: str) -> httpx.AsyncClient:
+            client.base_url = httpx.URL(f"http://127.0.0.1/run/{run_id}")
+            return client
+
+        yield browse
+    await catalog.close()
+
+
+@pytest.fixture
+async def site(
+    browse: Any, redis_server: EmbeddedRedis, broker: Broker, keys: Keys, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> httpx.AsyncClient:  # fmt: skip
+    """On a run in Redis that was read."""
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
+    await write_run(broker, keys, write_folder(tmp_path, keys))
+    client: httpx.AsyncClient = browse(keys.run_id)
+
+    async def is_read() -> bool:
+        found = (await client.get("/changes.json")).json()
+        return bool((found["groups"], found["steps"]) == ({"train": 6, "eval": 1}, 2))
+
+    await wait_until(is_read, what="the index is complete")
+    return client
+
+
+async def text(site: httpx.AsyncClient, path: str = "", **typed: Any) -> str:
+    return (await site.get(path, params=typed or None)).text
+
+
+async def shows(site: httpx.AsyncClient, path: str, *words: str) -> None:
+    """Wait until a page has all these words."""
+
+    async def is_there() -> bool:
+        page = await text(site, path)
+        return all(word in page for word in words)
+
+    await wait_until(is_there, 60, f"{words!r} on {path}")
+
+
+async def test_every_page_answers_and_holds_no_markup_of_others(site: httpx.AsyncClient, keys: Keys) -> None:
+    letter = (await text(site, "/dead")).partition("/dead/")[2].partition('"')[0]
+    paths = (
+        "/state.html", "/groups", "/groups?lane=eval", "/groups/0", "/groups/1", "/eval-groups/0", "/steps",
+        "/steps/0", "/config", "/logs", "/dead", f"/dead/{letter}", str(site.base_url).rstrip("/"),
+    )  # fmt: skip
+    for path in paths:
+        page = await site.get(path)
+        assert page.status_code == 200, (path, page.text)
+        assert page.headers["content-security-policy"] == CONTENT_POLICY
+        assert "<script>" not in page.text and "<img src=x" not in page.text, path
+        assert "style=" not in page.text and "onclick" not in page.text, path
+    page_text = await text(site, "/groups/0")
+    assert "&lt;script&gt;window.hacked" in page_text and len(page_text) < 60_000
+    for mark, character in (("U+202E", "\u202e"), ("NUL ESC", "\x1b")):
+        assert f'<span class="ctl">{mark}</span>' in page_text and character not in page_text
+    for path in ("/groups", "/dead"):
+        page = await site.get(path, params=dict.fromkeys(("text", "worker", "step", "sort"), TYPED))
+        assert page.status_code == 200 and "<script>window" not in page.text, path
+        assert "&#34;&gt;&lt;script&gt;" in page.text, "what was typed comes back as text"
+    assert f'href="/run/{keys.run_id}"' in await text(site, "http://127.0.0.1/")
+    assert (await site.get(str(site.base_url))).status_code == 200, "with a slash too"
+
+
+async def test_what_is_not_there_is_said(site: httpx.AsyncClient) -> None:
+    for path in (
+        "/groups/99", "/steps/99", "/dead/9-9", "/groups/0/77/tokens.json", "/groups/99.json", "/logs/a.log",
+        "/nothing", "/nothing/3", "http://127.0.0.1/run/..%2f..%2fetc",
+    ):  # fmt: skip
+        answer = await site.get(path)
+        assert answer.status_code == 404 and "This cannot be shown" in answer.text, path
+
+
+async def test_texts_and_tokens_come_in_parts_with_all_that_is_known_of_them(
+    site: httpx.AsyncClient, broker: Broker, keys: Keys
+) -> None:
+    part = (await site.get("/groups/0/3/text.json?first=99990")).json()
+    assert part["total"] == part["next"] == 100_004 and len(part["text"]) == 14
+    part = (await site.get("/groups/2/1/tokens.json?first=3&count=2")).json()
+    assert part["ids"] == [8, 9] and part["versions"] == [0, 1] and part["logprobs"] == [-2.5, -4.0]
+    assert (part["pieces"], part["turns"], part["total"]) == (None, None, 6)
+    assert (await site.get("/groups/2/1/tokens.json?first=5")).json()["trained"] == [0]
+    await append_numbered(broker, keys.prompts(), [(6, make_ticket(6))])
+    await append(broker, keys.trajectories(), session(6, 0))
+    order = ("I ask the calculator.", "17 * 23", "391 exactly", "The product is 391.", "Fork 1", "14 tokens")
+    await shows(site, "/groups/6", *order, "✂ max tokens")
+    page = await text(site, "/groups/6")
+    assert "<script>window" not in page and "<img src=x" not in page and "\u202e" not in page
+    assert page.count('<details class="turn">') == 3 and page.count("said call") == 1
+    assert page.count('class="tokens"') == 2 and 'data-segment="1"' in page, "its fork beside it"
+    part = (await site.get("/groups/6/0/tokens.json?first=3&count=5")).json()
+    assert part["turns"] == [0, -1, -1, -1, 1] and part["trained"] == [1, 0, 0, 0, 1] and part["total"] == 10
+    fork = (await site.get("/groups/6/0/tokens.json?segment=1")).json()
+    assert fork["ids"] == [50, 51, 52, 53] and fork["versions"] == [3] * 4 and fork["turns"] == [0, 0, 0, -1]
+    assert (await site.get("/groups/6/0/tokens.json?segment=2")).status_code == 404
+
+
+async def test_groups_are_filtered_sorted_and_kept_as_files(site: httpx.AsyncClient) -> None:
+    for query, tickets in {
+        "": [5, 4, 3, 2, 1, 0],
+        "sort=reward&order=up": [0, 1, 2, 3, 4, 5],
+        "step=1": [3, 2],
+        "reward=2..4": [3, 2],
+        "state=scored": [5, 4],
+        "state=failed": [1],
+        "state=flat": [],
+        "worker=rollout-1": [5, 3, 1],
+        "text=QUESTION+4": [4],
+        "version=1..": [5, 4, 3, 2, 1, 0],
+        "length=7..": [],
+    }.items():
+        page = await text(site, f"/groups?{query}")
+        found = [
+            int(row.partition("</a>")[0].rpartition(">")[2]) for row in page.split('<th scope="row"')[1:]
+        ]
+        trees = (await site.get(f"/groups.json?{query}")).json()
+        assert found == [tree["ticket"] for tree in trees] == tickets, query
+    assert "reward must be a number" in await text(site, "/groups?reward=high")
+    answer = await site.get("/groups.csv?reward=2..4&sort=reward&order=up")
+    assert "attachment" in answer.headers["content-disposition"]
+    rows = list(csv.DictReader(io.StringIO(answer.text)))
+    assert [row["ticket"] for row in rows] == ["2", "3"] and rows[0]["reward_mean"] == "2.15"
+    assert rows[0]["prompt"] == f"question 2 {SCRIPT}" and rows[0]["state"] == "trained"
+    whole = (await site.get("/groups/1.json")).json()
+    assert whole["number"] == 1 and whole["samples"][0]["trajectory"]["completion_ids"] == [5, 6, 7, 8, 9, 10]
+    parts = "".join([part async for part in csv_file("x", ("a",), iter([("=1+1", -2)])).body_iterator])
+    assert parts == "a\r\n'=1+1,-2\r\n", "no text becomes a formula"
+
+
+async def test_a_group_and_a_step_tell_where_they_came_from_and_where_they_went(
+    site: httpx.AsyncClient,
+) -> None:
+    for path, expected in {
+        "/groups/1": (
+            "row 1 of the data", "0 → 1", "judge said", "words of the judge", "failed score", "+0.75",
+            'href="#c3"', "/steps/0", "0123456789ab", "dead letter", "advantages fall where its rewards rise",
+        ),
+        "/steps/0": (
+            "waiting and all else", "25%", "Update 0, micro-batch 1: 3 completions of 1 group<", ">1.3</a>",
+            "failed score",
+        ),
+    }.items():  # fmt: skip
+        page = await text(site, path)
+        assert [words for words in expected if words not in page] == [], path
+    assert "advantages fall" not in await text(site, "/groups/5")
+    for sort, first in (("reward", "1.2"), ("length", "1.0")):
+        assert f">{first}</a>" in (await text(site, f"/groups/1?sort={sort}")).partition("<h3")[2][:80]
+
+
+async def test_a_live_run_is_followed(site: httpx.AsyncClient, broker: Broker, keys: Keys) -> None:
+    counts = {"weights_bytes": 2_500_000.0, "weights_changed": 0.014}
+    await publish_heartbeat(broker, keys, Heartbeat("t", "trainer", counts=counts))
+    await append_numbered(broker, keys.prompts(), [(n, make_ticket(n)) for n in (6, 7)])
+    await append(broker, keys.trajectories(), completion(6, 2, f"fresh {SCRIPT}"))
+    await append_numbered(broker, keys.commits, [(4, commit_of(4))])
+    await shows(site, "/groups/6", "fresh", "1 <small>of 4</small>")
+    await shows(site, "/groups/7", "No completion is known yet")
+    await shows(site, "/groups/8", "entries were trimmed")
+    await shows(site, "/state.html", "2.5 MB, 1.4% changed")
+
+
+async def test_runs_of_redis_are_listed_and_compared_by_their_commits(
+    site: httpx.AsyncClient, broker: Broker, keys: Keys, tmp_path: Path
+) -> None:
+    address = f"http://127.0.0.1/compare{{}}?run={keys.run_id}&run=gone&metric=reward"
+    tree = (await site.get(address.format(".json"))).json()
+    assert [line["points"] for line in tree["charts"][0]["lines"]] == [[[0, 0.5], [1, 1.5]]]
+    first = (await site.get(f"http://127.0.0.1/compare.json?run={keys.run_id}")).json()
+    assert [chart["key"] for chart in first["charts"]] == ["reward", "kl"], "where the address names none"
+    typed = {"run": [keys.run_id, "gone"], "metric": TYPED, "text": TYPED}
+    page = await text(site, "http://127.0.0.1/compare", **typed)
+    assert "no run <bdi>gone</bdi> here" in page and "<script>window" not in page and "&lt;script&gt;" in page
+    shutil.rmtree(tmp_path / keys.run_id)
+    await publish_config(broker, keys, run_config(tmp_path))
+    await broker.execute("SADD", RUNS, "invented")  # somebody only named it
+    catalog = Catalog(tmp_path)
+    listed = [line.run_id for line in await catalog.lines() if line.run_id in (keys.run_id, "invented")]
+    assert listed == [keys.run_id]
+    assert await catalog.exists(keys.run_id) and not await catalog.exists("invented")
+    await broker.execute("SREM", RUNS, "invented")
+
+
+async def leave_a_run(tmp_path: Path, *, archived: bool = False) -> EmbeddedRedis:
+    """A run whose own Redis was stopped."""
+    config = write_folder(tmp_path, ENDED)
+    redis = EmbeddedRedis(tmp_path / "ended" / "redis")
+    redis.start()
+    broker = await Broker.connect(redis.url)
+    await write_run(broker, ENDED, config)
+    for stream in StreamName if archived else ():
+        await archive(broker, ENDED, tmp_path / "ended", stream)
+    await broker.close()
+    redis.stop()
+    return redis
+
+
+@pytest.fixture
+def ended(browse: Any, monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncClient:
+    """On a run whose Redis is gone."""
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    return browse("ended")  # type: ignore[no-any-return]
+
+
+async def test_what_a_redis_left_is_shown_and_released_when_nobody_looks(
+    ended: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "REFRESH_STILL_S", 0.05)
+    redis = await leave_a_run(tmp_path)
+    await shows(ended, "/groups/0", "words of the judge")
+    await shows(ended, "/groups", "6 groups")
+    await shows(ended, "", "stopped")
+    monkeypatch.setattr(runs, "UNWATCHED_S", 0.0)
+
+    def is_free() -> bool:
+        try:
+            redis.start()
+        except Exception:
+            return False
+        redis.stop()
+        return True
+
+    await wait_until(lambda: asyncio.to_thread(is_free), what="the run could be resumed")
+    monkeypatch.setattr(runs, "UNWATCHED_S", 90.0)
+    await shows(ended, "/groups/1", "words of the judge")
+
+
+async def test_a_run_of_which_only_the_archive_is_left_is_all_there(
+    ended: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    await leave_a_run(tmp_path, archived=True)
+    shutil.rmtree(tmp_path / "ended" / "redis")
+    await shows(ended, "", "the archive in")
+    await shows(ended, "/groups/0", "words of the judge")
+    await shows(ended, "/groups/1", "dead letter")
+    await shows(ended, "/eval-groups/0", "an answer of the evaluation")
+    await shows(ended, "/steps/1", "2 groups, in the order")
+
+
+async def test_a_config_that_is_not_understood_is_named_and_the_run_shown_once_it_is(
+    ended: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "RETRY_S", 0.05)
+    write_folder(tmp_path, ENDED)
+    config = tmp_path / "ended" / "config.yaml"
+    good = config.read_text()
+    config.write_text("trainer: {steps: -1, <b>: 2}")
+    await shows(ended, "", "This run cannot be read now")
+    assert "<b>" not in (await text(ended, "/groups")).partition("<main")[0]
+    (tmp_path / "ended" / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "reward": 0.125}\n')
+    config.write_text(good)
+    await shows(ended, "/steps", "0.125")
+
+
+def write_metrics(folder: Path, rewards: list[float]) -> None:
+    steps = [{"kind": "step", "step": s, "time": 1.7e9 + s, "reward": r} for s, r in enumerate(rewards)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step | {"loss": None}) + "\n" for step in steps))
+
+
+async def test_a_run_of_which_only_the_folder_is_left_has_its_curves(
+    ended: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, ENDED)
+    write_metrics(tmp_path / "ended", [s / 4 for s in range(4)])
+    await shows(ended, "/steps/3", "0.75")
+    await shows(ended, "", "nothing is left of the streams")
+    charts = (await ended.get("/charts.json")).json()["charts"]
+    assert charts[0]["lines"][0]["points"][-1] == [3, 0.75]
+    assert "no groups here yet" in await text(ended, "/groups")
+    assert (await text(ended, "/metrics.csv")).splitlines()[4].startswith("3,")
+    assert len((await ended.get("/metrics.json")).json()["steps"]) == 4
+    assert "trainer.optimizer.lr" in await text(ended, "/config?text=optimizer")
+    assert yaml.safe_load(await text(ended, "/config.yaml"))["run_id"] == "ended"
+    assert (await ended.get("/dead")).status_code == 503
+    other = yaml.safe_load((tmp_path / "ended" / "config.yaml").read_text()) | {"seed": 77}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text(yaml.safe_dump(other))
+    write_metrics(tmp_path / "other", [-s for s in range(2000)])
+    address = "http://127.0.0.1/compare{}?run=ended&run=other&metric=reward"
+    (chart,) = (await ended.get(address.format(".json") + "&smooth=0.5")).json()["charts"]
+    first, second = chart["lines"]
+    assert first["raw"][-1] == [3, 0.75] and second["raw"][-1] == [1999, -1999]
+    assert len(second["points"]) <= MAX_POINTS
+    page = await text(ended, address.format(""))
+    assert "1 field<" in page and "seed" in page and "77" in page and "−1\u202f999" in page
+    rows = (await text(ended, address.format(".csv"))).splitlines()
+    assert rows[:2] == ["run,metric,step,seconds,value", "ended,reward,0,0.0,0.0"] and len(rows) == 2005
+
+
+async def test_of_the_folder_only_plain_logs_are_sent(ended: httpx.AsyncClient, tmp_path: Path) -> None:
+    write_folder(tmp_path, ENDED)
+    logs = tmp_path / "ended" / "logs"
+    logs.mkdir()
+    (logs / "trainer.log").write_text("".join(f"line {n} <b>\n" for n in range(20_000)))
+    (logs / "secret.log").symlink_to("/etc/hostname")
+    (logs / '"><img src=x>\n.log').write_text("not a name of ours")
+    newest = await text(ended, "/logs/trainer.log")
+    assert "line 19999 &lt;b&gt;" in newest and "line 1 " not in newest
+    assert "secret" not in newest and "img" not in newest.partition("<main")[2]
+    earlier = newest.partition("?end=")[2].partition('"')[0]
+    page = await text(ended, f"/logs/trainer.log?end={earlier}&text=LINE+1")
+    assert "earlier</a>" in page and "line 19999" not in page and "line 1" in page
+    assert (await text(ended, "/logs/trainer.log?file=1")).endswith("line 19999 <b>\n")
+    for name in ("secret.log", "..%2fconfig.yaml", "..%2f..%2fetc%2fpasswd", ".hidden"):
+        assert (await ended.get(f"/logs/{name}")).status_code == 404, name
