@@ -16,7 +16,6 @@ from pathlib import Path
 
 import structlog
 from pydantic import ValidationError
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
 from tidemill.common.errors import DamagedWeightsError, WeightsError
 from tidemill.common.files import (
@@ -140,14 +139,11 @@ class WeightDownload:
         noted = notes.read_text().split() if notes.exists() else []
         done = {int(note) for note in noted if note.isdecimal()}
         missing = [start for start in range(0, file.num_bytes, PIECE_BYTES) if start not in done]
-        attempts = Retrying(
-            stop=stop_after_attempt(ATTEMPTS), retry=retry_if_exception_type(WeightsError), reraise=True
-        )
         with open(partial / file.name, "r+b" if done else "wb") as output, open(notes, "ab", 0) as note:
 
             def fetch(start: int) -> None:
                 length = min(PIECE_BYTES, file.num_bytes - start)
-                data = attempts(self._remote.read, path, start, length)
+                data = self._read(path, start, length)
                 os.pwrite(output.fileno(), data, start)
                 # After its bytes: a note of a piece that was not written would hide it from the next try.
                 append_whole(note, f"{start}\n".encode())
@@ -159,6 +155,14 @@ class WeightDownload:
                         future.result()
                 finally:
                     streams.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, path: str, start: int, length: int) -> bytes:
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return self._remote.read(path, start, length)
+            except WeightsError:
+                continue
+        return self._remote.read(path, start, length)
 
     def _prune(self, manifest: WeightManifest) -> None:
         """Remove what neither this version's chain nor a slower worker needs."""

@@ -48,7 +48,7 @@ def test_without_a_word_the_environment_decides() -> None:
 @pytest.mark.parametrize(
     ("model", "rollout", "said"),
     [
-        (None, {"workers": 2, "gpus": [1]}, "2 workers with 1 each"),
+        (None, {"workers": 2, "gpus": [1]}, "names 1 GPUs"),
         ({"gpus": [1], "shares_rollout_gpus": True}, {}, "not both"),
         ({"shares_rollout_gpus": True}, {"engine": "transformers"}, "an engine that sleeps"),
         ({"shares_rollout_gpus": True, "engine": "vllm"}, {}, "takes turns by itself"),

@@ -2,7 +2,9 @@
 
 import argparse
 import ctypes
+import importlib.util
 import shutil
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_libnuma(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `make unit` installs no vLLM.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(vllm_machine, "LIBNUMA", "libnowhere.so.1")
 
 

@@ -43,7 +43,7 @@ def test_trainer_and_engine_cap_attention_scores(tmp_path):
     plain = with_capped_attention(tmp_path)
     config = run_config(tmp_path, trainer={"device": "cpu"})
     samples = make_samples(6)
-    engine = load_for_engine(config.model.model_copy(update={"dtype": "float32"}), "cpu")
+    engine = load_for_engine(config.model.model_copy(update={"dtype": "float32"}))
     for sample, mine in zip(samples, load_policy(config).logprobs(samples), strict=True):
         ids = sample.prompt_ids.tolist(), sample.completion_ids.tolist()
         expected = score_completion(plain, *ids)
@@ -99,7 +99,7 @@ def test_positions_depend_on_the_longest_sequence_of_the_run_alone(max_model_len
         data={"max_prompt_tokens": 4},
         rollout={"sampling": {"max_tokens": 8}},
     )
-    policy, engine = load_policy(config), load_for_engine(config.model, "cpu")
+    policy, engine = load_policy(config), load_for_engine(config.model)
     long, short = long_and_short()
     ids = short.prompt_ids.tolist(), short.completion_ids.tolist()
     expected = score_completion(plain, *ids)

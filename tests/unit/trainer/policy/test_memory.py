@@ -1,6 +1,5 @@
 """The estimate of what a run takes: against what real passes keep, and by hand."""
 
-import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from tidemill.services.trainer.policy.memory.estimate import (
     usable,
 )
 from tidemill.services.trainer.policy.memory.fit import Machine, choose_passes, examine_fit, find_settings
-from tidemill.services.trainer.policy.memory.report import main
+from tidemill.services.trainer.policy.memory.report import report
 from tidemill.services.trainer.policy.memory.sizes import (
     Model,
     ModelSizes,
@@ -300,18 +299,17 @@ def test_moments_on_the_host_are_counted_there_and_advised_before_what_changes_t
     assert "trainer.lora" not in found.settings
 
 
-def test_a_request_is_answered_from_config_json_alone(capsys):
+def test_a_request_is_answered_from_config_json_alone():
     tree = config_of().model_dump(mode="json")
     tree["model"]["path"] = str(MODELS / "Qwen3-0.6B")
     machines = [{"gpus": 2, "gpu_bytes": 80 * GIB, "host_bytes": None}]
-    assert main(json.dumps({"config": tree, "machines": machines, "finds": True})) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    answer = report({"config": tree, "machines": machines, "finds": True})
     assert answer["sizes"]["parameters"] == 596_049_920
     (fit,) = answer["fits"]
-    assert fit["problems"] == [] and (fit["ranks"], fit["engines"]) == (1, 1)
+    assert not fit["problems"] and (fit["ranks"], fit["engines"]) == (1, 1)
     tree["model"]["path"] = str(MODELS)
-    assert main(json.dumps({"config": tree, "machines": machines})) == ConfigError.exit_code
-    assert "config.json" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        report({"config": tree, "machines": machines, "finds": False})
 
 
 def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, tmp_path):
