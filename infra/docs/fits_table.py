@@ -26,7 +26,7 @@ SHORT = {
 
 PREAMBLE = f"""{HEADING}
 
-GPUs with {GIB_EACH} GiB, half of them the trainer's, or more; bfloat16, {MAX_MODEL_LEN:,} tokens, no reference
+GPUs with {GIB_EACH} GiB, half or more for the trainer; bfloat16, {MAX_MODEL_LEN:,} tokens, no reference
 model, hosts of 8 GPUs. GiB of a trainer's GPU and of the fullest host at the peak; "sequences" fit into the
 KV cache of one engine. Where it does not fit, the largest part is named. Generated from
 `docs/operations/models/`; `tidemill check --memory` computes yours.
