@@ -2,7 +2,8 @@
 """Every command of `tidemill`: a dataclass with its help and its options, and the function that does it.
 
 The function is named, and imported when its command is called, so that `--help` is answered at once: nothing
-heavy is imported here. It gets the dataclass, and returns the exit code, or None for 0.
+heavy is imported here. It gets the dataclass, and returns the exit code, or None for 0. What it raises as a
+TidemillError is printed, and its exit code is the command's.
 """
 
 import inspect

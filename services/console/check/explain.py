@@ -23,11 +23,6 @@ MAX_READ_CHARACTERS = 4000
 
 
 def check(options: CheckOptions) -> None:
-    """Check a config and print what it will do, its memory alone, or the fields that there are.
-
-    Raises:
-        ConfigError: something is wrong with it.
-    """
     if options.fields:
         print_fields(str(options.config or ""))
         return

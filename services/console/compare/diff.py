@@ -9,7 +9,6 @@ tokens is. Numbers that differ by less than the tolerance, and groups that only 
 marked as rounding.
 """
 
-import json
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -38,7 +37,7 @@ from tidemill.services.console.options import DiffOptions
 from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.run.history import RunAccess, open_history
 from tidemill.services.console.text.formats import sample_name
-from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import Node, note, part, show, table
 
 CLOCKS = ("_s", "idle_share", "wait_share")
 """Endings of metrics that tell of time: they are never the same twice."""
@@ -393,17 +392,9 @@ async def _step(
 
 
 def show_diff(options: DiffOptions) -> int:
-    """Compare and print; returns 0 where nothing differs by more than rounding, else 1.
-
-    Raises:
-        ConfigError: one of the runs is not there, or nothing tells its config.
-    """
     names, result = run_main(_diff(options))
-    if options.as_json:
-        tree = {"run_a": names[0], "run_b": names[1], **result.as_dict()}
-        print(json.dumps(jsonable(tree), indent=2, allow_nan=False))
-    else:
-        print_tree(terminal(), diff_tree(names, result))
+    record = {"run_a": names[0], "run_b": names[1], **result.as_dict()}
+    show(record, diff_tree(names, result), options.as_json)
     return 1 if result.differences else 0
 
 

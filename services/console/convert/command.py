@@ -51,7 +51,6 @@ def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
 
 
 def run_convert(options: ConvertOptions) -> int:
-    """Write the config and print the list; 1 where our config refuses what came out."""
     draft = convert(options.file, options.options, options.project)
     text, console = draft.text(options.file.name), Console(highlight=False, stderr=options.output is None)
     if options.output is None:

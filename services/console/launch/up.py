@@ -41,11 +41,6 @@ from tidemill.services.console.status.report import read_report
 
 
 def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs) -> int:
-    """Do the run; returns the exit code.
-
-    Raises:
-        TidemillError: it cannot start as it is. Nothing was started, and no folder made.
-    """
     hide_memory()  # it has the variables of all services
     run = prepare(options, Console(highlight=False), specs_of)
     code = run_main(run.go())

@@ -1,6 +1,5 @@
 """`tidemill step`: what went into a step, in which micro-batches, where its time went, and what came out."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,12 +12,11 @@ from tidemill.common.history.groups import advantages_of, dropped_groups, left_o
 from tidemill.common.history.records import STAGES, StepRecord, ends, read_step
 from tidemill.common.history.sessions import SessionFacts
 from tidemill.common.process.activity import times_of
-from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.options import StepOptions
-from tidemill.services.console.run.history import open_history
+from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, plural, sample_name, took, when
-from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
 
 MAX_GROUPS = 40
 """Groups that are shown unless all are asked for."""
@@ -221,7 +219,7 @@ def step_json(record: StepRecord) -> dict[str, Any]:
         {
             "ticket": ticket,
             "complete_at": record.complete_at(ticket),
-            "advantages": jsonable(advantages_of(commit, ticket)),
+            "advantages": advantages_of(commit, ticket),
             "samples": [
                 jsonable(sample) | {"stages_s": sample.stages_s(commit.finished_at)}
                 for sample in record.group(ticket)
@@ -230,32 +228,22 @@ def step_json(record: StepRecord) -> dict[str, Any]:
         for ticket in commit.groups
     ]
     return {
-        "commit": jsonable(commit),
+        "commit": commit,
         "groups": groups,
-        "micro_batches": jsonable(list(record.micro_batches())),
+        "micro_batches": list(record.micro_batches()),
         "reversed_groups": record.reversed_groups,
-        "weights": jsonable(record.manifest),
+        "weights": record.manifest,
     }
 
 
 def show_step(options: StepOptions) -> None:
-    """What went into a step, where its time went, and what came out.
+    async def read(access: RunAccess) -> StepRecord:
+        if (record := await read_step(access.history, options.number)) is None:
+            raise ConfigError(await _absence(access.history, options.number))
+        return record
 
-    Raises:
-        ConfigError: the run has no commit of it.
-    """
-
-    async def look() -> None:
-        async with open_history(options.run_id, options.runs_dir) as access:
-            record = await read_step(access.history, options.number)
-            if record is None:
-                raise ConfigError(await _absence(access.history, options.number))
-        if options.as_json:
-            print(json.dumps(step_json(record)))
-        else:
-            print_tree(terminal(), step_tree(record, options.is_full), options.is_full)
-
-    run_main(look())
+    record = read_run(options, read)
+    show(step_json(record), step_tree(record, options.is_full), options.as_json, options.is_full)
 
 
 async def _absence(history: History, step: int) -> str:

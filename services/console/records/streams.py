@@ -19,7 +19,6 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Record, Selection, StreamName, StreamSummary
 from tidemill.common.history.records import near_tickets
 from tidemill.common.history.sessions import num_completion_tokens, session_facts
-from tidemill.common.process.programs import run_main
 from tidemill.common.streams import group_status, last_id
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after
 from tidemill.common.streams.selection import said_in, texts_in
@@ -37,9 +36,9 @@ from tidemill.common.wire.messages import (
 from tidemill.services.console.options import EntryOptions, GrepOptions, TailOptions, ViewOptions
 from tidemill.services.console.records.selection import parse_sample, parse_stream, selection_of
 from tidemill.services.console.records.trace import session_parts
-from tidemill.services.console.run.history import open_history
+from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import number, plural, printable, sample_name, size
-from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, show, table, terminal
 
 GROUPS = {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}
 """Consumer groups by what they consume."""
@@ -53,16 +52,12 @@ WHOLE_TICKET = -1
 def _show_list(view: ViewOptions) -> None:
     """Every stream of the run: how much there is and where, and how far its readers are."""
 
-    async def look() -> None:
-        async with open_history(view.run_id, view.runs_dir) as access:
-            extents = [await _extent(access.history, one) for one in await access.history.summary()]
-        if view.as_json:
-            print(json.dumps(jsonable(extents), indent=2))
-        else:
-            source = note(f"run {access.run_id}, read from {access.source}", "dim")
-            print_tree(terminal(), part("", table(map(_extent_row, extents)), source))
+    async def read(access: RunAccess) -> tuple[list[dict[str, Any]], Node]:
+        extents = [await _extent(access.history, one) for one in await access.history.summary()]
+        source = note(f"run {access.run_id}, read from {access.source}", "dim")
+        return extents, part("", table(map(_extent_row, extents)), source)
 
-    run_main(look())
+    show(*read_run(view, read), view.as_json)
 
 
 async def _extent(history: History, summary: StreamSummary) -> dict[str, Any]:
@@ -106,26 +101,25 @@ def show_tail(options: TailOptions) -> None:
     name = parse_stream(options.stream, options.lane)
     selection = selection_of(options, name)
 
-    async def look() -> None:
-        async with open_history(options.run_id, options.runs_dir) as access:
-            if options.follow and access.is_over:
-                raise ConfigError(f"run {access.run_id} is over: nothing will come. Leave out --follow.")
-            newest = selected_records(access.history, name, selection, newest_first=True)
-            records = await _taken(newest, options.limit)
-            _print_records(options, name, records[::-1])
-            if options.follow and not records:  # what the selection left out is not looked at again and again
-                records = await _taken(access.history.scan(name, newest_first=True), 1)
-            last = records[0].entry_id if records else "0-0"
-            while options.follow:
-                await asyncio.sleep(POLL_S)
-                new = [r async for r in access.history.scan(name, Selection(id_after(last)))]
-                if new:
-                    last, wanted = new[-1].entry_id, replace(selection, first_id=new[0].entry_id)
-                    found = selected_records(access.history, name, wanted)
-                    _print_records(options, name, [record async for record in found])
+    async def look(access: RunAccess) -> None:
+        if options.follow and access.is_over:
+            raise ConfigError(f"run {access.run_id} is over: nothing will come. Leave out --follow.")
+        newest = selected_records(access.history, name, selection, newest_first=True)
+        records = await _taken(newest, options.limit)
+        _print_records(options, name, records[::-1])
+        if options.follow and not records:  # what the selection left out is not looked at again and again
+            records = await _taken(access.history.scan(name, newest_first=True), 1)
+        last = records[0].entry_id if records else "0-0"
+        while options.follow:
+            await asyncio.sleep(POLL_S)
+            new = [r async for r in access.history.scan(name, Selection(id_after(last)))]
+            if new:
+                last, wanted = new[-1].entry_id, replace(selection, first_id=new[0].entry_id)
+                found = selected_records(access.history, name, wanted)
+                _print_records(options, name, [record async for record in found])
 
     with contextlib.suppress(KeyboardInterrupt):
-        run_main(look())
+        read_run(options, look)
 
 
 async def _taken(records: AsyncIterator[Record], limit: int) -> list[Record]:
@@ -148,11 +142,6 @@ def _print_records(view: ViewOptions, stream: StreamName, records: list[Record])
 
 
 def show_entries(options: EntryOptions) -> None:
-    """One entry in full, by its id, its number, or its sample; without one, the list of streams.
-
-    Raises:
-        ConfigError: the stream has no such entry.
-    """
     if not options.stream:
         _show_list(options)
         return
@@ -164,28 +153,27 @@ def show_entries(options: EntryOptions) -> None:
     name, what = parse_stream(options.stream, options.lane), options.entry
     selection = _wanted(name, what)
 
-    async def look() -> None:
-        async with open_history(options.run_id, options.runs_dir) as access:
-            near = selection
-            if selection.tickets is not None:
-                first, last = (int(end or 0) for end in selection.tickets)
-                near = await near_tickets(access.history, first, last, name.lane)
-                near = replace(near, index=selection.index)
-            records = [record async for record in access.history.scan(name, near)]
-            if not records and near != selection:
-                records = [record async for record in access.history.scan(name, selection)]
+    async def read(access: RunAccess) -> list[Record]:
+        near = selection
+        if selection.tickets is not None:
+            first, last = (int(end or 0) for end in selection.tickets)
+            near = await near_tickets(access.history, first, last, name.lane)
+            near = replace(near, index=selection.index)
+        records = [record async for record in access.history.scan(name, near)]
+        if not records and near != selection:
+            records = [record async for record in access.history.scan(name, selection)]
         if not records:
             raise ConfigError(
                 f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "
                 "`tidemill streams show` says from where to where each stream goes."
             )
-        for record in records:
-            if options.as_json:
-                print(json.dumps(_record_json(name, record)))
-            else:
-                print_tree(terminal(), _record_tree(name, record), options.is_full)
+        return records
 
-    run_main(look())
+    for record in read_run(options, read):
+        if options.as_json:
+            print(json.dumps(_record_json(name, record)))
+        else:
+            print_tree(terminal(), _record_tree(name, record), options.is_full)
 
 
 def _wanted(stream: StreamName, what: str) -> Selection:
@@ -265,11 +253,7 @@ class Hit:
 
 
 def show_hits(options: GrepOptions) -> int:
-    """`tidemill streams grep`: print what is found, as it is found; returns 1 where there is nothing.
-
-    Raises:
-        ConfigError: the pattern is none, or an option does not apply to a stream.
-    """
+    """Prints what is found, as it is found; returns 1 where there is nothing."""
     try:
         pattern = re.compile(options.pattern, re.IGNORECASE if options.ignore_case else 0)
     except re.error as error:
@@ -280,20 +264,19 @@ def show_hits(options: GrepOptions) -> int:
     names = [parse_stream(name, options.lane) for name in options.streams or ("trajectories", "scores")]
     selection = selection_of(options, *names)
 
-    async def look() -> int:
+    async def look(access: RunAccess) -> int:
         num_found = 0
-        async with open_history(options.run_id, options.runs_dir) as access:
-            async for hit in _hits(access.history, names, selection, pattern):
-                _print_hit(options, hit)
-                num_found += 1
-                if num_found == options.limit:
-                    break
+        async for hit in _hits(access.history, names, selection, pattern):
+            _print_hit(options, hit)
+            num_found += 1
+            if num_found == options.limit:
+                break
         if not num_found and not options.as_json:
             Console(stderr=True).print(f"nothing was found in {' and '.join(names)}", style="dim")
         return 0 if num_found else 1
 
     try:
-        return run_main(look())
+        return read_run(options, look)
     except KeyboardInterrupt:
         return 1
 

@@ -36,11 +36,6 @@ REPORT_FILE = "rescore.json"
 
 
 def rescore(options: RescoreOptions) -> None:
-    """Do it, write the report into the sandbox's folder, and print it.
-
-    Raises:
-        ConfigError: there is no such run or history, or the reward cannot be used.
-    """
     console = Console(stderr=options.as_json, highlight=False)
     report, path = run_main(rescore_report(options, console))
     if options.as_json:

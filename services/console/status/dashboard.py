@@ -51,11 +51,7 @@ SPARK_WIDTH = 22
 
 
 def show_status(options: StatusOptions) -> int:
-    """Print how the run is doing; where its Redis is gone, its summary or what its folder tells.
-
-    Raises:
-        TidemillError: neither Redis nor the run's folder can be had.
-    """
+    """Where the run's Redis is gone, its summary is shown, or what its folder tells."""
     if options.watch and (options.report or options.as_json):
         raise ConfigError("--watch goes with neither --report nor --json.")
     if options.fails_on_warning and not options.report:

@@ -375,13 +375,7 @@ def spell_lines(warnings: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def show_report(options: StatusOptions) -> int:
-    """Print the report of a finished run, and keep it in the run's folder; returns the exit code.
-
-    Where its streams are gone, or in the archive alone, the report that the folder keeps is shown.
-
-    Raises:
-        TidemillError: nothing is left of the run, or it has not finished.
-    """
+    """Where the streams are gone, or in the archive alone, the report that the folder keeps is shown."""
     log_nothing()
     folder, console, note = find_run(options.run_id, options.runs_dir), Console(highlight=False), ""
     records = read_records(folder.path / METRICS_FILE)

@@ -201,11 +201,6 @@ def create_app(catalog: Catalog, access: Access) -> Starlette:
 
 
 def serve(options: WebOptions) -> None:
-    """Serve until Ctrl-C.
-
-    Raises:
-        ConfigError: there is no such run, or the address cannot be had.
-    """
     log_nothing()
     run_main(_serve(options))
 
