@@ -241,11 +241,7 @@ def show_dead(options: ShowDeadOptions) -> None:
 
 
 def chosen(choice: DeadChoice, entries: Sequence[DeadEntry]) -> list[DeadEntry]:
-    """The entries that were named, in that order, or all.
-
-    Raises:
-        ConfigError: one that was named is not there.
-    """
+    """The entries that were named, in that order, or all."""
     by_id = {entry.entry_id: entry for entry in entries}
     if unknown := [name for name in choice.ids if name not in by_id]:
         raise ConfigError(

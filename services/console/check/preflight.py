@@ -80,12 +80,7 @@ def examine(
     machine: Machine | None = None,
 ) -> Findings:
     """Check a run's config, or the file that holds it, and all it refers to; with a machine, also whether the
-    run fits into its memory.
-
-    Raises:
-        ConfigError: the config itself is bad, or something it refers to is missing or wrong; each mistake is
-            a paragraph of the message.
-    """
+    run fits into its memory."""
     findings = Findings(
         load_config(given, overrides) if isinstance(given, Path) else override_config(given, overrides)
     )

@@ -123,11 +123,7 @@ def replay_steps(options: ReplayOptions) -> int:
 
 
 def parse_steps(text: str) -> list[int]:
-    """`7`, `3,17` or `10..14`, ascending and without repeats.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """`7`, `3,17` or `10..14`, ascending and without repeats."""
     found: set[int] = set()
     for item in text.split(","):
         first, dots, last = item.strip().partition("..")

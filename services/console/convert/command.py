@@ -35,11 +35,7 @@ def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
 
 
 def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
-    """The draft of our config.
-
-    Raises:
-        ConfigError: the file cannot be read, or an option has a value that its own project would refuse.
-    """
+    """The draft of our config."""
     name, options = read_options(file, overrides, project)
     try:
         return convert_options(name, options)

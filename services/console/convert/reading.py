@@ -38,11 +38,7 @@ class Unknown(str):
 def read_options(
     path: Path, overrides: Iterable[str], project: Project | None
 ) -> tuple[Project, dict[str, Any]]:
-    """Which project a file is for, and its options by dotted name; overrides win.
-
-    Raises:
-        ConfigError: the file cannot be read, is of no known kind, or holds no options.
-    """
+    """Which project a file is for, and its options by dotted name; overrides win."""
     given, kind = list(overrides), path.suffix.lower()
     try:
         text = path.read_text(encoding="utf-8")

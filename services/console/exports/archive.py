@@ -29,11 +29,7 @@ ANSWER_S = 5.0
 
 
 async def archive_rest(broker: Broker, keys: Keys, run_dir: Path, config: ArchiveConfig) -> None:
-    """Archive what is left of all streams; nothing where Redis is gone.
-
-    Raises:
-        TidemillError: it cannot be written, or another process is archiving for too long.
-    """
+    """Archive what is left of all streams; nothing where Redis is gone."""
     from tidemill.common.archive.archiver import archive_run
 
     try:

@@ -122,11 +122,7 @@ def _check_is_free(options: UpOptions, folder: RunFolder) -> None:
 
 
 def _check_changes(options: UpOptions, config: RunConfig, folder: RunFolder) -> list[FieldChange]:
-    """What a resumed run does differently from now on.
-
-    Raises:
-        ConfigError: it would contradict what the run has done already.
-    """
+    """What a resumed run does differently from now on."""
     before = folder.config() if options.resume else None
     if before is None:
         return []

@@ -177,11 +177,7 @@ def show_entries(options: EntryOptions) -> None:
 
 
 def _wanted(stream: StreamName, what: str) -> Selection:
-    """The selection behind an id, a number or a sample.
-
-    Raises:
-        ConfigError: it is none that the stream has.
-    """
+    """The selection behind an id, a number or a sample."""
     first, dash, rest = what.partition("-")
     entry_id = what if dash and first.isdecimal() and rest.isdecimal() else ""
     if not entry_id and (name := NUMBERED.get(stream.message_type)):

@@ -65,11 +65,7 @@ class RunFolder:
 
     def create(self, config: "RunConfig", is_sandbox: bool = False) -> None:
         """Make the folder, keep the resolved config in it, and let `latest` point at it. The folder of a
-        sandbox must be new, and is never the latest.
-
-        Raises:
-            ConfigError: the folder cannot be made.
-        """
+        sandbox must be new, and is never the latest."""
         try:
             self.path.mkdir(parents=True, exist_ok=not is_sandbox)
             self.logs.mkdir(exist_ok=True)
@@ -126,11 +122,7 @@ def folder_of_runs(given: str | Path | None) -> Path:
 
 
 def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunFolder:
-    """The run that the user means: by id, by its folder wherever it is, from the environment, or the latest.
-
-    Raises:
-        ConfigError: no id was given and there is no latest run here.
-    """
+    """The run that the user means: by id, by its folder wherever it is, by the environment, or the latest."""
     given, runs = str(run or os.environ.get(RUN_VARIABLE, "")), folder_of_runs(runs_dir)
     if given and "/" in given:
         folder = Path(given).resolve()  # runs/latest is a link

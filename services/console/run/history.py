@@ -80,12 +80,7 @@ class RunAccess:
 async def open_history(
     run: RunFolder | str | Path | None, runs_dir: Path | None = None
 ) -> AsyncIterator[RunAccess]:
-    """The history of a run that was found already, or that the user means; without `run`, of runs/latest.
-
-    Raises:
-        ConfigError: there is no such run, or nothing is left of its streams.
-        TidemillError: its Redis refuses us, and there is nothing else to read.
-    """
+    """The history of a run that was found already, or that the user means; without `run`, of runs/latest."""
     log_nothing()
     folder = run if isinstance(run, RunFolder) else find_run(run, runs_dir)
     async with contextlib.AsyncExitStack() as stack:

@@ -88,11 +88,7 @@ async def _look(folder: RunFolder) -> RunSnapshot:
 
 
 def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> None:
-    """A run that stopped, from its folder; why Redis was not asked comes last.
-
-    Raises:
-        TidemillError: the one that was given, where the folder does not hold the run.
-    """
+    """A run that stopped, from its folder; why Redis was not asked comes last."""
     if folder.config() is None:
         raise error
     snapshot, words = read_folder(folder)

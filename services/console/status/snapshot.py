@@ -258,11 +258,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
-    """A snapshot from metrics.jsonl and config.yaml, and what else there is, in words.
-
-    Raises:
-        ConfigError: the folder does not hold a run.
-    """
+    """A snapshot from metrics.jsonl and config.yaml, and what else there is, in words."""
     config = folder.config()
     if config is None:
         raise ConfigError(

@@ -118,11 +118,7 @@ async def text(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 def _find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
-    """The group of an address.
-
-    Raises:
-        HTTPException: the run has none of this number.
-    """
+    """The group of an address."""
     lane, ticket = LANES.get(request.path_params["lane"]), request.path_params["ticket"]
     if lane is None:
         raise HTTPException(404)

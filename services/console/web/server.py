@@ -71,11 +71,7 @@ class Access:
     def of(
         cls, host: str, host_names: tuple[str, ...] = (), fixed_token: str = "", *, asks_always: bool = False
     ) -> "Access":
-        """Rules for a server that listens on `host`; a fixed token is asked for on this machine too.
-
-        Raises:
-            ConfigError: the fixed token is one that can be guessed, or that no header can carry.
-        """
+        """Rules for a server that listens on `host`; a fixed token is asked for on this machine too."""
         if fixed_token and (len(fixed_token) < LEAST_TOKEN_CHARACTERS or not fixed_token.isascii()):
             raise ConfigError(
                 f"{TOKEN_VARIABLE} has {len(fixed_token)} characters; it needs {LEAST_TOKEN_CHARACTERS} or "

@@ -71,11 +71,7 @@ class Site:
         return HTMLResponse(sendable(page), status)
 
     async def run_of(self, request: Request) -> WatchedRun:
-        """The run of an address.
-
-        Raises:
-            HTTPException: there is no such run.
-        """
+        """The run of an address."""
         run = await self.catalog.get(request.path_params["run"])
         if run is None:
             raise HTTPException(404, f"There is no run of this name in {self.catalog.runs}.")
@@ -93,11 +89,7 @@ Page = Callable[[Site, WatchedRun, Request], Awaitable[Response]]
 
 
 def history_of(run: WatchedRun) -> History:
-    """What can be read of the run.
-
-    Raises:
-        BrokerError: nothing can, at this moment.
-    """
+    """What can be read of the run."""
     if run.history is None:
         raise BrokerError(run.problem or "The run's streams are being opened; load the page again.")
     return run.history
