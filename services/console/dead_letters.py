@@ -44,7 +44,7 @@ from tidemill.common.streams import (
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD
-from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Message, Ticket, Trajectory
 from tidemill.services.console.options import DeadChoice, DeadFilter, DropOptions, ShowDeadOptions
 from tidemill.services.console.run.folder import connected, find_run, log_nothing
@@ -348,9 +348,9 @@ class Requeuer:
     async def _hand_out_again(self, entry: DeadEntry) -> RequeueResult:
         """Make a ticket or a trajectory pending again, for the next worker that reclaims."""
         lane, (ticket, _), lease_s = entry.lane, entry.key, self.config.streams.lease_s
-        key, group, published = self.keys.trajectories(lane), REWARD_GROUP, dict[int, int]()
+        name, published = StreamName(entry.content.origin), dict[int, int]()
+        key, group = name.key(self.keys), name.group
         if entry.stream == "prompts":  # what was published before it died must not be generated a second time
-            key, group = self.keys.prompts(lane), ROLLOUT_GROUP
             published = await self._published(ticket, lane)
         if await group_status(self.broker, key, group) is None:
             return RequeueResult(False, f"no {group} worker has ever joined; start one first")

@@ -22,7 +22,6 @@ from tidemill.common.history.sessions import num_completion_tokens, session_fact
 from tidemill.common.streams import group_status, last_id
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after
 from tidemill.common.streams.selection import said_in, texts_in
-from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
@@ -40,8 +39,6 @@ from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import number, plural, printable, sample_name, size
 from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, show, table, terminal
 
-GROUPS = {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}
-"""Consumer groups by what they consume."""
 NUMBERED: dict[type[Message], str] = {Ticket: "ticket", Commit: "step", WeightManifest: "version"}
 """Messages whose entry ids are their numbers."""
 POLL_S = 0.5
@@ -63,7 +60,7 @@ def _show_list(view: ViewOptions) -> None:
 async def _extent(history: History, summary: StreamSummary) -> dict[str, Any]:
     """One stream with its consumer group: `pending` are entries that a consumer holds, `lag` those that no
     consumer has been given, None where that is not known."""
-    key, group = summary.name.key(history.keys), GROUPS.get(summary.name.message_type, "")
+    key, group = summary.name.key(history.keys), summary.name.group
     status = await group_status(history.broker, key, group) if history.broker and group else None
     pending = lag = None
     if status is None or history.broker is None:

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.http_server import server_config
+from tidemill.common.process.listening import listen
 from tidemill.common.process.programs import run_main
 from tidemill.services.console.options import WebOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
@@ -202,7 +203,13 @@ def serve(options: WebOptions) -> None:
 
 
 async def _serve(options: WebOptions) -> None:
-    listener = _listen(options.host, options.port)
+    try:
+        listener = listen(options.host.strip("[]"), options.port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}. Choose another with "
+            "--host or --port."
+        ) from None
     catalog, path = Catalog(folder_of_runs(options.runs_dir)), ""
     if options.run_id is not None:
         run_id = find_run(options.run_id, catalog.runs).run_id
@@ -231,18 +238,3 @@ async def _serve(options: WebOptions) -> None:
         timeout_graceful_shutdown=CLOSE_S,
     )
     await uvicorn.Server(config).serve(sockets=[listener])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host.strip("[]"), port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another with --host or "
-            "--port."
-        ) from None
-    return listener
