@@ -258,8 +258,6 @@ class RequeueResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Requeuer:
-    """Puts dead messages of one run back, one at a time."""
-
     broker: Broker
     keys: Keys
     config: RunConfig
@@ -279,7 +277,6 @@ class Requeuer:
         return cls(broker, keys, config, outcomes, evaluated, state.get("status") == FINISHED)
 
     async def put_back(self, entry: DeadEntry) -> RequeueResult:
-        """Put one message back, exactly once, or say why not."""
         if reason := await self._refusal(entry):
             return RequeueResult(False, reason)
         if entry.stream == "scores":
@@ -420,7 +417,6 @@ def change_entries(choice: DeadChoice) -> int:
 
 
 def _ask(entries: Sequence[DeadEntry]) -> None:
-    """Let the user confirm that entries are removed for good."""
     count = plural(len(entries), "dead letter")
     if not sys.stdin.isatty():
         raise ConfigError(f"dropping {count} cannot be undone; say --yes where nobody can be asked.")

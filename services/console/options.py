@@ -49,7 +49,6 @@ def option(name: str, text: str, default: Any = MISSING, metavar: str | None = N
 
 
 def argument(text: str, default: Any = MISSING, metavar: str | None = None, **more: Any) -> Any:
-    """A field that is an argument."""
     return _field(typer.Argument(help=text, metavar=metavar, show_default=False, **more), default)
 
 
@@ -143,8 +142,6 @@ def overrides_option(text: str = "Override one field, such as trainer.steps=20. 
 
 @dataclass(frozen=True, kw_only=True)
 class OfRun:
-    """Which run a command is about."""
-
     run_id: str | None = run_argument()
     runs_dir: Path | None = runs_dir_option()
 
@@ -370,8 +367,6 @@ EVERYTHING = "Print JSON with everything, for programs."
 
 @dataclass(frozen=True, kw_only=True)
 class ViewOptions(OfRun):
-    """Which run, and how its entries are shown."""
-
     run_id: str | None = run_option()
     as_json: bool = json_flag("Print JSON lines with everything, for programs.")
     is_full: bool = option("--full", "Show texts to their ends.", False)

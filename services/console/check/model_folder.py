@@ -34,7 +34,6 @@ class ModelFacts:
 
 
 def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
-    """Check the folder at `model.path`."""
     folder = Path(model.path)
     if not folder.is_dir():
         if "/" not in model.path and not is_path(model.path):
@@ -89,7 +88,6 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file that holds an object."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -116,7 +116,6 @@ def compare_prompts(a: dict[int, Ticket], b: dict[int, Ticket]) -> Iterator[Diff
 
 
 def compare_groups(a: RecordedGroup, b: RecordedGroup, tolerance: float) -> Iterator[Difference]:
-    """Every difference between the samples that both groups have."""
     for index in sorted(a.trajectories.keys() & b.trajectories.keys()):
         for item in _trajectories(a.trajectories[index], b.trajectories[index], tolerance):
             yield replace(item, ticket=a.ticket, index=index)
@@ -248,8 +247,6 @@ def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:
 
 @dataclass(slots=True)
 class RunDiff:
-    """What the comparison of two runs came to."""
-
     config: list[dict[str, Any]]
     num_steps: int = 0
     """Steps that were compared."""
@@ -278,13 +275,10 @@ class RunDiff:
 
 
 class DiffedRun(NamedTuple):
-    """One of the two runs."""
-
     history: History
     config: RunConfig
 
     async def steps(self) -> AsyncGenerator["DiffedStep", None]:
-        """One after another."""
         history, trainer = self.history, self.config.trainer
         most = (2 + trainer.max_staleness) * trainer.groups_per_step
         async with GroupCursor(history, self.config.largest_group_size, most) as cursor:

@@ -35,7 +35,6 @@ def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
 
 
 def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
-    """The draft of our config."""
     name, options = read_options(file, overrides, project)
     try:
         return convert_options(name, options)

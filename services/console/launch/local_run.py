@@ -51,8 +51,6 @@ HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
 
 
 class LocalRun:
-    """One run; `go` does it and returns the exit code."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -97,7 +95,6 @@ class LocalRun:
                 return await self._report(broker, outcome)
 
     async def _supervise(self, broker: Broker, env: dict[str, str], guard: Guard) -> RunOutcome:
-        """Run the processes, with the view, until the run is over."""
         await publish_config(broker, self.keys, self.config)
         self._ran_before_s = float((await read_state(broker, self.keys)).get("ran_s", 0.0))
         trainer = self.config.trainer

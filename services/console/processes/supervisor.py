@@ -94,8 +94,6 @@ class ServiceProcess:
 
 
 class Ending(StrEnum):
-    """Why a run's processes are gone."""
-
     FINISHED = "finished"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -182,7 +180,6 @@ class Supervisor:
         self._end(RunOutcome(Ending.FAILED, reason, exit_code))
 
     def kill(self) -> None:
-        """End all at once."""
         self.stop()
         self._killed.set()
 
@@ -236,7 +233,6 @@ class Supervisor:
         status.state, status.pid = "stopped", 0
 
     async def _watch(self, process: ServiceProcess, status: ServiceStatus) -> int:
-        """Wait for the end of one start."""
         self._processes[status.name] = process
         status.state, status.pid = "running", process.pid
         if self._over.is_set():  # the run ended while it started

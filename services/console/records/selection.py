@@ -26,7 +26,6 @@ _A_TIME = "a time such as 2026-01-31T12:00 or '10m ago', or two of them as A..B"
 
 
 def selection_of(options: SelectionOptions, *streams: StreamName) -> Selection:
-    """What the options select in these streams."""
     for stream in streams:
         for name, carriers in _CARRIERS.items():
             if getattr(options, name) and stream.of(Lane.TRAIN) not in carriers:
@@ -84,7 +83,6 @@ def parse_stream(text: str, lane: str = "") -> StreamName:
 
 
 def parse_lane(text: str) -> Lane:
-    """A lane by its name."""
     try:
         return Lane(text)
     except ValueError:

@@ -236,8 +236,6 @@ MOST_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One text in which the pattern was found."""
-
     stream: StreamName
     entry: Entry[Message]
     field: str
@@ -381,7 +379,6 @@ def _record_tree(stream: StreamName, record: Record) -> Node:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """An entry as a row of the table of its stream."""
     if isinstance(record, Garbled):
         error = Node("error", f"cannot be decoded: {record.error}", style="yellow")
         return {"id": record.entry_id, "error": error}

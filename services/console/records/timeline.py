@@ -58,7 +58,6 @@ class Stretch:
 
 
 async def read_stretch(history: History, first: int, last: int, max_staleness: int | None) -> Stretch:
-    """Read steps `first` to `last`."""
     commits = history.messages(StreamName.COMMITS, Commit, Selection(steps=(first, last)))
     stretch = Stretch([commit async for commit in commits])
     if not stretch.commits:

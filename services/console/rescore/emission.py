@@ -25,8 +25,6 @@ MAX_BACKLOG = 4096
 
 
 class Emission:
-    """Feeds one sandbox from one history, and takes its scores."""
-
     def __init__(
         self,
         broker: Broker,
@@ -109,7 +107,6 @@ class Emission:
         self.emitted += len(trajectories)
 
     def _take(self, score: Score) -> None:
-        """Keep the first score of a trajectory."""
         if (emitted := self._waiting.pop(score.key, None)) is None:
             return
         self.scores[score.key] = score

@@ -50,12 +50,10 @@ class RunFolder:
 
     @property
     def redis_data(self) -> Path:
-        """Data of the run's own Redis."""
         return self.path / "redis"
 
     @property
     def summary(self) -> Path:
-        """What the run came to."""
         return self.path / SUMMARY_FILE
 
     @property
@@ -103,7 +101,6 @@ class RunFolder:
         return load_recorded(path) if path.exists() else None
 
     def write_address(self, url: str) -> None:
-        """Tell other commands where the run's own Redis listens."""
         descriptor = os.open(self.address_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(url)

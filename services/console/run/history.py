@@ -41,8 +41,6 @@ class MissingHistoryError(ConfigError):
 
 @dataclass(frozen=True)
 class RunAccess:
-    """A run that can be looked at."""
-
     folder: RunFolder
     history: History
     source: str

@@ -21,8 +21,6 @@ MAX_FAILED_STARTS = 5
 
 
 class LocalRedis:
-    """Owns one `EmbeddedRedis`."""
-
     def __init__(self, data: Path, guard: Guard) -> None:
         self.server, self.guard = EmbeddedRedis(data), guard
         self._pid = 0

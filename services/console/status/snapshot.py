@@ -60,8 +60,6 @@ class QueueDepth:
 
 @dataclass(slots=True)
 class RunSnapshot:
-    """A run at the time `at`."""
-
     run_id: str
     steps: int
     max_staleness: int

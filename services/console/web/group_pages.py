@@ -118,7 +118,6 @@ async def text(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 def _find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
-    """The group of an address."""
     lane, ticket = LANES.get(request.path_params["lane"]), request.path_params["ticket"]
     if lane is None:
         raise HTTPException(404)

@@ -61,8 +61,6 @@ CLOSE_S = 3
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may read the pages of one server."""
-
     token: str = ""
     """Empty: everybody who reaches the port, which listens on this machine only."""
     host_names: frozenset[str] = frozenset()

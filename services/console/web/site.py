@@ -34,8 +34,6 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 class Site:
-    """The catalog of runs, and the templates."""
-
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.metric_files = MetricFiles()
@@ -71,7 +69,6 @@ class Site:
         return HTMLResponse(sendable(page), status)
 
     async def run_of(self, request: Request) -> WatchedRun:
-        """The run of an address."""
         run = await self.catalog.get(request.path_params["run"])
         if run is None:
             raise HTTPException(404, f"There is no run of this name in {self.catalog.runs}.")
