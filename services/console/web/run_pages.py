@@ -30,15 +30,7 @@ from tidemill.services.console.text.tree import part, table
 from tidemill.services.console.web.curves import chart_trees
 from tidemill.services.console.web.groups import STATES, GroupRow, number_of
 from tidemill.services.console.web.runs import WatchedRun
-from tidemill.services.console.web.site import (
-    Page,
-    Site,
-    attached,
-    csv_file,
-    flatten,
-    history_of,
-    json_file,
-)
+from tidemill.services.console.web.site import Page, Site, attached, csv_file, flatten, history_of, json_file
 from tidemill.services.console.web.texts import sendable
 
 RECENT_STEPS = 5
