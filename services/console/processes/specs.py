@@ -111,7 +111,7 @@ def _server_gpus(config: RunConfig, local: LocalServersConfig, index: int) -> Se
 
 
 def _visible(gpus: Sequence[int]) -> dict[str, str]:
-    return {VISIBLE: ",".join(map(str, gpus))} if gpus else {}
+    return {VISIBLE: _list(gpus)} if gpus else {}
 
 
 TRAINER, ROLLOUT = "trainer.gpus", "rollout.gpus"

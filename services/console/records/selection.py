@@ -6,7 +6,8 @@ from collections.abc import Callable
 from datetime import datetime
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.history import Selection, StreamName
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.history.records import ends
 from tidemill.common.streams.selection import Range
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.options import SelectionOptions
@@ -97,6 +98,12 @@ def parse_sample(text: str) -> tuple[int, int | None]:
             f"{text!r} is no ticket: give its number, such as 412, or that of one of its samples, as 412.3."
         )
     return int(found[1]), int(found[2]) if found[2] else None
+
+
+async def span_of(history: History, stream: StreamName, number: str) -> str:
+    """From where to where a stream of numbered messages goes, in words; `number` is their field."""
+    known = [getattr(message, number) for message in await ends(history, stream)]
+    return f"{stream} has {number}s {known[0]} to {known[-1]}" if known else f"{stream} is empty"
 
 
 def _count(text: str) -> float:

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.history import History, StreamName
+from tidemill.common.history import StreamName
 from tidemill.common.history.groups import advantages_of, dropped_groups, left_out
-from tidemill.common.history.records import STAGES, StepRecord, ends, read_step
+from tidemill.common.history.records import STAGES, StepRecord, read_step
 from tidemill.common.history.sessions import SessionFacts
 from tidemill.common.process.activity import times_of
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.options import StepOptions
+from tidemill.services.console.records.selection import span_of
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
@@ -239,16 +240,11 @@ def step_json(record: StepRecord) -> dict[str, Any]:
 def show_step(options: StepOptions) -> None:
     async def read(access: RunAccess) -> StepRecord:
         if (record := await read_step(access.history, options.number)) is None:
-            raise ConfigError(await _absence(access.history, options.number))
+            there = await span_of(access.history, StreamName.COMMITS, "step")
+            raise ConfigError(
+                f"run {access.run_id} has no commit of step {options.number}: {there}, counted from 0."
+            )
         return record
 
     record = read_run(options, read)
     show(step_json(record), step_tree(record, options.is_full), options.as_json, options.is_full)
-
-
-async def _absence(history: History, step: int) -> str:
-    known = [
-        message.step for message in await ends(history, StreamName.COMMITS) if isinstance(message, Commit)
-    ]
-    there = f"it has steps {known[0]} to {known[-1]}, counted from 0" if known else "it has none yet"
-    return f"run {history.run_id} has no commit of step {step}: {there}."

@@ -392,7 +392,7 @@ def _versions(trajectory: Trajectory) -> str:
 
 
 def _sample(message: Message) -> str:
-    return sample_name(getattr(message, "ticket", -1), getattr(message, "index", -1))
+    return sample_name(*_key(message))
 
 
 def _trajectory_row(made: Trajectory) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.history import History, StreamName
-from tidemill.common.history.records import GroupRecord, Place, SampleRecord, ends, read_group
+from tidemill.common.history import StreamName
+from tidemill.common.history.records import GroupRecord, Place, SampleRecord, read_group
 from tidemill.common.history.sessions import (
     SessionFacts,
     TurnRecord,
@@ -19,9 +19,9 @@ from tidemill.common.history.sessions import (
 )
 from tidemill.common.streams.selection import texts_in
 from tidemill.common.wire.arrays import Float64
-from tidemill.common.wire.messages import Lane, Score, Ticket, Trajectory
+from tidemill.common.wire.messages import Score, Ticket, Trajectory
 from tidemill.services.console.options import TraceOptions
-from tidemill.services.console.records.selection import parse_lane, parse_sample
+from tidemill.services.console.records.selection import parse_lane, parse_sample, span_of
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, number, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
@@ -289,7 +289,11 @@ def show_trace(options: TraceOptions) -> None:
     async def read(access: RunAccess) -> GroupRecord:
         group = await read_group(access.history, ticket, lane)
         if not (group.ticket or group.samples or group.letters or group.commit):
-            raise ConfigError(await _absence(access.history, ticket, lane))
+            there = await span_of(access.history, StreamName.PROMPTS.of(lane), "ticket")
+            raise ConfigError(
+                f"run {access.run_id} knows no ticket {ticket} of the lane {lane}: {there}. Where older ones "
+                "were trimmed without an archive, they are gone."
+            )
         return group
 
     group = read_run(options, read)
@@ -298,13 +302,3 @@ def show_trace(options: TraceOptions) -> None:
         made = ", ".join(str(sample.index) for sample in group.samples) or "none"
         raise ConfigError(f"ticket {ticket} has no sample {index} in the streams; it has {made}.")
     show(group_json(group, index), group_tree(group, sample), options.as_json, options.is_full)
-
-
-async def _absence(history: History, number: int, lane: Lane) -> str:
-    name = StreamName.PROMPTS.of(lane)
-    known = [message.ticket for message in await ends(history, name) if isinstance(message, Ticket)]
-    there = f"{name} has tickets {known[0]} to {known[-1]}" if known else f"{name} is empty"
-    return (
-        f"run {history.run_id} knows no ticket {number} of the lane {lane}: {there}. Where older ones were "
-        "trimmed without an archive, they are gone."
-    )

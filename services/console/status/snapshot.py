@@ -33,6 +33,11 @@ QUEUED = next(iter(RQ_STATES))
 MAX_POINTS = 256
 """Steps kept for curves and rates. Who attaches to a long run reads only these."""
 READ_COUNT = 64
+SHOWN = (
+    "run_id", "status", "at", "version", "steps", "max_staleness", "evaluations", "warnings", "step_s",
+    "eta_s", "tokens_per_s", "jobs",
+)  # fmt: skip
+"""Of a snapshot, for programs, as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +150,14 @@ class RunSnapshot:
 
     def as_dict(self) -> dict[str, Any]:
         """For programs: the last step's metrics, and everything that is not a curve."""
+        verdict = self.bottleneck
         return {
-            "run_id": self.run_id,
-            "status": self.status,
-            "at": self.at,
-            "version": self.version,
-            "steps": self.steps,
-            "max_staleness": self.max_staleness,
+            **{name: getattr(self, name) for name in SHOWN},
             "metrics": self.points[-1].metrics if self.points else {},
-            "evaluations": self.evaluations,
-            "warnings": self.warnings,
-            "step_s": self.step_s,
-            "eta_s": self.eta_s,
-            "tokens_per_s": self.tokens_per_s,
-            "bottleneck": verdict.as_dict() if (verdict := self.bottleneck) else None,
+            "bottleneck": verdict.as_dict() if verdict else None,
             "idle": {role: self.idle_share(role) for role in ROLES},
             "queues": [asdict(queue) for queue in self.queues],
             "dead_letters": self.num_dead,
-            "jobs": self.jobs,
             "redis": asdict(self.memory) | {"is_full": self.memory.is_full},
             "workers": [asdict(beat) | {"is_alive": beat.is_alive} for beat in self.workers],
         }

@@ -126,7 +126,7 @@ def json_file(name: str, tree: Any) -> Response:
     return Response(text, media_type="application/json", headers=attached(f"{name}.json"))
 
 
-def csv_file(name: str, titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> Response:
+def csv_file(name: str, titles: Sequence[str], rows: Iterable[Iterable[Any]]) -> Response:
     """Rows as CSV, part by part. Text that a spreadsheet would take for a formula is quoted."""
 
     def cell(value: Any) -> Any:
