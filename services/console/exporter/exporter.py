@@ -211,7 +211,7 @@ class Exporter:
                 try:
                     async with asyncio.timeout(PATIENCE * self._every_s):
                         reading = await reader.read()
-                    with self._lock:
+                    with self._lock:  # a scrape between clearing and setting would miss workers
                         self._reading = reading
                         set_gauges(reading)
                 except TimeoutError:

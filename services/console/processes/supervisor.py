@@ -70,6 +70,7 @@ class ServiceProcess:
         Children that it left behind, such as the pool of a killed reward worker, are ended too.
         """
         code = await self._process.wait()
+        # While the group has members its number cannot be given away; after that the guard must not use it.
         self.kill()
         self._guard.forget(self.pid)
         return code
@@ -158,7 +159,9 @@ class Supervisor:
         self._env, self._guard, self._is_finished = env, guard, is_finished
         keepers = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self.specs]
         try:
-            await self._over.wait()
+            await (
+                self._over.wait()
+            )  # set before processes are ended: a keeper that sees one end starts no other
             await self._drain(keepers)
         finally:
             for process in self._processes.values():

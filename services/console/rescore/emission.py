@@ -53,6 +53,7 @@ class Emission:
     async def run(self, on_progress: Callable[["Emission"], None]) -> None:
         """Emit everything and wait for all scores."""
         self.started_at, key = time.time(), self.keys.scores(self.lane)
+        # The position is taken before anything is emitted: scores that were there are no answers.
         reader = OffsetReader(self.broker, key, Score, await last_id(self.broker, key))
         offset_s: float | None = None  # from the times of the record to those of now
 

@@ -104,6 +104,7 @@ async def open_redis(
             async with connected(url) as broker:
                 yield url, broker
         finally:
+            # Before the server stops, or it would be started again.
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
             folder.address_file.unlink(missing_ok=True)
