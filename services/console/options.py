@@ -508,13 +508,12 @@ class DeadFilter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeadChoice(DeadFilter):
+class DeadChoice(DeadFilter, OfRun):
     """Dead letters by their ids, or all that the filter leaves."""
 
     ids: list[str] = argument("Ids of dead letters.", [], "ID")
     has_all: bool = option("--all", "All dead letters that the filters leave.", False)
     run_id: str | None = run_option()
-    runs_dir: Path | None = runs_dir_option()
 
 
 @command("dead show", "dead_letters:show_dead", "--error schema", "1790000000000-0 --hex")

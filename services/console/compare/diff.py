@@ -232,11 +232,13 @@ def _composition(a: Commit, b: Commit, has_same_groups: bool) -> Difference:
     """The first micro-batch that differs."""
     one, other = ([keys for *_, keys in micro_batches_of(commit)] for commit in (a, b))
     place = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
-    shown = (list(map(list, batches[place])) if place < len(batches) else [] for batches in (one, other))
+    a_keys, b_keys = (
+        [list(key) for keys in batches[place : place + 1] for key in keys] for batches in (one, other)
+    )
     # The same samples in another order: the sums of gradients differ in their last bits alone.
     updates = [[sorted(itertools.chain(*mini)) for mini in commit.mini_batches] for commit in (a, b)]
     is_rounding = has_same_groups and updates[0] == updates[1]
-    return Difference(Aspect.COMPOSITION, f"micro-batch {place}", *shown, is_rounding=is_rounding)
+    return Difference(Aspect.COMPOSITION, f"micro-batch {place}", a_keys, b_keys, is_rounding=is_rounding)
 
 
 def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:
