@@ -74,9 +74,9 @@ def select_batch(waiting: Iterable[QueuedRow], limits: BatchLimits) -> list[Queu
 class BusyError(RewardError):
     """No room now; `retry_after_s` is when to retry."""
 
-    def __init__(self, message: str, retry_after_s: float, status: int = 429) -> None:
+    def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
-        self.retry_after_s, self.status = retry_after_s, status
+        self.retry_after_s = retry_after_s
 
 
 class ComputeError(RewardError):
@@ -94,11 +94,8 @@ class Batcher:
         self.waiting: dict[QueuedRow, asyncio.Future[Tensor]] = {}
         """Rows that no batch has taken yet, in the order of arrival."""
         self._arrived = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._number, self._tokens_per_s = 0, 0.0
-        self.is_closed = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> "asyncio.Task[None]":
@@ -110,11 +107,9 @@ class Batcher:
         """Scores of the rows of one request, all or none.
 
         Raises:
-            BusyError: the rows do not fit into the queue, or the server is ending.
+            BusyError: the rows do not fit into the queue.
             ComputeError: the device failed on one of them.
         """
-        if self.is_closed:
-            raise BusyError("the server is ending", 1.0, status=503)
         if self.waiting and len(self.waiting) + len(rows) > self._max_queued_rows:
             wanted_s = _num_tokens(self.waiting) / self._tokens_per_s if self._tokens_per_s else 1.0
             pause_s = min(LONGEST_RETRY_S, max(1.0, wanted_s))
@@ -124,7 +119,6 @@ class Batcher:
             self._number += 1
             made[QueuedRow(token_ids, priority, self._number)] = loop.create_future()
         self.waiting |= made
-        self._idle.clear()
         self._arrived.set()
         metrics.REWARD_MODEL_QUEUED_ROWS.set(len(self.waiting))
         try:
@@ -138,15 +132,9 @@ class Batcher:
         """Run `work` on the thread that computes, between two batches."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def drained(self) -> None:
-        """Wait until nothing is queued or computed."""
-        await self._idle.wait()
-
     async def close(self) -> None:
-        """Take no more, finish what waits, and stop."""
-        self.is_closed = True
-        if self._task is not None and not self._task.done():
-            await self.drained()
+        """Stop; what waits is not computed."""
+        if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -160,12 +148,11 @@ class Batcher:
                 await self._compute([(row, self.waiting.pop(row)) for row in batch])
             if not self.waiting:
                 self._arrived.clear()
-                self._idle.set()
 
     async def _fill(self) -> None:
         """Wait for more rows while they keep coming, within the flush time of the oldest."""
         await asyncio.sleep(0)  # requests that came in the same turn of the loop belong together
-        while self.waiting and not self.is_closed:
+        while self.waiting:
             left_s = next(iter(self.waiting)).arrived + self._flush_s - time.monotonic()
             is_full = len(self.waiting) >= self._limits.max_rows or (
                 _num_tokens(self.waiting) >= self._limits.max_tokens
