@@ -71,7 +71,7 @@ class Scorer:
                 worker=self._worker,
             )
         started = time.monotonic()
-        sample = RewardSample.from_trajectory(trajectory, lane)
+        sample = RewardSample(trajectory, lane)
         total = self.reward.sum_up(await self.parts(sample))
         return score_of(total, sample, self._worker, time.monotonic() - started)
 

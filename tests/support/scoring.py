@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
+from tests.support.samples import make_sample
 from tidemill.common.wire.messages import Score
 from tidemill.services.reward.functions.pool import ProcessPool
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.outcome import RewardOutcome
-from tidemill.services.reward.sample import RewardSample
 
 SOURCE = """
     import asyncio, ctypes, os, signal, subprocess, sys, threading, time
@@ -58,7 +58,7 @@ class Pool(ProcessPool):
     async def score(
         self, code: str, timeout_s: float = 60, name: str = "sample", index: int = 0
     ) -> RewardOutcome:
-        (outcome,) = await self.run(Request([RewardSample((0, index), False, "", code, name)]), timeout_s)
+        (outcome,) = await self.run(Request([make_sample((0, index), False, "", code, name)]), timeout_s)
         return outcome
 
 

@@ -189,9 +189,9 @@ def rubric_arguments(how: CallConvention, sample: RewardSample, kwargs: Kwargs) 
     offered: dict[str, Any] = {
         "prompt": sample.messages or sample.prompt,
         "completion": _completion(sample),
-        "answer": sample.ground_truth,
-        "info": dict(sample.extra_info),
-        "task": sample.data_source,
+        "answer": sample.trajectory.ground_truth,
+        "info": dict(sample.trajectory.extra),
+        "task": sample.trajectory.data_source,
     }
     return how.taken({**offered, "state": dict(offered)}) | dict(kwargs)
 
@@ -213,8 +213,8 @@ def trl_arguments(
     offered: dict[str, Any] = {name: [row.get(name) for row in columns] for name in names} | {
         "prompts": [sample.messages or sample.prompt for sample in samples],
         "completions": [_completion(sample) for sample in samples],
-        "completion_ids": [list(map(int, sample.completion_ids)) for sample in samples],
-        "trainer_state": SimpleNamespace(global_step=samples[0].step, max_steps=None),
+        "completion_ids": [list(map(int, sample.last.completion_ids)) for sample in samples],
+        "trainer_state": SimpleNamespace(global_step=samples[0].trajectory.step, max_steps=None),
         "log_extra": log.log_extra,
         "log_metric": log.log_metric,
     }
@@ -229,12 +229,15 @@ def trl_arguments(
 
 
 def _completion(sample: RewardSample) -> str | ChatMessages:
-    return sample.solution_str if sample.messages is None else copy.deepcopy(sample.said)
+    return sample.trajectory.text if sample.messages is None else copy.deepcopy(sample.said)
 
 
 def _columns(sample: RewardSample) -> dict[str, Any]:
-    row = {name: value for name, value in sample.extra_info.items() if name not in _NOT_COLUMNS}
-    return {"data_source": sample.data_source, "ground_truth": sample.ground_truth} | row
+    row = {name: value for name, value in sample.trajectory.extra.items() if name not in _NOT_COLUMNS}
+    return {
+        "data_source": sample.trajectory.data_source,
+        "ground_truth": sample.trajectory.ground_truth,
+    } | row
 
 
 @dataclass(frozen=True, slots=True)

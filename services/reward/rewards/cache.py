@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
@@ -123,19 +122,21 @@ class RewardCache:
 
 def _digest(version: str, sample: RewardSample) -> str:
     """Lengths are part of msgpack, so that no two samples can run together."""
+    trajectory, last = sample.trajectory, sample.last
     parts = [
         version,
         sample.is_evaluation,
-        sample.data_source,
-        sample.prompt_text,
-        sample.own_text,
-        sample.solution_str,
-        np.asarray(sample.completion_ids, dtype="<i4").tobytes(),
-        sample.ground_truth,
-        sample.extra_info,
+        trajectory.data_source,
+        trajectory.prompt_text,
+        trajectory.own_text,
+        trajectory.text,
+        last.completion_ids.tobytes(),
+        trajectory.ground_truth,
+        trajectory.extra,
     ]
-    if sample.session is not None:
-        parts += [sample.session, None if sample.loss_mask is None else sample.loss_mask.tobytes()]
-    for segment in sample.segments[:-1]:  # of a session whose history was rewritten
+    if (session := trajectory.session) is not None:
+        parts += [session.environment, session.messages, session.reward, session.metrics, session.end]
+        parts += [sample.turn_rewards, last.mask.tobytes()]
+    for segment in trajectory.segments[:-1]:  # of a session whose history was rewritten
         parts += [segment.prompt_ids.tobytes(), segment.completion_ids.tobytes(), segment.mask.tobytes()]
     return hashlib.blake2b(pack(parts, str), digest_size=16).hexdigest()

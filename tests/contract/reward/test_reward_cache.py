@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.samples import make_sample
 from tests.support.waiting import wait_until
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
@@ -27,9 +28,9 @@ class Paid:
         self.gate.set()
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        self.asked.append(sample.solution_str)
+        self.asked.append(sample.trajectory.text)
         await self.gate.wait()
-        if sample.solution_str == "fail":
+        if sample.trajectory.text == "fail":
             raise AttemptError("no verdict")
         return RewardOutcome(float(len(self.asked)), {"tokens": 7.0}, {"verdict": "good"})
 
@@ -37,7 +38,7 @@ class Paid:
 
 
 def sample(text: str, ticket: int = 0, truth: Any = "1", **fields: Any) -> RewardSample:
-    return RewardSample(
+    return make_sample(
         (ticket, 0), False, "src", text, truth, prompt_text=fields.pop("prompt", "p"), **fields
     )
 

@@ -51,7 +51,9 @@ async def test_a_group_is_published_at_once_when_its_last_score_is_in(
         made = await scores(broker, keys, SIZE)
     assert [score.value for score in made] == pytest.approx([1.0, 1 / 6, 2 / 3, 1 / 6])
     assert [score.components["before_group"] for score in made] == [4.0, 1.0, 3.0, 1.0]
-    assert [score.tokens_digest for score in made] == [sample.tokens_digest for sample in (first, *others)]
+    assert [score.tokens_digest for score in made] == [
+        sample.trajectory.tokens_digest for sample in (first, *others)
+    ]
     assert len({score.tokens_digest for score in made}) == SIZE
     assert await num_pending(broker, keys) == 0
 
@@ -284,8 +286,8 @@ async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring
     results = keys.results(0), keys.result_tickets()
     for delivery in await dead.fetch(2, 0.0):  # it kept both results, and died before the group was published
         assert isinstance(delivery, Delivery)
-        sample = RewardSample.from_trajectory(delivery.message, Lane.TRAIN)
-        parts = {"compute_score": RewardOutcome(value=float(sample.solution_str))}
+        sample = RewardSample(delivery.message, Lane.TRAIN)
+        parts = {"compute_score": RewardOutcome(value=float(sample.trajectory.text))}
         kept = await dead.store_result(delivery, *results, GroupResult.of(sample, parts, "dead", 1.0))
     assert kept is not None and len(kept) == 2
     async with worker(broker, keys, function=f"{path}:compute_score", group="rank"):

@@ -20,6 +20,7 @@ from rq.serializers import JSONSerializer
 
 from tests.support.preloaded import REPO
 from tests.support.rewards import code_reward
+from tests.support.samples import make_sample
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
@@ -43,7 +44,7 @@ DOUBLES = "Here it is:\n```python\nprint(int(input()) * 2)\n```\nDone."
 
 
 def sample(text: str, tests: Any = TESTS, number: int = 0) -> RewardSample:
-    return RewardSample((number, 0), False, "code", text, tests)
+    return make_sample((number, 0), False, "code", text, tests)
 
 
 @pytest.fixture

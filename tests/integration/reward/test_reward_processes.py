@@ -9,6 +9,7 @@ from textwrap import dedent
 import psutil
 import pytest
 
+from tests.support.samples import make_sample
 from tests.support.waiting import wait_until
 from tidemill.services.reward.functions.pool import Execution, ProcessPool
 from tidemill.services.reward.functions.request import Request
@@ -60,7 +61,7 @@ async def pool(reference: str) -> AsyncIterator[Pool]:
 
 
 def sample(code: str, name: str = "sample", is_evaluation: bool = False) -> RewardSample:
-    return RewardSample((0, 0), is_evaluation, "", code, name)
+    return make_sample((0, 0), is_evaluation, "", code, name)
 
 
 def pid_of(folder: Path, name: str) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.samples import make_sample
 from tidemill.common.config import NamedRewardConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.reward.functions.request import Request, run_through
@@ -23,7 +24,7 @@ def sample(text: str = "2", index: int = 0, **fields: Any) -> RewardSample:
         "data_source": "src", "ground_truth": "truth", "extra_info": {}, "prompt_text": "<user>1+1?",
         "completion_ids": np.array([5, 6], dtype=np.int32), "step": 7,
     }  # fmt: skip
-    return RewardSample((3, index), False, solution_str=text, **(values | fields))
+    return make_sample((3, index), False, solution_str=text, **(values | fields))
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_a_function_sees_whether_it_scores_training_or_evaluation(load: Any) -> 
     by_info = load(
         "def reward(solution_str, extra_info): return float(extra_info['is_evaluation'])", "reward"
     )
-    evaluated = RewardSample((0, 0), True, "", "text", None)
+    evaluated = make_sample((0, 0), True, "", "text", None)
     for function in (by_name, by_info):
         assert [call(function, s)[0].value for s in (sample(), evaluated)] == [0.0, 1.0]
     listed = load("def reward(completions, is_evaluation): return [float(bool(is_evaluation))]", "reward")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.samples import make_sample
 from tidemill.common.errors import ConfigError
 from tidemill.services.reward.builtin import BUILTINS
 from tidemill.services.reward.functions.request import Request, run_through
@@ -16,7 +17,7 @@ from tidemill.services.reward.sample import RewardSample
 
 def sample(**fields: Any) -> RewardSample:
     values: dict[str, Any] = {"data_source": "src", "solution_str": "text", "ground_truth": "truth"}
-    return RewardSample((0, 0), False, **(values | fields))
+    return make_sample((0, 0), False, **(values | fields))
 
 
 def score(function: RewardFunction, *samples: RewardSample) -> RewardOutcome:

@@ -30,7 +30,7 @@ from tidemill.services.reward.rewards.weighted_sum import score_of
 from tidemill.services.reward.sample import RewardSample
 
 LOGPROBS = np.array([-0.25, -2.0, -0.125], np.float32)
-SAMPLE = RewardSample.from_trajectory(make_trajectory(), Lane.TRAIN)
+SAMPLE = RewardSample(make_trajectory(), Lane.TRAIN)
 
 
 class Told:
@@ -174,7 +174,7 @@ class TestOwnPrompt:
         return TeacherPrompt("wise", NamedRewardConfig(teacher=teacher)).of(sample)
 
     def sample(self, **extra: Any) -> RewardSample:
-        return RewardSample.from_trajectory(make_trajectory(extra=extra), Lane.TRAIN)
+        return RewardSample(make_trajectory(extra=extra), Lane.TRAIN)
 
     def test_is_text_or_messages_of_a_column(self) -> None:
         chat = [{"role": "user", "content": "2+2? It is 4."}]
@@ -205,7 +205,7 @@ class TestOwnPrompt:
         teacher = Teacher("wise", config, dependencies_of(None))
         branch, main = make_segment((3, 4, 5, 6), (7,)), make_segment((3, 4), (5,), (8,), (9,))
         session = make_session(0, 1, branch, main, extra={"hint": "a"})
-        rows = await teacher._rows(RewardSample.from_trajectory(session, Lane.TRAIN))
+        rows = await teacher._rows(RewardSample(session, Lane.TRAIN))
         assert [row.ids for row in rows] == [[90, 91, 5, 6, 7], [90, 91, 5, 8, 9]]
 
     def test_a_template_that_cannot_be_filled_in_is_final(self) -> None:
@@ -222,15 +222,13 @@ def test_what_is_no_template_is_found_before_the_run() -> None:
 
 def test_functions_in_other_processes_are_sent_no_segments() -> None:
     (tree,) = Request([SAMPLE]).to_wire()["samples"]
-    assert "segments" not in tree and SAMPLE.segments
+    assert "segments" not in tree and SAMPLE.trajectory.segments
 
 
 def test_the_cache_tells_sessions_apart_by_their_first_segments() -> None:
     last = make_segment((14, 15, 16), (17, 18), (19,))
     one, two = (
-        RewardSample.from_trajectory(
-            make_session(0, 1, make_segment(ids, (6,), (8,), (11,)), last), Lane.TRAIN
-        )
+        RewardSample(make_session(0, 1, make_segment(ids, (6,), (8,), (11,)), last), Lane.TRAIN)
         for ids in ((3, 4), (3, 5))
     )
     assert _digest("v", one) != _digest("v", two)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tests.support.samples import make_sample
 from tests.support.trajectories import make_config
 from tidemill.common.config import RunConfig
 from tidemill.common.config.reward_kinds import JudgeConfig, VerdictConfig
@@ -169,7 +170,7 @@ def text_of(prompt: JudgePrompt, sample: RewardSample) -> str:
     return str(prompt.messages(sample)[-1]["content"])
 
 
-SAMPLE = RewardSample((0, 0), False, "maths", "4", "5", {"level": 3}, prompt_text="2+2=")
+SAMPLE = make_sample((0, 0), False, "maths", "4", "5", {"level": 3}, prompt_text="2+2=")
 
 
 def test_a_template_sees_the_sample() -> None:
@@ -182,7 +183,7 @@ def test_a_template_sees_the_sample() -> None:
 
 
 def test_what_stands_in_a_completion_is_never_taken_for_a_template() -> None:
-    sample = RewardSample((0, 0), False, "maths", "{{ ground_truth }}", "secret")
+    sample = make_sample((0, 0), False, "maths", "{{ ground_truth }}", "secret")
     assert text_of(make_prompt("{{ completion }}"), sample) == "{{ ground_truth }}"
 
 
@@ -221,12 +222,12 @@ def test_a_judge_reads_the_rows_own_prompt_and_not_the_policys_template() -> Non
     template = (
         "{{ prompt }} | {% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %} | {{ prompt_text }}"
     )
-    text = RewardSample((0, 0), False, "", "2", "2", {}, "<|user|>1+1?", own_text="1+1?")
+    text = make_sample((0, 0), False, "", "2", "2", {}, "<|user|>1+1?", own_text="1+1?")
     assert text_of(make_prompt(template), text) == "1+1? | user: 1+1? | <|user|>1+1?"
     chat = [{"role": "user", "content": "1+1?"}]
-    one = RewardSample((0, 0), False, "", "2", "2", {"prompt": chat}, "<|user|>1+1?")
+    one = make_sample((0, 0), False, "", "2", "2", {"prompt": chat}, "<|user|>1+1?")
     assert text_of(make_prompt("{{ prompt }}"), one) == "1+1?"
-    two = RewardSample(
+    two = make_sample(
         (0, 0), False, "", "2", "2", {"prompt": [{"role": "system", "content": "Be brief"}, *chat]}, ""
     )
     assert text_of(make_prompt("{{ prompt }}"), two) == "system: Be brief\n\nuser: 1+1?"
