@@ -8,6 +8,7 @@ from tests.support.samples import make_sample
 from tidemill.common.wire.messages import Score
 from tidemill.services.reward.functions.pool import ProcessPool
 from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import RewardOutcome
 
 SOURCE = """
@@ -53,7 +54,8 @@ class Pool(ProcessPool):
     """Processes that are asked for one sample at a time."""
 
     def __init__(self, reference: str, size: int = 1, threads: int = 1, is_async: bool = False) -> None:
-        super().__init__({"reference": reference, "kwargs": {}}, size, threads, is_async)
+        spec = {"maker": f"{load_function.__module__}:load_function", "reference": reference, "kwargs": {}}
+        super().__init__(spec, size, threads, is_async)
 
     async def score(
         self, code: str, timeout_s: float = 60, name: str = "sample", index: int = 0

@@ -52,7 +52,8 @@ class Callee(ABC):
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """What another process needs to load the same."""
+        """What another process needs to load the same: `maker`, the `module:function` that makes it, and its
+        arguments, of which `reference` is the name."""
 
     @abstractmethod
     async def call(self, request: Request) -> list[RewardOutcome]:

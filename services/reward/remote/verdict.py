@@ -45,7 +45,7 @@ class Verdict(Callee):
 
     def spec(self) -> dict[str, Any]:
         config = self._config.model_dump_json()
-        return {"maker": f"{__name__}:{load_verdict.__name__}", "reference": self.name, "config": config}
+        return {"maker": f"{__name__}:load_verdict", "reference": self.name, "config": config}
 
     async def call(self, request: Request) -> list[RewardOutcome]:
         return [self.read(completion=request.samples[0].trajectory.text, **request.given)]

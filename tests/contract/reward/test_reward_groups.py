@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -288,7 +289,13 @@ async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring
         assert isinstance(delivery, Delivery)
         sample = RewardSample(delivery.message, Lane.TRAIN)
         parts = {"compute_score": RewardOutcome(value=float(sample.trajectory.text))}
-        kept = await dead.store_result(delivery, *results, GroupResult.of(sample, parts, "dead", 1.0))
+        result = GroupResult(
+            index=sample.key[1],
+            sample=sample.to_wire(),
+            parts={name: asdict(part) for name, part in parts.items()},
+            worker="dead",
+        )
+        kept = await dead.store_result(delivery, *results, result)
     assert kept is not None and len(kept) == 2
     async with worker(broker, keys, function=f"{path}:compute_score", group="rank"):
         made = await scores(broker, keys, 2)
