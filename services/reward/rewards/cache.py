@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,11 @@ def _file_of(text: str) -> Path | None:
     return None
 
 
-@dataclass(eq=False, slots=True)
-class SharedCall:
-    """A call under way, and how many wait for it."""
-
-    task: asyncio.Task[RewardOutcome]
-    num_waiting: int = 0
-
-
 class RewardCache:
     def __init__(self, broker: Broker, keys: Keys, max_bytes: int) -> None:
         self._broker, self._keys = broker, keys.reward_cache
         self._max_bytes = max_bytes
-        self._calls: dict[str, SharedCall] = {}
+        self._calls: dict[str, asyncio.Task[RewardOutcome]] = {}
 
     async def get_or_make(
         self, version: str, sample: RewardSample, make: Callable[[], Awaitable[RewardOutcome]]
@@ -91,21 +83,12 @@ class RewardCache:
         A caller that is cancelled does not take the call away from the others that wait for it.
         """
         digest = _digest(version, sample)
-        call = self._calls.get(digest)
-        if call is None:
-            task = asyncio.create_task(self._look_or_make(digest, make))
-            call = self._calls[digest] = SharedCall(task)
-        else:
+        if (call := self._calls.get(digest)) is not None:
             metrics.REWARD_CACHE.labels("shared").inc()
-        call.num_waiting += 1
-        try:
-            return await asyncio.shield(call.task)
-        finally:
-            call.num_waiting -= 1
-            if call.task.done() or not call.num_waiting:
-                call.task.cancel()  # nothing where it is done
-                if self._calls.get(digest) is call:
-                    del self._calls[digest]
+        else:
+            call = self._calls[digest] = asyncio.create_task(self._look_or_make(digest, make))
+            call.add_done_callback(lambda _: self._calls.pop(digest))
+        return await asyncio.shield(call)
 
     async def _look_or_make(self, digest: str, make: Callable[[], Awaitable[RewardOutcome]]) -> RewardOutcome:
         found = await self._broker.script("cache_get", self._keys, [digest])

@@ -109,7 +109,7 @@ async def test_equal_requests_at_once_share_one_call_and_one_that_gives_up_takes
     assert [part.value for part in parts] == [1.0] * 3
 
 
-async def test_a_call_that_nobody_waits_for_is_given_up_and_can_be_made_again(
+async def test_a_call_that_nobody_waits_for_any_more_is_paid_for_once_all_the_same(
     broker: Broker, keys: Keys
 ) -> None:
     reward = Paid()
@@ -121,7 +121,7 @@ async def test_a_call_that_nobody_waits_for_is_given_up_and_can_be_made_again(
     await asyncio.wait({task})
     reward.gate.set()
     assert (await cached.score(sample("text"))).is_ok
-    assert len(reward.asked) == 2
+    assert len(reward.asked) == 1
 
 
 async def test_the_bound_holds_and_what_was_not_used_for_longest_goes_first(
