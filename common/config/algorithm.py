@@ -37,7 +37,7 @@ from tidemill.common.config.algorithm_table import (
     Preset,
     with_named,
 )
-from tidemill.common.config.section import PathText, Rules, Section, refuse_broken
+from tidemill.common.config.section import PathText, Rules, Section
 
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""
@@ -141,11 +141,12 @@ class AlgorithmConfig(Section):
     def _fill_from_preset(cls, given: Any) -> Any:
         return with_named(given) if isinstance(given, dict) else given
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> "AlgorithmConfig":
-        for rules in (self._ratio_rules, self._loss_rules, self._part_rules, self._shaping_rules):
-            refuse_broken(rules())
-        return self
+    def rules(self) -> Rules:
+        """Parts that belong together."""
+        yield from self._ratio_rules()
+        yield from self._loss_rules()
+        yield from self._part_rules()
+        yield from self._shaping_rules()
 
     @property
     def importance_mode(self) -> Literal["truncate", "mask", "off"]:

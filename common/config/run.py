@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
-from tidemill.common.config.reward import RewardConfig, check_servers
+from tidemill.common.config.reward import RewardConfig, server_rules
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
-from tidemill.common.config.section import PathText, Rules, Section, refuse_broken
+from tidemill.common.config.section import PathText, Rules, Section
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
@@ -117,19 +117,19 @@ class RunConfig(Section):
     streams: StreamsConfig = StreamsConfig()
     expect: ExpectConfig = ExpectConfig()
 
+    def rules(self) -> Rules:
+        """What spans sections."""
+        yield from self._size_rules()
+        yield from self._group_rules()
+        yield from self._source_rules()
+        yield from self._environment_rules()
+        yield from self._comparison_rules()
+        yield from self._teacher_rules()
+        yield from self._filter_rules()
+        yield from server_rules(self.reward, self.servers)
+
     @model_validator(mode="after")
-    def _sections_fit(self) -> "RunConfig":
-        for rules in (
-            self._size_rules,
-            self._group_rules,
-            self._source_rules,
-            self._environment_rules,
-            self._comparison_rules,
-            self._teacher_rules,
-            self._filter_rules,
-        ):
-            refuse_broken(rules())
-        check_servers(self.reward, self.servers)
+    def _spare_truth(self) -> "RunConfig":
         if all(reward.environment for reward in self.reward.named.values()):
             self.data.without_truth()
         return self
