@@ -8,8 +8,14 @@ import numpy as np
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, StreamName
-from tidemill.common.history.records import GroupRecord, Place, SampleRecord, ends, read_group
-from tidemill.common.history.sessions import (
+from tidemill.common.process.programs import run_main
+from tidemill.common.streams.selection import texts_in
+from tidemill.common.wire.arrays import Float64
+from tidemill.common.wire.messages import Lane, Score, Ticket, Trajectory
+from tidemill.services.console.options import TraceOptions
+from tidemill.services.console.records.joins import GroupRecord, Place, SampleRecord, ends, read_group
+from tidemill.services.console.records.selection import parse_lane, parse_sample
+from tidemill.services.console.records.sessions import (
     SessionFacts,
     TurnRecord,
     calls_of,
@@ -18,12 +24,6 @@ from tidemill.common.history.sessions import (
     session_facts,
     text_of,
 )
-from tidemill.common.process.programs import run_main
-from tidemill.common.streams.selection import texts_in
-from tidemill.common.wire.arrays import Float64
-from tidemill.common.wire.messages import Lane, Score, Ticket, Trajectory
-from tidemill.services.console.options import TraceOptions
-from tidemill.services.console.records.selection import parse_lane, parse_sample
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.formats import NOTHING, number, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal

@@ -9,10 +9,10 @@ import yaml
 from pydantic import BaseModel
 
 from tidemill.common.config import OptimizerConfig, RunConfig, load_config, parse_config
-from tidemill.common.config.idle import idle_settings
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
+from tidemill.services.console.check.idle import idle_settings
 
 SECTIONS = sorted((ROOT / "examples" / "rewards").glob("*.yaml"))
 """Examples of the `reward` section alone."""
