@@ -265,10 +265,10 @@ def _by_name(flat: Sequence[Any]) -> dict[bytes, Any]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-async def ensure_group(broker: Broker, key: str, group: str, position: str = "0") -> None:
+async def ensure_group(broker: Broker, key: str, group: str) -> None:
     """Create the consumer group, and the stream, unless they are there."""
     try:
-        await broker.execute("XGROUP", "CREATE", key, group, position, "MKSTREAM")
+        await broker.execute("XGROUP", "CREATE", key, group, "0", "MKSTREAM")
     except redis_errors.ResponseError as error:
         if not str(error).startswith("BUSYGROUP"):
             raise

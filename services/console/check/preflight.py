@@ -14,7 +14,6 @@ from typing import Any
 from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
-from tidemill.common.process.gpu_sharing import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.process.vllm_machine import check_machine
 from tidemill.common.redis.client import URL_VARIABLE
@@ -28,6 +27,7 @@ from tidemill.services.console.check.model_folder import (
     check_teachers,
     inspect_model,
 )
+from tidemill.services.console.processes.gpus import count_gpus
 from tidemill.services.console.processes.specs import find_overlaps, named_gpus
 from tidemill.services.console.run.folder import connected
 
