@@ -142,7 +142,6 @@ class AlgorithmConfig(Section):
         return with_named(given) if isinstance(given, dict) else given
 
     def rules(self) -> Rules:
-        """Parts that belong together."""
         yield from self._ratio_rules()
         yield from self._loss_rules()
         yield from self._part_rules()
@@ -202,7 +201,6 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_start_entropies(self) -> bool:
-        """Whether they are taken of entropies."""
         return self.top_entropy_quantile < 1.0
 
     @property
@@ -213,7 +211,6 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_values(self) -> bool:
-        """Whether the advantage reads a value head."""
         return self.advantage_traits.needs_values
 
     def _ratio_rules(self) -> Rules:

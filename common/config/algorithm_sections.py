@@ -80,17 +80,14 @@ class RejectionConfig(Section):
 
     @property
     def of_tokens(self) -> list[str]:
-        """Criteria that leave out single tokens."""
         return [name for name in self.bounds if name.startswith("token")]
 
     @property
     def of_sequences(self) -> list[str]:
-        """Criteria that leave out whole sequences."""
         return [name for name in self.bounds if name.startswith("seq")]
 
     @property
     def is_on(self) -> bool:
-        """Whether anything can be left out."""
         return bool(self.bounds) or self.veto is not None
 
 
@@ -197,7 +194,6 @@ class RouterConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether the routers' outputs are wanted."""
         return self.measure or self.balance > 0.0 or self.z > 0.0
 
 
@@ -273,5 +269,4 @@ class LengthPenaltyConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is taken off."""
         return self.tokens > 0.0 or self.turns > 0.0

@@ -118,7 +118,6 @@ class RunConfig(Section):
     expect: ExpectConfig = ExpectConfig()
 
     def rules(self) -> Rules:
-        """What spans sections."""
         yield from self._size_rules()
         yield from self._group_rules()
         yield from self._source_rules()
@@ -143,17 +142,14 @@ class RunConfig(Section):
         return environment.max_tokens or self.model.max_model_len
 
     def group_size(self, source: str) -> int:
-        """Completions of a group of the source that has this name."""
         own = next((item.group_size for item in self.data.sources if item.name == source), None)
         return own or self.trainer.group_size
 
     @property
     def largest_group_size(self) -> int:
-        """Completions of the largest groups."""
         return max(self._group_sizes().values())
 
     def sampling_of(self, source: SourceConfig) -> SamplingConfig:
-        """How completions of a source are sampled."""
         return SamplingConfig.model_validate(self.rollout.sampling.model_dump() | source.sampling)
 
     def turn_reward_weight(self, data_source: str, source: str = "") -> float:

@@ -20,7 +20,6 @@ class LimitsConfig(Section):
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is any limit."""
         return bool(self.concurrency or self.requests_per_minute or self.tokens_per_minute)
 
 
@@ -33,7 +32,6 @@ class PricesConfig(Section):
     """A million tokens of answers."""
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """What so many tokens cost."""
         return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
 
 

@@ -68,7 +68,6 @@ class _Lock:
         return True
 
     def drop(self) -> None:
-        """Give the lock back, if it is held."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -146,7 +145,6 @@ class GpuGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process may use the GPU now."""
         return self._is_open
 
     def start(self) -> "asyncio.Task[None]":

@@ -56,7 +56,6 @@ def is_this_machine(host: str) -> bool:
 
 
 def server_config(app: Any, **more: Any) -> uvicorn.Config:
-    """What uvicorn runs `app` with."""
     quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
     return uvicorn.Config(
         app, http=BoundedProtocol, h11_max_incomplete_event_size=MAX_HEAD_BYTES, **(quiet | more)

@@ -142,7 +142,6 @@ class LaneWorker(ABC, Generic[M]):
         return task
 
     def free_slot(self) -> None:
-        """A slot is free again."""
         self._slot_freed.set()
 
     async def bury(self, entry: Delivery[M] | Garbled, error: str, attempts: int = 1) -> bool:

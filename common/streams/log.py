@@ -230,12 +230,10 @@ async def read_newest(broker: Broker, key: str, message_type: type[M]) -> Entry[
 
 
 async def has_entry(broker: Broker, key: str, entry_id: str) -> bool:
-    """Whether the stream holds this entry now."""
     return bool(await broker.execute("XRANGE", key, entry_id, entry_id))
 
 
 async def length(broker: Broker, key: str) -> int:
-    """Entries in the stream now."""
     return int(await broker.execute("XLEN", key))
 
 
@@ -281,8 +279,6 @@ def is_without_group(error: redis_errors.ResponseError) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """Where a consumer group stands."""
-
     pending: int
     last_delivered: str
     consumers: int
