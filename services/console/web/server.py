@@ -29,7 +29,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.common.errors import ConfigError, TidemillError
-from tidemill.common.process.http_server import server_config
+from tidemill.common.process.http_server import listen, server_config
 from tidemill.common.process.programs import run_main
 from tidemill.services.console.options import WebOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
@@ -243,15 +243,10 @@ async def _serve(options: WebOptions) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host.strip("[]"), port))
+        return listen(host.strip("[]"), port)
     except OSError as error:
-        listener.close()
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another with --host or "
             "--port."
         ) from None
-    return listener

@@ -18,8 +18,7 @@ from starlette.middleware import Middleware
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, lock_files
-from tidemill.common.process.http_server import ServerInService, server_config
-from tidemill.common.process.listening import BACKLOG, listen
+from tidemill.common.process.http_server import BACKLOG, ServerInService, listen, server_config
 from tidemill.common.process.programs import run_main
 from tidemill.services.reward.model_server.app import ScoringApp, TokenGate
 from tidemill.services.reward.model_server.batcher import Batcher, BatchLimits
