@@ -123,6 +123,7 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
 
 DEFAULT_FUNCTION = "gsm8k"
 RewardName = Annotated[str, StringConstraints(pattern=r"^[\w-]{1,64}$")]
+Delay = Annotated[float, Field(ge=0.0, le=3600.0)]
 
 
 class RewardConfig(RewardLimits, FunctionConfig):
@@ -150,6 +151,8 @@ class RewardConfig(RewardLimits, FunctionConfig):
     it computes; 1 runs one at a time."""
     min_group_size: int = Field(2, ge=1, le=4096)
     """With `drop_sample`: a group with fewer scored samples is replaced."""
+    delay_s: tuple[Delay, Delay] | None = None
+    """Benchmarks only: sleep uniformly between these seconds before scoring."""
 
     @property
     def named(self) -> dict[str, NamedRewardConfig]:

@@ -6,8 +6,10 @@ freed when a score is published, when the lease is lost, or when the trajectory 
 """
 
 import asyncio
+import random
 import time
 
+from tidemill.common.config import RewardConfig
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Delivery, Garbled
 from tidemill.common.streams.lane_worker import LaneWorker
@@ -18,6 +20,7 @@ from tidemill.services.reward.quarantine import Quarantine
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.groups import GroupScoring, PostProcessing
 from tidemill.services.reward.rewards.weighted_sum import (
+    Parts,
     WeightedSum,
     make_weighted_sum,
     score_of,
@@ -36,7 +39,7 @@ async def serve(context: ServiceContext) -> None:
     config = context.config.reward
     dependencies = RewardDependencies.of(context)
     reward = make_weighted_sum(config, dependencies)
-    scorer = Scorer(reward, context.name)
+    scorer = Scorer(reward, config, context.name, context.config.seed)
     post_processing = PostProcessing(config, reward)
     counts = WorkerMetrics(context.activity, config, reward, post_processing.failures_by_name)
     context.reporters.append(counts.report)
@@ -53,8 +56,9 @@ async def serve(context: ServiceContext) -> None:
 
 
 class Scorer:
-    def __init__(self, reward: WeightedSum, worker: str) -> None:
-        self.reward, self._worker = reward, worker
+    def __init__(self, reward: WeightedSum, config: RewardConfig, worker: str, seed: int) -> None:
+        self.reward, self._config = reward, config
+        self._worker, self._seed = worker, seed
 
     async def score(self, trajectory: Trajectory, lane: Lane) -> Score:
         """The score of one trajectory; it never raises for what a reward does."""
@@ -68,8 +72,15 @@ class Scorer:
             )
         started = time.monotonic()
         sample = RewardSample.from_trajectory(trajectory, lane)
-        total = self.reward.sum_up(await self.reward.score(sample))
+        total = self.reward.sum_up(await self.parts(sample))
         return score_of(total, sample, self._worker, time.monotonic() - started)
+
+    async def parts(self, sample: RewardSample) -> Parts:
+        """What each reward says of one sample by itself."""
+        if self._config.delay_s is not None:  # the same for a trajectory in every run, by any worker
+            chance = random.Random(f"{self._seed}:{sample.key[0]}:{sample.key[1]}")
+            await asyncio.sleep(chance.uniform(*self._config.delay_s))
+        return await self.reward.score(sample)
 
 
 class RewardLane(LaneWorker[Trajectory]):
@@ -149,7 +160,7 @@ class RewardLane(LaneWorker[Trajectory]):
         """The score to publish; None where it was published with its group, or will be."""
         if not self.groups.is_needed:
             return await self.scorer.score(delivery.message, self.lane)
-        await self.groups.bring(delivery, self.scorer.reward.score)
+        await self.groups.bring(delivery, self.scorer.parts)
         return None
 
     def _finish(self, delivery: Delivery[Trajectory], task: asyncio.Task[Score | None]) -> None:

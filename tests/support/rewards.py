@@ -29,9 +29,9 @@ def together(rewards: dict[str, tuple[Any, dict[str, Any]]]) -> WeightedSum:
     )
 
 
-def scorer_of(reward: Any, config: RewardConfig, worker: str = "w1") -> Scorer:
+def scorer_of(reward: Any, config: RewardConfig, worker: str = "w1", seed: int = 0) -> Scorer:
     """A scorer with this reward alone."""
-    return Scorer(alone(reward, config), worker)
+    return Scorer(alone(reward, config), config, worker, seed)
 
 
 def code_reward(broker: Broker, keys: Keys, config: SandboxConfig) -> SandboxReward:

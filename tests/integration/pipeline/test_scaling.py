@@ -10,17 +10,9 @@ from tidemill.common.wire.messages import Score, Trajectory
 STEPS, GROUPS, SIZE = 40, 3, 4
 UPDATE_S = 0.5
 """The run must outlast the start of three workers."""
-SLOW_REWARD = """
-import asyncio, random
-
-async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    await asyncio.sleep(random.uniform(0.0, 0.2))
-    return 1.0
-"""
 
 
 async def test_workers_join_and_leave_during_a_run(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW_REWARD)
     config = simulated_config(
         tmp_path,
         trainer__steps=STEPS,
@@ -29,7 +21,7 @@ async def test_workers_join_and_leave_during_a_run(tmp_path: Path) -> None:
         trainer__simulated={"update_s": UPDATE_S},
         rollout__max_groups_in_flight=3,
         rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.3, "jitter": 1.0},
-        reward__function=f"{tmp_path}/slow.py:compute_score",
+        reward__delay_s=(0.0, 0.2),
         streams__lease_s=1.0,
     )
     async with ServiceRun(tmp_path, config) as run:

@@ -98,3 +98,22 @@ async def test_a_sample_says_whether_it_is_evaluation() -> None:
     await score(reward, Lane.TRAIN)
     await score(reward, Lane.EVAL)
     assert [sample.is_evaluation for sample in reward.samples] == [False, True]
+
+
+async def test_the_delay_of_benchmarks_depends_on_the_trajectory_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+
+    async def note(delay_s: float) -> None:
+        slept.append(delay_s)
+
+    monkeypatch.setattr("tidemill.services.reward.worker.asyncio.sleep", note)
+    for worker in ("one", "two"):
+        reward = ScriptedReward(*[RewardOutcome(1.0)] * 3)
+        scorer = scorer_of(reward, RewardConfig(delay_s=(1.0, 40.0)), worker, seed=7)
+        for index in range(3):
+            await scorer.score(make_trajectory(5, index), Lane.TRAIN)
+    assert slept[:3] == slept[3:]
+    assert len(set(slept)) == 3
+    assert all(1.0 <= delay_s <= 40.0 for delay_s in slept)

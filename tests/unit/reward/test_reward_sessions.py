@@ -35,10 +35,13 @@ def sample_of(*segments: Any, **fields: Any) -> RewardSample:
 
 
 async def score(weight: float = 1.0, **fields: Any) -> Score:
+    config = make_config(
+        rollout={"environment": {"use": "e.py:E"}}, reward={"rewards": {"game": {"environment": True}}}
+    )
     rewards = together(
         {"game": (EnvironmentReward(), {"function": None, "environment": True, "weight": weight})}
     )
-    return await Scorer(rewards, "w1").score(make_session(**fields), Lane.TRAIN)
+    return await Scorer(rewards, config.reward, "w1", 0).score(make_session(**fields), Lane.TRAIN)
 
 
 async def test_the_environments_reward_is_a_reward_with_weight_and_components() -> None:
