@@ -108,7 +108,6 @@ class Keys:
         return self._key(StreamName.PROMPTS, lane)
 
     def trajectories(self, lane: Lane = Lane.TRAIN) -> str:
-        """Stream of trajectories: an immutable log."""
         return self._key(StreamName.TRAJECTORIES, lane)
 
     def scores(self, lane: Lane = Lane.TRAIN) -> str:
