@@ -1,13 +1,13 @@
 """The token that servers of a run and its reward workers share: who has to show it, and who checks it."""
 
 import hmac
-import ipaddress
 import os
 from urllib.parse import urlsplit
 
+from tidemill.common.process.http_server import is_loopback
+
 MODEL_TOKEN_VARIABLE = "TIDEMILL_MODEL_TOKEN"  # the variable's name, not a token
 MIN_TOKEN_CHARS = 16
-LOOPBACK = ("127.", "::1", "localhost")
 
 
 def model_token() -> str:
@@ -20,17 +20,9 @@ def key_for(url: str, is_registered: bool, api_key_env: str) -> str:
 
     Without a token, servers of the run are on this machine: who registers from elsewhere gets no key.
     """
-    if is_registered and (model_token() or not _is_here(url)):
+    if is_registered and (model_token() or not is_loopback(urlsplit(url).hostname or "")):
         return model_token()
     return os.environ.get(api_key_env, "") if api_key_env else ""
-
-
-def _is_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def is_shown(authorization: str, token: str) -> bool:
@@ -43,7 +35,7 @@ def complaint(host: str, token: str) -> str:
     """What is wrong with listening on `host` with this token; empty where nothing is."""
     if token and len(token) < MIN_TOKEN_CHARS:
         problem = f"{MODEL_TOKEN_VARIABLE} has {len(token)} characters; expected at least {MIN_TOKEN_CHARS}"
-    elif not token and not host.startswith(LOOPBACK):
+    elif not token and not is_loopback(host.strip("[]")):
         problem = f"--host {host} lets everybody in who reaches it: {MODEL_TOKEN_VARIABLE} is not set"
     else:
         return ""
