@@ -103,12 +103,7 @@ def test_a_stretch_of_steps_a_failing_reward_and_a_name_for_the_sandbox(runs: Pa
     given = [
         "--reward",
         f"{runs / 'mine.py'}:broken",
-        "--from-step",
-        "1",
-        "--to-step",
-        "1",
-        "--into",
-        "second",
+        *["--from-step", "1", "--to-step", "1", "--into", "second"],
     ]
     done = tidemill(runs, "rescore", "base", *given)
     assert done.returncode == 0, done.stderr
