@@ -11,52 +11,251 @@
 * `prefix`: the share of prompt tokens of second and later turns that vLLM had in its prefix cache.
 """
 
-from typing import Annotated
+import asyncio
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
+import httpx
+import numpy as np
 import typer
 
 from benchmarks.report import machine, print_result, print_table
-from benchmarks.sessions_gateway import measure_gateway
-from benchmarks.sessions_held import measure_held
-from benchmarks.sessions_prefix import measure_prefix
+from tests.support.models import tiny_model, write_tokenizer
+from tests.support.runs import ServiceRun
+from tests.support.waiting import wait_until
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
+from tidemill.common.streams import append_missing, last_id, length
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.common.wire.segments import Session
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.engines.model import open_model
+from tidemill.services.rollout.environments import build_player
+from tidemill.services.rollout.gateway.server import Gateway
+from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+from tidemill.services.rollout.sessions.player import Played
+from tidemill.services.rollout.sessions.template_chat import open_chat
 
-PARTS = ("held", "gateway", "prefix")
+ENVIRONMENT = """
+import asyncio
+import time
+
+class Scripted:
+    {maybe_async}def reset(self, row):
+        self.left = row["turns"]
+        self.delays = iter(row["delays_s"])
+
+    {maybe_async}def step(self, text):
+        {sleep}(next(self.delays))
+        self.left -= 1
+        return " ".join(f"w{{place % 29}}" for place in range(32)), None, self.left <= 0
+"""
+KINDS = {"blocking": ("", "time.sleep"), "async": ("async ", "await asyncio.sleep")}
+GROUP_SIZE, DELAY_S, ENGINE_S = 8, (0.05, 2.0), 0.1
+HELD_TURNS = 4
+GATEWAY_SESSIONS, GATEWAY_TURNS, WARM_UP = 40, 8, 5
+PREFIX_SESSIONS, PREFIX_TURNS, TURN_TOKENS, PROMPT_TOKENS = 64, 6, 128, 512
+"""A turn that reaches its limit ends its session; the model ends most of them after some 30 tokens."""
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 2048}
+"""vLLM has no attention for heads of 8, which tiny models have otherwise."""
+TEMPLATE = (
+    "{% for m in messages %}w1 {{ m.role }} {{ m.content }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}w1 assistant {% endif %}"
+)
+
+
+def make_config(folder: Path, kind: str, max_model_len: int, **rollout: Any) -> RunConfig:
+    """A run whose sessions play the scripted environment."""
+    maybe_async, sleep = KINDS[kind]
+    (folder / "scripted.py").write_text(ENVIRONMENT.format(maybe_async=maybe_async, sleep=sleep))
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(tiny_model(folder / "model", **SHAPE)), "max_model_len": max_model_len},
+            "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
+            "reward": {"function": "exact_match"},
+            "rollout": {"environment": {"use": f"{folder}/scripted.py:Scripted", "max_turns": 8}} | rollout,
+        }
+    )
+
+
+def make_ticket(number: int, prompt_tokens: int, delays_s: Sequence[float], group_size: int) -> Ticket:
+    """A group of sessions that have as many turns as there are delays."""
+    return Ticket(
+        prompt_ids=np.random.default_rng(number).integers(3, 32, prompt_tokens).astype(np.int32),
+        prompt_text="w1 w2",
+        extra={"delays_s": list(delays_s), "turns": len(delays_s)},
+        ticket=number,
+        step=0,
+        min_version=0,
+        group_size=group_size,
+        sampling=SamplingParams(max_tokens=TURN_TOKENS),
+    )
+
+
+async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, float]:
+    """Play all sessions at once; returns seconds, measured and ideal.
+
+    The clock is Redis's, from the tickets to the last trajectory.
+    """
+    chance = random.Random(0)
+    # The samples of a group share their row, and so their delays.
+    delays = [[chance.uniform(*DELAY_S) for _ in range(HELD_TURNS)] for _ in range(sessions // GROUP_SIZE)]
+    config = make_config(
+        folder,
+        kind,
+        1024,
+        engine="simulated",
+        simulated={"tokens": 16, "group_s": ENGINE_S, "vocab_size": 32},
+        sampling={"max_tokens": 16},
+        max_num_seqs=65536,
+        max_groups_in_flight=len(delays) + 1,
+    )
+    async with ServiceRun(folder, config, "held") as run:
+        trajectories = run.keys.trajectories()
+
+        async def is_ready() -> bool:
+            beats = await read_heartbeats(run.broker, run.keys)
+            return any("requests" in beat.counts for beat in beats)
+
+        async def play(first: int, groups: Sequence[Sequence[float]]) -> None:
+            wanted = await length(run.broker, trajectories) + len(groups) * GROUP_SIZE
+            tickets = {n: make_ticket(n, 16, each, GROUP_SIZE) for n, each in enumerate(groups, first)}
+            await append_missing(run.broker, run.keys.prompts(), list(tickets), tickets.__getitem__)
+
+            async def is_done() -> bool:
+                return await length(run.broker, trajectories) >= wanted
+
+            await wait_until(is_done, 600)
+
+        run.start("rollout")
+        await wait_until(is_ready, 300)
+        await play(0, delays[:1])  # processes start, modules load
+        seconds, microseconds = await run.broker.execute("TIME")
+        await play(1, delays)
+        ended_s = int((await last_id(run.broker, trajectories)).partition("-")[0]) / 1000
+    return ended_s - int(seconds) - int(microseconds) / 1e6, max(map(sum, delays)) + HELD_TURNS * ENGINE_S
+
+
+async def measure_gateway(folder: Path) -> tuple[float, float]:
+    """Sessions one after the other, over HTTP on loopback; the engine answers at once, so a call's time is
+    what the gateway adds. Returns its median and 99th percentile in milliseconds."""
+    config = make_config(folder, "async", 1024, engine="transformers", sampling={"max_tokens": 64})
+    write_tokenizer(folder / "model", TEMPLATE)
+    chat, decode = open_chat(config), open_model(config.model).decode
+    limits = Limits(max_turns=GATEWAY_TURNS, max_tokens=0, max_model_len=16_384)
+    gateway, times = Gateway("policy"), []
+    await gateway.start()
+    async with httpx.AsyncClient(timeout=60.0) as client:
+        for number in range(GATEWAY_SESSIONS):
+            session = GatewaySession(chat, decode, _answer, SamplingParams(max_tokens=64), limits)
+            with gateway.serving(session) as root:
+                found = await _converse(client, root, session.key)
+            await session.close()
+            times += found if number >= WARM_UP else []
+    await gateway.close()
+    p50, p99 = (float(np.percentile(times, share)) for share in (50, 99))
+    return p50, p99
+
+
+async def _answer(ids: Sequence[int], sampling: SamplingParams) -> Generation:
+    """An engine that takes no time: the last token ends the turn."""
+    tokens = [3 + (len(ids) + place) % 29 for place in range(63)] + [1]
+    return Generation(tokens, [-1.0] * len(tokens), ((0, 0),), "stop")
+
+
+async def _converse(client: httpx.AsyncClient, root: str, key: str) -> list[float]:
+    """The time of each call of one session, in milliseconds. The history grows as an agent's does."""
+    words = " ".join(f"w{place % 29}" for place in range(100))
+    messages, times = [{"role": "user", "content": words}], []
+    for _ in range(GATEWAY_TURNS):
+        begun = time.perf_counter()
+        response = await client.post(
+            f"{root}/v1/chat/completions",
+            json={"model": "policy", "messages": messages},
+            headers={"Authorization": f"Bearer {key}"},
+        )
+        times.append((time.perf_counter() - begun) * 1e3)
+        response.raise_for_status()
+        answer = response.json()["choices"][0]["message"]
+        messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": words}]
+    return times
+
+
+async def measure_prefix(folder: Path) -> Counter[str]:
+    """Play sessions on a real vLLM engine; counts prompt tokens of later turns, all and cached ones."""
+    config = make_config(
+        folder,
+        "async",
+        2048,
+        engine="vllm",
+        num_threads=1,
+        sampling={"max_tokens": TURN_TOKENS},
+        max_num_seqs=PREFIX_SESSIONS,
+        vllm={"enforce_eager": True, "extra": {"block_size": 32}},
+    )
+    try:
+        engine = build_engine(config, "bench")
+    except ImportError as error:
+        raise ConfigError(f"this part needs vLLM, which cannot be imported: {error}") from None
+    await engine.start()
+    player = build_player(config, engine.decode)
+    await player.start()
+    counts: Counter[str] = Counter()
+
+    async def play(number: int) -> None:
+        turns = iter(range(PREFIX_TURNS + 1))
+
+        async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
+            return await engine.generate(GenerationRequest(f"{number}-{next(turns)}", ids, sampling))
+
+        ticket = make_ticket(number, PROMPT_TOKENS, [0.0] * PREFIX_TURNS, 1)
+        played = await player.play(ticket, str(number), ask)
+        assert isinstance(played, Played) and isinstance(played.session, Session)
+        for turn in played.session.turns[1:]:
+            counts["all"] += turn.num_prompt_tokens
+            counts["cached"] += max(0, turn.num_cached_tokens)
+
+    await asyncio.gather(*(play(number) for number in range(PREFIX_SESSIONS)))
+    await player.close()
+    await engine.close()
+    return counts
 
 
 def main(
-    only: Annotated[str, typer.Option(help=f"One of {', '.join(PARTS)}; empty: all.")] = "",
+    only: Annotated[str, typer.Option(help="One of held, gateway, prefix; empty: all.")] = "",
     sessions: Annotated[int, typer.Option(help="Sessions held at once.")] = 512,
 ) -> None:
     """Measure, print a table, and end with one line of JSON."""
-    if only and only not in PARTS:
-        raise typer.BadParameter(f"{only!r} is none of {', '.join(PARTS)}")
-    wanted = (only,) if only else PARTS
+    if only not in ("", "held", "gateway", "prefix"):
+        raise typer.BadParameter(f"{only!r} is none of held, gateway, prefix")
     result: dict[str, float | None] = dict.fromkeys(("efficiency_512", "gateway_ms_p50", "prefix_hit_rate"))
     rows: list[tuple[str, ...]] = []
-    if "held" in wanted:
-        efficiencies = []
-        for kind in ("blocking", "async"):
-            held = run_main(measure_held(kind, sessions))
-            efficiencies.append(held.efficiency)
-            rows.append(
-                (f"{sessions} sessions, {kind}", f"{held.wall_s:.2f} s", f"ideal: {held.ideal_s:.2f} s")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for kind in KINDS if only in ("", "held") else ():
+            (folder / kind).mkdir()
+            wall_s, ideal_s = run_main(measure_held(folder / kind, kind, sessions))
+            result["efficiency_512"] = min(
+                result["efficiency_512"] or float("inf"), round(ideal_s / wall_s, 3)
             )
-        result["efficiency_512"] = round(min(efficiencies), 3)
-    if "gateway" in wanted:
-        times = run_main(measure_gateway())
-        result["gateway_ms_p50"] = round(times.added_ms_p50, 2)
-        rows.append(
-            (
-                "a call through the gateway",
-                f"+{times.added_ms_p50:.2f} ms",
-                f"p99: +{times.added_ms_p99:.2f} ms",
-            )
-        )
-    if "prefix" in wanted:
-        hits = run_main(measure_prefix())
-        result["prefix_hit_rate"] = round(hits.rate, 3)
-        rows.append(("later turns' prompts cached", f"{hits.rate:.1%}", f"of {hits.num_tokens:,} tokens"))
+            rows.append((f"{sessions} sessions, {kind}", f"{wall_s:.2f} s", f"ideal: {ideal_s:.2f} s"))
+        if only in ("", "gateway"):
+            p50, p99 = run_main(measure_gateway(folder))
+            result["gateway_ms_p50"] = round(p50, 2)
+            rows.append(("a call through the gateway", f"+{p50:.2f} ms", f"p99: +{p99:.2f} ms"))
+        if only in ("", "prefix"):
+            counts = run_main(measure_prefix(folder))
+            result["prefix_hit_rate"] = round(counts["cached"] / counts["all"], 3)
+            share = f"{counts['cached'] / counts['all']:.1%}"
+            rows.append(("later turns' prompts cached", share, f"of {counts['all']:,} tokens"))
     print_table("Sessions", ("what", "measured", "beside it"), rows, machine())
     print_result(result)
 
