@@ -2,9 +2,9 @@
 
     python -m benchmarks.weights --parameters 1e9
 
-Tensors of `--parameters` values in all (10^9 need 7 GB of memory), float32 as masters, of which a given share
-is changed. Encoded and written by the trainer's own store; applied to a copy of the base as a worker does that
-holds it, with the bytes staged first. `pause` is the overwriting alone.
+Tensors of `--parameters` values in all (10^9 need 7 GB of memory), float32 as masters, of which a given
+share is changed. Encoded and written by the trainer's own store; applied to a copy of the base as a worker
+does that holds it, with the bytes staged first. `pause` is the overwriting alone.
 
 Memory is the most that the process has held while a version was encoded and written, above what it held
 before: masters, shadow and gradients are below that. Comparing is processor time, which other work on the

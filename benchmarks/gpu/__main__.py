@@ -49,7 +49,10 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if listed:
-        _list()
+        rows = [(p.name, p.text, f"{p.estimate_s} s", str(p.gpus), f"{p.gpu_gib:g}") for p in parts]
+        print_table(
+            "Parts (times are estimates)", ("part", "what", "about, on an H100", "GPUs", "GiB each"), rows
+        )
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part that runs
     facts = read_facts_aside()
@@ -96,14 +99,6 @@ def read_facts_aside() -> dict[str, Any]:
     asked = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     facts: dict[str, Any] = json.loads(asked.stdout.strip().splitlines()[-1])
     return facts
-
-
-def _list() -> None:
-    rows = [
-        (p.name, p.text, f"{p.estimate_s} s", str(p.gpus), f"{p.gpu_gib:g}", f"{p.disk_gib:g}") for p in PARTS
-    ]
-    columns = ("part", "what", "about, on an H100", "GPUs", "GiB each", "GiB of disk")
-    print_table("Parts (times are estimates)", columns, rows)
 
 
 if __name__ == "__main__":

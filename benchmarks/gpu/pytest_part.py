@@ -32,12 +32,6 @@ class Counts:
         if report.outcome == "skipped":
             self.reasons[report.nodeid.rpartition("::")[2]] = str(report.longrepr[2])
 
-    def pytest_collectreport(self, report: Any) -> None:
-        """Of a whole file."""
-        if report.outcome != "passed":
-            self.outcomes[report.outcome] += 1
-            self.reasons[report.nodeid] = str(getattr(report, "longrepr", ""))[-300:]
-
 
 def main(
     files: Annotated[list[str], typer.Argument(help="of tests/gpu")],

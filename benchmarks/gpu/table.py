@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.parts import Part
-from benchmarks.gpu.runner import DONE, MISSING, Proof, Record
+from benchmarks.gpu.runner import DONE, Proof, Record
 from tidemill.common.files import write_atomically
 
 JSON_FILE, PAGE_FILE = "proof.json", "proof.md"
-PROFILE = "profile"
 TAIL_OF_PAGE = 15
 
 
@@ -23,48 +22,19 @@ def write_all(proof: Proof, parts: Sequence[Part]) -> dict[str, Record]:
 
 
 def as_markdown(proof: Proof, parts: Sequence[Part], records: Mapping[str, Record]) -> str:
-    """Machine, parts, figures, where the time goes, and the ends of what failed."""
-    facts = proof.facts
-    gpus = (
-        f"{len(facts['gpus'])} x {facts['gpus'][0]}, {facts['gpu_gib']:.0f} GiB" if facts["gpus"] else "none"
-    )
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    lines = ["# GPU proof", ""]
+    """Machine, parts, figures beside their goals, and the ends of what failed."""
+    packages = ", ".join(f"{name} {version}" for name, version in proof.facts["packages"].items())
+    gpus = ", ".join(proof.facts["gpus"]) or "none"
+    lines = ["# GPU proof", "", f"GPUs: {gpus}. Host: {proof.facts['machine']}. {packages}.", ""]
     if proof.dry:
-        lines += [
-            "**A dry run on the CPU with tiny models: it proves the code, its figures say nothing.**",
-            "",
-        ]
-    lines += [f"GPUs: {gpus}. Host: {facts['machine']}, {facts['host_gib']:.0f} GiB. {packages}.", ""]
+        lines += ["**A dry run with tiny models: it proves the code, its figures say nothing.**", ""]
     lines += _table(("part", "what", "state", "seconds", "commit"), _states(parts, records))
-    lines += [
-        "",
-        "## Figures",
-        "",
-        *_table(("part", "figure", "value", "goal", "met"), _figures(parts, records)),
-    ]
-    profiles = {
-        name: record["result"][PROFILE]
-        for name, record in records.items()
-        if record["state"] == DONE and PROFILE in record["result"]
-    }
-    if profiles:
-        kinds = dict.fromkeys(kind for shares in profiles.values() for kind in shares)
-        rows = [(kind, *(f"{shares.get(kind, 0):.1%}" for shares in profiles.values())) for kind in kinds]
-        lines += ["", "## Where the time of a step goes", "", *_table(("kernels", *profiles), rows)]
+    lines += ["", *_table(("part", "figure", "value", "goal", "met"), _figures(parts, records))]
     for name, record in records.items():
         if tail := record.get("tail"):
-            shown = "\n".join(tail.splitlines()[-TAIL_OF_PAGE:])
-            lines += [
-                "",
-                f"## {name}: {record['state']}",
-                "",
-                f"`{record['command']}`",
-                "",
-                "```",
-                shown,
-                "```",
-            ]
+            shown_tail = "\n".join(tail.splitlines()[-TAIL_OF_PAGE:])
+            lines += ["", f"## {name}: {record['state']}", "", f"`{record['command']}`"]
+            lines += ["", "```", shown_tail, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -75,13 +45,9 @@ def _table(titles: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Seque
 
 def _states(parts: Sequence[Part], records: Mapping[str, Record]) -> Iterator[Sequence[str]]:
     for part in parts:
-        record = records.get(part.name)
-        if record is None:
-            yield part.name, part.text, "not tried", "", ""
-            continue
-        state = f"missing: {'; '.join(record['missing'])}" if record["state"] == MISSING else record["state"]
-        seconds = f"{record['seconds']:.0f}" if "seconds" in record else ""
-        yield part.name, part.text, state, seconds, record["commit"]
+        record = records.get(part.name, {"state": "not tried"})
+        state = ": ".join([record["state"], *filter(None, ["; ".join(record.get("missing", []))])])
+        yield part.name, part.text, state, f"{record.get('seconds', 0):.0f}", record.get("commit", "")
 
 
 def _figures(parts: Sequence[Part], records: Mapping[str, Record]) -> Iterator[Sequence[str]]:
@@ -89,15 +55,19 @@ def _figures(parts: Sequence[Part], records: Mapping[str, Record]) -> Iterator[S
         record = records.get(part.name, {})
         if record.get("state") != DONE:
             continue
-        goals = {name: (sign, bound) for name, sign, bound in part.goals}
+        goals = {} if record["dry"] else {name: (sign, bound) for name, sign, bound in part.goals}
         for name, value in record["result"].items():
-            if name == PROFILE or value in ("", {}, [], None):
-                continue
             goal, met = "", ""
-            if name in goals and not record["dry"]:
+            if name in goals:
                 sign, bound = goals[name]
                 goal, met = f"{sign} {bound:g}", "yes" if is_met(value, sign, bound) else "no"
-            yield part.name, name, shown(value), goal, met
+            yield (
+                part.name,
+                name,
+                f"{value:,.4g}" if isinstance(value, float) else json.dumps(value),
+                goal,
+                met,
+            )
 
 
 def is_met(value: Any, sign: str, bound: float) -> bool:
@@ -105,12 +75,3 @@ def is_met(value: Any, sign: str, bound: float) -> bool:
     if not isinstance(value, int | float):
         return False
     return value >= bound if sign == ">=" else value <= bound
-
-
-def shown(value: Any) -> str:
-    """A figure for people."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value if isinstance(value, str) else json.dumps(value)
-    return (
-        f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    )

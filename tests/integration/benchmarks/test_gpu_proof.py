@@ -21,7 +21,7 @@ def part(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Part:
     """A part that runs a program of its own."""
     (folder / "program_of_a_part.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    return Part("own", "a program", ("x",), 1, dry_command=("program_of_a_part",))
+    return Part("own", "a program", "program_of_a_part", 1)
 
 
 def test_a_part_that_runs_over_its_time_is_ended_with_all_that_it_started(
