@@ -81,9 +81,7 @@ def _gpu_problem(facts: dict[str, Any]) -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return (
-            f"torch {installed} (CUDA {torch.version.cuda}) cannot use {facts['driver']}: {_one_line(error)}"
-        )
+        return f"torch {installed} (CUDA {torch.version.cuda}) cannot use {facts['driver']}: {error}"
     return f"torch {installed} sees no GPU, the driver has {facts['driver']}; is CUDA_VISIBLE_DEVICES set?"
 
 
@@ -96,12 +94,12 @@ def _vllm_problem(has_gpu: bool) -> str:
 
 
 def _compiler_problem() -> str:
-    lacks = [] if shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang") else ["a C compiler"]
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        lacks.append("Python's headers")
-    if not lacks:
+    has_compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    if has_compiler and (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return ""
-    return f"Triton needs {' and '.join(lacks)} (on Debian and Ubuntu: apt-get install gcc python3-dev)"
+    return (
+        "Triton needs a C compiler and Python's headers (Debian and Ubuntu: apt-get install gcc python3-dev)"
+    )
 
 
 def _problem(check: Callable[[str], object], what: str) -> str:
@@ -110,10 +108,6 @@ def _problem(check: Callable[[str], object], what: str) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def measure_speed() -> dict[str, Any]:

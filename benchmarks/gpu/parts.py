@@ -13,12 +13,12 @@ DID_NOT_START = "did_not_start"
 
 @dataclass(frozen=True)
 class Part:
-    """A command whose last line is JSON, and what it needs of a machine with GPUs."""
+    """A command whose last line is JSON, or tests; and what it needs of a machine with GPUs."""
 
     name: str
     text: str
     command: str
-    """After `python -m`; `--dry` is added in a dry run."""
+    """After `python -m`; a dry run adds `--dry`, and tells tests by a variable."""
     estimate_s: int
     """On one H100. Estimated, not measured."""
     gpus: int = 1
@@ -30,10 +30,16 @@ class Part:
 
     def words(self, dry: bool) -> list[str]:
         """The command's arguments after the interpreter."""
-        return ["-m", *self.command.split(), *(["--dry"] if dry else [])]
+        return ["-m", *self.command.split(), *(["--dry"] if dry and not self.is_tests else [])]
+
+    @property
+    def is_tests(self) -> bool:
+        """Whether it ends with what pytest says, and not with JSON."""
+        return self.command.startswith("pytest")
 
 
-TESTS, MFU, ENGINE, RUN = (f"benchmarks.gpu.{name}" for name in ("pytest_part", "mfu", "engine", "whole_run"))
+TESTS = "pytest -q -rs -p no:xdist -p no:cacheprovider tests/gpu"
+MFU, ENGINE, RUN = (f"benchmarks.gpu.{name}" for name in ("mfu", "engine", "whole_run"))
 MFU_GOAL = (("mfu", ">=", 0.45),)
 GAPS = (("gap", "<=", 0.1),)
 PAUSES = (("full_pause_over_copy_ms", "<=", 100.0), ("delta_pause_over_copy_ms", "<=", 100.0), *GAPS)
@@ -41,17 +47,17 @@ VLLM: dict[str, Any] = {"vllm": True, "compiles": True}
 
 PARTS = (
     Part("machine", "matrix products and copies", "benchmarks.gpu.machine --speed", 30),
-    Part("tests_policy", "tests/gpu: the policy's numbers", f"{TESTS} test_policy.py", 90),
-    Part("tests_speed", "tests/gpu: fused, compiled", f"{TESTS} test_trainer_speed.py", 90, compiles=True),
-    Part("tests_engine", "tests/gpu: vLLM", f"{TESTS} test_vllm_engine.py", 150, **VLLM),
+    Part("tests_policy", "tests/gpu: the policy's numbers", f"{TESTS}/test_policy.py", 90),
+    Part("tests_speed", "tests/gpu: fused, compiled", f"{TESTS}/test_trainer_speed.py", 90, compiles=True),
+    Part("tests_engine", "tests/gpu: vLLM", f"{TESTS}/test_vllm_engine.py", 150, **VLLM),
     Part(
         "tests_updates",
         "tests/gpu: versions into vLLM, on one GPU and two, and a worker's end",
-        f"{TESTS} test_vllm_updates.py test_stopping.py",
+        f"{TESTS}/test_vllm_updates.py tests/gpu/test_stopping.py",
         180,
         **VLLM,
     ),
-    Part("tests_ranks", "tests/gpu: ranks over NCCL", f"{TESTS} test_ranks.py", 240, gpus=2),
+    Part("tests_ranks", "tests/gpu: ranks over NCCL", f"{TESTS}/test_ranks.py", 240, gpus=2),
     Part("mfu_0.6b", "a step at 0.6B, 16k packed", f"{MFU} 0.6b", 60, gpu_gib=22),
     Part("mfu_4b", "a step at 4B", f"{MFU} 4b", 150, gpu_gib=22, goals=MFU_GOAL),
     Part("mfu_8b", "a step at 8B", f"{MFU} 8b", 200, gpu_gib=22, goals=MFU_GOAL),

@@ -79,6 +79,5 @@ def test_the_cheap_parts_of_the_dry_run(tmp_path: Path) -> None:
     assert (
         result["layers"] == "all" and result["tokens_per_s"] > 0 and result["profile"]["matrix products"] > 0
     )
-    assert "| mfu_8b | tokens_per_s |" in (tmp_path / "proof.md").read_text()
     wrong = run("--part", "mfu_9b")
     assert wrong.returncode == 2 and "no part" in wrong.stderr
