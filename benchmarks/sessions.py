@@ -1,21 +1,18 @@
-"""What sessions cost a rollout worker: three questions, one number each.
+"""What sessions cost a rollout worker: two questions, one number each.
 
-    python -m benchmarks.sessions                   # all three; the last needs vLLM
-    python -m benchmarks.sessions --only held       # one of: held, gateway, prefix
+    python -m benchmarks.sessions                   # both
+    python -m benchmarks.sessions --only held       # one of: held, gateway
 
 * `held`: 512 sessions held by one rollout service, of four turns each; the environment takes 50 ms to 2 s
   for its answer to each. Once it blocks (so it runs in processes), once it is async. The ideal is the
   longest session's delays alone.
 * `gateway`: what a call costs an agent program beyond the engine's own time: HTTP, rendering, parsing,
   recording.
-* `prefix`: the share of prompt tokens of second and later turns that vLLM had in its prefix cache.
 """
 
-import asyncio
 import random
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,19 +26,14 @@ from tests.support.models import tiny_model, write_tokenizer
 from tests.support.runs import ServiceRun
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
-from tidemill.common.errors import ConfigError
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
 from tidemill.common.streams import append_missing, last_id, length
 from tidemill.common.wire.messages import SamplingParams, Ticket
-from tidemill.common.wire.segments import Session
-from tidemill.services.rollout.engines import build_engine
-from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.engines.model import open_model
-from tidemill.services.rollout.environments import build_player
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
-from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import open_chat
 
 ENVIRONMENT = """
@@ -62,41 +54,37 @@ KINDS = {"blocking": ("", "time.sleep"), "async": ("async ", "await asyncio.slee
 GROUP_SIZE, DELAY_S, ENGINE_S = 8, (0.05, 2.0), 0.1
 HELD_TURNS = 4
 GATEWAY_SESSIONS, GATEWAY_TURNS, WARM_UP = 40, 8, 5
-PREFIX_SESSIONS, PREFIX_TURNS, TURN_TOKENS, PROMPT_TOKENS = 64, 6, 128, 512
-"""A turn that reaches its limit ends its session; the model ends most of them after some 30 tokens."""
-SHAPE = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 2048}
-"""vLLM has no attention for heads of 8, which tiny models have otherwise."""
 TEMPLATE = (
     "{% for m in messages %}w1 {{ m.role }} {{ m.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}w1 assistant {% endif %}"
 )
 
 
-def make_config(folder: Path, kind: str, max_model_len: int, **rollout: Any) -> RunConfig:
+def make_config(folder: Path, kind: str, **rollout: Any) -> RunConfig:
     """A run whose sessions play the scripted environment."""
     maybe_async, sleep = KINDS[kind]
     (folder / "scripted.py").write_text(ENVIRONMENT.format(maybe_async=maybe_async, sleep=sleep))
     return RunConfig.model_validate(
         {
-            "model": {"path": str(tiny_model(folder / "model", **SHAPE)), "max_model_len": max_model_len},
-            "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
+            "model": {"path": str(tiny_model(folder / "model")), "max_model_len": 1024},
+            "data": {"train": "unused", "max_prompt_tokens": 64},
             "reward": {"function": "exact_match"},
             "rollout": {"environment": {"use": f"{folder}/scripted.py:Scripted", "max_turns": 8}} | rollout,
         }
     )
 
 
-def make_ticket(number: int, prompt_tokens: int, delays_s: Sequence[float], group_size: int) -> Ticket:
+def make_ticket(number: int, delays_s: Sequence[float]) -> Ticket:
     """A group of sessions that have as many turns as there are delays."""
     return Ticket(
-        prompt_ids=np.random.default_rng(number).integers(3, 32, prompt_tokens).astype(np.int32),
+        prompt_ids=np.arange(3, 19, dtype=np.int32),
         prompt_text="w1 w2",
         extra={"delays_s": list(delays_s), "turns": len(delays_s)},
         ticket=number,
         step=0,
         min_version=0,
-        group_size=group_size,
-        sampling=SamplingParams(max_tokens=TURN_TOKENS),
+        group_size=GROUP_SIZE,
+        sampling=SamplingParams(max_tokens=16),
     )
 
 
@@ -111,7 +99,6 @@ async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, f
     config = make_config(
         folder,
         kind,
-        1024,
         engine="simulated",
         simulated={"tokens": 16, "group_s": ENGINE_S, "vocab_size": 32},
         sampling={"max_tokens": 16},
@@ -127,7 +114,7 @@ async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, f
 
         async def play(first: int, groups: Sequence[Sequence[float]]) -> None:
             wanted = await length(run.broker, trajectories) + len(groups) * GROUP_SIZE
-            tickets = {n: make_ticket(n, 16, each, GROUP_SIZE) for n, each in enumerate(groups, first)}
+            tickets = {n: make_ticket(n, each) for n, each in enumerate(groups, first)}
             await append_missing(run.broker, run.keys.prompts(), list(tickets), tickets.__getitem__)
 
             async def is_done() -> bool:
@@ -147,7 +134,7 @@ async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, f
 async def measure_gateway(folder: Path) -> tuple[float, float]:
     """Sessions one after the other, over HTTP on loopback; the engine answers at once, so a call's time is
     what the gateway adds. Returns its median and 99th percentile in milliseconds."""
-    config = make_config(folder, "async", 1024, engine="transformers", sampling={"max_tokens": 64})
+    config = make_config(folder, "async", engine="transformers", sampling={"max_tokens": 64})
     write_tokenizer(folder / "model", TEMPLATE)
     chat, decode = open_chat(config), open_model(config.model).decode
     limits = Limits(max_turns=GATEWAY_TURNS, max_tokens=0, max_model_len=16_384)
@@ -189,54 +176,14 @@ async def _converse(client: httpx.AsyncClient, root: str, key: str) -> list[floa
     return times
 
 
-async def measure_prefix(folder: Path) -> Counter[str]:
-    """Play sessions on a real vLLM engine; counts prompt tokens of later turns, all and cached ones."""
-    config = make_config(
-        folder,
-        "async",
-        2048,
-        engine="vllm",
-        num_threads=1,
-        sampling={"max_tokens": TURN_TOKENS},
-        max_num_seqs=PREFIX_SESSIONS,
-        vllm={"enforce_eager": True, "extra": {"block_size": 32}},
-    )
-    try:
-        engine = build_engine(config, "bench")
-    except ImportError as error:
-        raise ConfigError(f"this part needs vLLM, which cannot be imported: {error}") from None
-    await engine.start()
-    player = build_player(config, engine.decode)
-    await player.start()
-    counts: Counter[str] = Counter()
-
-    async def play(number: int) -> None:
-        turns = iter(range(PREFIX_TURNS + 1))
-
-        async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
-            return await engine.generate(GenerationRequest(f"{number}-{next(turns)}", ids, sampling))
-
-        ticket = make_ticket(number, PROMPT_TOKENS, [0.0] * PREFIX_TURNS, 1)
-        played = await player.play(ticket, str(number), ask)
-        assert isinstance(played, Played) and isinstance(played.session, Session)
-        for turn in played.session.turns[1:]:
-            counts["all"] += turn.num_prompt_tokens
-            counts["cached"] += max(0, turn.num_cached_tokens)
-
-    await asyncio.gather(*(play(number) for number in range(PREFIX_SESSIONS)))
-    await player.close()
-    await engine.close()
-    return counts
-
-
 def main(
-    only: Annotated[str, typer.Option(help="One of held, gateway, prefix; empty: all.")] = "",
+    only: Annotated[str, typer.Option(help="One of held, gateway; empty: both.")] = "",
     sessions: Annotated[int, typer.Option(help="Sessions held at once.")] = 512,
 ) -> None:
     """Measure, print a table, and end with one line of JSON."""
-    if only not in ("", "held", "gateway", "prefix"):
-        raise typer.BadParameter(f"{only!r} is none of held, gateway, prefix")
-    result: dict[str, float | None] = dict.fromkeys(("efficiency_512", "gateway_ms_p50", "prefix_hit_rate"))
+    if only not in ("", "held", "gateway"):
+        raise typer.BadParameter(f"{only!r} is neither held nor gateway")
+    result: dict[str, float | None] = dict.fromkeys(("efficiency_512", "gateway_ms_p50"))
     rows: list[tuple[str, ...]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -251,11 +198,6 @@ def main(
             p50, p99 = run_main(measure_gateway(folder))
             result["gateway_ms_p50"] = round(p50, 2)
             rows.append(("a call through the gateway", f"+{p50:.2f} ms", f"p99: +{p99:.2f} ms"))
-        if only in ("", "prefix"):
-            counts = run_main(measure_prefix(folder))
-            result["prefix_hit_rate"] = round(counts["cached"] / counts["all"], 3)
-            share = f"{counts['cached'] / counts['all']:.1%}"
-            rows.append(("later turns' prompts cached", share, f"of {counts['all']:,} tokens"))
     print_table("Sessions", ("what", "measured", "beside it"), rows, machine())
     print_result(result)
 

@@ -1,7 +1,6 @@
 """A GRPO step against TRL's GRPOTrainer and a bare loop of torch: the same model, batch and machine.
 
-    python -m benchmarks.trainer          # a few minutes on 2 cores; on a GPU where there is one
-    python -m benchmarks.trainer --whole  # the demo's task, both from process start to the end
+    python -m benchmarks.trainer    # a few minutes on 2 cores; on a GPU where there is one
 
 What is compared: forward, loss, backward, clipping and optimizer update over one batch of completions that
 exist already. Both sides have the same random weights, token ids and advantages, the same loss (token-level,
@@ -22,51 +21,36 @@ largest of the three.
 `ratio_to_bare` is our tokens/s over those of a bare loop on the same packed tokens (`trainer_bare.py`), the
 smallest of the three cases: the median over pairs of steps, one of each side, in one process. With `--no-trl`
 there is no more than that.
-
-`--whole` runs examples/arith without evaluation, with one checkpoint at the end: `tidemill up` beside TRL's
-own generation and training, for as many steps of as many groups (`trainer_trl.py`). `ratio_whole` is their
-time over ours.
 """
 
 import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from benchmarks.report import machine, print_result, print_table
 from benchmarks.trainer_sides import CASES
 
 SIDES = ("tidemill", "trl")
 MIB = 1 << 20
-DEMO = Path(__file__).parents[1] / "examples/arith"
-
-
-def run_python(title: str, *words: str, **variables: str) -> str:
-    """Run a module to its end; returns its output."""
-    print(f"running: {title}", flush=True)
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | variables
-    command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{title} failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
-    return done.stdout
 
 
 def measure(side: str, case: str, budget: int, steps: int, threads: int) -> dict[str, Any]:
     """One side on one case, in a process of its own."""
+    print(f"running: {case}, {side}", flush=True)
     # One arena: what the allocator keeps for each thread would be counted as the side's need. Threads wait
     # without spinning, as in the services.
     variables = {"OMP_NUM_THREADS": str(threads), "MALLOC_ARENA_MAX": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    numbers = map(str, (budget, steps, threads))
-    output = run_python(f"{case}, {side}", "benchmarks.trainer_sides", side, case, *numbers, **variables)
-    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    command = [sys.executable, "-m", "benchmarks.trainer_sides", side, case]
+    command += map(str, (budget, steps, threads))
+    environment = os.environ | variables | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{side} failed on {case}:\n{done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
 
@@ -111,39 +95,6 @@ def compare_with_bare(budget: int, pairs: int, threads: int, note: str) -> dict[
     return {"ratio_to_bare": round(min(ratios), 3)}
 
 
-def compare_whole_runs(steps: int, rounds: int) -> dict[str, Any]:
-    """Wall time of whole processes, alternating; the fastest of each side counts."""
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    for _ in range(rounds):
-        for side in SIDES:
-            with tempfile.TemporaryDirectory() as folder:
-                config = str(whole_run_config(Path(folder), steps))
-                words = ["benchmarks.trainer_trl", config]
-                if side == "tidemill":
-                    words = ["tidemill.services.console", "up", config, "--no-live", "--runs-dir", folder]
-                started = time.perf_counter()
-                run_python(f"the whole run, {side}", *words)
-                seconds[side].append(time.perf_counter() - started)
-    best = {side: min(times) for side, times in seconds.items()}
-    rows = [(side, f"{best[side]:.1f}", f"{best['trl'] / best[side]:.2f}") for side in SIDES]
-    title = f"The demo's task, {steps} steps, from process start"
-    print_table(title, ("", "seconds", "speed"), rows, machine())
-    return {"ratio_whole": round(best["trl"] / best["tidemill"], 3), "steps": steps, "seconds": best}
-
-
-def whole_run_config(folder: Path, steps: int) -> Path:
-    """The demo's config without evaluation, and with one checkpoint, at the end."""
-    tree = yaml.safe_load((DEMO / "config.yaml").read_text())
-    tree["model"]["path"] = str(DEMO / "model")
-    tree["data"]["train"] = str(DEMO / "train.jsonl")
-    del tree["data"]["eval"], tree["expect"]
-    tree["trainer"] |= {"steps": steps, "checkpoint_every": 0, "evaluation": {"every": 0}}
-    tree["rollout"]["num_threads"] = tree["trainer"]["num_threads"] = 1
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
 def main(
     budget: Annotated[int, typer.Option(help="tokens of a micro-batch (x 8 on a GPU)")] = 4096,
     steps: Annotated[int, typer.Option(help="timed steps of each process")] = 2,
@@ -151,13 +102,8 @@ def main(
     pairs: Annotated[int, typer.Option(help="timed steps of each side beside the bare loop")] = 7,
     trl: Annotated[bool, typer.Option(help="compare with TRL too")] = True,
     threads: Annotated[int, typer.Option(help="CPU threads of each side; 0 is every core")] = 0,
-    whole: Annotated[bool, typer.Option("--whole", help="whole runs of the demo's task instead")] = False,
-    whole_steps: Annotated[int, typer.Option(help="steps of a whole run")] = 45,
 ) -> None:
     """Measure all sides on every case."""
-    if whole:
-        print_result(compare_whole_runs(whole_steps, rounds))
-        return
     threads = threads or len(os.sched_getaffinity(0))
     note = f"{machine()}, {threads} thread(s), micro-batches of {budget} tokens, sides alternate"
     result = compare_with_trl(budget, steps, rounds, threads, note) if trl else {}

@@ -1,13 +1,7 @@
-"""TRL's side of the trainer benchmark: its training loop over given completions, or a whole run of its own.
+"""TRL's side of the trainer benchmark: its training loop over given completions."""
 
-`python -m benchmarks.trainer_trl CONFIG` does what `tidemill up CONFIG` would, with GRPOTrainer.
-"""
-
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +12,6 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import pad
 
 from benchmarks.trainer_sides import GROUP_SIZE, LR, MAX_GRAD_NORM, Peak, now_s
-from tidemill.common.config import RunConfig, load_config
-from tidemill.services.reward.builtin.gsm8k import compute_score
 from tidemill.services.trainer.groups.samples import Sample
 
 
@@ -79,7 +71,7 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
         trainer = GivenCompletions(
             samples,
             model=model,
-            args=_config(
+            args=GRPOConfig(
                 output_dir=folder,
                 per_device_train_batch_size=per_batch,
                 gradient_accumulation_steps=len(samples) // per_batch,
@@ -88,8 +80,14 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
                 learning_rate=LR,
                 max_grad_norm=MAX_GRAD_NORM,
                 loss_type="dapo",
+                beta=0.0,
                 bf16=torch.cuda.is_available(),
+                use_cpu=not torch.cuda.is_available(),
+                gradient_checkpointing=False,
                 logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
             ),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             train_dataset=Dataset.from_dict({"prompt": ["w"] * len(samples)}),
@@ -102,58 +100,9 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
     return {"step_s": clock.times[1:], "peak_bytes": peak.above_base(), "grad_norm": clock.norms[0]}
 
 
-def _config(**options: Any) -> Any:
-    """What both kinds of run have in common."""
-    return GRPOConfig(
-        use_cpu=not torch.cuda.is_available(),
-        beta=0.0,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
-
-
 def _tokenizer() -> PreTrainedTokenizerFast:
     """TRL wants one, though no text is read here."""
     backend = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, "w": 3}, unk_token="w"))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
     )
-
-
-def run_whole(config: RunConfig) -> None:
-    """Train the config's model on its data, with TRL's generation by transformers."""
-    trainer, sampling = config.trainer, config.rollout.sampling
-    rows = [json.loads(line) for line in Path(config.data.train).read_text().splitlines()]
-    truths = [row["reward_model"]["ground_truth"] for row in rows]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = _config(
-            output_dir=folder,
-            per_device_train_batch_size=trainer.groups_per_step * trainer.group_size,
-            num_generations=trainer.group_size,
-            max_completion_length=sampling.max_tokens,
-            temperature=sampling.temperature,
-            max_steps=trainer.steps,
-            learning_rate=trainer.optimizer.lr,
-            lr_scheduler_type="constant",
-            loss_type="dr_grpo",
-            bf16=False,
-        )
-        GRPOTrainer(
-            model=str(config.model.path),
-            args=arguments,
-            reward_funcs=_reward,
-            train_dataset=Dataset.from_dict({"prompt": [row["prompt"] for row in rows], "truth": truths}),
-        ).train()
-
-
-def _reward(completions: Sequence[str], truth: Sequence[str], **_: Any) -> list[float]:
-    return [
-        float(compute_score("arith", text, right, {})) for text, right in zip(completions, truth, strict=True)
-    ]
-
-
-if __name__ == "__main__":
-    run_whole(load_config(Path(sys.argv[1])))
