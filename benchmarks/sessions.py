@@ -33,7 +33,7 @@ from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.engines.model import open_model
 from tidemill.services.rollout.gateway.server import Gateway
-from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.template_chat import open_chat
 
 ENVIRONMENT = """
@@ -137,12 +137,12 @@ async def measure_gateway(folder: Path) -> tuple[float, float]:
     config = make_config(folder, "async", engine="transformers", sampling={"max_tokens": 64})
     write_tokenizer(folder / "model", TEMPLATE)
     chat, decode = open_chat(config), open_model(config.model).decode
-    limits = Limits(max_turns=GATEWAY_TURNS, max_tokens=0, max_model_len=16_384)
+    sampling, limits = SamplingParams(max_tokens=64), config.rollout.environment
     gateway, times = Gateway("policy"), []
     await gateway.start()
     async with httpx.AsyncClient(timeout=60.0) as client:
         for number in range(GATEWAY_SESSIONS):
-            session = GatewaySession(chat, decode, _answer, SamplingParams(max_tokens=64), limits)
+            session = GatewaySession(chat, decode, _answer, sampling, limits, 16_384)
             with gateway.serving(session) as root:
                 found = await _converse(client, root, session.key)
             await session.close()
