@@ -64,12 +64,10 @@ def make_config(folder: Path, kind: str, **rollout: Any) -> RunConfig:
     """A run whose sessions play the scripted environment."""
     maybe_async, sleep = KINDS[kind]
     (folder / "scripted.py").write_text(ENVIRONMENT.format(maybe_async=maybe_async, sleep=sleep))
+    model = tiny_model(folder / "model", max_position_embeddings=1024)
     return RunConfig.model_validate(
         {
-            "model": {
-                "path": str(tiny_model(folder / "model", max_position_embeddings=1024)),
-                "max_model_len": 1024,
-            },
+            "model": {"path": str(model), "max_model_len": 1024},
             "data": {"train": "unused", "max_prompt_tokens": 64},
             "reward": {"function": "exact_match"},
             "rollout": {"environment": {"use": f"{folder}/scripted.py:Scripted", "max_turns": 8}} | rollout,
