@@ -39,10 +39,11 @@ from tidemill.common.config import RewardConfig, RunConfig, ServersConfig
 from tidemill.common.errors import BrokerError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
-from tidemill.common.streams import append
-from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Lane
+from tidemill.common.streams import START, append, last_id
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
 from tidemill.services.console.exporter.exporter import MetricsReader
+from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
 
 USERS = ("trainer", "rollout", "reward", "sandbox", "jobs", "operator", "exporter")
 SERVICES = ("trainer", "rollout", "reward")
@@ -239,43 +240,26 @@ def test_who_may_write(admin: redis.Redis, command: tuple[Any, ...], users: set[
     assert {user for user in USERS if may(admin, user, *command)} == expected
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("FLUSHALL",),
-        ("FLUSHDB",),
-        ("KEYS", "*"),
-        ("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"),
-        ("CONFIG", "GET", "requirepass"),
-        ("EVAL", "return 1", "0"),
-        ("FUNCTION", "LOAD", "x"),
-        ("FCALL", "f", "0"),
-        ("CLIENT", "LIST"),
-        ("CLIENT", "NO-EVICT", "on"),
-        ("PUBLISH", "rq:pubsub:jobs-1", "{}"),
-        ("PUBSUB", "CHANNELS"),
-        ("LATENCY", "HISTORY", "command"),
-        ("SLOWLOG", "GET"),
-        ("SCRIPT", "FLUSH"),
-        ("FUNCTION", "FLUSH"),
-        ("ACL", "SETUSER", "trainer", "+@all"),
-        ("ACL", "LIST"),
-        ("DEBUG", "SLEEP", "1"),
-        ("SHUTDOWN",),
-        ("SAVE",),
-        ("REPLICAOF", "somewhere", "6379"),
-        ("CLIENT", "KILL", "TYPE", "normal"),
-        ("MONITOR",),
-        ("MIGRATE", "host", "6379", RUN.commits, "0", "1000"),
-        ("SWAPDB", "0", "1"),
-        ("RENAME", "other", RUN.commits),
-        ("SORT", RUN.scores()),
-        ("SUBSCRIBE", "channel"),
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_nobody_may(admin: redis.Redis, command: tuple[str, ...]) -> None:
-    assert [user for user in USERS if may(admin, user, *command)] == []
+NOBODY = f"""
+    FLUSHALL; FLUSHDB; KEYS *; CONFIG SET maxmemory-policy allkeys-lru; CONFIG GET requirepass; EVAL return 0
+    FUNCTION LOAD x; FUNCTION FLUSH; FCALL f 0; CLIENT LIST; CLIENT NO-EVICT on; CLIENT KILL TYPE normal
+    PUBLISH rq:pubsub:jobs-1 x; PUBSUB CHANNELS; SUBSCRIBE channel; LATENCY HISTORY command; SLOWLOG GET
+    SCRIPT FLUSH; ACL SETUSER trainer +@all; ACL LIST; DEBUG SLEEP 1; SHUTDOWN; SAVE; MONITOR; SWAPDB 0 1
+    REPLICAOF somewhere 6379; MIGRATE host 6379 {RUN.commits} 0 1000; RENAME other {RUN.commits}
+    SORT {RUN.scores()}
+"""
+NO_WORKER = f"""
+    SCAN 0; RANDOMKEY; DBSIZE; SCRIPT LOAD return; SCRIPT EXISTS {"0" * 40}; SCRIPT KILL; WAIT 1 0
+    LCS {RUN.limits("a")} {RUN.limits("b")}; SETRANGE {RUN.limits("a")} 500000000 x; GETDEL {RUN.config}
+    COPY {RUN.config} {RUN.limits("a")}; ZUNIONSTORE {RUN.limits("a")} 1 {RUN.limits("b")}
+"""
+
+
+def test_what_nobody_may_and_what_no_worker_may(admin: redis.Redis) -> None:
+    for commands, users in ((NOBODY, USERS), (NO_WORKER, ("rollout", "reward", "sandbox", "jobs"))):
+        for command in commands.replace("\n", ";").split(";"):
+            if command.strip():
+                assert [user for user in users if may(admin, user, *command.split())] == [], command
 
 
 def test_nobody_is_let_in_without_a_password(server: RedisServer) -> None:
@@ -285,31 +269,6 @@ def test_nobody_is_let_in_without_a_password(server: RedisServer) -> None:
     for user in (*USERS, "default"):
         with pytest.raises(redis.AuthenticationError):
             redis.Redis(port=server.port, username=user, password="", protocol=2, retry=once).ping()
-
-
-WORKERS = ("rollout", "reward", "sandbox", "jobs")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("SCAN", "0"),
-        ("RANDOMKEY",),
-        ("DBSIZE",),
-        ("SCRIPT", "LOAD", "return 1"),
-        ("SCRIPT", "EXISTS", "0" * 40),
-        ("SCRIPT", "KILL"),
-        ("WAIT", "1", "0"),
-        ("LCS", RUN.limits("a"), RUN.limits("b")),
-        ("SETRANGE", RUN.limits("a"), "500000000", "x"),
-        ("GETDEL", RUN.config),
-        ("COPY", RUN.config, RUN.limits("a")),
-        ("ZUNIONSTORE", RUN.limits("a"), "1", RUN.limits("b")),
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_no_worker_may(admin: redis.Redis, command: tuple[str, ...]) -> None:
-    assert [user for user in WORKERS if may(admin, user, *command)] == []
 
 
 def test_the_operator_ends_a_script_that_does_not_end(server: RedisServer, admin: redis.Redis) -> None:
@@ -425,3 +384,24 @@ async def test_the_exporter_reads_a_run_as_a_user_that_may_write_nothing(
 def judged(rewards: dict[str, Any]) -> dict[str, Any]:
     servers = {"judge": ServersConfig(model="m")}
     return {"reward": RewardConfig.model_validate({"rewards": rewards}), "servers": servers}
+
+
+async def test_the_trainer_may_move_unexpected_entries_aside(
+    server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: dict[str, type[Message]] = {
+        RUN.prompts(): Ticket,
+        RUN.weights: WeightManifest,
+        RUN.commits: Commit,
+    }
+    with_user(monkeypatch, "trainer")
+    broker = await Broker.connect(server.url)
+    for key, kind in streams.items():
+        admin.xgroup_create(key, ROLLOUT_GROUP, mkstream=True)
+        admin.xadd(key, {"by": "hand"})
+        admin.xreadgroup(ROLLOUT_GROUP, "w", {key: ">"})
+        assert await remove_unexpected(broker, RUN, key, kind) == 1
+        assert await last_id(broker, key) == START
+    await broker.close()
+    assert refusals(admin) == []
+    assert admin.xlen(RUN.dead) == len(streams)
