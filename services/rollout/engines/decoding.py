@@ -28,7 +28,7 @@ class SamplingBatch:
     is_greedy_B: Tensor | None
     top_k_B: Tensor | None
     top_p_B: Tensor | None
-    min_p_B: Tensor | None = None
+    min_p_B: Tensor | None
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "SamplingBatch":

@@ -18,7 +18,7 @@ from tidemill.common.config.run import ModelConfig, is_path
 from tidemill.common.errors import ConfigError, EngineError, WeightsError
 from tidemill.common.run.model_config import exact_attention, freeze_rope, with_overrides
 from tidemill.common.weights.bits import TensorInfo
-from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_ids, check_length
+from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,12 @@ class ModelFolder:
             ValueError: the prompt is empty, holds ids outside the vocabulary, or leaves no room.
         """
         check_length(request, self.max_model_len)
-        check_ids(request.prompt_ids, self.vocab_size)
+        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        if lowest < 0 or highest >= self.vocab_size:  # the model has no embedding: it would crash
+            raise ValueError(
+                f"token ids must be between 0 and {self.vocab_size - 1}, got {lowest} to {highest}; "
+                "was the prompt tokenized with this model's tokenizer?"
+            )
 
 
 class ModelEngine(Engine):
