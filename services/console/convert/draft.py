@@ -31,8 +31,6 @@ HEADINGS: dict[Verdict, str] = {
 
 
 class Finding(NamedTuple):
-    """One option that is not simply carried over."""
-
     verdict: Verdict
     option: str
     value: Any

@@ -25,8 +25,6 @@ MAX_BACKLOG = 4096
 
 
 class Emission:
-    """Feeds one sandbox from one history, and takes its scores."""
-
     def __init__(
         self,
         broker: Broker,
@@ -55,6 +53,7 @@ class Emission:
     async def run(self, on_progress: Callable[["Emission"], None]) -> None:
         """Emit everything and wait for all scores."""
         self.started_at, key = time.time(), self.keys.scores(self.lane)
+        # The position is taken before anything is emitted: scores that were there are no answers.
         reader = OffsetReader(self.broker, key, Score, await last_id(self.broker, key))
         offset_s: float | None = None  # from the times of the record to those of now
 
@@ -109,7 +108,6 @@ class Emission:
         self.emitted += len(trajectories)
 
     def _take(self, score: Score) -> None:
-        """Keep the first score of a trajectory."""
         if (emitted := self._waiting.pop(score.key, None)) is None:
             return
         self.scores[score.key] = score

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.http_server import server_config
+from tidemill.common.process.listening import listen
 from tidemill.common.process.programs import run_main
 from tidemill.services.console.options import WebOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
@@ -60,8 +61,6 @@ CLOSE_S = 3
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may read the pages of one server."""
-
     token: str = ""
     """Empty: everybody who reaches the port, which listens on this machine only."""
     host_names: frozenset[str] = frozenset()
@@ -71,11 +70,7 @@ class Access:
     def of(
         cls, host: str, host_names: tuple[str, ...] = (), fixed_token: str = "", *, asks_always: bool = False
     ) -> "Access":
-        """Rules for a server that listens on `host`; a fixed token is asked for on this machine too.
-
-        Raises:
-            ConfigError: the fixed token is one that can be guessed, or that no header can carry.
-        """
+        """Rules for a server that listens on `host`; a fixed token is asked for on this machine too."""
         if fixed_token and (len(fixed_token) < LEAST_TOKEN_CHARACTERS or not fixed_token.isascii()):
             raise ConfigError(
                 f"{TOKEN_VARIABLE} has {len(fixed_token)} characters; it needs {LEAST_TOKEN_CHARACTERS} or "
@@ -201,17 +196,18 @@ def create_app(catalog: Catalog, access: Access) -> Starlette:
 
 
 def serve(options: WebOptions) -> None:
-    """Serve until Ctrl-C.
-
-    Raises:
-        ConfigError: there is no such run, or the address cannot be had.
-    """
     log_nothing()
     run_main(_serve(options))
 
 
 async def _serve(options: WebOptions) -> None:
-    listener = _listen(options.host, options.port)
+    try:
+        listener = listen(options.host.strip("[]"), options.port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}. Choose another with "
+            "--host or --port."
+        ) from None
     catalog, path = Catalog(folder_of_runs(options.runs_dir)), ""
     if options.run_id is not None:
         run_id = find_run(options.run_id, catalog.runs).run_id
@@ -240,18 +236,3 @@ async def _serve(options: WebOptions) -> None:
         timeout_graceful_shutdown=CLOSE_S,
     )
     await uvicorn.Server(config).serve(sockets=[listener])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host.strip("[]"), port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another with --host or "
-            "--port."
-        ) from None
-    return listener

@@ -189,8 +189,6 @@ def prompt_messages(source: PromptFields) -> list[ChatMessage]:
 
 
 class Training(NamedTuple):
-    """How much of something that the model said was trained."""
-
     num_tokens: int
     num_trained: int
     why_not: str = ""
