@@ -27,7 +27,7 @@ def forked_engines() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(multiprocessing, "get_context", forking)
-        # It acts where it is imported, in the process of the engine; other tests have imported it in this one.
+        # It acts where it is imported: in the process of the engine. Other tests have imported it here.
         patch.delitem(sys.modules, VLLM_EXTENSION.rpartition(".")[0], raising=False)
         if machine_environment(os.environ).get(NO_COMPILING) == "1":
             # Torch reads the variable when it is imported, which it is in the process that is forked.
