@@ -71,7 +71,6 @@ class DeadEntry:
     claims: Mapping[str, Any] = field(default_factory=dict)
     """The payload's plain values where it is msgpack at all; nobody has validated them."""
     is_readable: bool = True
-    """Whether the entry itself could be decoded."""
 
     @property
     def stream(self) -> str:

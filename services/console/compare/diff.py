@@ -251,7 +251,6 @@ def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:
 class RunDiff:
     config: list[dict[str, Any]]
     num_steps: int = 0
-    """Steps that were compared."""
     longer: str = ""
     """Which run has more steps, `a` or `b`, where the comparison came to the end of the other."""
     differences: list[Difference] = field(default_factory=list)

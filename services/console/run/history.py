@@ -49,7 +49,6 @@ class RunAccess:
     """Of the Redis that is read, for processes that we start; empty where only the archive is left."""
 
     raw_config: bytes | None = None
-    """What Redis has of it."""
 
     @cached_property
     def config(self) -> "RunConfig | None":

@@ -29,7 +29,6 @@ from tidemill.services.console.text.tree import Node, lines_table, rows_table, t
 REFRESH_S = 1.0
 HINT = "Ctrl-C ends the watching; the run goes on"
 MAX_WARNINGS = 3
-"""Warnings in the dashboard, the newest."""
 STATUS_STYLES = {"running": "green", "finished": "bold green", "failed": "bold red", "stopped": "yellow"}
 QUEUE_WORDS = {
     "prompts": ("groups to generate", "generating"),

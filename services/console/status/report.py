@@ -66,17 +66,13 @@ FEW_STEPS = 5
 class RunSummary:
     run_id: str
     steps: int = 0
-    """Committed steps."""
     eval_before: float | None = None
     """Mean score of the first evaluation, over its datasets."""
     eval_after: float | None = None
     """Mean score of the last evaluation, over its datasets."""
     reward_first: float | None = None
-    """Mean reward of the first step."""
     reward_last: float | None = None
-    """Mean reward of the last step."""
     max_staleness_seen: int = 0
-    """Greatest staleness of a trained token, in steps."""
     tokens_per_s: float | None = None
     """Completion tokens trained per second of training time."""
     trainer_idle_share: float | None = None
@@ -101,7 +97,6 @@ class RunSummary:
     warnings: list[dict[str, Any]] = field(default_factory=list)
     """Numbers of the steps that left their healthy range: what, since when, until when, what to do."""
     reward_curve: list[float] = field(default_factory=list)
-    """Mean reward of every step."""
 
 
 async def summarise(
@@ -152,9 +147,7 @@ class CommitTotals:
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of metrics over steps, and `session_steps`: how many have those of sessions."""
     started_at: float = math.inf
-    """When the first step began."""
     finished_at: float = 0.0
-    """When the last one ended."""
 
     def add(self, commit: Commit) -> None:
         keys, metrics = commit.trained_keys, commit.metrics

@@ -29,7 +29,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.common.errors import ConfigError, TidemillError
-from tidemill.common.process.http_server import server_config
+from tidemill.common.process.http_server import host_of, is_loopback, server_config
 from tidemill.common.process.listening import listen
 from tidemill.common.process.programs import run_main
 from tidemill.services.console.options import WebOptions
@@ -76,7 +76,7 @@ class Access:
                 f"{TOKEN_VARIABLE} has {len(fixed_token)} characters; it needs {LEAST_TOKEN_CHARACTERS} or "
                 "more, all ASCII. `openssl rand -hex 24` makes a good one."
             )
-        is_here = _is_loopback(host)
+        is_here = is_loopback(host.strip("[]"))
         token = fixed_token or ("" if is_here and not asks_always else secrets.token_urlsafe(32))
         own = () if is_here else (socket.gethostname(), socket.getfqdn())
         return cls(token, frozenset(name.lower() for name in (host, *own, *host_names)))
@@ -86,18 +86,12 @@ class Access:
 
         Under any other name, a page of somebody else's may have pointed its own name here (DNS rebinding).
         """
-        name = header.strip().lower()
-        if name.startswith("["):
-            name = name[1:].partition("]")[0]
-        elif name.count(":") == 1:
-            name = name.partition(":")[0]
-        if name in ("localhost", *self.host_names):
+        name = host_of(header)
+        if is_loopback(name) or name in self.host_names:
             return True
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return bool(self.token) or address.is_loopback
+        with contextlib.suppress(ValueError):
+            return bool(self.token and ipaddress.ip_address(name))
+        return False
 
     def admits(self, authorization: str) -> bool:
         """Whether this header has the token: `Bearer TOKEN`, or `Basic` with the token as the password."""
@@ -111,14 +105,6 @@ class Access:
             return False
         # In constant time: how long a comparison takes tells nothing of the token.
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens there."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class Gate:
@@ -224,7 +210,7 @@ async def _serve(options: WebOptions) -> None:
     print(f"Pages to look at: http://{shown}:{listener.getsockname()[1]}/{path}")
     if access.token and not fixed:
         print(f"Browsers ask for a name and a password: any name, and this token: {access.token}")
-    if not _is_loopback(options.host):
+    if not is_loopback(options.host.strip("[]")):
         print("Others reach this port. Who has the token may read everything; it is sent unencrypted.")
     print("Ctrl-C ends the pages only; runs go on.", flush=True)
     config = server_config(

@@ -141,7 +141,6 @@ SPECIAL = re.compile(r"<[^<>\s]{1,40}>")
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
     "model": "assistant", "developer": "system", "ipython": "tool", "function": "tool"
 }  # fmt: skip
-"""The four roles by their names."""
 
 
 @dataclass(frozen=True, slots=True)
