@@ -54,7 +54,7 @@ def _show_list(view: ViewOptions) -> None:
         source = note(f"run {access.run_id}, read from {access.source}", "dim")
         return extents, part("", table(map(_extent_row, extents)), source)
 
-    show(*read_run(view, read), view.as_json)
+    show(*read_run(view, read), view.as_json, json_indent=2)
 
 
 async def _extent(history: History, summary: StreamSummary) -> dict[str, Any]:
