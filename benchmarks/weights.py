@@ -39,7 +39,8 @@ from tidemill.common.weights.digest import DigestSum
 from tidemill.common.wire.messages import WeightFile, WeightManifest
 from tidemill.services.trainer.groups.samples import form_micro_batches
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
-from tidemill.services.trainer.weights.shard_writer import Alone, ShardWriter
+from tidemill.services.trainer.weights.peers import Alone
+from tidemill.services.trainer.weights.shard_writer import ShardWriter
 from tidemill.services.trainer.weights.store import WeightState, WeightStore
 
 WIDTH = 4096

@@ -86,7 +86,7 @@ class ExportsWeights(SavesState):
         """Beside training where the version is held; weights of four bytes are written here and now."""
         if self._writer.shadow.is_held:
             self._save_adapters(folder)
-            return self._writer.begin(folder, int(version), int(parent))
+            return self._writer.begin(folder, version, parent)
         written: Future[tuple[WeightFile, ...]] = Future()
         self.save_weights(folder)
         written.set_result(list_files(folder) if self.peers.rank == 0 else ())

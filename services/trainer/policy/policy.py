@@ -28,7 +28,7 @@ from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
+from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.weights.store import WeightState
 
@@ -67,7 +67,7 @@ class Policy(Protocol):
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
         """Logprobs of every completion token under the current weights, [T] for each sample."""
 
-    def precompute(self, samples: Sequence[Sample]) -> list[PrecomputedTokens]:
+    def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
         """What the algorithm needs of samples before they are trained, of the weights at the step's start.
 
         Those are the weights that are held, else the current ones. Rewards and advantages are not looked at.

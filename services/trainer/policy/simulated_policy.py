@@ -26,7 +26,7 @@ from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.tokens import denominator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
+from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.saving import SavesState
 from tidemill.services.trainer.policy.state import PolicyState
@@ -42,7 +42,6 @@ class SimulatedPolicy(HasCoefficients, SavesState):
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer
         self._max_completion_tokens = config.max_completion_tokens
-        self._needs_reference = config.trainer.algorithm.needs_reference
         self._set_coefficients(config.trainer.algorithm)
         self._num_updates = 0
         self._chain = xxhash.xxh3_128(b"simulated").digest()
@@ -86,21 +85,19 @@ class SimulatedPolicy(HasCoefficients, SavesState):
         """The rollout's own logprobs: a simulated trainer agrees with every engine."""
         return [sample.rollout_logprobs for sample in samples]
 
-    def precompute(self, samples: Sequence[Sample]) -> list[PrecomputedTokens]:
+    def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
         """Take `prepare_s` for each `group_size` samples; all three models agree with every engine."""
         time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
         algorithm = self._trainer.algorithm
-        has_values = algorithm.needs_values
-        return [
-            PrecomputedTokens(
-                proximal_logprobs=sample.rollout_logprobs if self._trainer.needs_proximal else None,
-                reference_logprobs=sample.rollout_logprobs if self._needs_reference else None,
-                values=np.zeros_like(sample.rollout_logprobs) if has_values else None,
-                start_logprobs=sample.rollout_logprobs if algorithm.needs_start_logprobs else None,
-                entropies=-sample.rollout_logprobs if algorithm.needs_start_entropies else None,
-            )
-            for sample in samples
-        ]
+        factors = {
+            "proximal_logprobs": (self._trainer.needs_proximal, 1.0),
+            "reference_logprobs": (algorithm.needs_reference, 1.0),
+            "values": (algorithm.needs_values, 0.0),
+            "start_logprobs": (algorithm.needs_start_logprobs, 1.0),
+            "entropies": (algorithm.needs_start_entropies, -1.0),
+        }
+        wanted = {name: np.float32(factor) for name, (is_needed, factor) in factors.items() if is_needed}
+        return [{name: f * sample.rollout_logprobs for name, f in wanted.items()} for sample in samples]
 
     def hold_weights(self) -> None:
         """There are none."""

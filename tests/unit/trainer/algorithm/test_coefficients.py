@@ -100,7 +100,7 @@ def test_a_policy_trains_with_the_coefficients_of_the_moment_and_saves_them():
     policy, fixed = make_policy(algorithm=fields), make_policy(algorithm=REFERENCE)
     samples = make_samples(4)
     parts = zip(samples, policy.precompute(samples), strict=True)
-    samples = [replace(sample, reference_logprobs=part.reference_logprobs - 0.5) for sample, part in parts]
+    samples = [replace(sample, reference_logprobs=part["reference_logprobs"] - 0.5) for sample, part in parts]
     plain = fixed.accumulate(one_batch(samples))
     first = policy.accumulate(one_batch(samples))
     assert first.loss_sum == pytest.approx(plain.loss_sum + 0.1 * first.kl_sum, rel=1e-6)

@@ -34,8 +34,8 @@ def test_a_call_arrives_as_it_was_sent():
     for item in fields(Sample):
         mine, theirs = getattr(batch.samples[0], item.name), getattr(sample, item.name)
         assert np.array_equal(mine, theirs) if isinstance(theirs, np.ndarray) else mine == theirs, item.name
-    assert decode_call(encode_call("save_state", [Path("a/b")])) == ("save_state", [Path("a/b")])
-    assert decode_call(encode_call("update", [2.5])) == ("update", [2.5])
+    assert decode_call(encode_call("save_state", [Path("a/b")])) == ("save_state", (Path("a/b"),))
+    assert decode_call(encode_call("update", [2.5])) == ("update", (2.5,))
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 6])
