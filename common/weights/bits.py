@@ -54,9 +54,8 @@ MAX_HEADER_BYTES = 100_000_000
 """As safetensors has it."""
 
 
-def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterator[tuple[TensorInfo, Bits]]:
-    """The tensors of a safetensors file, flat, in the file's order; views of the mapped file, never copied.
-    With mode `r+` what is written to them goes to the file, with `c` into memory of their own.
+def find_tensors(path: Path) -> list[tuple[TensorInfo, int]]:
+    """The tensors of a safetensors file in the file's order, and the byte at which the values of each begin.
 
     Raises:
         WeightsError: the file is no safetensors file, or it is cut short.
@@ -64,16 +63,25 @@ def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterato
     with _faults_of(path):
         header, begin = _read_header(path)
         header.pop("__metadata__", None)
-        places = [
-            (TensorInfo(name, item["dtype"], tuple(item["shape"])), *item["data_offsets"])
-            for name, item in header.items()
-        ]
-        places.sort(key=lambda place: (place[1], place[0].name))
-        data = np.memmap(path, np.uint8, mode)
-        for info, start, end in places:
-            if end - start != info.num_bytes or not 0 <= start <= end <= len(data) - begin:
-                raise ValueError(f"{info.name} lies at [{start}, {end}), which does not fit")
-            yield info, data[begin + start : begin + end].view(info.bits_dtype)
+        size = path.stat().st_size - begin
+        places = []
+        for name, item in header.items():
+            info = TensorInfo(name, item["dtype"], tuple(item["shape"]))
+            start, end = item["data_offsets"]
+            if end - start != info.num_bytes or not 0 <= start <= end <= size:
+                raise ValueError(f"{name} lies at [{start}, {end}), which does not fit")
+            places.append((info, begin + start))
+        return sorted(places, key=lambda place: (place[1], place[0].name))
+
+
+def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterator[tuple[TensorInfo, Bits]]:
+    """The tensors of a safetensors file, flat, in the file's order; views of the mapped file, never copied.
+    With mode `r+` what is written to them goes to the file, with `c` into memory of their own. Raises
+    WeightsError, as `find_tensors`."""
+    with _faults_of(path):
+        places, data = find_tensors(path), np.memmap(path, np.uint8, mode)
+        for info, begin in places:
+            yield info, data[begin : begin + info.num_bytes].view(info.bits_dtype)
 
 
 def read_metadata(path: Path) -> dict[str, str]:

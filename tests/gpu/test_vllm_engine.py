@@ -15,6 +15,7 @@ import torch
 
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_kernels
 from tests.support.models import PIECES, run_config
+from tests.support.probes import score
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
@@ -130,7 +131,7 @@ async def test_the_probe_sees_the_new_weights(
 ) -> None:
     await engine.load(2, [folders[2] / "model.safetensors"])
     request, token_ids = make_requests("probe", 1)[0], [3, 4, 5, 6, 7, 8]
-    scores = await engine.score(request.prompt_ids, token_ids)
+    scores = await score(engine, request.prompt_ids, token_ids)
     assert_near([gaps(policies[2], request, Generation(token_ids, scores, ((2, 0),), "stop"))])
 
 

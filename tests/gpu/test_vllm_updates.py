@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_two_gpus
 from tests.support.models import run_config
+from tests.support.probes import score
 from tests.support.versions import Chain
 from tidemill.common.errors import WeightsMismatchError
 from tidemill.common.weights.delta import write_whole
@@ -88,7 +89,7 @@ async def assert_parity(engine: VllmEngine, chain: Chain, folder: Path) -> None:
     model = gpu_model(folder)
     deltas = [chain.paths(version) for version in range(1, chain.newest.version + 1)]
     write_whole(chain.paths(0), deltas, model)
-    scores = np.array(await engine.score(PROMPT, COMPLETION))
+    scores = np.array(await score(engine, PROMPT, COMPLETION))
     assert np.abs(scores - logprobs(model)).mean() < MEAN_GAP
     assert np.abs(scores - logprobs(chain.run_dir / "model")).mean() > 2 * MEAN_GAP
 

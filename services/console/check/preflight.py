@@ -175,10 +175,9 @@ def _check_gpus(config: RunConfig) -> None:
         raise ConfigError(
             "; ".join(overlaps)
             + ". Give each process GPUs of its own, or leave gpus out: `tidemill up` deals them out. To "
-            "share on purpose: rollout.trainer_gpus, or a reward model's local."
-            "shares_rollout_gpus"
+            "share on purpose: rollout.trainer_gpus, or servers.NAME.local.shares_rollout_gpus"
         )
-    named = {".".join(field): gpus for field, gpus in named_gpus(config).items()}
+    named = named_gpus(config)
     if not any(named.values()) or (count := count_gpus()) is None:
         return
     there = "1, which is 0" if count == 1 else f"{count}, 0 to {count - 1}" if count else "none"

@@ -223,13 +223,3 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 def position_ids(mask_BT: Tensor) -> Tensor:
     """Positions that count from each row's first real token; padding gets 0. Shape [B, T]."""
     return (mask_BT.cumsum(dim=-1) - 1).clamp(min=0)
-
-
-@torch.inference_mode()
-def score_completion(model: Any, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
-    """Logprobs of the completion at temperature 1, in float32, from one pass over both."""
-    ids_BT = torch.tensor([prompt_ids + completion_ids], device=model.device)
-    logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
-    logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
-    targets_T1 = ids_BT[0, len(prompt_ids) :, None]
-    return logprobs_TV.gather(-1, targets_T1)[:, 0].tolist()

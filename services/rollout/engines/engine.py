@@ -118,13 +118,6 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        """Logprobs (temperature 1) the current weights give to the completion: the parity probe.
-
-        Prompt and completion together must be shorter than `model.max_model_len`.
-        """
-
-    @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens: for people and reward functions."""
 

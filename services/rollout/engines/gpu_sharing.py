@@ -56,10 +56,6 @@ class GpuSharingEngine(Engine):
         async with self._on_gpu():
             return await self._engine.load(version, files, deltas, digest)
 
-    async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        async with self._on_gpu():
-            return await self._engine.score(prompt_ids, completion_ids)
-
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._engine.decode(token_ids)
 

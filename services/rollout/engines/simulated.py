@@ -20,7 +20,6 @@ from tidemill.services.rollout.engines.engine import (
     Generation,
     GenerationRequest,
     WeightUpdate,
-    check_ids,
     check_length,
     request_key,
     uniforms,
@@ -85,11 +84,6 @@ class SimulatedEngine(Engine):
         await asyncio.sleep(self._options.load_s)
         self._changes.append((_now(), version))
         return WeightUpdate(version, load_s=_now() - started, paused_s=0.0)
-
-    async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        """Every token has the same logprob, whatever the version."""
-        check_ids([*prompt_ids, *completion_ids], self._options.vocab_size)
-        return [-math.log(self._options.vocab_size)] * len(completion_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The ids as words: `t17 t4 t99`."""

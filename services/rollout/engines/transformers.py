@@ -23,7 +23,6 @@ from tidemill.services.rollout.engines.engine import (
     GenerationRequest,
     StopTexts,
     WeightUpdate,
-    check_ids,
     request_key,
     share_cores,
 )
@@ -129,17 +128,6 @@ class TransformersEngine(ModelEngine):
         if files:
             self._held, self._digest = await asyncio.to_thread(self._pieces, model, files, digest)
         return WeightUpdate(version, load_s=finished - started, paused_s=finished - paused)
-
-    async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        """Logprobs of the completion at temperature 1, from one forward pass without a cache."""
-        from tidemill.services.rollout.engines.decoding import score_completion
-
-        model, folder = self._running_model(), self.folder
-        check_ids([*prompt_ids, *completion_ids], folder.vocab_size)
-        async with self._model_in_use:
-            return await self._on_thread(
-                lambda: score_completion(model, list(prompt_ids), list(completion_ids))
-            )
 
     async def sleep(self) -> None:
         """Stand still after the running batch. The model stays where it is."""

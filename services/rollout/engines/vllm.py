@@ -30,7 +30,6 @@ from tidemill.services.rollout.engines.engine import (
     GenerationRequest,
     StopTexts,
     WeightUpdate,
-    check_ids,
 )
 from tidemill.services.rollout.engines.model import ModelEngine, open_model
 from tidemill.services.rollout.engines.vllm_launch import is_cpu, start_vllm
@@ -62,7 +61,7 @@ class VllmEngine(ModelEngine):
         self._num_submitted = 0
         # Requests inside vLLM without a token so far, and whether an update has taken them back.
         self._unstarted: dict[str, bool] = {}
-        self._updating = asyncio.Lock()  # held by an update, by a score, and while asleep
+        self._updating = asyncio.Lock()  # held by an update, and while asleep
         self._digest: Digest | None = None
         self._is_readable = self._is_patchable = self._moves = False
 
@@ -122,35 +121,6 @@ class VllmEngine(ModelEngine):
             if files:
                 self._digest = Digest.parse(digest) if self._is_patchable and is_additive(digest) else None
         return WeightUpdate(version, load_s=time.perf_counter() - started, paused_s=paused_s)
-
-    async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        """Logprobs of the completion at temperature 1, computed without the prefix cache.
-
-        Raises:
-            ValueError: prompt and completion fill the context; vLLM needs room for one more token.
-        """
-        from vllm import SamplingParams
-
-        folder, token_ids = self.folder, [*prompt_ids, *completion_ids]
-        if len(token_ids) >= folder.max_model_len:
-            raise ValueError(
-                f"{len(token_ids)} tokens cannot be scored: they and one more that vLLM samples exceed "
-                f"model.max_model_len {folder.max_model_len}; probe with a shorter completion"
-            )
-        check_ids(token_ids, folder.vocab_size)
-        params = SamplingParams(
-            max_tokens=1,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            skip_reading_prefix_cache=True,
-        )
-        async with self._updating:  # no update may fall between the chunks of one prefill
-            final = await self._submit(token_ids, params, "score", NORMAL, StopTexts((), self.decode))
-        assert final is not None, "an update ran in spite of the lock"
-        logprobs: Any = final.prompt_logprobs
-        # The first token has no logprob, each later one exactly one.
-        return [float(value) for value in logprobs.logprobs[len(prompt_ids) - 1 :]]
 
     async def sleep(self) -> None:
         """Stand still, move the weights to the CPU's memory (on a CPU they stay) and drop the KV cache, which

@@ -14,9 +14,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,10 @@ from tidemill.common.process.programs import Child
 from tidemill.common.process.worker_process import StartupError, WorkerProcess
 from tidemill.common.wire.messages import Ticket
 from tidemill.services.rollout.environments.agent_host import COMMAND
-from tidemill.services.rollout.environments.environment import Row, row_of
+from tidemill.services.rollout.environments.environment import Closing, Row, row_of
 from tidemill.services.rollout.environments.program_errors import ProgramError
 from tidemill.services.rollout.gateway.server import Gateway
-from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.chat import ChatFormat
 from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player
 
@@ -48,16 +47,6 @@ NOT_IN_ALIAS = re.compile(r"[^A-Za-z0-9._-]+")
 """Clients read a slash or a colon in a model's name as the end of a provider's."""
 SESSION, WORKER = "TIDEMILL_SESSION", "TIDEMILL_WORKER"
 """Variables by which what a dead worker has left is found."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a program says about its session."""
-
-    reward: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    is_truncated: bool = False
-    """An error ended it, and the session is scored by what is there."""
 
 
 class AgentProgram:
@@ -82,9 +71,9 @@ class AgentProgram:
             await self.close()
             raise ConfigError(str(error)) from None
 
-    async def run(self, name: str, row: Row, root: str, key: str) -> Result:
-        """Play the session at `root`: have the host fork, and wait for the result. A host that has died is
-        started again. Cancelling it kills the session's processes.
+    async def run(self, row: Row, root: str, session: GatewaySession) -> Closing:
+        """Play the session at the address `root`: have the host fork, and wait for the result. A host that
+        has died is started again. Cancelling it kills the session's processes.
 
         Raises:
             ProgramError: the program failed.
@@ -95,8 +84,8 @@ class AgentProgram:
                 await self.close()
                 await self.start()
         assert self._folder is not None
-        variables = {SESSION: name, WORKER: _mark_of(psutil.Process())}
-        asked = {"row": row, "root": root, "key": key, "variables": variables}
+        variables = {SESSION: session.token, WORKER: _mark_of(psutil.Process())}
+        asked = {"row": row, "root": root, "key": session.key, "variables": variables}
         pid = 0
         try:
             reader, writer = await asyncio.open_unix_connection(self._folder / "host")
@@ -117,7 +106,7 @@ class AgentProgram:
             ) from None
         if error := result.get("error"):
             raise ProgramError(f"the agent {self._agent} failed: {error}", result["cause"])
-        return Result(**result)
+        return Closing(**result)
 
     async def close(self) -> None:
         """End the host; the kernel ends what it has forked."""
@@ -140,10 +129,7 @@ class AgentPlayer(Player):
         model = NOT_IN_ALIAS.sub("-", config.model.path.rstrip("/").rpartition("/")[2]).strip("-") or "model"
         self._gateway = Gateway(model, section.gateway_host, section.structured_output == "refuse")
         self._program = AgentProgram(section.agent, model, self._gateway.placeholder_key)
-        self._played: Counter[str] = Counter()
-        """Names of the sessions that are played now."""
         self._starts = asyncio.Semaphore(len(os.sched_getaffinity(0)))
-        self._starting: set[asyncio.Task[None]] = set()
         self._has_ended = asyncio.Event()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -170,16 +156,15 @@ class AgentPlayer(Player):
             await self._has_ended.wait()
             await asyncio.sleep(SWEEP_S)
             self._has_ended.clear()
-            await asyncio.to_thread(end_leftovers, self._played)
+            await asyncio.to_thread(end_leftovers, self._gateway.sessions)
 
     async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
-        section = self.section
-        limits = Limits(section.max_turns, section.max_tokens, self._max_model_len, section.max_segments)
-        session = GatewaySession(self.chat, self.decode, ask, ticket.sampling, limits)
-        self._played[name] += 1
+        session = GatewaySession(
+            self.chat, self.decode, ask, ticket.sampling, self.section, self._max_model_len
+        )
         try:
             with self._gateway.serving(session) as root:
-                program = await self._start(name, row_of(ticket), root, session)
+                program = await self._start(row_of(ticket), root, session)
                 try:
                     result = await self._watched(program, session)
                 finally:
@@ -187,8 +172,6 @@ class AgentPlayer(Player):
                     await asyncio.wait({program})
         finally:
             await session.close()
-            self._played[name] -= 1
-            self._played += Counter()  # forget those that nobody plays
             self._has_ended.set()
         if not session.histories.recorded:
             raise EnvironmentFaultError(
@@ -199,31 +182,22 @@ class AgentPlayer(Player):
         played = session.played(result.reward, result.metrics, num_faults)
         return replace(played, finish="length") if result.is_truncated else played
 
-    async def _start(self, name: str, row: Row, root: str, session: GatewaySession) -> "asyncio.Task[Result]":
+    async def _start(self, row: Row, root: str, session: GatewaySession) -> "asyncio.Task[Closing]":
         """Start the program, beside as many others that have not asked yet as there are cores: an interpreter
         and its libraries take seconds of one, and more at once run into their own limits of time."""
-        is_heavy = self._program.is_heavy_to_start
-        if is_heavy:
+        place = contextlib.ExitStack()
+        if self._program.is_heavy_to_start:
             await self._starts.acquire()
+            place.callback(self._starts.release)
             session.active_at = time.monotonic()
-        program = asyncio.create_task(self._program.run(name, row, root, session.key))
-        if not is_heavy:
-            return program
-        asked = asyncio.create_task(session.asked.wait())
-
-        async def release() -> None:
-            try:
-                await asyncio.wait({program, asked}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                asked.cancel()
-                self._starts.release()
-
-        starting = asyncio.create_task(release(), name="starting")
-        self._starting.add(starting)
-        starting.add_done_callback(self._starting.discard)
+        program = asyncio.create_task(self._program.run(row, root, session))
+        # Whichever comes first gives the place back; closing it again does nothing.
+        program.add_done_callback(lambda _: place.close())
+        session.asked.add_done_callback(lambda _: place.close())
+        asyncio.get_running_loop().call_later(START_S, place.close)
         return program
 
-    async def _watched(self, program: "asyncio.Task[Result]", session: GatewaySession) -> Result:
+    async def _watched(self, program: "asyncio.Task[Closing]", session: GatewaySession) -> Closing:
         """What the program came to, within the limits of time."""
         deadline = time.monotonic() + self.section.session_timeout_s
         while not program.done():
@@ -233,8 +207,8 @@ class AgentPlayer(Player):
                 if session.histories.recorded:
                     # Once the model has answered, what runs may be its doing, and so is that it never ends:
                     # the session is truncated. It stays so, also if a turn ends before the program is killed.
-                    session.reach("timeout" if session.end == "done" else session.end)
-                    return Result(self.section.program_error_value)
+                    session.reached.append("timeout" if session.end == "done" else session.end)
+                    return Closing(self.section.program_error_value)
                 raise EnvironmentFaultError(
                     f"the agent neither asked the model nor ended for {silent_s:.0f} s "
                     "(rollout.environment.call_timeout_s, session_timeout_s)",
@@ -252,10 +226,9 @@ class AgentPlayer(Player):
         except ProgramError as error:
             return self._ended_by(error, session)
 
-    def _ended_by(self, error: ProgramError, session: GatewaySession) -> Result:
+    def _ended_by(self, error: ProgramError, session: GatewaySession) -> Closing:
         """What a session comes to whose program failed. Raises ProgramError: it is played again."""
-        if session.limit:  # one branch of the program met it, also where others went on
-            session.reach(session.limit)
+        session.reached += session.reached[-1:]  # one branch of the program met it, also where others went on
         value, is_cut = self.section.program_error_value, session.end != "done"
         is_replayed = self.section.on_program_error == "fault"
         is_models = error.cause == "model" or (not is_replayed and error.cause == "unknown")
@@ -268,14 +241,14 @@ class AgentPlayer(Player):
             error=str(error).rstrip().splitlines()[-1],
         )
         if value is not None:
-            return Result(value, {PROGRAM_ERROR: 1.0})
-        return Result(metrics={PROGRAM_ERROR: 1.0}, is_truncated=True)
+            return Closing(value, {PROGRAM_ERROR: 1.0})
+        return Closing(metrics={PROGRAM_ERROR: 1.0}, is_truncated=True)
 
 
 def end_leftovers(played: Container[str] = ()) -> int:
     """Kill what sessions have left on this machine; returns how many processes that were.
 
-    That is what dead workers have left, and what of this one belongs to no session in `played`, which
+    That is what dead workers have left, and what of this one belongs to none of the sessions `played`, which
     may change meanwhile: programs that left their group (`setsid`) before their session ended.
     """
     num_ended, own = 0, _mark_of(psutil.Process())

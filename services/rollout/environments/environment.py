@@ -56,10 +56,12 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What an environment says when a session has ended."""
+    """What an environment, or an agent's program, says when a session has ended."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_truncated: bool = False
+    """An error of the program ended it, and the session is scored by what is there."""
 
 
 @dataclass(frozen=True, slots=True)

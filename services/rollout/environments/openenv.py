@@ -18,7 +18,7 @@ from tidemill.common.config.environment import OPENENV, EnvironmentConfig
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.run.dataset import PROMPT
-from tidemill.services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
+from tidemill.services.rollout.environments.environment import Act, Environment, Kind, Opening, Row
 from tidemill.services.rollout.environments.users_code import number_of
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class OpenEnvStage:
             raise EnvironmentFaultError(f"{self._url} cannot be reached: {error}", "start") from None
 
 
-class OpenEnvEnvironment:
+class OpenEnvEnvironment(Environment):
     """One session on the server."""
 
     def __init__(
@@ -146,10 +146,6 @@ class OpenEnvEnvironment:
     async def step(self, text: str) -> Act:
         """The model acts by what it says."""
         return await self._act({self._options.action_field: text}, role={"role": "user"})
-
-    async def finish(self) -> Closing:
-        """The rewards of the turns are all there is."""
-        return Closing()
 
     async def close(self) -> None:
         """The server ends its environment with the connection."""

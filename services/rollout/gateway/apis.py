@@ -83,13 +83,8 @@ def chat_events(answer: Answer, model: str, body: Body) -> Iterator[Event | str]
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         return head | {"choices": [choice]} | ({"usage": None} if has_usage(body) else {})
 
-    yield chunk({"role": "assistant", "content": ""})
-    if reasoning := answer.message.get("reasoning_content"):
-        yield chunk({"reasoning_content": reasoning})
-    if answer.text:
-        yield chunk({"content": answer.text})
-    for index, call in enumerate(answer.calls):
-        yield chunk({"tool_calls": [{"index": index, **call}]})
+    calls = [{"index": index, **call} for index, call in enumerate(answer.calls)]
+    yield chunk(answer.message | ({"tool_calls": calls} if calls else {}))
     yield chunk({}, answer.finish, _logprobs(answer))
     if has_usage(body):
         yield head | {"choices": [], "usage": _usage(answer)}

@@ -35,13 +35,6 @@ READ = frozenset(
     ]
 )
 """Fields that are obeyed, refused, or counted as wishes."""
-MEANINGLESS = frozenset(
-    [
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "include"),
-        *("prompt_cache_retention", "betas", "truncation", "cache_control"),
-    ]
-)
-"""Fields that change no answer."""
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 
 
@@ -58,8 +51,8 @@ def wishes_in(body: Body) -> list[str]:
 
 
 def ignored_in(body: Body) -> list[str]:
-    """The fields that would change an answer elsewhere, and do nothing here."""
-    return sorted(name for name in body.keys() - READ - MEANINGLESS if body[name] is not None)
+    """The fields that do nothing here."""
+    return sorted(name for name in body.keys() - READ if body[name] is not None)
 
 
 def messages_of(found: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Message, ...]:

@@ -39,7 +39,7 @@ COUNT = "messages/count_tokens"
 MAX_BODY_BYTES = 64 << 20
 """One program must not take the memory of all sessions of its worker."""
 MAX_NOTED = 256
-"""So many parameters are named in the log; what names they have is the clients' affair."""
+"""So many fields are named in the log; what names they have is the clients' affair."""
 NO_RETRY = {"x-should-retry": "false"}
 """For both clients: not retryable."""
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
@@ -58,7 +58,8 @@ class Gateway:
         self.placeholder_key = secrets.token_urlsafe(24)
         """The key on connections that are claimed."""
         self._refuses_wishes = refuses_wishes
-        self._sessions: dict[str, GatewaySession] = {}
+        self.sessions: dict[str, GatewaySession] = {}
+        """Those that are open, by token."""
         self._claimed: dict[tuple[str, int], GatewaySession] = {}
         """By the client's end of a connection."""
         self._noted: set[str] = set()
@@ -96,11 +97,11 @@ class Gateway:
     @contextlib.contextmanager
     def serving(self, session: GatewaySession) -> Iterator[str]:
         """Answer the session's programs at the address that this gives, without `/v1`."""
-        self._sessions[session.token] = session
+        self.sessions[session.token] = session
         try:
             yield f"{self.root}/s/{session.token}"
         finally:
-            del self._sessions[session.token]
+            del self.sessions[session.token]
             self._claimed = {end: one for end, one in self._claimed.items() if one is not session}
 
     def _endpoint(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
@@ -127,7 +128,7 @@ class Gateway:
 
     def _session(self, request: Request) -> GatewaySession:
         token = request.path_params.get("token")
-        session = self._claimed.get(_end_of(request)) if token is None else self._sessions.get(token)
+        session = self._claimed.get(_end_of(request)) if token is None else self.sessions.get(token)
         if session is None:
             raise RequestError("there is no session at this address, or it is over", "session_over", 404)
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -177,7 +178,7 @@ class Gateway:
         for wish in wishes:
             metrics.AGENT_WISHES.labels(wish).inc()
         self._note("an agent asks for a form of the answer; it is sampled freely", wishes)
-        self._note("an agent's parameters are ignored: rollout.sampling holds", ignored_in(body))
+        self._note("fields of an agent's requests do nothing here: rollout.sampling holds", ignored_in(body))
 
     def _note(self, what: str, names: Sequence[str]) -> None:
         """Say once for every parameter that the run's own holds."""
@@ -216,7 +217,8 @@ async def _body(request: Request, session: GatewaySession) -> Body:
         elif num_bytes > MAX_BODY_BYTES:
             raise RequestError(f"the request has more than {MAX_BODY_BYTES:,} bytes", "too_large", 413)
     if num_bytes > session.max_body_bytes:
-        raise session.too_long(is_asked=not request.url.path.endswith(COUNT))
+        is_asked = not request.url.path.endswith(COUNT)
+        raise session.too_long(f"more than {session.max_body_bytes:,} bytes", is_asked)
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:

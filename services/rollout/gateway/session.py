@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tidemill.common.config.environment import AGENT
+from tidemill.common.config.environment import AGENT, EnvironmentConfig
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Session, SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
@@ -47,16 +47,6 @@ MIN_BODY_BYTES = 1 << 20
 """Tools, and what a template leaves out of a history, are in a request too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one session, all segments together; `max_tokens` 0 leaves it to the model's length."""
-
-    max_turns: int
-    max_tokens: int
-    max_model_len: int
-    max_segments: int = 32
-
-
 @dataclass
 class _Given:
     """An answer that is being made, or was."""
@@ -78,19 +68,26 @@ class GatewaySession:
     """Answers the questions of one session's programs."""
 
     def __init__(
-        self, chat: ChatFormat, decode: Decode, ask: Ask, sampling: SamplingParams, limits: Limits
+        self,
+        chat: ChatFormat,
+        decode: Decode,
+        ask: Ask,
+        sampling: SamplingParams,
+        limits: EnvironmentConfig,
+        max_model_len: int,
     ) -> None:
+        """The limits are those of all segments together; `max_tokens` 0 leaves it to the model's length."""
         self.token, self.key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self.histories = Histories(chat, decode)
         self.counts: Counter[str] = Counter()
         self.num_turns = 0
         self.active_at = time.monotonic()
-        self.asked = asyncio.Event()
-        """Its program has."""
+        self.asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once its program has."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails as the engine fails: nothing the session does can repair that."""
         self._chat, self._decode, self._ask = chat, decode, ask
-        self._sampling, self._limits = sampling, limits
+        self._sampling, self._limits, self._max_model_len = sampling, limits, max_model_len
         self._given: dict[bytes, list[_Given]] = {}
         self._running: set[asyncio.Task[Answer]] = set()
         self._has_ended = asyncio.Event()
@@ -99,16 +96,15 @@ class GatewaySession:
         self._finding = asyncio.Lock()
         """Held while the history is sought that a question continues: it is rendered and tokenised."""
         self._is_closed = False
-        self.limit: SessionEnd | None = None
-        """The last one that refused a question."""
-        self._is_truncated = False
-        """It has, and none that was asked later was answered."""
-        self._num_refused = 0
+        self.reached: list[SessionEnd] = []
+        """The limits that refused questions."""
+        self._num_passed = 0
+        """So many of them: a question that was asked later was answered."""
 
     @property
     def max_body_bytes(self) -> int:
         """Of a request: what could be a history that the model reads, however it is written as JSON."""
-        return max(MIN_BODY_BYTES, self._limits.max_model_len * BODY_BYTES_PER_TOKEN)
+        return max(MIN_BODY_BYTES, self._max_model_len * BODY_BYTES_PER_TOKEN)
 
     @property
     def num_running(self) -> int:
@@ -119,14 +115,9 @@ class GatewaySession:
     def end(self) -> SessionEnd:
         """How it ended: at the limit that refused it, else as its last answer did."""
         recorded = self.histories.recorded
-        if self._is_truncated and self.limit:
-            return self.limit
+        if len(self.reached) > self._num_passed:
+            return self.reached[-1]
         return recorded[-1].end if recorded else "done"
-
-    def reach(self, limit: SessionEnd) -> None:
-        """It is truncated, unless a question that is asked after this one is answered."""
-        self.limit, self._is_truncated = limit, True
-        self._num_refused += 1
 
     async def answer(self, question: Question, is_retry: bool | None = None) -> Answer:
         """One turn. Clients that count their retries say whether this is one; of others it is None.
@@ -135,7 +126,8 @@ class GatewaySession:
             RequestError: it cannot be answered.
         """
         self._check_open()
-        self.asked.set()
+        if not self.asked.done():
+            self.asked.set_result(None)
         key = question.key
         # One at a time: two equal questions would each find no answer, and the model would be asked twice.
         async with self._finding:
@@ -166,18 +158,16 @@ class GatewaySession:
     async def count_tokens(self, question: Question) -> int:
         """Tokens of the prompt that the question would have. Raises RequestError: it is too long to be read,
         which ends nothing: the model was not asked."""
-        if problem := self._overlong(question):
-            raise RequestError(problem, SESSION_LIMIT)
+        if (number := len(question.messages)) > self._max_model_len:
+            raise self.too_long(f"{number} messages", is_asked=False)
         async with self._finding:
             return len((await self._find(question)).ids)
 
-    def too_long(self, is_asked: bool) -> RequestError:
-        """The error for a request of more than `max_body_bytes`, in which the model `is_asked` or not."""
-        what = (
-            f"the request has more than {self.max_body_bytes:,} bytes, and the model reads "
-            f"{self._limits.max_model_len} tokens (model.max_model_len)"
-        )
-        return self._limit("max_tokens", what) if is_asked else RequestError(what, SESSION_LIMIT)
+    def too_long(self, what: str, is_asked: bool) -> RequestError:
+        """The error for a history that the model cannot read, of which it was asked or not."""
+        problem = f"the history has {what}, and the model reads {self._max_model_len} tokens"
+        problem += " (model.max_model_len)"
+        return self._limit("max_tokens", problem) if is_asked else RequestError(problem, SESSION_LIMIT)
 
     def played(self, reward: float | None, metrics: Mapping[str, float], num_faults: int = 0) -> Played:
         """What the session came to. Raises ValueError: the model was never asked."""
@@ -215,17 +205,8 @@ class GatewaySession:
         if self._is_closed:
             raise RequestError("the session is over", "session_over", 404)
 
-    def _overlong(self, question: Question) -> str:
-        """Why the model cannot read so many messages, whatever they say; empty where it might."""
-        if len(question.messages) <= self._limits.max_model_len:
-            return ""
-        return (
-            f"the history has {len(question.messages)} messages, and the model reads "
-            f"{self._limits.max_model_len} tokens (model.max_model_len)"
-        )
-
     def _limit(self, end: SessionEnd, what: str) -> RequestError:
-        self.reach(end)
+        self.reached.append(end)
         return RequestError(f"{what}; it ends here", SESSION_LIMIT)
 
     async def _find(self, question: Question) -> Continuation:
@@ -238,8 +219,8 @@ class GatewaySession:
         limits = self._limits
         if self.num_turns >= limits.max_turns:
             raise self._limit("max_turns", f"the session has had its {limits.max_turns} turns (max_turns)")
-        if problem := self._overlong(question):
-            raise self._limit("max_tokens", problem)
+        if (number := len(question.messages)) > self._max_model_len:
+            raise self.too_long(f"{number} messages", is_asked=True)
         found = await self._find(question)
         self._check_open()
         history = found.history
@@ -270,7 +251,7 @@ class GatewaySession:
         return _Given(task, history)
 
     async def _generate(self, found: Continuation, question: Question) -> Answer:
-        num_refused = self._num_refused
+        num_reached = len(self.reached)
         max_tokens = await self._room(found, question.max_tokens)
         reserved = found.num_added + max_tokens
         self._reserved_tokens += reserved
@@ -278,21 +259,16 @@ class GatewaySession:
             answer = await self._say(found, question, max_tokens)
         finally:
             self._reserved_tokens -= reserved
-        if num_refused == self._num_refused:
-            self._is_truncated = False
+        self._num_passed = max(self._num_passed, num_reached)
         return answer
 
     async def _room(self, found: Continuation, asked: int | None) -> int:
         """Tokens that the turn may have. Where turns that run may use up the session's, it waits for their
         end: none is refused, or cut, for tokens that another one may leave."""
-        limit, max_model_len, num_prompt = self._limits.max_tokens, self._limits.max_model_len, len(found.ids)
-        room = min(self._sampling.max_tokens, max_model_len - num_prompt)
+        limit, num_prompt = self._limits.max_tokens, len(found.ids)
+        room = min(self._sampling.max_tokens, self._max_model_len - num_prompt)
         if room < 1:
-            raise self._limit(
-                "max_tokens",
-                f"the history has {num_prompt} tokens, and the model reads {max_model_len} "
-                "(model.max_model_len)",
-            )
+            raise self.too_long(f"{num_prompt} tokens", is_asked=True)
         room = min(room, asked or room)
         while limit:
             left = limit - self.histories.num_tokens - self._reserved_tokens - found.num_added
@@ -322,7 +298,7 @@ class GatewaySession:
         found.record(generation, time.monotonic() - started)
         history.answered_at = time.monotonic()
         history.is_closed = generation is whole and whole.finish == "stop"
-        runs = min(self._sampling.max_tokens, self._limits.max_model_len - len(ids))
+        runs = min(self._sampling.max_tokens, self._max_model_len - len(ids))
         is_clients_limit = max_tokens == question.max_tokens and max_tokens < runs
         is_truncated = generation.finish == "length" and not is_clients_limit
         history.end = "max_tokens" if is_truncated else "done"

@@ -34,6 +34,7 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 """Safetensors' names."""
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

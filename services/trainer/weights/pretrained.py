@@ -10,18 +10,20 @@ read, there is an UnclearError, and nothing is filled. Beside its shards a rank 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from tidemill.services.trainer.weights.exported import Slice, plan_export
+from tidemill.common.errors import WeightsError
+from tidemill.common.weights.bits import TensorInfo, find_tensors
+from tidemill.services.trainer.weights.exported import TORCH_DTYPES, Slice, plan_export
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_in_order, model_tensors
 
@@ -38,7 +40,9 @@ class TensorInFile:
     """A tensor of a file, without its data, for transformers to load."""
 
     path: Path
-    shape: tuple[int, ...]
+    info: TensorInfo
+    begin: int
+    """Byte of the file at which its values begin."""
     is_read: bool = False
 
     def __getitem__(self, _: Any) -> "TensorInFile":
@@ -47,7 +51,7 @@ class TensorInFile:
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """What becomes of it in a model without storage."""
         self.is_read = True
-        return torch.empty(self.shape, dtype=dtype, device="meta")
+        return torch.empty(self.info.shape, dtype=dtype, device="meta")
 
 
 class PretrainedWeights:
@@ -55,7 +59,7 @@ class PretrainedWeights:
 
     def __init__(self, files: Mapping[str, TensorInFile], slices: Mapping[str, list[Slice]]) -> None:
         self._files, self._slices = files, slices
-        self._opened: dict[Path, Any] = {}
+        self._opened: dict[Path, FileIO] = {}
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -80,25 +84,24 @@ class PretrainedWeights:
             begin, end = max(low, part.first), min(high, part.end)
             if begin >= end:
                 continue
-            path = self._files[part.info.name].path
-            if path not in self._opened:
-                # Not mapped: pages of a mapping would count as this process's memory.
-                self._opened[path] = safe_open(path, "pt", backend="pread")
+            file = self._files[part.info.name]
+            if file.path not in self._opened:
+                # Not mapped: pages of a mapping would count as this process's memory. And not by slices of
+                # safetensors: unmapped, each of them reads the whole tensor.
+                self._opened[file.path] = FileIO(file.path)
             for start in range(begin, end, CHUNK):
                 stop = min(start + CHUNK, end)
-                yield start, _read(self._opened[path], part, start - part.first, stop - part.first)
+                yield start, _read(self._opened[file.path], file, start - part.first, stop - part.first)
 
 
-def _read(file: Any, part: Slice, start: int, stop: int) -> Tensor:
-    """Flat elements [start, stop) of a tensor of a file; no rows are read but those that they are in."""
-    name, shape = part.info.name, part.info.shape
-    if not shape:
-        scalar: Tensor = file.get_tensor(name).reshape(1)
-        return scalar
-    row = part.info.num_elements // shape[0]
-    first = start // row
-    rows: Tensor = file.get_slice(name)[first : -(-stop // row)]
-    return rows.reshape(-1)[start - first * row : stop - first * row]
+def _read(opened: FileIO, file: TensorInFile, start: int, stop: int) -> Tensor:
+    """Flat elements [start, stop) of a tensor of a file."""
+    width = file.info.bits_dtype.itemsize
+    data = bytearray((stop - start) * width)
+    opened.seek(file.begin + start * width)
+    if opened.readinto(data) != len(data):
+        raise WeightsError(f"{file.path} was cut short while it was read.")
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[file.info.dtype])
 
 
 def open_pretrained(
@@ -145,12 +148,14 @@ def _find_tensors(path: str, config: PreTrainedConfig) -> dict[str, TensorInFile
         paths = get_checkpoint_shard_files(path, index)[0]
     else:
         raise UnclearError(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
-    found = {}
-    for one in paths:
-        with safe_open(one, "pt", backend="pread") as file:
-            for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                found[name] = TensorInFile(Path(one), tuple(file.get_slice(name).get_shape()))
-    return found
+    try:
+        return {
+            info.name: TensorInFile(Path(one), info, begin)
+            for one in paths
+            for info, begin in find_tensors(Path(one))
+        }
+    except WeightsError as error:
+        raise UnclearError(str(error)) from None
 
 
 def _locate(model: PreTrainedModel, files: Mapping[str, TensorInFile]) -> dict[str, list[Slice]]:
@@ -163,7 +168,7 @@ def _locate(model: PreTrainedModel, files: Mapping[str, TensorInFile]) -> dict[s
     if plan.converted:
         raise UnclearError(f"{plan.converted[0].name} is not a part of one tensor of the model")
     published = {part.info.name: part.info.shape for part in plan.slices}
-    read = {name: file.shape for name, file in files.items() if file.is_read}
+    read = {name: file.info.shape for name, file in files.items() if file.is_read}
     if unlike := sorted(dict(published.items() ^ read.items())):
         raise UnclearError(f"transformers reads {unlike[0]}, and the model is saved with other tensors")
     slices: dict[str, list[Slice]] = defaultdict(list)

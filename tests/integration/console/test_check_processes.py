@@ -100,6 +100,6 @@ class TestServers:
         judge = {"servers": "rm", "template": "Q: {{ prompt }}\nA: {{ completion }}"}
         asked = {"model": "m", "base_urls": ["http://localhost:1/v1"]}
         assert check({"judge": judge, "asked": asked}).reads == {"rm": "user: Q: a b\nA: (the completion)"}
-        with pytest.raises(ConfigError, match="rm: for the first training row, the judge"):
+        with pytest.raises(ConfigError, match=r"first training row, reward\.rewards\.rm\.judge"):
             judge |= {"template": "{{ extra.level }} {{ completion }}"}
             check({"judge": judge, "asked": asked})

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[3]
 
 TRAINER = """
 import asyncio, sys
+from tests.support.numbered import append_numbered
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit

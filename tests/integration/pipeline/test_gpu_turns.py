@@ -20,7 +20,7 @@ async def test_two_workers_and_a_trainer_take_turns_and_survive_deaths_of_the_ho
         tmp_path,
         data__eval={"held": str(held_out)},
         rollout__engine="transformers",
-        rollout__gpu_turns="on",
+        rollout__trainer_gpus="turns",
         rollout__gpu_turn_s=0.1,
         rollout__sampling={"max_tokens": 8},
         trainer__policy="transformers",
@@ -67,7 +67,7 @@ async def test_an_engine_that_finishes_what_runs_takes_turns_at_any_staleness(
 ) -> None:
     config = simulated_config(
         tmp_path,
-        rollout__gpu_turns="on",
+        rollout__trainer_gpus="turns",
         rollout__gpu_turn_s=0.05,
         trainer__steps=6,
         trainer__groups_per_step=2,

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.models import run_config, tiny_model, write_tokenizer
 from tests.support.playing import make_ticket
+from tests.support.probes import score
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
@@ -37,7 +38,7 @@ async def test_ids_logprobs_and_versions_of_every_turn_are_the_engines(tmp_path:
         generation = await engine.generate(GenerationRequest(f"t{len(seen)}", ids, sampling))
         seen.append(list(ids))
         said.append(generation.token_ids)
-        scores.append(await engine.score(ids, generation.token_ids))
+        scores.append(await score(engine, ids, generation.token_ids))
         if len(seen) == 1:
             await engine.load(1, [new])
         return generation
@@ -53,7 +54,7 @@ async def test_ids_logprobs_and_versions_of_every_turn_are_the_engines(tmp_path:
     assert played.session is not None and played.session.histories == {"clean": 1}
     assert played.first.spans == ((0, 0), (1, second.first))
     ids = [*played.first.prompt_ids.tolist(), *played.first.completion_ids.tolist()]
-    for turn, prompt, tokens, score in zip((first, second), seen, said, scores, strict=True):
+    for turn, prompt, tokens, expected in zip((first, second), seen, said, scores, strict=True):
         start = turn.num_prompt_tokens
         assert ids[:start] == prompt and ids[start : start + turn.num_tokens] == tokens
-        assert played.first.logprobs[turn.first : turn.end].tolist() == pytest.approx(score, abs=1e-5)
+        assert played.first.logprobs[turn.first : turn.end].tolist() == pytest.approx(expected, abs=1e-5)

@@ -5,7 +5,6 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,12 +13,13 @@ import structlog
 
 from tests.support.late_imports import late
 from tests.support.scripted_model import END, ByteChat, ScriptedModel, call_line
+from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Segment
 from tidemill.services.rollout.gateway.request import READ
 from tidemill.services.rollout.gateway.server import RETRY_COUNT, Gateway
-from tidemill.services.rollout.gateway.session import LONG_CHARACTERS, GatewaySession, Limits
+from tidemill.services.rollout.gateway.session import LONG_CHARACTERS, GatewaySession
 
 anthropic, openai = late("anthropic"), late("openai")
 
@@ -43,8 +43,7 @@ ADD = {
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
 }
 TOOL = {"type": "function", "function": ADD}
-LIMITS = Limits(max_turns=8, max_tokens=0, max_model_len=4096)
-ROOMY = replace(LIMITS, max_model_len=1 << 20)
+MODEL_LEN, ROOMY = 4096, 1 << 20
 
 
 class Opened:
@@ -90,11 +89,15 @@ class Opened:
 
 @contextlib.asynccontextmanager
 async def opened(
-    *lines: str, limits: Limits = LIMITS, max_tokens: int = 200, refuses_wishes: bool = False
+    *lines: str,
+    max_model_len: int = MODEL_LEN,
+    turn_tokens: int = 200,
+    refuses_wishes: bool = False,
+    **limits: int,
 ) -> AsyncIterator[Opened]:
-    model = ScriptedModel(*lines)
-    chat = WatchedChat()
-    session = GatewaySession(chat, CHAT.decode, model.ask, SamplingParams(max_tokens=max_tokens), limits)
+    model, chat, sampling = ScriptedModel(*lines), WatchedChat(), SamplingParams(max_tokens=turn_tokens)
+    section = EnvironmentConfig.model_validate({"max_turns": 2000} | limits)
+    session = GatewaySession(chat, CHAT.decode, model.ask, sampling, section, max_model_len)
     gateway = Gateway("m", refuses_wishes=refuses_wishes)
     await gateway.start()
     try:
@@ -298,14 +301,14 @@ async def test_the_engine_is_told_where_a_client_stops() -> None:
 
 
 async def test_limits_end_the_loop_in_words_and_truncate_the_session() -> None:
-    async with opened("a", "b", limits=Limits(1, 0, 4096)) as run:
+    async with opened("a", "b", max_turns=1) as run:
         await run.say([USER])
         with pytest.raises(openai.BadRequestError, match="had its 1 turns") as caught:
             await run.say([USER, {"role": "assistant", "content": "a"}, USER])
         assert caught.value.code == "session_limit"
         played = run.session.played(None, {})
         assert played.finish == "length" and played.session.end == "max_turns"
-    async with opened("abcdefgh", "b", limits=Limits(9, 20, 4096)) as run:
+    async with opened("abcdefgh", "b", max_tokens=20) as run:
         assert (await run.say([USER], max_tokens=5)).content == "abcde"
         with pytest.raises(openai.BadRequestError, match="used its 20 tokens"):
             await run.say([USER, {"role": "assistant", "content": "abcde"}, USER])
@@ -332,10 +335,10 @@ async def test_what_cannot_be_done_is_answered_in_words_and_not_tried_again(more
 async def test_a_turn_cut_at_the_runs_limit_is_truncated_also_where_the_client_asked_for_as_many(
     max_tokens: int,
 ) -> None:
-    async with opened("a longer line", max_tokens=5) as run:
+    async with opened("a longer line", turn_tokens=5) as run:
         assert (await run.say([USER], max_tokens=max_tokens)).content == "a lon"
         assert run.session.played(None, {}).finish == "length"
-    async with opened("a longer line", max_tokens=max_tokens + 1) as run:
+    async with opened("a longer line", turn_tokens=max_tokens + 1) as run:
         await run.say([USER], max_tokens=max_tokens)
         assert run.session.played(None, {}).finish == "stop"
 
@@ -380,7 +383,7 @@ async def test_what_does_nothing_here_is_named_in_the_log_once() -> None:
                 await run.say(
                     [USER], temperature=0.1, user="u", extra_body={"chat_template_kwargs": {"a": 1}}
                 )
-        assert [entry["parameters"] for entry in logs] == [["chat_template_kwargs", "temperature"]]
+        assert [entry["parameters"] for entry in logs] == [["chat_template_kwargs", "temperature", "user"]]
 
 
 async def test_arguments_that_come_as_an_object_are_the_call_that_the_model_made() -> None:
@@ -411,7 +414,7 @@ async def test_fields_of_another_type_are_no_failure_of_the_server(path: str) ->
     fields = READ | {"temperature"}
     whole: dict[str, Any] = {"model": "m", "max_tokens": 5}
     whole |= {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path, {"messages": [USER]})
-    async with opened(*["a"] * 2000, limits=Limits(2000, 0, 4096)) as run, httpx.AsyncClient() as http:
+    async with opened(*["a"] * 2000) as run, httpx.AsyncClient() as http:
         headers = {"authorization": f"Bearer {run.session.key}"}
         for field in sorted(fields):
             for value in ODD:
@@ -452,7 +455,7 @@ async def test_a_request_without_an_end_is_refused_and_takes_no_memory() -> None
 TOO_MUCH: list[list[Any]] = [
     [USER | {"content": "x" * (1 << 20)}],
     [USER | {"content": "x" * (40 << 20)}],
-    [{"role": "user", "content": ""}] * (LIMITS.max_model_len + 1),
+    [{"role": "user", "content": ""}] * (MODEL_LEN + 1),
 ]
 
 
@@ -467,7 +470,7 @@ async def test_what_cannot_fit_into_the_model_is_refused_before_it_is_rendered(m
 
 
 async def test_long_histories_are_rendered_and_tokenised_beside_the_loop() -> None:
-    async with opened("one", "two", "three", limits=ROOMY) as run:
+    async with opened("one", "two", "three", max_model_len=ROOMY) as run:
         long = USER | {"content": "x" * LONG_CHARACTERS}
         first, again = await asyncio.gather(
             run.say([long]), run.say([long], extra_headers={RETRY_COUNT: "1"})
@@ -482,7 +485,7 @@ async def test_lists_in_lists_without_an_end_are_no_failure_of_the_server(depth:
     deep = "[" * depth + "]" * depth
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": deep}}
     result = {"role": "tool", "tool_call_id": "x", "content": "7"}
-    async with opened("one", "two", limits=ROOMY) as run:
+    async with opened("one", "two", max_model_len=ROOMY) as run:
         assert (await run.say([USER, {"role": "assistant", "tool_calls": [call]}, result])).content == "one"
         messages = '[{"role": "user", "content": "x"}]'
         answer = await run.post("chat/completions", content=f'{{"messages": {messages}, "tools": {deep}}}')

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.support.models import run_config, write_tokenizer
+from tests.support.probes import score
 from tests.support.versions import Chain
 from tests.support.vllm_machine import need_vllm
 from tidemill.common.errors import WeightsMismatchError
@@ -118,5 +119,5 @@ async def assert_parity(engine: VllmEngine, chain: Chain, model: Any) -> None:
         logits_TV = expected(torch.tensor([IDS])).logits[0, NUM_PROMPT - 1 : -1]
         targets_T1 = torch.tensor(IDS[NUM_PROMPT:])[:, None]
         logprobs = torch.log_softmax(logits_TV, -1).gather(-1, targets_T1)[:, 0].tolist()
-    scores = await engine.score(IDS[:NUM_PROMPT], IDS[NUM_PROMPT:])
+    scores = await score(engine, IDS[:NUM_PROMPT], IDS[NUM_PROMPT:])
     assert scores == pytest.approx(logprobs, abs=1e-5)

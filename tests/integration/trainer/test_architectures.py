@@ -24,6 +24,7 @@ from tests.support.models import (
     train,
     write_tokenizer,
 )
+from tests.support.probes import score
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
 from tidemill.common.wire.messages import SamplingParams
@@ -112,7 +113,7 @@ async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_tr
         assert master[name].dtype == torch.float32
         assert torch.equal(weight, master[name].bfloat16()), name
     scores = [
-        np.array(await engine.score(sample.prompt_ids.tolist(), sample.completion_ids.tolist()), np.float32)
+        np.array(await score(engine, sample.prompt_ids.tolist(), sample.completion_ids.tolist()), np.float32)
         for sample in samples
     ]
     await engine.close()

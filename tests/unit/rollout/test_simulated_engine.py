@@ -85,7 +85,6 @@ async def test_tokens_are_of_the_vocabulary_and_equally_likely() -> None:
     result = await engine.generate(request())
     assert set(result.token_ids) == {0, 1, 2, 3}
     assert result.logprobs == [-math.log(4)] * 32
-    assert await engine.score([1], result.token_ids) == result.logprobs
 
 
 async def test_a_completion_that_max_tokens_cuts_has_finish_length() -> None:

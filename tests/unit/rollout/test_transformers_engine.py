@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.support.models import tiny_llama, tiny_model
+from tests.support.probes import score
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EngineError, WeightsError
 from tidemill.common.wire.messages import SamplingParams
@@ -194,10 +195,10 @@ async def test_score_follows_the_weights(
     engine: TransformersEngine, model: LlamaForCausalLM, new_weights: Path
 ) -> None:
     prompt, completion = [3, 4, 5], [6, 7, 8, 1]
-    before = await engine.score(prompt, completion)
+    before = await score(engine, prompt, completion)
     assert before == pytest.approx(forward_logprobs(model, prompt, completion, 1.0), abs=1e-4)
     await engine.load(1, [new_weights])
-    after = await engine.score(prompt, completion)
+    after = await score(engine, prompt, completion)
     assert after == pytest.approx(forward_logprobs(tiny_llama(seed=1), prompt, completion, 1.0), abs=1e-4)
     assert after != pytest.approx(before, abs=1e-2)
 
@@ -215,7 +216,7 @@ async def test_weights_that_do_not_fit_change_nothing(
         "unknown": (tensors | {"model.extra": torch.zeros(1)}, "1 names unknown"),
         "shape": (tensors | {name: torch.zeros(3, 3)}, "has shape"),
     }
-    before = await engine.score([3], [4, 5])
+    before = await score(engine, [3], [4, 5])
     for case, (content, message) in bad.items():
         save_file(content, tmp_path / f"{case}.safetensors")
         with pytest.raises(WeightsError, match=message):
@@ -225,7 +226,7 @@ async def test_weights_that_do_not_fit_change_nothing(
         with pytest.raises(WeightsError):
             await engine.load(1, files)
     assert engine.version == 0
-    assert await engine.score([3], [4, 5]) == before
+    assert await score(engine, [3], [4, 5]) == before
 
 
 async def test_weights_may_come_in_several_files(
@@ -237,7 +238,7 @@ async def test_weights_may_come_in_several_files(
         save_file({name: tensors[name] for name in names}, part)
     await engine.load(4, parts)
     expected = forward_logprobs(tiny_llama(seed=1), [3], [4, 5], 1.0)
-    assert await engine.score([3], [4, 5]) == pytest.approx(expected, abs=1e-4)
+    assert await score(engine, [3], [4, 5]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_weights_in_the_published_layout_of_a_model_with_experts_are_joined(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from tests.unit.rollout.sessions.test_template_chat import ENDS, TOOLS, chat_of
+from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.gateway import dialogue, histories
 from tidemill.services.rollout.gateway.dialogue import Message, Question, identity
-from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+from tidemill.services.rollout.gateway.session import GatewaySession
 
 USER = {"role": "user", "content": "Guess."}
 HIGHER = {"role": "user", "content": "Higher."}
@@ -26,7 +27,7 @@ class Run:
         self.turns = [self.chat.encode(turn) for turn in turns]
         self.seen: list[list[int]] = []
         self.session = GatewaySession(
-            self.chat, self.decode, self.ask, SamplingParams(max_tokens=999), Limits(9, 0, 9999)
+            self.chat, self.decode, self.ask, SamplingParams(max_tokens=999), EnvironmentConfig(), 9999
         )
 
     def decode(self, ids: Sequence[int]) -> str:

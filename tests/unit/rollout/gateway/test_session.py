@@ -8,14 +8,16 @@ import pytest
 
 from tests.support.models import run_config
 from tests.support.scripted_model import END, ByteChat
+from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.wire.messages import Lane, SamplingParams, Trajectory
 from tidemill.common.wire.segments import Session
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.environments.agent import AgentPlayer, Result
+from tidemill.services.rollout.environments.agent import AgentPlayer
+from tidemill.services.rollout.environments.environment import Closing
 from tidemill.services.rollout.gateway.apis import anthropic_question
 from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
-from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.trainer.groups.samples import make_sample
 
 CHAT = ByteChat()
@@ -43,14 +45,15 @@ class Asked:
 class Run:
     """A session whose engine answers when the test says so."""
 
-    def __init__(self, limits: Limits | None = None, max_tokens: int = 2000) -> None:
+    def __init__(self, max_model_len: int = 4096, turn_tokens: int = 2000, **limits: int) -> None:
         self.asked: list[Asked] = []
         self.session = GatewaySession(
             CHAT,
             CHAT.decode,
             self._ask,
-            SamplingParams(max_tokens=max_tokens),
-            limits or Limits(max_turns=99, max_tokens=0, max_model_len=4096),
+            SamplingParams(max_tokens=turn_tokens),
+            EnvironmentConfig.model_validate({"max_turns": 999} | limits),
+            max_model_len,
         )
 
     async def _ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
@@ -106,7 +109,7 @@ async def test_the_answer_that_was_given_last_is_the_sessions_also_where_a_sub_a
     ("answers", "end"), [(("it is cut off", "ok"), "done"), (("ok", "it is cut off"), "max_tokens")]
 )
 async def test_a_session_is_truncated_where_its_last_answer_is(answers: tuple[str, str], end: str) -> None:
-    run = Run(max_tokens=6)
+    run = Run(turn_tokens=6)
     main, sub = await run.begin(USER), await run.begin(*SUB)
     for asked, text in zip(run.asked, answers, strict=True):
         asked.say(text)
@@ -119,14 +122,14 @@ async def test_a_session_is_truncated_where_its_last_answer_is(answers: tuple[st
 async def test_a_turn_is_cut_where_a_limit_of_the_run_has_done_it(
     max_tokens: int | None, finish: str
 ) -> None:
-    run = Run(max_tokens=6)
+    run = Run(turn_tokens=6)
     await run.turn("it is cut off", USER, max_tokens=max_tokens)
     (turn,) = run.came_to.turns
     assert (str(turn.finish), str(run.trajectory.finish)) == (finish, finish)
 
 
 async def test_a_refused_limit_stays_while_answers_that_were_asked_for_before_arrive() -> None:
-    run = Run(Limits(max_turns=1, max_tokens=0, max_model_len=4096))
+    run = Run(max_turns=1)
     asking = await run.begin(USER)
     with pytest.raises(RequestError):
         await run.session.answer(Question((*SUB,)))
@@ -147,10 +150,10 @@ async def test_answers_alike_whose_beginning_the_client_wrote_are_said_once() ->
 
 
 async def test_a_session_that_ran_out_of_time_is_truncated_whatever_turn_still_ends() -> None:
-    run = Run(max_tokens=6)
+    run = Run(turn_tokens=6)
     environment = {"use": "agent", "agent": "a.py:run", "session_timeout_s": 0.001}
     player = AgentPlayer(run_config("m", rollout={"environment": environment}), CHAT.decode, lambda: CHAT)
-    program: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+    program: asyncio.Future[Closing] = asyncio.get_running_loop().create_future()
     await run.turn("it is cut off", USER)
     asking = await run.begin(*SUB)
     await player._watched(program, run.session)  # type: ignore[arg-type]
@@ -160,7 +163,7 @@ async def test_a_session_that_ran_out_of_time_is_truncated_whatever_turn_still_e
 
 
 async def test_a_session_that_goes_on_after_a_limit_is_not_truncated() -> None:
-    run = Run(Limits(max_turns=9, max_tokens=0, max_model_len=80))
+    run = Run(max_model_len=80)
     first = await run.turn("ok", USER)
     with pytest.raises(RequestError):
         await run.session.answer(Question((USER, first, {"role": "user", "content": "x" * 80})))
@@ -203,11 +206,11 @@ def test_the_tool_that_a_client_wants_is_a_part_of_its_question(choices: tuple[A
 
 
 async def test_counting_what_is_too_long_is_refused_and_ends_nothing() -> None:
-    run = Run(Limits(max_turns=9, max_tokens=0, max_model_len=50))
+    run = Run(max_model_len=50)
     await run.turn("fine", USER)
     with pytest.raises(RequestError):
         await run.session.count_tokens(Question((USER,) * 51))
-    assert run.session.too_long(is_asked=False).code == SESSION_LIMIT
+    assert run.session.too_long("51 messages", is_asked=False).code == SESSION_LIMIT
     assert run.came_to.end == "done"
     with pytest.raises(RequestError):
         await run.session.answer(Question((USER,) * 51))
@@ -215,7 +218,7 @@ async def test_counting_what_is_too_long_is_refused_and_ends_nothing() -> None:
 
 
 async def test_calls_in_parallel_wait_for_tokens_that_others_may_leave() -> None:
-    run = Run(Limits(max_turns=9, max_tokens=2048, max_model_len=4096))
+    run = Run(max_tokens=2048)
     asking = [await run.begin(USER, is_retry=False) for _ in range(3)]
     for number in range(3):
         run.asked[number].say("fine.")
@@ -223,14 +226,14 @@ async def test_calls_in_parallel_wait_for_tokens_that_others_may_leave() -> None
         await asyncio.sleep(0.0)
     assert [answer.result().text for answer in asking] == ["fine."] * 3
     assert sum(len(s.completion_ids) for s in run.trajectory.segments) == 18
-    used_up = Run(Limits(max_turns=9, max_tokens=3, max_model_len=4096))
+    used_up = Run(max_tokens=3)
     await used_up.turn("four", USER)
     with pytest.raises(RequestError):  # nothing runs that could leave it a token
         await used_up.session.answer(Question((*SUB,)))
 
 
 async def test_a_program_that_changes_its_system_prompt_every_turn_reaches_a_limit() -> None:
-    run = Run(Limits(max_turns=99, max_tokens=0, max_model_len=4096, max_segments=3))
+    run = Run(max_segments=3)
     for number in range(3):
         await run.turn("ok", {"role": "system", "content": f"It is {number} o'clock."}, USER)
     with pytest.raises(RequestError):
@@ -239,7 +242,7 @@ async def test_a_program_that_changes_its_system_prompt_every_turn_reaches_a_lim
 
 
 async def test_the_record_of_what_was_asked_grows_with_the_session_and_not_with_its_square() -> None:
-    run = Run(Limits(max_turns=999, max_tokens=0, max_model_len=1 << 20))
+    run = Run(max_model_len=1 << 20)
     history: list[Message] = [{"role": "user", "content": "x" * 1000}]
     for _ in range(8):
         history += [await run.turn("y" * 1000, *history), ON]
