@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.policy import Policy, UpdateResult
+from tidemill.services.trainer.policy.state import PolicyState, ShardReader
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 MAX_COMPLETION = 14
@@ -186,3 +188,16 @@ def _varlen_attention(
         for a, b in pairwise(boundaries)
     ]
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+
+def read_policy_state(folder: Path) -> PolicyState:
+    """All of a saved state, whatever the number of ranks that wrote it."""
+    reader = ShardReader(folder)
+    return PolicyState({name: reader.read(name) for name in reader.shapes}, reader.values)
+
+
+def load_state(policy: Policy, state: PolicyState) -> None:
+    """Have a policy continue from a state, by way of a folder."""
+    with TemporaryDirectory() as folder:
+        state.write(Path(folder))
+        policy.load_state(Path(folder))

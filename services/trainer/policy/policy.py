@@ -97,8 +97,8 @@ class Policy(Protocol):
     def save_state(self, folder: Path) -> None:
         """Write `state()` into a folder, here and now."""
 
-    def load_state(self, source: PolicyState | Path) -> None:
-        """Continue from a state, or from the folder it was saved in; accumulated gradients are discarded.
+    def load_state(self, folder: Path) -> None:
+        """Continue from the state that was saved in a folder; accumulated gradients are discarded.
         Raises ConfigError: the state is of another model or policy."""
 
     def compare_weights(self) -> WeightState:

@@ -29,7 +29,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.saving import SavesState
-from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.policy.state import PolicyState, ShardReader
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
 TOLD = TensorInfo("simulated", "I64", (17,))
@@ -124,15 +124,15 @@ class SimulatedPolicy(HasCoefficients, SavesState):
         values = {"policy": "simulated", "updates": self._num_updates}
         return PolicyState(tensors, values | self._coefficients.as_values(self._trainer.algorithm))
 
-    def load_state(self, source: PolicyState | Path) -> None:
+    def load_state(self, folder: Path) -> None:
         """Continue the chain of a checkpoint."""
-        state = source if isinstance(source, PolicyState) else PolicyState.open(source)
-        if state.values.get("policy") != "simulated" or "simulated" not in state.tensors:
+        state = ShardReader(folder)
+        if (policy := state.values.get("policy")) != "simulated":
             raise ConfigError(
-                f"the checkpoint is of policy {state.values.get('policy')!r}, trainer.policy is simulated; "
+                f"the checkpoint is of policy {policy!r}, trainer.policy is simulated; "
                 "resume with the policy the run was started with"
             )
-        updates, *chain = state.tensors["simulated"].tolist()
+        updates, *chain = state.read("simulated").tolist()
         self._num_updates, self._chain = updates, bytes(chain)
         self._set_coefficients(self._trainer.algorithm, state.values.get("coefficients"))
         self.zero()

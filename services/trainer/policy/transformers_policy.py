@@ -348,10 +348,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
 
     @torch.no_grad()
-    def load_state(self, source: PolicyState | Path) -> None:
+    def load_state(self, folder: Path) -> None:
         """Read a state into this policy, tensor by tensor, on ranks each its rows; all is checked before
         anything is changed."""
-        state = ShardReader(source) if isinstance(source, Path) else source
+        state = ShardReader(folder)
         values, own = state.values, self._saved_weights()
         self._check_state(values, state.shapes, own)
         load_optimizer(self._optimizer, self._parameters, state)

@@ -271,9 +271,9 @@ class RankPolicy(TransformersPolicy):
         for _ in self.named_parameters_for_export():
             pass
 
-    def load_state(self, source: PolicyState | Path) -> None:
+    def load_state(self, folder: Path) -> None:
         """Each rank its shard; returns when all have theirs."""
-        super().load_state(source)
+        super().load_state(folder)
         self._ranks.meet()
 
     def own_state(self) -> PolicyState:

@@ -7,7 +7,6 @@ makes a call that rank 0 does not make.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -56,11 +55,6 @@ class ShardedPolicy:
     def state(self) -> PolicyState:
         """Rank 0's shard; `save_state` writes those of all."""
         return self._own.state()
-
-    def load_state(self, source: PolicyState | Path) -> None:
-        """Each rank reads its shard, whatever the number of ranks that wrote the folder."""
-        assert isinstance(source, Path), "ranks read a state from a folder that all of them see"
-        self._call("load_state", source)
 
     def close(self) -> None:
         """Let the other ranks end, once all that is being written is written."""

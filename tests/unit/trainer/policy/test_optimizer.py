@@ -1,6 +1,8 @@
 """Learning rate, clipping and division of gradients, weight decay on matrices only, state without pickle."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,6 @@ from tidemill.services.trainer.policy.optimizer import (
     load_optimizer,
     optimizer_tensors,
 )
-from tidemill.services.trainer.policy.state import PolicyState
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,12 @@ def test_weight_decay_is_for_matrices_only():
     assert bias.tolist() == [1.0, 1.0]
 
 
+def held(tensors: dict[str, torch.Tensor]) -> Any:
+    """Tensors in memory, in place of those of a folder."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return SimpleNamespace(shapes=shapes, read=lambda name: tensors[name])
+
+
 def test_state_comes_back_as_it_was_and_not_as_an_alias():
     def build() -> tuple[list[tuple[str, nn.Parameter]], torch.optim.AdamW]:
         torch.manual_seed(1)
@@ -113,9 +120,7 @@ def test_state_comes_back_as_it_was_and_not_as_an_alias():
 
     others, other = build()
     step(others, other, 2)
-    load_optimizer(
-        other, others, PolicyState({f"optimizer.{name}": tensor for name, tensor in saved.items()})
-    )
+    load_optimizer(other, others, held({f"optimizer.{name}": tensor for name, tensor in saved.items()}))
     step(parameters, optimizer, 3)
     step(others, other, 3)
     for (_, mine), (_, theirs) in zip(parameters, others, strict=True):
@@ -141,7 +146,7 @@ def test_moments_beside_a_gpu_are_page_locked_after_a_resume_too():
         optimizer = build_optimizer(parameters, OptimizerConfig(), offloads=True)
         moments = {f"optimizer.p.{name}": torch.zeros(3, 2) for name in ("exp_avg", "exp_avg_sq")}
         with Pinned() as pinned:
-            load_optimizer(optimizer, parameters, PolicyState(moments))
+            load_optimizer(optimizer, parameters, held(moments))
     assert pinned.shapes == [(3, 2), (3, 2)]
     assert {moment.device.type for moment in optimizer.state[parameters[0][1]].values()} == {"cpu"}
 
@@ -151,7 +156,7 @@ def test_state_of_another_model_is_refused(key):
     parameters = [("p", nn.Parameter(torch.zeros(2)))]
     optimizer = build_optimizer(parameters, OptimizerConfig())
     with pytest.raises(ConfigError, match=key):
-        load_optimizer(optimizer, parameters, PolicyState({f"optimizer.{key}": torch.zeros(3)}))
+        load_optimizer(optimizer, parameters, held({f"optimizer.{key}": torch.zeros(3)}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

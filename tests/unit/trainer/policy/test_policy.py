@@ -13,6 +13,7 @@ from tests.support.models import (
     accumulate_all,
     emptied,
     gradients_of,
+    load_state,
     make_policy,
     make_samples,
     masked,
@@ -197,7 +198,7 @@ def test_learns_from_samples_that_are_one_step_old(old_logprobs):
     for _ in range(20):
         samples = sample_from(stale, 32, generator)
         rewards.append(np.mean([sample.reward for sample in samples]))
-        stale.load_state(policy.state())
+        load_state(stale, policy.state())
         train(policy, form_micro_batches(samples, 64))
     assert rewards[0] < 0.1
     assert rewards[-1] > 0.5

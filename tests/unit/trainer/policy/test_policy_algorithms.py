@@ -11,6 +11,7 @@ from tests.support.losses import with_statistics
 from tests.support.models import (
     accumulate_all,
     gradients_of,
+    load_state,
     make_policy,
     make_samples,
     one_batch,
@@ -142,7 +143,7 @@ class TestReference:
         train(policy, [one_batch(prepared(policy, samples))])
         assert not any(name.startswith("reference.") for name in policy.state().tensors)
         resumed = make_policy(algorithm=FROZEN)
-        resumed.load_state(policy.state())
+        load_state(resumed, policy.state())
         for values, expected in zip(self.logprobs(resumed, samples), start, strict=True):
             np.testing.assert_array_equal(values, expected)
         assert resumed.digest() == policy.digest()
@@ -162,7 +163,7 @@ class TestReference:
             np.testing.assert_array_equal(values, expected)
         train(policy, [one_batch(prepared(policy, samples))])
         resumed = make_policy(**settings)
-        resumed.load_state(policy.state())
+        load_state(resumed, policy.state())
         for values, expected in zip(
             self.logprobs(resumed, samples), self.logprobs(policy, samples), strict=True
         ):
@@ -251,7 +252,7 @@ class TestValues:
         for _ in range(2):
             train(policy, [one_batch(with_returns(policy, samples, 0.7))])
         before = policy.digest()
-        resumed.load_state(policy.state())
+        load_state(resumed, policy.state())
         assert resumed.digest() == before != make_policy(algorithm=algorithm).digest()
         for one in (policy, resumed):
             train(one, [one_batch(with_returns(one, samples, 0.7))])
@@ -264,7 +265,7 @@ class TestValues:
         assert policy.digest() != resumed.digest()
         for other in (make_policy(), make_policy(algorithm=PPO if algorithm is CRITIC else CRITIC)):
             with pytest.raises(ConfigError, match="the value head"):
-                other.load_state(policy.state())
+                load_state(other, policy.state())
 
     def test_are_those_of_the_held_weights(self, algorithm):
         samples = make_samples(5)

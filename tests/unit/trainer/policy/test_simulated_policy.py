@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.support.losses import with_statistics
-from tests.support.models import make_policy, make_samples, masked, one_batch, run_config, train
+from tests.support.models import load_state, make_policy, make_samples, masked, one_batch, run_config, train
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 from tidemill.services.trainer.policy.state import PolicyState
@@ -46,7 +47,7 @@ def test_simulated_state_continues_the_chain(simulated, tmp_path):
     assert train(simulated, [one_batch(samples[4:])]) == train(resumed, [one_batch(samples[4:])])
     assert resumed.digest() == simulated.digest()
     with pytest.raises(ConfigError, match=r"trainer\.policy is simulated"):
-        resumed.load_state(PolicyState({}, {"policy": "transformers"}))
+        load_state(resumed, PolicyState({"model.w": torch.zeros(1)}, {"policy": "transformers"}))
 
 
 def test_simulated_weights_differ_by_version(simulated, tmp_path):
