@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import (
@@ -201,3 +202,11 @@ def load_state(policy: Policy, state: PolicyState) -> None:
     with TemporaryDirectory() as folder:
         state.write(Path(folder))
         policy.load_state(Path(folder))
+
+
+def save_weights(policy: Policy, folder: Path) -> Path:
+    """Write what a policy publishes as one file, with safetensors' own function."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in policy.named_parameters_for_export()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder / "model.safetensors"

@@ -82,9 +82,6 @@ class Policy(Protocol):
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, in the configured dtype; tied ones once."""
 
-    def save_weights(self, folder: Path) -> list[Path]:
-        """Write the weights as safetensors that engines load; return the files."""
-
     def state(self) -> PolicyState:
         """What a checkpoint needs to continue bit by bit. Accumulated gradients are not part of it."""
 

@@ -111,13 +111,6 @@ class SimulatedPolicy(HasCoefficients, SavesState):
         yield TOLD.name, torch.tensor([self._num_updates, *self._chain], dtype=torch.int64)
         yield UNCHANGING.name, torch.zeros(UNCHANGING.shape, dtype=torch.uint8)
 
-    def save_weights(self, folder: Path) -> list[Path]:
-        """Write a file of about 4 kB."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / WEIGHTS_FILE
-        save_file(dict(self.named_parameters_for_export()), path, metadata={"format": "pt"})
-        return [path]
-
     def state(self) -> PolicyState:
         """The chain and the number of updates."""
         tensors = {TOLD.name: dict(self.named_parameters_for_export())[TOLD.name]}
@@ -148,7 +141,8 @@ class SimulatedPolicy(HasCoefficients, SavesState):
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         if parent < 0:
-            self.save_weights(folder)
+            tensors = dict(self.named_parameters_for_export())
+            save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         else:
             writer = DeltaWriter(folder / delta_name(0, 1))
             writer.add(TOLD, self._changed, self._compared[1][self._changed].view(TOLD.bits_dtype))

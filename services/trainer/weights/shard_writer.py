@@ -70,6 +70,16 @@ class ShardWriter:
         self._pending = self._thread.submit(self._write, folder, version, parent)
         return self._pending
 
+    def write_now(
+        self, tensors: Mapping[str, Tensor], folder: Path, version: int
+    ) -> Future[tuple[WeightFile, ...]]:
+        """Write wide weights, of which no copy is held, in full; they may change when this returns."""
+        self.shadow.hold(tensors, self._converted(tensors))
+        written = self.begin(folder, version, -1)
+        self.wait()
+        self.shadow.hold({}, {})
+        return written
+
     def wait(self) -> None:
         """Until nothing is being written."""
         if self._pending is not None:

@@ -17,7 +17,6 @@ from typing import Protocol
 import structlog
 import torch
 import xxhash
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -146,6 +145,7 @@ class WeightStore:
         """Start to write a version in full, whose weights the policy still has, in place of what is there; in
         the policy's thread. Raises StorageError: as `begin`."""
         self.distrust()
+        policy.compare_weights()  # a trainer that has just started has compared nothing that could be written
         state = WeightState(manifest.digest, "", share_changed=manifest.share_changed)
         begun = self.begin(manifest.version, policy, state, is_there=False)
         assert isinstance(begun, BegunVersion), "nothing that is there counts"
@@ -289,17 +289,6 @@ def export_tensors(
     whole = {name: whole_tensor(tensor) for name, tensor in given.items()}
     for name, tensor in revert_weight_conversion(model, whole).items():
         yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-
-
-def save_model(
-    model: PreTrainedModel, dtype: torch.dtype, folder: Path, tensors: Mapping[str, Tensor] | None = None
-) -> list[Path]:
-    """Write `model.safetensors` into the folder, nothing else; the same weights give the same bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    exported = {name: tensor.contiguous() for name, tensor in export_tensors(model, dtype, tensors)}
-    path = folder / WEIGHTS_FILE
-    save_file(exported, path, metadata={"format": "pt"})
-    return [path]
 
 
 PIECE_BYTES = 1 << 26

@@ -258,14 +258,6 @@ class RankPolicy(TransformersPolicy):
     def peers(self) -> Peers:
         return self._ranks
 
-    def save_weights(self, folder: Path) -> list[Path]:
-        """Batched by all, written by rank 0."""
-        if self._ranks.is_leader:
-            return super().save_weights(folder)
-        self._save_adapters(folder)
-        self.join_export()
-        return []
-
     def join_export(self) -> None:
         """What rank 0 gathers in `named_parameters_for_export`."""
         for _ in self.named_parameters_for_export():

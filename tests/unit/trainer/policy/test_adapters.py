@@ -17,6 +17,7 @@ from tests.support.models import (
     make_samples,
     one_batch,
     run_config,
+    save_weights,
     tiny_llama,
     tiny_model,
     train,
@@ -50,7 +51,7 @@ def assert_same_logprobs(
 def merged_model(policy: TransformersPolicy, folder: Path, start: torch.nn.Module) -> Any:
     """What an engine loads: the version's file in the folder of the starting model."""
     start.save_pretrained(folder)
-    policy.save_weights(folder)
+    save_weights(policy, folder)
     model, info = type(start).from_pretrained(folder, dtype=policy._dtype, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     return model.eval()
@@ -123,7 +124,7 @@ def test_bfloat16_weights_are_merged_in_float32_and_rounded_once(tmp_path):
     model = untied_llama()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     policy = trained(policy=make_policy(torch.bfloat16, model=model, **LORA))
-    policy.save_weights(tmp_path)
+    save_weights(policy, tmp_path)
     name = "model.layers.0.mlp.down_proj"
     saved = load_file(tmp_path / "model.safetensors")[f"{name}.weight"]
     layer = policy._model.get_submodule(name)
