@@ -93,7 +93,7 @@ class LoopReward:
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         """After the time that the config's `kwargs` bound."""
-        return RewardOutcome(await compute_score(sample.solution_str, **self._bounds_s))
+        return RewardOutcome(await compute_score(sample.trajectory.text, **self._bounds_s))
 
     async def close(self) -> None:
         """Nothing to free."""

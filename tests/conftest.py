@@ -52,7 +52,6 @@ LONGEST = (
     "integration/pipeline/test_lora.py",
     "integration/reward/test_teacher.py",
     "integration/reward/test_reward_async.py",
-    "integration/reward/test_reward_threads.py",
     "integration/console/test_check_processes.py",
 )
 """Files that would be waited for at the end of a parallel run if they did not begin first."""

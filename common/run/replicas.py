@@ -3,7 +3,6 @@
 Times are those of the Redis server, so that machines need not agree on theirs.
 """
 
-import asyncio
 import hmac
 import ipaddress
 import os
@@ -46,11 +45,6 @@ class ReplicaRegistry:
         first, last = now_s - self._ttl_s, now_s + self._ttl_s
         found = await self._broker.execute("ZRANGEBYSCORE", self._key, first, last)
         return sorted(url for raw in found if is_address(url := raw.decode(errors="replace")))
-
-    async def keep_announcing(self, url: str) -> None:
-        while True:
-            await self.announce(url)
-            await asyncio.sleep(self._ttl_s / BEATS_PER_TTL)
 
 
 def is_address(url: str) -> bool:

@@ -6,6 +6,7 @@ each entry is archived once. Start it where the folder of runs is.
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tidemill.common.archive.archiver import archive_run
@@ -21,13 +22,14 @@ PATIENCE_S = 60.0
 """How long another archiver of the run is waited for."""
 
 
-def archive(run_id: str, run_dir: str, until: dict[str, str], is_last: bool = False) -> dict[str, int]:
+def archive(
+    run_id: str, run_dir: str, until: Mapping[StreamName, str], is_last: bool = False
+) -> dict[str, int]:
     """Archive streams up to ids; `is_last` also what does not fill a file. Entry point of RQ.
 
     Returns how many entries of each stream were new.
     """
-    ends = {StreamName(name): last for name, last in until.items()}
-    counts = run_main(_archive(Keys(run_id), Path(run_dir), ends, is_last))
+    counts = run_main(_archive(Keys(run_id), Path(run_dir), dict(until), is_last))
     return {str(stream): count for stream, count in counts.items()}
 
 
@@ -52,7 +54,8 @@ def main() -> int:
     parser.add_argument("--until", action="append", default=[], metavar="STREAM=ID")
     parser.add_argument("--rest", action="store_true", help="also what does not fill a file")
     given = parser.parse_args()
-    until = dict(item.split("=", 1) for item in given.until) or dict.fromkeys(map(str, StreamName), "+")
+    ends = (item.split("=", 1) for item in given.until)
+    until = {StreamName(name): last for name, last in ends} or dict.fromkeys(StreamName, "+")
     try:
         print(archive(given.run_id, given.run_dir, until, given.rest))
     except TidemillError as error:

@@ -11,7 +11,6 @@ import os
 import secrets
 import sys
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -40,8 +39,6 @@ FIELDS = frozenset((
 """What is read of a job's hash: no callbacks, no webhooks, no dependencies, no repetitions."""
 
 PAUSE_S = 1.0
-MAX_DATA_BYTES = 256 << 20
-"""Of a job's function and arguments, unpacked."""
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -93,7 +90,6 @@ class KnownJob(Job):
         """
         known = {name: value for name, value in raw_data.items() if name.decode(errors="replace") in FIELDS}
         try:
-            known[b"data"] = _bounded(known[b"data"])
             super().restore(known)
             self._deserialize_data()  # type: ignore[no-untyped-call]
             if self.origin not in self.queues:
@@ -102,18 +98,6 @@ class KnownJob(Job):
             raise
         except Exception as error:  # whatever RQ's parsing of hostile fields raises
             raise NoSuchJobError(f"job {self.id} cannot be read: {error!r}") from None
-
-
-def _bounded(data: bytes) -> bytes:
-    """A job's data, unpacked within bounds. RQ unpacks without any, so it gets data that does not grow."""
-    unpacking = zlib.decompressobj()
-    try:
-        plain = unpacking.decompress(data, MAX_DATA_BYTES)
-    except zlib.error:  # it is not packed
-        plain = data
-    if unpacking.unconsumed_tail:
-        raise ValueError(f"its data has more than {MAX_DATA_BYTES:,} bytes")
-    return zlib.compress(plain, 0)
 
 
 class KnownWorker(Worker):
@@ -189,30 +173,20 @@ def serve_queue(
         return error.exit_code
     while True:
         worker = KnownWorker(queue, functions, names, connection=connection, **options)
+        problem = "RQ's worker ended"
         try:
             worker.work(logging_level="WARNING", burst=is_burst)
-            if worker.is_asked_to_stop:
+            for own in worker.queues:  # an id that is no text ends it, and would at every start
+                connection.delete(own.intermediate_queue_key)
+            if is_burst and not sum(own.count for own in worker.queues):
                 return 0
-            # It ends where an id is no text, and would at every start.
-            if not sum(map(_without_unreadable, worker.queues)) and is_burst:
-                return 0
-            problem = "RQ's worker ended"
         except RedisError as error:
             problem = str(error)
+        if worker.is_asked_to_stop:
+            return 0
         print(f"{name}: {problem}; trying again", file=sys.stderr, flush=True)
         with contextlib.suppress(StopRequested):
             time.sleep(PAUSE_S)
-        if worker.is_asked_to_stop:
-            return 0
-
-
-def _without_unreadable(queue: Queue) -> int:
-    """Takes out ids that are no text; returns how many jobs wait."""
-    taken: list[Any] = queue.connection.lrange(queue.intermediate_queue_key, 0, -1)
-    for job_id in taken:
-        if job_id.decode(errors="ignore").encode() != job_id:
-            queue.connection.lrem(queue.intermediate_queue_key, 0, job_id)
-    return int(queue.count)
 
 
 EntryId = Annotated[str, StringConstraints(pattern=r"^(\d{1,20}(-\d{1,20})?|\+)$")]
@@ -250,7 +224,7 @@ def run_functions(run_id: str) -> Functions:
     ) -> dict[str, int]:
         from tidemill.services.jobs import archive
 
-        return archive.archive(run_id, run_dir, {str(name): last for name, last in until.items()}, is_last)
+        return archive.archive(run_id, run_dir, until, is_last)
 
     @validate_call
     def export(

@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tidemill.common.config import NamedRewardConfig, RewardConfig, RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.dataset import PROMPT
+from tidemill.common.wire.messages import Trajectory
 from tidemill.services.reward.functions.reward_function import TrlLog, load_group_function, trl_arguments
 from tidemill.services.reward.functions.signature import Style
 from tidemill.services.reward.outcome import AttemptError
@@ -58,7 +61,7 @@ def _check_columns(config: RewardConfig, row: dict[str, Any]) -> None:
     """
     sample = _sample_of(row)
     for name, reward in config.named.items():
-        scores = reward.scores_source(sample.data_source, sample.source)
+        scores = reward.scores_source(sample.trajectory.data_source, sample.trajectory.source)
         if reward.function is None or not scores or "train" not in reward.lanes:
             continue
         function = load_checked(name, reward)
@@ -113,7 +116,9 @@ def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, reward in run.reward.named.items():
         reading = REWARDS[reward.kind].reading
-        if reading is None or not reward.scores_source(sample.data_source, sample.source):
+        if reading is None or not reward.scores_source(
+            sample.trajectory.data_source, sample.trajectory.source
+        ):
             continue
         try:
             found[name] = reading(name, reward, sample, run.servers[reward.servers])
@@ -127,16 +132,25 @@ def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
 def _sample_of(
     row: dict[str, Any], completion: str = "", prompt_text: str = "", own_text: str = ""
 ) -> RewardSample:
+    none: Any = np.empty(0, dtype=np.int32)
     return RewardSample(
-        (0, 0),
-        False,
-        row["data_source"],
-        completion,
-        row["ground_truth"],
-        row["extra"],
-        prompt_text,
-        own_text=own_text,
-        source=row.get("source", ""),
+        Trajectory(
+            ticket=0,
+            index=0,
+            step=0,
+            group_size=1,
+            data_source=row["data_source"],
+            ground_truth=row["ground_truth"],
+            extra=row["extra"],
+            source=row.get("source", ""),
+            prompt_text=prompt_text,
+            own_text=own_text,
+            text=completion,
+            prompt_ids=none,
+            completion_ids=none,
+            logprobs=none.astype(np.float32),
+            spans=((0, 0),),
+        )
     )
 
 

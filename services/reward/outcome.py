@@ -8,7 +8,7 @@ import asyncio
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -182,7 +182,7 @@ def interpret_list(
     returned: Any,
     count: int,
     metrics: Mapping[str, Any] | None = None,
-    extra: Mapping[str, Sequence[Any]] | None = None,
+    extra: Mapping[str, Iterable[Any]] | None = None,
 ) -> list[RewardOutcome]:
     """Read what a function returned for a list of `count` samples; None means not applicable, as in TRL.
 
@@ -193,10 +193,11 @@ def interpret_list(
     """
     values = _elements(returned, count)
     components, _ = _sort_out(dict(metrics or {}))
+    columns = {name: list(items) for name, items in (extra or {}).items()}
     outcomes = []
     for index, value in enumerate(values):
         number = None if value is None else _finite(value, f"element {index} is")
-        notes = {name: items[index] for name, items in (extra or {}).items() if index < len(items)}
+        notes = {name: items[index] for name, items in columns.items() if index < len(items)}
         numbers, detail = _sort_out(notes)
         outcomes.append(RewardOutcome(number, components | numbers, detail))
     return outcomes

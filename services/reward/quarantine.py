@@ -6,7 +6,7 @@ that was alone when its worker died goes to the dead letters. What waits here do
 """
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
 
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Consumer, Delivery
@@ -16,13 +16,6 @@ FEW = 8
 """Samples that run together where their first deliveries have shown nothing."""
 UNRESTRICTED = 2
 """Deliveries among any number of others, where `streams.max_attempts` leaves enough for those after them."""
-
-
-class SuspectRunner(Protocol):
-    consumer: Consumer[Trajectory]
-
-    def start(self, delivery: Delivery[Trajectory]) -> None:
-        """Begin to score a trajectory."""
 
 
 class Quarantine:
@@ -71,12 +64,17 @@ class Quarantine:
             await self.until_open()
             await consumer.unpark(deliveries)
 
-    async def work_off(self, runner: SuspectRunner, suspects: list[Delivery[Trajectory]]) -> None:
-        """Run suspects, each beside no more than it may; all but a few are left to other workers."""
+    async def work_off(
+        self,
+        consumer: Consumer[Trajectory],
+        suspects: list[Delivery[Trajectory]],
+        start: Callable[[Delivery[Trajectory]], None],
+    ) -> None:
+        """Start suspects, each beside no more than it may; all but a few are left to other workers."""
         suspects = sorted(suspects, key=lambda delivery: delivery.attempts)
-        await runner.consumer.hand_back(suspects[FEW:])
+        await consumer.hand_back(suspects[FEW:])
         waiting = suspects[:FEW]
-        await runner.consumer.park(waiting)
+        await consumer.park(waiting)
         async with self._one_at_a_time:
             self._is_open.clear()
             try:
@@ -84,13 +82,13 @@ class Quarantine:
                     count = self._max_together(waiting[0]) or FEW
                     together, waiting = waiting[:count], waiting[count:]
                     together = [delivery for delivery in together if not delivery.is_lost]
-                    await runner.consumer.unpark(together)
+                    await consumer.unpark(together)
                     for delivery in together:
-                        runner.start(delivery)
+                        start(delivery)
                 await self._is_alone()
             finally:
                 self._is_open.set()
-        await runner.consumer.unpark(waiting)  # where the worker stops: handing back takes that one off
+        await consumer.unpark(waiting)  # where the worker stops: handing back takes that one off
 
     async def _is_alone(self) -> bool:
         """Wait until nothing is in flight; False where the worker must stop before."""

@@ -1,10 +1,11 @@
 """One completion as rewards see it. Imported by scoring processes too, so it stays light."""
 
 import copy
-from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import Any
 
 from tidemill.common.run.dataset import PROMPT
+from tidemill.common.wire.codec import decode_payload, encode_payload
 from tidemill.common.wire.messages import Lane, Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Segment
 
@@ -14,86 +15,50 @@ IDS_READING = "the token ids that the policy read and wrote"
 """What `check` shows of a request that has no text."""
 
 
-class SessionFacts(TypedDict):
-    """What a session adds to its sample, as plain values."""
-
-    environment: str
-    messages: ChatMessages
-    """What was said after the prompt, by the model and the environment."""
-    turn_rewards: list[float | None]
-    """What the environment gave for each turn of the model; None where it gave nothing."""
-    reward: float | None
-    metrics: dict[str, float]
-    end: str
-
-
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """What there is to score.
+    """A trajectory to score.
 
-    `prompt_text` is what the model read, the policy's chat template included, and never goes into another
+    Its `prompt_text` is what the model read, the policy's chat template included, and never goes into another
     model's template: `prompt` and `chat` are the dataset row's own. Token ids are those of the policy's
-    tokenizer. Text and ids of a session whose history was rewritten are those of its last segment; `session`
-    has all that was said.
+    tokenizer. Text and ids of a session whose history was rewritten are those of its last segment; its
+    `session` has all that was said.
     """
 
-    key: TrajectoryKey
-    is_evaluation: bool
-    data_source: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: dict[str, Any] = field(default_factory=dict)
-    prompt_text: str = ""
-    prompt_ids: Any = ()
-    completion_ids: Any = ()
-    group_size: int = 1
-    step: int = 0
-    own_text: str = ""
-    """The row's own text, where it is text and not all of `prompt_text`."""
-    session: SessionFacts | None = None
-    """None for a single turn."""
-    loss_mask: Any = None
-    """Which completion tokens are the model's; None means all."""
-    source: str = ""
-    """The source of `data.train`, or the evaluation set, where the run has several sources."""
-    segments: tuple[Segment, ...] = ()
-    """All rows to train on, for teachers; functions in other processes do not get them."""
-    tokens_digest: str = ""
-    """The trajectory's, for the score."""
+    trajectory: Trajectory
+    lane: Lane = Lane.TRAIN
+    """Whether its score is for training or for evaluation."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain values: for scoring processes, and for what gathers in Redis."""
+        return {"lane": self.lane.value, "trajectory": encode_payload(self.trajectory)}
 
     @classmethod
-    def from_trajectory(cls, trajectory: Trajectory, lane: Lane) -> "RewardSample":
-        """The text of a trajectory with what its prompt brought along."""
-        last = trajectory.segments[-1]
-        return cls(
-            trajectory.key,
-            lane is Lane.EVAL,
-            trajectory.data_source,
-            trajectory.text,
-            trajectory.ground_truth,
-            trajectory.extra,
-            trajectory.prompt_text,
-            last.prompt_ids,
-            last.completion_ids,
-            trajectory.group_size,
-            trajectory.step,
-            trajectory.own_text,
-            _facts(trajectory),
-            last.loss_mask,
-            trajectory.source,
-            trajectory.segments,
-            trajectory.tokens_digest,
-        )
+    def from_wire(cls, tree: dict[str, Any]) -> "RewardSample":
+        return cls(decode_payload(tree["trajectory"], Trajectory), Lane(tree["lane"]))
 
     @property
-    def lane(self) -> Lane:
-        """Whether its score is for training or for evaluation."""
-        return Lane.EVAL if self.is_evaluation else Lane.TRAIN
+    def key(self) -> TrajectoryKey:
+        return self.trajectory.key
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.lane is Lane.EVAL
+
+    @property
+    def last(self) -> Segment:
+        """The segment whose ids are scored."""
+        return self.trajectory.segments[-1]
+
+    @property
+    def turn_rewards(self) -> list[float | None]:
+        """What the environment gave for each turn of the model; None where it gave nothing."""
+        return [turn.reward for segment in self.trajectory.segments for turn in segment.turns]
 
     @property
     def messages(self) -> ChatMessages | None:
         """The prompt as the dataset's chat messages, where it is a chat."""
-        prompt = self.extra_info.get(PROMPT)
+        prompt = self.trajectory.extra.get(PROMPT)
         return prompt if isinstance(prompt, list) else None
 
     @property
@@ -105,7 +70,7 @@ class RewardSample:
     def prompt(self) -> str:
         """The prompt as the row has it: its text, a chat's only message, or all of them with their roles."""
         if self.messages is None:
-            return self.own_text or self.prompt_text
+            return self.trajectory.own_text or self.trajectory.prompt_text
         if len(self.messages) == 1:
             return str(self.messages[0].get("content", ""))
         return lines_of(self.messages, "\n\n")
@@ -113,9 +78,10 @@ class RewardSample:
     @property
     def said(self) -> ChatMessages:
         """What was said after the prompt: a session's messages, or the completion as the assistant's one."""
-        if self.session is not None and self.session["messages"]:
-            return self.session["messages"]
-        return [{"role": "assistant", "content": self.solution_str}]
+        session = self.trajectory.session
+        if session is not None and session.messages:
+            return list(session.messages)
+        return [{"role": "assistant", "content": self.trajectory.text}]
 
     @property
     def conversation(self) -> ChatMessages:
@@ -133,38 +99,22 @@ class RewardSample:
         session it also has `num_turns` (of the model), `messages` (the whole conversation), `turn_scores`
         (what the environment gave for each turn), `environment_reward` and `environment_metrics`.
         """
+        trajectory, of_session = self.trajectory, dict[str, Any]()
+        if (session := trajectory.session) is not None:
+            of_session = {
+                "num_turns": len(self.turn_rewards),
+                "messages": copy.deepcopy(self.conversation),
+                "turn_scores": self.turn_rewards,
+                "environment_reward": session.reward,
+                "environment_metrics": dict(session.metrics),
+            }
         return {
-            "data_source": self.data_source,
-            "solution_str": self.solution_str,
-            "ground_truth": self.ground_truth,
-            "extra_info": {**self.extra_info, **self._of_session(), "is_evaluation": self.is_evaluation},
-        }
-
-    def _of_session(self) -> dict[str, Any]:
-        if self.session is None:
-            return {}
-        return {
-            "num_turns": len(self.session["turn_rewards"]),
-            "messages": copy.deepcopy(self.conversation),
-            "turn_scores": list(self.session["turn_rewards"]),
-            "environment_reward": self.session["reward"],
-            "environment_metrics": dict(self.session["metrics"]),
+            "data_source": trajectory.data_source,
+            "solution_str": trajectory.text,
+            "ground_truth": trajectory.ground_truth,
+            "extra_info": {**trajectory.extra, **of_session, "is_evaluation": self.is_evaluation},
         }
 
 
 def lines_of(messages: ChatMessages, between: str = "\n") -> str:
     return between.join(f"{message.get('role')}: {message.get('content')}" for message in messages)
-
-
-def _facts(trajectory: Trajectory) -> SessionFacts | None:
-    session = trajectory.session
-    if session is None:
-        return None
-    return SessionFacts(
-        environment=session.environment,
-        messages=list(session.messages),
-        turn_rewards=[turn.reward for segment in trajectory.segments for turn in segment.turns],
-        reward=session.reward,
-        metrics=dict(session.metrics),
-        end=session.end,
-    )

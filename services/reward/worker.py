@@ -71,7 +71,7 @@ class Scorer:
                 worker=self._worker,
             )
         started = time.monotonic()
-        sample = RewardSample.from_trajectory(trajectory, lane)
+        sample = RewardSample(trajectory, lane)
         total = self.reward.sum_up(await self.parts(sample))
         return score_of(total, sample, self._worker, time.monotonic() - started)
 
@@ -129,7 +129,7 @@ class RewardLane(LaneWorker[Trajectory]):
             if not delivery.is_lost:
                 self.start(delivery)
         if suspects:
-            await self.quarantine.work_off(self, suspects)
+            await self.quarantine.work_off(self.consumer, suspects, self.start)
 
     def given_up(self, delivery: Delivery[Trajectory]) -> str:
         """Only what was alone when its worker died is dead-lettered; and where groups are scored as a whole,

@@ -21,10 +21,10 @@ class SimulatedReward:
 
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
         await asyncio.sleep(LONGEST_S)
-        return [RewardOutcome(value_of(text_of_tokens(sample.completion_ids))) for sample in samples]
+        return [RewardOutcome(value_of(text_of_tokens(sample.last.completion_ids))) for sample in samples]
 
     async def score(self, sample: Any) -> RewardOutcome:
-        text = text_of_tokens(sample.completion_ids)
+        text = text_of_tokens(sample.last.completion_ids)
         number = fate_of(text)
         await asyncio.sleep(LONGEST_S * (number % 97) / 97)
         value = value_of(text)

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
+from tests.support.samples import make_sample
 from tidemill.common.wire.messages import Score
 from tidemill.services.reward.functions.pool import ProcessPool
 from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import RewardOutcome
-from tidemill.services.reward.sample import RewardSample
 
 SOURCE = """
     import asyncio, ctypes, os, signal, subprocess, sys, threading, time
@@ -53,12 +54,13 @@ class Pool(ProcessPool):
     """Processes that are asked for one sample at a time."""
 
     def __init__(self, reference: str, size: int = 1, threads: int = 1, is_async: bool = False) -> None:
-        super().__init__({"reference": reference, "kwargs": {}}, size, threads, is_async)
+        spec = {"maker": f"{load_function.__module__}:load_function", "reference": reference, "kwargs": {}}
+        super().__init__(spec, size, threads, is_async)
 
     async def score(
         self, code: str, timeout_s: float = 60, name: str = "sample", index: int = 0
     ) -> RewardOutcome:
-        (outcome,) = await self.run(Request([RewardSample((0, index), False, "", code, name)]), timeout_s)
+        (outcome,) = await self.run(Request([make_sample((0, index), False, "", code, name)]), timeout_s)
         return outcome
 
 

@@ -1,11 +1,10 @@
 """Runs programs that nobody trusts, each in a jail of its own.
 
-bubblewrap leaves for namespaces of their own (processes, network, mounts) and builds a root folder that
-holds nothing but the system's programs, the interpreter and an empty /tmp. In it `launcher.py` gives up
-what is left of privileges and takes limits and a filter of system calls (`system_calls.py`) upon itself,
-and becomes the program. From outside, its time, its output, and the memory and number of its processes are
-followed; what no process owns counts in a memory cgroup where one may be made. The kernel ends all of it
-with bubblewrap, which ends with this process's thread.
+bubblewrap makes namespaces (processes, network, mounts), a root folder with nothing but the system's
+programs, the interpreter and an empty /tmp, and installs the filter of system calls (`system_calls.py`). In
+the jail, `launcher.py` sets limits, gives up root, and becomes the program. From outside, its time, its
+output, and the memory and number of its processes are followed. The kernel ends all of it with bubblewrap,
+which ends with this process's thread.
 """
 
 import contextlib
@@ -13,16 +12,14 @@ import itertools
 import json
 import math
 import os
-import secrets
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,14 +51,6 @@ CAP_SYS_ADMIN = 21
 ENDINGS = {128 + signal.SIGXCPU: "timeout", 128 + signal.SIGXFSZ: "file"}
 LAST_SIGNAL = 128 + 64
 
-GROUP_PREFIX = "tidemill-jail-"
-CGROUP_1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
-CGROUP_2 = ("memory.max", "memory.swap.max")
-CGROUPS = Path("/sys/fs/cgroup")
-ENTER_GROUP = '{ echo 0 > "$0"; } 2>/dev/null; exec "$@"'
-"""Where a process may not move itself, the program has the other limits."""
-REMOVE_GROUP_S, PAUSE_S = 2.0, 0.01
-
 Result = dict[str, Any]
 
 
@@ -69,9 +58,7 @@ class SandboxError(TidemillError):
     """The jail failed, which says nothing about the code in it."""
 
 
-def run_program(
-    source: str, stdin: str, config: SandboxConfig, time_s: float, group: "MemoryGroup"
-) -> Result:
+def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -> Result:
     """Run one program to its end, or to the first limit that it meets.
 
     Args:
@@ -79,35 +66,40 @@ def run_program(
         stdin: Its standard input.
         config: Its limits.
         time_s: The longest time that it may take.
-        group: Where the kernel counts its memory.
 
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
     """
     with contextlib.ExitStack() as stack:
-        order, fed, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+        order, fed, calls, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(5))
         uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if _is_admin() else 0
         order.write(json.dumps(_order(source, config, uid)).encode())
         fed.write(stdin.encode(errors="replace"))
-        for file in (order, fed):
+        try:
+            calls.write(make_filter())
+        except OSError as error:
+            raise SandboxError(f"no filter of system calls (Debian's libseccomp2): {error}") from None
+        for file in (order, fed, calls):
             file.seek(0)
         python = [os.path.realpath(sys.executable), "-ISBc", LAUNCHER, str(order.fileno())]
-        started, killed = time.monotonic(), group.num_killed()
+        started = time.monotonic()
         process = subprocess.Popen(
-            group.entered([*_bubblewrap(config, uid), *python]),
-            stdin=fed, stdout=out, stderr=err, pass_fds=[order.fileno()], start_new_session=True,
+            [*_bubblewrap(config, uid), "--seccomp", str(calls.fileno()), "--", *python],
+            stdin=fed,
+            stdout=out,
+            stderr=err,
+            pass_fds=[order.fileno(), calls.fileno()],
+            start_new_session=True,
             env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
-        )  # fmt: skip
+        )
         try:
             outcome = _follow(process, config, started + time_s, order, (out, err))
         finally:
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group's number is its own
             code = process.wait()
         stdout, stderr = (_written(file, MAX_OUTPUT_BYTES) for file in (out, err))
-        if os.fstat(order.fileno()).st_size:
+        if os.fstat(order.fileno()).st_size:  # the launcher empties it when all is in place
             raise SandboxError(stderr.strip()[-500:] or f"it ended with {code}")
-        if group.num_killed() > killed:
-            outcome = "memory"
         code = code if code >= 0 else 128 - code
         return {
             "outcome": outcome or ENDINGS.get(code) or ("killed" if 128 < code <= LAST_SIGNAL else "done"),
@@ -122,21 +114,15 @@ def _order(source: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
     """What the launcher is to do. Limits are those of each process."""
     cpu_s = math.ceil(config.time_s)
     limits = {
-        "RLIMIT_CPU": (cpu_s, cpu_s + 1),
-        "RLIMIT_AS": (config.memory_mb << 20,) * 2,
-        "RLIMIT_FSIZE": (max(config.file_mb << 20, MAX_OUTPUT_BYTES),) * 2,
-        "RLIMIT_NPROC": (MAX_PROCESSES,) * 2,
-        "RLIMIT_NOFILE": (64, 64),  # the buffers of pipes and sockets belong to no process
-        "RLIMIT_SIGPENDING": (256, 256),
-        "RLIMIT_CORE": (0, 0),
-        "RLIMIT_MSGQUEUE": (0, 0),
-        "RLIMIT_MEMLOCK": (0, 0),
+        "CPU": (cpu_s, cpu_s + 1),
+        "AS": (config.memory_mb << 20,) * 2,
+        "FSIZE": (max(config.file_mb << 20, MAX_OUTPUT_BYTES),) * 2,
+        "NPROC": (MAX_PROCESSES,) * 2,
+        "NOFILE": (64, 64),  # the buffers of pipes and sockets belong to no process
+        "SIGPENDING": (256, 256),
+        **dict.fromkeys(("CORE", "MSGQUEUE", "MEMLOCK"), (0, 0)),
     }
-    try:
-        code = make_filter()
-    except OSError as error:
-        raise SandboxError(f"no filter of system calls (Debian's libseccomp2): {error}") from None
-    return {"limits": limits, "uid": uid, "filter": code.hex(), "source": source, "path": _packages(config)}
+    return {"limits": limits, "uid": uid, "source": source, "path": _packages(config)}
 
 
 def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
@@ -164,7 +150,7 @@ def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
             files += ["--dev-bind" if path in DEVICES else "--ro-bind-try", path, path]
     files += ["--perms", "1777", "--size", str(config.file_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    return [program, *spaces, *user, "--die-with-parent", *files, "--remount-ro", "/", "--"]
+    return [program, *spaces, *user, "--die-with-parent", *files, "--remount-ro", "/"]
 
 
 def _packages(config: SandboxConfig) -> list[str]:
@@ -184,32 +170,21 @@ def _follow(
     written: tuple[IO[bytes], ...],
 ) -> str:  # fmt: skip
     """The limit that it met; nothing where it came to an end by itself, which is not reaped yet."""
-    pause_s, ended = LOOK_S, _end_of(process)
-    while True:
-        has_ended = ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
-        if sum(os.fstat(file.fileno()).st_size for file in written) > MAX_OUTPUT_BYTES:
-            return "output"
-        if has_ended:
-            return ""
-        looked = time.monotonic()
-        if looked > deadline:
-            return "timeout"
-        if outcome := _excess(process.pid, config, is_set_up=not os.fstat(order.fileno()).st_size):
-            return outcome
-        pause_s = max(LOOK_S, (time.monotonic() - looked) / LOOK_SHARE)
-
-
-def _end_of(process: "subprocess.Popen[bytes]") -> threading.Event:
-    """Is set as the process ends, which is not reaped: so the number of its group stays its own."""
-    ended = threading.Event()
-
-    def wait() -> None:
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
-    return ended
+    pause_s, ended = LOOK_S, select.poll()
+    with os.fdopen(os.pidfd_open(process.pid)) as pid:  # which becomes readable as the process ends
+        ended.register(pid, select.POLLIN)
+        while True:
+            has_ended = ended.poll(1000 * min(pause_s, max(0.0, deadline - time.monotonic())))
+            if sum(os.fstat(file.fileno()).st_size for file in written) > MAX_OUTPUT_BYTES:
+                return "output"
+            if has_ended:
+                return ""
+            looked = time.monotonic()
+            if looked > deadline:
+                return "timeout"
+            if outcome := _excess(process.pid, config, is_set_up=not os.fstat(order.fileno()).st_size):
+                return outcome
+            pause_s = max(LOOK_S, (time.monotonic() - looked) / LOOK_SHARE)
 
 
 def _excess(group: int, config: SandboxConfig, is_set_up: bool) -> str:
@@ -256,77 +231,3 @@ def _num_files(pid: int) -> int:
 def _written(file: IO[bytes], max_bytes: int) -> str:
     file.seek(0)
     return file.read(max_bytes).decode(errors="replace")
-
-
-class MemoryGroup:
-    """A memory cgroup for one program after the other; without a folder there is none. In it the kernel
-    counts what belongs to no process, too."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-
-    def entered(self, command: list[str]) -> list[str]:
-        if self._folder is None:
-            return command
-        return ["/bin/sh", "-c", ENTER_GROUP, str(self._folder / "cgroup.procs"), *command]
-
-    def num_killed(self) -> int:
-        """How many processes the kernel has killed in it for want of memory."""
-        for name in ("memory.events", "memory.oom_control") if self._folder else ():
-            with contextlib.suppress(OSError):
-                for line in Path(f"{self._folder}/{name}").read_text().splitlines():
-                    if line.startswith("oom_kill "):
-                        return int(line.split()[1])
-        return 0
-
-
-@contextlib.contextmanager
-def memory_group(num_bytes: int) -> Iterator[MemoryGroup]:
-    """A group with this limit where one may be made, else none."""
-    folder = _make(num_bytes)
-    try:
-        yield MemoryGroup(folder)
-    finally:
-        deadline = time.monotonic() + REMOVE_GROUP_S
-        while folder is not None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # busy until the last of its processes is gone
-                folder.rmdir()
-                break
-            time.sleep(PAUSE_S)
-
-
-def _remove_orphans(place: Path) -> None:
-    """Groups of workers that were killed."""
-    for folder in place.glob(f"{GROUP_PREFIX}*"):
-        if not Path("/proc", folder.name.removeprefix(GROUP_PREFIX).partition("-")[0]).exists():
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-
-
-def _make(num_bytes: int) -> Path | None:
-    for place in _places():
-        _remove_orphans(place)
-        folder = place / f"{GROUP_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        with contextlib.suppress(OSError):
-            folder.mkdir()
-            is_second = (folder / "memory.max").exists()
-            limit, swap = CGROUP_2 if is_second else CGROUP_1
-            with contextlib.suppress(OSError), open(folder / limit, "r+") as file:
-                file.write(str(num_bytes))
-                file.flush()
-                with contextlib.suppress(OSError):  # no swap, where it is counted
-                    (folder / swap).write_text("0" if is_second else str(num_bytes))
-                return folder
-            folder.rmdir()
-    return None
-
-
-def _places() -> Iterator[Path]:
-    """This process's own group, and the one above: groups with processes may have no children with limits."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "memory" in controllers.split(","):
-            own = CGROUPS / ("" if number == "0" else "memory") / path.lstrip("/")
-            yield own
-            if path != "/":
-                yield own.parent

@@ -5,6 +5,7 @@ Allowed is what Python, its standard library and numpy compute with. All else do
 which C libraries have an answer to. Among what is missing are ways out (mounts, namespaces, ptrace, the
 network), and memory that belongs to no process, which no limit on processes counts: memfd, shared memory,
 sockets that wait to be accepted, notes of changed files, locks on parts of files, extended attributes.
+Who is not root gains nothing by `setuid`, by which the launcher stops being root.
 `setsid` and `setpgid` are missing too: all that a program starts stays in its process group, and ends with
 that.
 """
@@ -29,10 +30,10 @@ prctl pread64 preadv preadv2 pselect6 pwrite64 pwritev pwritev2 read readlink re
 recvmsg rename renameat renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending rt_sigprocmask
 rt_sigreturn rt_sigsuspend rt_sigtimedwait sched_get_priority_max sched_get_priority_min sched_getaffinity
 sched_getparam sched_getscheduler sched_setaffinity sched_yield select sendfile sendto set_robust_list
-set_tid_address setitimer shutdown sigaltstack signalfd4 stat statfs statx symlink symlinkat sysinfo tgkill
-time timer_create timer_delete timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime
-timerfd_settime times tkill truncate umask uname unlink unlinkat utime utimensat utimes vfork wait4 waitid
-write writev
+set_tid_address setgid setgroups setitimer setuid shutdown sigaltstack signalfd4 stat statfs statx symlink
+symlinkat sysinfo tgkill time timer_create timer_delete timer_getoverrun timer_gettime timer_settime
+timerfd_create timerfd_gettime timerfd_settime times tkill truncate umask uname unlink unlinkat utime
+utimensat utimes vfork wait4 waitid write writev
 """.split()  # noqa: SIM905 (in lines)
 ALLOW, ERROR = 0x7FFF0000, 0x00050000
 EQUAL, MASKED = 4, 7

@@ -36,7 +36,6 @@ from weakref import WeakKeyDictionary
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.children import Send, become_child, read_frame, sender
 from tidemill.services.reward.functions.request import Callee, answer_to, failure_to_wire, run_through
-from tidemill.services.reward.functions.reward_function import load_function, load_group_function
 from tidemill.services.reward.outcome import AttemptError
 
 BEAT_S = 0.5
@@ -83,12 +82,10 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _loaded(spec: dict[str, Any]) -> Callee:
-    """What `spec` describes: a reward function, a group function, or what `maker` makes of the rest."""
-    if maker := spec.pop("maker", ""):
-        module, _, name = maker.partition(":")
-        made: Callee = getattr(importlib.import_module(module), name)(**spec)
-        return made
-    return load_group_function(**spec) if spec.pop("is_group", False) else load_function(**spec)
+    """What the function `maker` makes of the rest of `spec`."""
+    module, _, name = spec.pop("maker").partition(":")
+    made: Callee = getattr(importlib.import_module(module), name)(**spec)
+    return made
 
 
 def _read_for_ever(frames: BinaryIO, calls: "LoopCalls | ThreadCalls") -> None:

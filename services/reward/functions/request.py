@@ -6,20 +6,15 @@ socket, in frames (`common/process/children.py`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
-
-from tidemill.common.wire.arrays import pack_bits, unpack_bits
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome, users_own
 from tidemill.services.reward.sample import RewardSample
 
 T = TypeVar("T")
 
 FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s")
-UNSENT_FIELDS = ("segments", "tokens_digest")
-SAMPLE_FIELDS = tuple(field.name for field in fields(RewardSample) if field.name not in UNSENT_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +30,7 @@ class Request:
 
     def to_wire(self) -> dict[str, Any]:
         return {
-            "samples": [_wired(sample) for sample in self.samples],
+            "samples": [sample.to_wire() for sample in self.samples],
             "given": dict(self.given),
             "scores": self.scores,
             "notes": self.notes,
@@ -43,7 +38,7 @@ class Request:
 
     @classmethod
     def from_wire(cls, tree: dict[str, Any]) -> "Request":
-        return cls(**tree | {"samples": [_unwired(sample) for sample in tree["samples"]]})
+        return cls(**tree | {"samples": [RewardSample.from_wire(sample) for sample in tree["samples"]]})
 
 
 class Callee(ABC):
@@ -57,7 +52,8 @@ class Callee(ABC):
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """What another process needs to load the same."""
+        """What another process needs to load the same: `maker`, the `module:function` that makes it, and its
+        arguments, of which `reference` is the name."""
 
     @abstractmethod
     async def call(self, request: Request) -> list[RewardOutcome]:
@@ -96,20 +92,3 @@ def outcomes_of(answer: dict[str, Any]) -> list[RewardOutcome]:
     if "error" in answer:
         raise AttemptError(answer["error"], **{name: answer[name] for name in FAILURE_FIELDS})
     return [RewardOutcome(*parts) for parts in answer["outcomes"]]
-
-
-def _wired(sample: RewardSample) -> dict[str, Any]:
-    tree = {name: getattr(sample, name) for name in SAMPLE_FIELDS}  # `asdict` would copy every value
-    for name in ("prompt_ids", "completion_ids"):
-        tree[name] = np.asarray(tree[name], dtype="<i4").tobytes()
-    if sample.loss_mask is not None:
-        tree["loss_mask"] = pack_bits(sample.loss_mask)
-    return tree
-
-
-def _unwired(tree: dict[str, Any]) -> RewardSample:
-    for name in ("prompt_ids", "completion_ids"):
-        tree[name] = np.frombuffer(tree[name], dtype="<i4")
-    if tree["loss_mask"] is not None:
-        tree["loss_mask"] = unpack_bits(tree["loss_mask"])
-    return RewardSample(**tree | {"key": tuple(tree["key"])})

@@ -10,7 +10,7 @@ import copy
 import difflib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -49,20 +49,13 @@ EXPECTED_OF_GROUPS = "function(scores, samples, **kwargs) -> list, plain or asyn
 Kwargs = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class TrlLog:
-    """What a TRL function says through `log_metric(name, value)` and `log_extra(column, values)`."""
+    """What a TRL function says: through `log_metric(name, value)` one number for the call, which becomes a
+    component of every sample, through `log_extra(column, values)` one for each sample, kept as detail."""
 
-    def __init__(self) -> None:
-        self.metrics: dict[str, Any] = {}
-        self.extra: dict[str, list[Any]] = {}
-
-    def log_metric(self, name: str, value: Any) -> None:
-        """One number for the call; it becomes a component of every sample."""
-        self.metrics[name] = value
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """One value for each sample; it is kept as detail."""
-        self.extra[column] = list(values)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Iterable[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +80,13 @@ class RewardFunction(Callee):
         return self.how.is_async
 
     def spec(self) -> dict[str, Any]:
-        kwargs, style = dict(self.kwargs), self.how.style.value
-        return {"reference": self.name, "kwargs": kwargs, "style": style, "tokenizer": self.tokenizer}
+        return {
+            "maker": f"{__name__}:load_function",
+            "reference": self.name,
+            "kwargs": dict(self.kwargs),
+            "style": self.how.style.value,
+            "tokenizer": self.tokenizer,
+        }
 
     async def call(self, request: Request) -> list[RewardOutcome]:
         with users_own():
@@ -189,9 +187,9 @@ def rubric_arguments(how: CallConvention, sample: RewardSample, kwargs: Kwargs) 
     offered: dict[str, Any] = {
         "prompt": sample.messages or sample.prompt,
         "completion": _completion(sample),
-        "answer": sample.ground_truth,
-        "info": dict(sample.extra_info),
-        "task": sample.data_source,
+        "answer": sample.trajectory.ground_truth,
+        "info": dict(sample.trajectory.extra),
+        "task": sample.trajectory.data_source,
     }
     return how.taken({**offered, "state": dict(offered)}) | dict(kwargs)
 
@@ -213,10 +211,10 @@ def trl_arguments(
     offered: dict[str, Any] = {name: [row.get(name) for row in columns] for name in names} | {
         "prompts": [sample.messages or sample.prompt for sample in samples],
         "completions": [_completion(sample) for sample in samples],
-        "completion_ids": [list(map(int, sample.completion_ids)) for sample in samples],
-        "trainer_state": SimpleNamespace(global_step=samples[0].step, max_steps=None),
-        "log_extra": log.log_extra,
-        "log_metric": log.log_metric,
+        "completion_ids": [list(map(int, sample.last.completion_ids)) for sample in samples],
+        "trainer_state": SimpleNamespace(global_step=samples[0].trajectory.step, max_steps=None),
+        "log_extra": log.extra.__setitem__,
+        "log_metric": log.metrics.__setitem__,
     }
     if "is_evaluation" in how.names:
         offered["is_evaluation"] = samples[0].is_evaluation  # a call has one lane, and a list would be true
@@ -229,12 +227,15 @@ def trl_arguments(
 
 
 def _completion(sample: RewardSample) -> str | ChatMessages:
-    return sample.solution_str if sample.messages is None else copy.deepcopy(sample.said)
+    return sample.trajectory.text if sample.messages is None else copy.deepcopy(sample.said)
 
 
 def _columns(sample: RewardSample) -> dict[str, Any]:
-    row = {name: value for name, value in sample.extra_info.items() if name not in _NOT_COLUMNS}
-    return {"data_source": sample.data_source, "ground_truth": sample.ground_truth} | row
+    row = {name: value for name, value in sample.trajectory.extra.items() if name not in _NOT_COLUMNS}
+    return {
+        "data_source": sample.trajectory.data_source,
+        "ground_truth": sample.trajectory.ground_truth,
+    } | row
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,8 @@ class GroupFunction(Callee):
     kwargs: Kwargs = field(default_factory=dict)
 
     def spec(self) -> dict[str, Any]:
-        return {"reference": self.name, "kwargs": dict(self.kwargs), "is_group": True}
+        maker = f"{__name__}:load_group_function"
+        return {"maker": maker, "reference": self.name, "kwargs": dict(self.kwargs)}
 
     async def call(self, request: Request) -> list[RewardOutcome]:
         arguments: dict[str, Any] = {"scores": list(request.scores or []), **self.kwargs}

@@ -60,6 +60,14 @@ OWN_ARGUMENTS = {
     Style.VERIFIERS: RUBRIC_ARGUMENTS,
 }
 """What a call itself gives; `reward.kwargs` must not."""
+COMPLETION_ARGUMENTS = {
+    Style.VERL: SOLUTION_NAMES,
+    Style.CLASS: SOLUTION_NAMES,
+    Style.VERL_BATCH: ("solution_strs",),
+    Style.TRL: TRL_LISTS,
+    Style.VERIFIERS: ("completion",),
+}
+"""Of which a function takes at least one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +99,15 @@ def recognise(
     if _is(function, inspect.isasyncgenfunction) or _is(function, inspect.isgeneratorfunction):
         raise ConfigError(f"reward.function {name} yields; expected a function that returns its rewards")
     signature = signature_of(function, name)
-    call = _call(function, signature, _style_of(signature) if style == "auto" else Style(style))
-    if call.style is Style.TRL:
-        _check_trl(call, signature, name)
-    else:
-        _check_given(call, signature, kwargs, name)
+    parameters = signature.parameters.values()
+    call = CallConvention(
+        _style_of(signature) if style == "auto" else Style(style),
+        is_async(function),
+        frozenset(p.name for p in parameters if p.kind in _BY_KEYWORD),
+        any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+        frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC),
+    )
+    _check_given(call, signature, kwargs, name)
     _check_kwargs(call, signature, kwargs, name)
     return call
 
@@ -123,34 +135,27 @@ def _style_of(signature: inspect.Signature) -> Style:
     return Style.VERIFIERS if "completion" in names and "solution_str" not in names else Style.VERL
 
 
-def _call(function: Callable[..., Any], signature: inspect.Signature, style: Style) -> CallConvention:
-    parameters = signature.parameters.values()
-    names = {p.name for p in parameters if p.kind in _BY_KEYWORD}
-    required = {p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC}
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    return CallConvention(style, is_async(function), frozenset(names), takes_any, frozenset(required))
-
-
 def _check_given(
     call: CallConvention, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str
 ) -> None:
-    """All that it insists on has to be given, the completion has to be among what it takes, all by name."""
-    own = OWN_ARGUMENTS[call.style]
+    """The completion has to be among what it takes, all that it insists on has to be given, and by name.
+    Which columns there are for TRL's style shows with the first sample."""
+    own, problem, hint = OWN_ARGUMENTS[call.style], "", ""
     known = {*own, *kwargs}
     missing = [p for p in signature.parameters if p in call.required - known]
-    completions = {Style.VERL_BATCH: ("solution_strs",), Style.VERIFIERS: ("completion",)}
-    if not any(call.takes(each) for each in completions.get(call.style, SOLUTION_NAMES)):
-        raise ConfigError(
-            f"reward.function {name} takes {_shown(signature)}; expected {EXPECTED}. The arguments are "
-            f"passed by keyword, so the names matter.{_adapter(call, signature, name, own)}"
-        )
-    if missing:
-        raise ConfigError(
-            f"reward.function {name} takes {_shown(signature)}, but nothing gives {', '.join(missing)}; "
-            f"expected {EXPECTED}, with further arguments from reward.kwargs."
-            f"{_adapter(call, signature, name, own)}"
-        )
-    _check_by_keyword(call, signature, name)
+    if not any(call.takes(each) for each in COMPLETION_ARGUMENTS[call.style]):
+        problem, hint = "", ". The arguments are passed by keyword, so the names matter."
+    elif missing and call.style is not Style.TRL:
+        problem, hint = f", but nothing gives {', '.join(missing)}", ", with further ones from reward.kwargs."
+    elif unnamed := sorted(call.required - call.names):
+        problem = f", where {', '.join(unnamed)} cannot be passed by keyword"
+    else:
+        return
+    adapter = _adapter(call, signature, name, own) if hint else ""
+    raise ConfigError(
+        f"reward.function {name} takes ({', '.join(signature.parameters)}){problem}; expected "
+        f"{EXPECTED}{hint}{adapter}"
+    )
 
 
 def _adapter(call: CallConvention, signature: inspect.Signature, name: str, own: Collection[str]) -> str:
@@ -167,21 +172,6 @@ def _adapter(call: CallConvention, signature: inspect.Signature, name: str, own:
         return ""
     adapter = "compute_score" if function != "compute_score" else "reward"
     return f" Write beside it: def {adapter}({head}, **_): return {function}({passed}), and name that one."
-
-
-def _check_trl(call: CallConvention, signature: inspect.Signature, name: str) -> None:
-    """Which columns the dataset has shows with the first sample; the rest can be checked now."""
-    if not any(call.takes(each) for each in TRL_LISTS):
-        raise ConfigError(f"reward.function {name} takes {_shown(signature)}; expected {EXPECTED}")
-    _check_by_keyword(call, signature, name)
-
-
-def _check_by_keyword(call: CallConvention, signature: inspect.Signature, name: str) -> None:
-    if unnamed := sorted(call.required - call.names):
-        raise ConfigError(
-            f"reward.function {name} takes {_shown(signature)}, where {', '.join(unnamed)} cannot be "
-            f"passed by keyword; expected {EXPECTED}"
-        )
 
 
 def _check_kwargs(
@@ -204,7 +194,3 @@ def _is(function: Callable[..., Any], question: Callable[[Any], bool]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return question(function) or (not inspect.isroutine(function) and question(type(function).__call__))
-
-
-def _shown(signature: inspect.Signature) -> str:
-    return f"({', '.join(signature.parameters)})"

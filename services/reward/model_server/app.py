@@ -1,24 +1,23 @@
-"""The HTTP side: vLLM's /classify, /pooling, /health, /v1/models, /sleep and /wake_up, and /metrics; of a
-language model /v1/completions and /tokenize.
+"""The HTTP side: vLLM's /classify, /pooling, /health and /v1/models, and /metrics; of a language model
+/v1/completions and /tokenize.
 
-A request is answered in full or refused with a reason; what passes (full queue, asleep, ending) is 429 or 503
-with Retry-After, what can never work is 400.
+A request is answered in full or refused with a reason: a full queue is 429 with Retry-After, what can never
+work is 400.
 """
 
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -40,9 +39,6 @@ from tidemill.services.reward.model_server.requests import (
 )
 from tidemill.services.reward.model_server.scoring_model import ScoringModel, activate
 
-log = structlog.get_logger(__name__)
-
-SHORT_RETRY_S = 1
 URGENT = -1
 DOES = {
     "sequence": "scores sequences; ask /classify for them",
@@ -50,17 +46,13 @@ DOES = {
     "lm": "gives logprobs of tokens; ask /v1/completions for them",
 }
 MAX_PROBLEMS = 5
-MAX_NOTED = 100
 MAX_BODY_BYTES = 256 << 20
-INLINE_CHARS = 2000
-"""Shorter text is tokenised on the loop: a thread would cost more."""
 OPEN_PATHS = ("/health", "/healthz", "/metrics")
 ERRORS = {
     400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
     429: "RateLimitError",
-    503: "ServiceUnavailableError",
 }
 
 
@@ -69,9 +61,6 @@ class ScoringApp:
         self, name: str, model: ScoringModel, inputs: Inputs, batcher: Batcher, gate: GpuGate | None
     ) -> None:
         self.name, self.model, self.inputs, self.batcher, self.gate = name, model, inputs, batcher, gate
-        self.is_asleep, self.failure = False, ""
-        self._changing = asyncio.Lock()
-        self._noted: set[str] = set()
 
     def routes(self) -> list[Route]:
         worked_on = {
@@ -86,16 +75,10 @@ class ScoringApp:
             Route("/healthz", self.health),
             Route("/v1/models", self.models),
             Route("/metrics", self.metrics),
-            Route("/sleep", partial(self._change, asleep=True), methods=["POST"]),
-            Route("/wake_up", partial(self._change, asleep=False), methods=["POST"]),
-            Route("/is_sleeping", self.is_sleeping),
         ]
 
     async def health(self, _: Request) -> Response:
-        """200 while requests would be worked on."""
-        if self.failure:
-            return PlainTextResponse(self.failure, 500)
-        return Response(status_code=503 if self.batcher.is_closed else 200)
+        return Response()
 
     async def models(self, _: Request) -> Response:
         card = {
@@ -110,23 +93,6 @@ class ScoringApp:
 
     async def metrics(self, _: Request) -> Response:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
-
-    async def is_sleeping(self, _: Request) -> Response:
-        is_sleeping = self.is_asleep or (self.gate is not None and not self.gate.is_open)
-        return JSONResponse({"is_sleeping": is_sleeping})
-
-    async def _change(self, _: Request, asleep: bool) -> Response:
-        """Finish what is queued and give the device's memory back, with the weights in the CPU's; or the
-        reverse."""
-        if self.gate is not None:
-            return _refusal(400, "this server takes turns on its device by itself (--share-device)")
-        async with self._changing:
-            if asleep != self.is_asleep:
-                self.is_asleep = True  # also while it wakes: nothing new until the weights are there
-                await self.batcher.drained()
-                await self.batcher.alone(self.model.offload if asleep else self.model.restore)
-                self.is_asleep = asleep
-        return JSONResponse({"status": "sleeping" if asleep else "awake"})
 
     async def _classify(self, http: Request) -> dict[str, Any]:
         if self.model.kind != "sequence":
@@ -157,14 +123,13 @@ class ScoringApp:
         request = LogprobsRequest.model_validate_json(await _body(http))
         self._check_name(request.model)
         rows = self.inputs.checked(request.rows)
-        async with self._device():
-            found = await self.batcher.score(rows, _priority(http, request.priority))
+        found = await self._computed(rows, http, request.priority)
         return completion(self.name, rows, [logprobs.tolist() for logprobs in found])
 
     async def _tokenize(self, http: Request) -> dict[str, Any]:
         request = TokenizeRequest.model_validate_json(await _body(http))
         self._check_name(request.model)
-        (ids,) = await asyncio.to_thread(self.inputs.rows, request.scoring)
+        (ids,) = await asyncio.to_thread(self.inputs.rows, request)
         return {"count": len(ids), "max_model_len": self.inputs.max_len, "tokens": ids}
 
     async def _scored(self, http: Request) -> tuple[ScoringRequest, list[Any], int]:
@@ -174,14 +139,8 @@ class ScoringApp:
         wanted = "token_classify" if self.model.kind == "token" else "classify"
         if request.task not in (None, wanted):
             raise InputError(f"task {request.task!r} is not what this model does; it does {wanted!r}")
-        self._note_unknown(request)
-        given = request.input
-        is_quick = (isinstance(given, str) and len(given) < INLINE_CHARS) or (
-            isinstance(given, list) and not isinstance(given[0], str)
-        )
-        rows = self.inputs.rows(request) if is_quick else await asyncio.to_thread(self.inputs.rows, request)
-        async with self._device():
-            scores = await self.batcher.score(rows, _priority(http, request.priority))
+        rows = await asyncio.to_thread(self.inputs.rows, request)
+        scores = await self._computed(rows, http, request.priority)
         if request.use_activation is not False:
             scores = [activate(score, self.model.config) for score in scores]
         return request, [score.tolist() for score in scores], sum(map(len, rows))
@@ -192,19 +151,11 @@ class ScoringApp:
         if model and model not in (self.name, path, Path(path).name):
             raise InputError(f"this server has the model {self.name!r}, not {model!r}")
 
-    def _note_unknown(self, request: ScoringRequest) -> None:
-        """Log once of each field that nobody here knows that it has no effect, as vLLM does."""
-        names = set(list(request.unknown)[:MAX_PROBLEMS])
-        if (new := names - self._noted) and len(self._noted) < MAX_NOTED:
-            self._noted |= new
-            log.warning("fields of requests have no effect", fields=sorted(new))
-
-    @contextlib.asynccontextmanager
-    async def _device(self) -> AsyncIterator[None]:
-        if self.is_asleep:
-            raise BusyError("the model is asleep; POST /wake_up wakes it", SHORT_RETRY_S, status=503)
+    async def _computed(self, rows: list[list[int]], http: Request, priority: int) -> list[Any]:
+        """A request of evaluation goes first, whatever its priority."""
+        is_urgent = http.headers.get(LANE_HEADER) == Lane.EVAL.value
         async with self.gate.use() if self.gate is not None else contextlib.nullcontext():
-            yield
+            return await self.batcher.score(rows, URGENT if is_urgent else priority)
 
 
 async def _answered(work: Callable[[Request], Awaitable[dict[str, Any]]], http: Request) -> Response:
@@ -215,7 +166,7 @@ async def _answered(work: Callable[[Request], Awaitable[dict[str, Any]]], http: 
     except InputError as error:
         response = _refusal(400, str(error))
     except BusyError as error:
-        response = _refusal(error.status, str(error), error.retry_after_s)
+        response = _refusal(429, str(error), error.retry_after_s)
     except (ComputeError, GpuSharingError, ConfigError) as error:
         response = _refusal(500, str(error))
     metrics.REWARD_MODEL_REQUESTS.labels(http.url.path, response.status_code).inc()
@@ -229,11 +180,6 @@ async def _body(http: Request) -> bytes:
         if len(content) > MAX_BODY_BYTES:
             raise InputError(f"the request has more than {MAX_BODY_BYTES:,} bytes: send it in parts")
     return bytes(content)
-
-
-def _priority(http: Request, priority: int) -> int:
-    """The priority of the body; a request of evaluation goes first."""
-    return URGENT if http.headers.get(LANE_HEADER) == Lane.EVAL.value else priority
 
 
 def _refusal(status: int, message: str, retry_after_s: float | None = None) -> Response:

@@ -32,11 +32,10 @@ SLICE_S = 0.001
 
 @dataclass(eq=False, slots=True)
 class QueuedRow:
-    """One sequence that waits for its scores. Lower `priority` is served first, then the lower `number`."""
+    """One sequence that waits for its scores. Lower `priority` is served first, then who came first."""
 
     token_ids: Sequence[int]
     priority: int = 0
-    number: int = 0
     arrived: float = field(default_factory=time.monotonic)
 
 
@@ -48,17 +47,17 @@ class BatchLimits:
 
 
 def select_batch(waiting: Iterable[QueuedRow], limits: BatchLimits) -> list[QueuedRow]:
-    """The rows of the next batch, shortest first; empty where none waits.
+    """The rows of the next batch of those that wait, in the order of arrival, shortest first.
 
     The row that is next is always in it. Others join while the limits allow, the more urgent ones first,
     and among equals those nearest to it in length.
     """
-    rows = sorted(waiting, key=lambda row: (row.priority, row.number))[: WINDOW * limits.max_rows]
+    rows = sorted(waiting, key=lambda row: row.priority)[: WINDOW * limits.max_rows]
     if not rows:
         return []
     first, batch = len(rows[0].token_ids), rows[:1]
     longest, num_tokens = first, first
-    others = sorted(rows[1:], key=lambda row: (row.priority, abs(len(row.token_ids) - first), row.number))
+    others = sorted(rows[1:], key=lambda row: (row.priority, abs(len(row.token_ids) - first)))
     for row in others:
         length = len(row.token_ids)
         padded = max(longest, length) * (len(batch) + 1)
@@ -74,9 +73,9 @@ def select_batch(waiting: Iterable[QueuedRow], limits: BatchLimits) -> list[Queu
 class BusyError(RewardError):
     """No room now; `retry_after_s` is when to retry."""
 
-    def __init__(self, message: str, retry_after_s: float, status: int = 429) -> None:
+    def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
-        self.retry_after_s, self.status = retry_after_s, status
+        self.retry_after_s = retry_after_s
 
 
 class ComputeError(RewardError):
@@ -94,11 +93,8 @@ class Batcher:
         self.waiting: dict[QueuedRow, asyncio.Future[Tensor]] = {}
         """Rows that no batch has taken yet, in the order of arrival."""
         self._arrived = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._number, self._tokens_per_s = 0, 0.0
-        self.is_closed = False
+        self._tokens_per_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> "asyncio.Task[None]":
@@ -110,21 +106,16 @@ class Batcher:
         """Scores of the rows of one request, all or none.
 
         Raises:
-            BusyError: the rows do not fit into the queue, or the server is ending.
+            BusyError: the rows do not fit into the queue.
             ComputeError: the device failed on one of them.
         """
-        if self.is_closed:
-            raise BusyError("the server is ending", 1.0, status=503)
         if self.waiting and len(self.waiting) + len(rows) > self._max_queued_rows:
             wanted_s = _num_tokens(self.waiting) / self._tokens_per_s if self._tokens_per_s else 1.0
             pause_s = min(LONGEST_RETRY_S, max(1.0, wanted_s))
             raise BusyError(f"{len(self.waiting)} sequences wait; retry after {pause_s:.0f} s", pause_s)
-        loop, made = asyncio.get_running_loop(), dict[QueuedRow, asyncio.Future[Tensor]]()
-        for token_ids in rows:
-            self._number += 1
-            made[QueuedRow(token_ids, priority, self._number)] = loop.create_future()
+        loop = asyncio.get_running_loop()
+        made = {QueuedRow(token_ids, priority): loop.create_future() for token_ids in rows}
         self.waiting |= made
-        self._idle.clear()
         self._arrived.set()
         metrics.REWARD_MODEL_QUEUED_ROWS.set(len(self.waiting))
         try:
@@ -138,43 +129,37 @@ class Batcher:
         """Run `work` on the thread that computes, between two batches."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def drained(self) -> None:
-        """Wait until nothing is queued or computed."""
-        await self._idle.wait()
-
     async def close(self) -> None:
-        """Take no more, finish what waits, and stop."""
-        self.is_closed = True
-        if self._task is not None and not self._task.done():
-            await self.drained()
+        """Stop; what waits is not computed."""
+        if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self) -> None:
         while True:
-            await self._arrived.wait()
-            await self._fill()
-            batch = select_batch(self.waiting, self._limits)
-            if batch:
-                await self._compute([(row, self.waiting.pop(row)) for row in batch])
-            if not self.waiting:
+            while not self.waiting:
                 self._arrived.clear()
-                self._idle.set()
+                await self._arrived.wait()
+            await self._fill()
+            if batch := select_batch(self.waiting, self._limits):
+                await self._compute([(row, self.waiting.pop(row)) for row in batch])
 
     async def _fill(self) -> None:
         """Wait for more rows while they keep coming, within the flush time of the oldest."""
         await asyncio.sleep(0)  # requests that came in the same turn of the loop belong together
-        while self.waiting and not self.is_closed:
+        while self.waiting:
             left_s = next(iter(self.waiting)).arrived + self._flush_s - time.monotonic()
             is_full = len(self.waiting) >= self._limits.max_rows or (
                 _num_tokens(self.waiting) >= self._limits.max_tokens
             )
             if left_s <= 0 or is_full:
                 return
-            num_seen = self._number
-            await asyncio.sleep(min(left_s, SLICE_S))
-            if self._number == num_seen:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(min(left_s, SLICE_S)):
+                    await self._arrived.wait()
+            except TimeoutError:
                 return
 
     async def _compute(self, batch: "list[tuple[QueuedRow, asyncio.Future[Tensor]]]") -> None:

@@ -1,13 +1,11 @@
 """Requests and answers of vLLM's pooling API, as far as reward models need them, and of OpenAI's completions
 and vLLM's /tokenize, as far as teachers do.
 
-Every field of the pooling API that vLLM knows, now or before it was renamed, is taken. What would change the
-score and is not offered here (images, base64 answers, a template in the request) is refused by name, never
-ignored: a silently different score is the worst answer. So is a name that looks like a slip of a known one;
-any other unknown name is ignored with a warning, as vLLM does: clients send along what other servers want.
+What would change the score and is not offered here (images, base64 answers, a template in the request) is
+refused by name: a silently different score is the worst answer. Other unknown fields have no effect, as in
+vLLM: clients send along what other servers want.
 """
 
-import difflib
 import time
 import uuid
 from collections.abc import Sequence
@@ -15,14 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 from transformers import AutoTokenizer
 
 from tidemill.common.errors import RewardError
 
 MAX_INPUTS = 4096
-FORMER_ACTIVATION = ("activation", "softmax")
-"""What vLLM called `use_activation` before 0.11.2; verl still does."""
 NOT_OFFERED = {
     "chat_template": "start the server with --chat-template FILE",
     "dimensions": "scores have as many as the model has labels",
@@ -31,16 +27,10 @@ NOT_OFFERED = {
     "normalize": "use use_activation",
 }
 """Fields of vLLM's that would change the score, and what to do instead; null and nothing are fine."""
-WITHOUT_EFFECT = frozenset(("cache_salt", "embed_dtype", "endianness", "user"))
-"""Fields of vLLM's that change nothing here: there is no prefix cache, and answers are JSON."""
-CLOSE = 0.85
-"""From this likeness on, an unknown name is taken for a slip."""
 
 
 class ScoringRequest(BaseModel):
     """Body of /classify and /pooling: either `input` or `messages`."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     input: str | list[int] | list[str] | list[list[int]] | None = None
@@ -52,40 +42,23 @@ class ScoringRequest(BaseModel):
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
     padding: Literal["do_not_pad"] | None = None
-    use_activation: bool | None = None
+    use_activation: bool | None = Field(  # what vLLM called it before 0.11.2, and verl still does
+        None, validation_alias=AliasChoices("use_activation", "activation", "softmax")
+    )
     priority: int = Field(0, ge=-(2**63), le=2**63 - 1)
     task: str | None = Field(None, max_length=100)
     encoding_format: Literal["float"] = "float"
     request_id: str = Field(default_factory=lambda: uuid.uuid4().hex, max_length=200)
 
-    @property
-    def unknown(self) -> list[str]:
-        """Names of fields that have no effect, and that are none of vLLM's."""
-        return [name for name in self.model_extra or () if name not in WITHOUT_EFFECT]
-
     @model_validator(mode="before")
     @classmethod
-    def _has_known_fields(cls, tree: Any) -> Any:
+    def _is_offered(cls, tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
         for name, remedy in NOT_OFFERED.items():
             if tree.get(name) not in (None, {}):
                 raise ValueError(f"{name} is not offered here: {remedy}")
-        known = {*cls.model_fields, *NOT_OFFERED, *WITHOUT_EFFECT, *FORMER_ACTIVATION}
-        for name in tree.keys() - known:
-            if close := difflib.get_close_matches(str(name), known, n=1, cutoff=CLOSE):
-                raise ValueError(f"{name} is unknown; did you mean {close[0]}?")
-        names = ("use_activation", *FORMER_ACTIVATION)
-        said = {name: tree[name] for name in names if tree.get(name) is not None}
-        if len({bool(value) for value in said.values()}) > 1:
-            raise ValueError(f"{' and '.join(said)} are names of one thing, and differ")
-        rest = {name: value for name, value in tree.items() if name not in {*NOT_OFFERED, *names}}
-        return rest | ({"use_activation": next(iter(said.values()))} if said else {})
-
-    @field_validator("chat_template_kwargs", mode="before")
-    @classmethod
-    def _may_be_null(cls, given: Any) -> Any:
-        return {} if given is None else given
+        return {name: value for name, value in tree.items() if value is not None}
 
     @field_validator("messages")
     @classmethod
@@ -99,7 +72,7 @@ class ScoringRequest(BaseModel):
             raise ValueError("give either input (text or token ids) or messages (a chat)")
         if self.messages is not None and not self.messages:
             raise ValueError("messages is empty")
-        if self.add_generation_prompt and self.continue_final_message:
+        if self.messages and self.add_generation_prompt and self.continue_final_message:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
         if isinstance(self.input, list):
             if not self.input:
@@ -155,27 +128,11 @@ class LogprobsRequest(BaseModel):
         return self
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(ScoringRequest):
     """Body of /tokenize: a text, or a chat."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
+    input: str | None = Field(None, validation_alias="prompt")
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-    @property
-    def scoring(self) -> ScoringRequest:
-        """The request whose row has the same tokens."""
-        is_chat = self.messages is not None
-        return ScoringRequest(
-            input=self.prompt,
-            messages=self.messages,
-            add_special_tokens=self.add_special_tokens,
-            add_generation_prompt=is_chat and self.add_generation_prompt,
-            continue_final_message=is_chat and self.continue_final_message,
-        )
 
 
 def answer(kind: str, model: str, num_tokens: int, id: str = "", **content: Any) -> dict[str, Any]:

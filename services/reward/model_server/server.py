@@ -1,18 +1,15 @@
 """Wires model, batches and HTTP together, and ends them in order.
 
-SIGTERM: no new request is taken (503), what was accepted is finished within `--drain-s`, exit code 0. The
+SIGTERM: no new request is taken, what was accepted is finished within `--drain-s`, exit code 0. The
 process also ends when computing stops for a reason nobody expected, so that whoever supervises it notices.
 """
 
 import asyncio
-import contextlib
 import signal
 import socket
-from collections.abc import AsyncIterator
 
 import structlog
 import torch
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
@@ -70,7 +67,7 @@ async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, li
             turn_s=options.turn_s,
         )
     app = ScoringApp(options.served_model_name or options.model, model, inputs, batcher, gate)
-    server = ServerInService(  # `_ending` has more to end than HTTP
+    server = ServerInService(  # there is more to end than HTTP
         server_config(
             Starlette(routes=list(app.routes()), middleware=[Middleware(TokenGate, model_token())]),
             backlog=BACKLOG,
@@ -78,44 +75,21 @@ async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, li
         )
     )
     running = [batcher.start()] + ([gate.start()] if gate else [])
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.handle_exit, number, None)
     host, port = listener.getsockname()[:2]
     log.info(
         "serving", model=options.model, kind=model.kind, device=str(model.device), url=f"http://{host}:{port}"
     )
-    async with _ending(server, batcher, app, running):
-        await server.serve(sockets=[listener])
-    if app.failure:
-        log.error("computing stopped", error=app.failure)
-        return 1
-    return 0
-
-
-@contextlib.asynccontextmanager
-async def _ending(
-    server: uvicorn.Server, batcher: Batcher, app: ScoringApp, running: "list[asyncio.Task[None]]"
-) -> AsyncIterator[None]:
-    """End the server on a signal or when a task of its own dies; then finish the batches."""
-
-    def stop() -> None:
-        if batcher.is_closed:
-            server.force_exit = True
-        batcher.is_closed = True
-        server.should_exit = True
-
-    def died(task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and (error := task.exception()):
-            app.failure = f"{task.get_name()}: {type(error).__name__}: {error}"
-            server.should_exit = server.force_exit = True
-
-    for task in running:
-        task.add_done_callback(died)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(batcher.close(), 1.0)
-        if app.gate is not None:
-            await app.gate.close()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await asyncio.wait({serving, *running}, return_when=asyncio.FIRST_COMPLETED)
+    died = [repr(task.exception()) for task in running if task.done()]
+    if died:
+        log.error("computing stopped", error=died[0])
+        server.should_exit = server.force_exit = True
+    await serving  # which has finished what it accepted
+    await batcher.close()
+    if gate is not None:
+        await gate.close()
+    return 1 if died else 0

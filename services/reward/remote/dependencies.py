@@ -1,7 +1,6 @@
 """What rewards may use beside their own config: Redis, an HTTP client, servers and their routers."""
 
 import asyncio
-import json
 from dataclasses import dataclass, field
 
 import httpx
@@ -76,21 +75,12 @@ class RouterProxy:
             return answer
 
         try:
-            answer = await self._servers.ask(send, lane, _estimate(body), self._timeout_s)
+            answer = await self._servers.ask(send, lane, len(body) // CHARS_PER_TOKEN, self._timeout_s)
         except RemoteFault as fault:  # in the form of OpenAI's errors
             error = {"message": str(fault), "type": fault.kind, "code": fault.kind}
             pause = {"Retry-After": f"{fault.retry_after_s:.0f}"} if fault.asks_for_pause else None
             return JSONResponse({"error": error}, STATUSES.get(fault.kind, 502), pause)
         return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type", ""))
-
-
-def _estimate(body: bytes) -> int:
-    try:
-        request = json.loads(body) if body else {}
-        wanted = request.get("max_tokens") or request.get("max_completion_tokens") or 0
-        return len(body) // CHARS_PER_TOKEN + max(0, int(wanted))
-    except (ValueError, TypeError, AttributeError):
-        return len(body) // CHARS_PER_TOKEN
 
 
 def _usage(answer: httpx.Response) -> tuple[int, int] | None:

@@ -7,7 +7,6 @@ words are kept in the score's detail, and tokens are counted whatever came of th
 
 import secrets
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from jinja2.meta import find_undeclared_variables
@@ -49,21 +48,11 @@ class JudgePrompt:
         return [{"role": "system", "content": system}, user] if self._system else [user]
 
 
-@dataclass(frozen=True, slots=True)
-class JudgeAnswer:
-    """The words of a judge, and how many tokens they cost."""
-
-    words: str
-    tokens: int = 0
-    is_cut: bool = False
-    """Whether `max_tokens` ended it."""
-
-
-def read_answer(answer: dict[str, Any], api: str) -> JudgeAnswer:
-    """The judge's answer in one of the completions or chat API.
+def read_answer(answer: dict[str, Any], api: str) -> tuple[str, int, bool]:
+    """The words of a judge, how many tokens they cost, and whether `max_tokens` ended them.
 
     Raises:
-        ValueError: it holds no text, or not in the right place.
+        ValueError: the answer holds no text, or not in the right place.
     """
     choice = answer["choices"][0]
     words = choice["text"] if api == "completions" else choice["message"].get("content")
@@ -71,7 +60,7 @@ def read_answer(answer: dict[str, Any], api: str) -> JudgeAnswer:
         words = ""  # a model that said nothing, or refused: no verdict, but an answer
     if not isinstance(words, str):
         raise ValueError(f"choices[0] holds {type(words).__name__} in place of text")
-    return JudgeAnswer(sendable(words), sum(usage_of(answer)), choice.get("finish_reason") == "length")
+    return sendable(words), sum(usage_of(answer)), choice.get("finish_reason") == "length"
 
 
 class JudgeReward(Reward):
@@ -89,17 +78,28 @@ class JudgeReward(Reward):
         nonce = secrets.token_hex(NONCE_BYTES)
         messages = self._prompt.messages(sample, nonce)
         started = time.monotonic()
-        answer = await self._ask(messages, sample)
-        given = {"words": answer.words, "nonce": nonce, "is_cut": answer.is_cut}
+        body: dict[str, Any] = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
+        is_chat = self.config.api == "chat"
+        body |= {"messages": messages} if is_chat else {"prompt": messages[-1]["content"]}
+        num_chars = sum(len(one["content"]) for one in messages)
+        words, num_tokens, is_cut = await self.servers.ask_json(
+            "chat/completions" if is_chat else "completions",
+            body | self.config.extra_body,
+            lambda answer: read_answer(answer, self.config.api),
+            lane=sample.lane,
+            tokens=num_chars // CHARS_PER_TOKEN + self.config.max_tokens,
+            timeout_s=self._timeout_s,
+        )
+        given = {"words": words, "nonce": nonce, "is_cut": is_cut}
         try:  # a user's regex or function reads it in a scoring process, within `timeout_s`
             (outcome,) = await self._reading.run(Request([sample], given), self._timeout_s)
         except AttemptError as error:
-            fault = unread(answer.words, error)
+            fault = unread(words, error)
             self.servers.count(fault)
             raise fault from None
         detail = {
-            "judgement": answer.words[:MAX_DETAIL_CHARS],
-            "judge_tokens": answer.tokens,
+            "judgement": words[:MAX_DETAIL_CHARS],
+            "judge_tokens": num_tokens,
             "judge_s": round(time.monotonic() - started, 3),
         }
         return RewardOutcome(outcome.value, outcome.components, {**outcome.detail, **detail})
@@ -107,22 +107,6 @@ class JudgeReward(Reward):
     async def close(self) -> None:
         """End the processes that read verdicts; the dependencies close the servers."""
         await self._reading.close()
-
-    async def _ask(self, messages: ChatMessages, sample: RewardSample) -> JudgeAnswer:
-        config = self.config
-        body: dict[str, Any] = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-        if config.api == "completions":
-            body["prompt"] = messages[-1]["content"]
-        else:
-            body["messages"] = messages
-        return await self.servers.ask_json(
-            "completions" if config.api == "completions" else "chat/completions",
-            body | config.extra_body,
-            lambda answer: read_answer(answer, config.api),
-            lane=sample.lane,
-            tokens=sum(len(one["content"]) for one in messages) // CHARS_PER_TOKEN + config.max_tokens,
-            timeout_s=self._timeout_s,
-        )
 
 
 def check_judge(name: str, config: NamedRewardConfig) -> None:

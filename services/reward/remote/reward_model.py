@@ -52,7 +52,7 @@ def model_reading(_: str, config: NamedRewardConfig, sample: RewardSample, serve
     if config.model.input == "ids":
         return IDS_READING
     if config.model.input == "text":
-        return sample.prompt_text + sample.solution_str
+        return sample.trajectory.prompt_text + sample.trajectory.text
     messages, local = sample.conversation, servers.local
     if local is not None and not local.command and Path(servers.model).is_dir():
         template = ChatTemplate.of(Path(servers.model), template_file(local))
@@ -67,9 +67,11 @@ def model_reading(_: str, config: NamedRewardConfig, sample: RewardSample, serve
 def make_body(sample: RewardSample, config: RewardModelConfig) -> dict[str, Any]:
     body: dict[str, Any] = {"use_activation": False}
     if config.input == "ids":
-        body["input"] = [int(token) for ids in (sample.prompt_ids, sample.completion_ids) for token in ids]
+        body["input"] = [
+            int(token) for ids in (sample.last.prompt_ids, sample.last.completion_ids) for token in ids
+        ]
     elif config.input == "text":
-        body["input"] = sample.prompt_text + sample.solution_str
+        body["input"] = sample.trajectory.prompt_text + sample.trajectory.text
     else:
         body["messages"] = sample.conversation
     if config.head == "token":
@@ -93,10 +95,10 @@ def reduce_scores(scores: list[Any], sample: RewardSample, config: RewardModelCo
     if config.token_reward == "all_mean":
         return math.fsum(tokens) / len(tokens)
     # Truncation takes from the beginning, so the completion is at the end either way.
-    num_completion = len(sample.completion_ids)
+    num_completion = len(sample.last.completion_ids)
     own = tokens[-num_completion:] if num_completion else []
-    if sample.loss_mask is not None:  # the environment's tokens are not what is scored
-        own = [score for score, is_own in zip(own, sample.loss_mask[-len(own) :], strict=True) if is_own]
+    if sample.last.loss_mask is not None:  # the environment's tokens are not what is scored
+        own = [score for score, is_own in zip(own, sample.last.loss_mask[-len(own) :], strict=True) if is_own]
     if not own:
         raise AttemptError("the completion is empty: it has no token to score", is_final=True)
     if config.token_reward == "min":

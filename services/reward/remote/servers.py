@@ -46,23 +46,21 @@ HEALTH_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 UNUSED = (FaultKind.CONNECTION, FaultKind.RATE_LIMITED, FaultKind.REFUSED_REQUEST)
 """Requests that failed like this were not computed: their tokens are given back."""
-
-
 FAILURES_BEFORE_REST = 5
 """In a row. A single failure may be the request's, and a server that died is seen by its /health at once."""
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 60.0
 
-STATES = ("up", "down", "resting", "paused")
+STATES = ("up", "down", "resting")
 
 
 class Replica:
     """One server as this worker sees it: how loaded it is, and whether it may be asked now.
 
     A replica that fails several times in a row, or that asks for a pause, rests. After the rest one request
-    tries it, and not all that wait for it; while that fails, rests become longer.
-
-    `url` is what requests go to; `origin`, its part before the path, answers /health."""
+    tries it, and not all that wait for it; while that fails, rests become longer. `url` is what requests go
+    to; `origin`, its part before the path, answers /health.
+    """
 
     def __init__(
         self, url: str, is_registered: bool = False, clock: Callable[[], float] = time.monotonic
@@ -80,56 +78,37 @@ class Replica:
 
     def reset(self) -> None:
         """Forget what failed: all is well, or another server stands in its place."""
-        self._num_failures, self._rest_s = 0, FIRST_REST_S
-        self._rests_until: float | None = None
-        self._is_paused = self._is_trying = False
+        self._num_failures, self._rests_until = 0, 0.0
 
     @property
     def rests_for_s(self) -> float:
         """Seconds until one request may try it; 0 where none has to wait for that."""
-        return max(0.0, self._rests_until - self._clock()) if self._rests_until is not None else 0.0
+        return max(0.0, self._rests_until - self._clock())
 
     @property
     def state(self) -> str:
         if not self.is_healthy:
             return "down"
         # Its rest is not over, or one request tries it already.
-        if self._rests_until is not None and (self._is_trying or self.rests_for_s > 0.0):
-            return "paused" if self._is_paused else "resting"
-        return "up"
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it may be sent a request now."""
-        return self.state == "up"
-
-    def begin(self) -> None:
-        self.in_flight += 1
-        self._is_trying = self._rests_until is not None
+        return "resting" if self._rests_until and (self.rests_for_s or self.in_flight) else "up"
 
     def succeed(self) -> None:
-        """It was answered. An answer to a request from before a pause says nothing."""
-        if self._is_trying or not self._is_paused:
+        """It was answered. An answer to a request from before a rest says nothing."""
+        if not self.rests_for_s:
             self.reset()
 
     def fail(self) -> bool:
         """It failed. Returns whether the replica begins to rest, having been asked as usual until now."""
-        self._num_failures += 1
-        was_trying, self._is_trying = self._is_trying, False
-        if was_trying:
-            self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
-        elif self._rests_until is not None or self._num_failures < FAILURES_BEFORE_REST:
+        if self.rests_for_s:  # one of those that were under way as it began to rest
             return False
-        self._rests_until, self._is_paused = self._clock() + self._rest_s, False
-        return not was_trying
+        self._num_failures += 1
+        further = self._num_failures - FAILURES_BEFORE_REST
+        if further >= 0:
+            self.pause(min(FIRST_REST_S * 2**further, LONGEST_REST_S))
+        return further == 0
 
     def pause(self, pause_s: float) -> None:
-        self._rests_until = max(self._rests_until or 0.0, self._clock() + pause_s)
-        self._is_trying, self._is_paused = False, True
-
-    def abandon(self) -> None:
-        """The request was cancelled: that says nothing of the replica."""
-        self._is_trying = False
+        self._rests_until = max(self._rests_until, self._clock() + pause_s)
 
 
 class Servers:
@@ -152,7 +131,6 @@ class Servers:
         self._order = itertools.count(1)
         self._changed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
-        self._looks: dict[str, asyncio.Task[None]] = {}
 
     @property
     def replicas(self) -> list[Replica]:
@@ -215,30 +193,26 @@ class Servers:
         Raises:
             RemoteFault: none of those that were asked did, or asking another one cannot help.
         """
-        tried, patience_s = set[str](), self.config.patience_s
-        num_failovers, waits_until, waits_for = 0, 0.0, None
+        tried, num_failovers, deadline = set[str](), 0, None
+        last: RemoteFault | None = None
         while True:
             try:
-                return await self._once(send, lane, tokens, timeout_s, tried)
+                return await self._once(send, lane, tokens, timeout_s, tried, deadline)
             except RemoteFault as fault:
-                if fault.kind == FaultKind.NO_REPLICA and waits_for is not None:
-                    raise RemoteFault(
-                        FaultKind.NO_REPLICA, f"{fault}; the last answer: {waits_for}"
-                    ) from waits_for
-                is_down = fault.is_replicas and await self._is_down(fault.replica_url)
-                has_another = any(one.is_usable and one.url not in tried for one in self.replicas)
-                if is_down or fault.asks_for_pause:  # costs no attempt, but patience
-                    waits_for = fault
-                    waits_until = waits_until or time.monotonic() + patience_s
+                if fault.kind == FaultKind.NO_REPLICA:
+                    if last is None:
+                        raise
+                    said = f"{fault}; the last answer: {last}"
+                    raise RemoteFault(FaultKind.NO_REPLICA, said) from last
+                has_another = any(one.state == "up" and one.url not in tried for one in self.replicas)
+                is_away = fault.asks_for_pause or (
+                    fault.is_replicas and await self._is_down(fault.replica_url)
+                )
+                if is_away:  # costs no attempt, but patience
+                    if fault.asks_for_pause and not has_another and not self.config.patience_s:
+                        raise  # it says when to retry
+                    last, deadline = fault, deadline or time.monotonic() + self.config.patience_s
                     if not has_another:
-                        if time.monotonic() >= waits_until:
-                            if fault.asks_for_pause and not patience_s:
-                                raise  # it says when to retry
-                            raise RemoteFault(
-                                FaultKind.NO_REPLICA,
-                                f"servers.{self.name} kept dying, or asking for pauses, for {patience_s:g} s "
-                                f"(patience_s); the last answer: {fault}",
-                            ) from fault
                         tried.clear()  # a server that comes back is as good as new
                 else:
                     may_help = fault.is_replicas or fault.kind == FaultKind.RATE_LIMITED
@@ -286,10 +260,9 @@ class Servers:
 
     async def close(self) -> None:
         """Stop watching, and give back what the limits hold for this worker."""
-        tasks = [*self._looks.values(), *([self._watch] if self._watch else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         await self.limiter.close()
 
     async def look(self) -> None:
@@ -302,10 +275,18 @@ class Servers:
             metrics.REPLICAS.labels(self.name, state).set(states[state])
         self._wake()
 
-    async def _once(self, send: Send[T], lane: Lane, tokens: int, timeout_s: float, tried: set[str]) -> T:
+    async def _once(
+        self,
+        send: Send[T],
+        lane: Lane,
+        tokens: int,
+        timeout_s: float,
+        tried: set[str],
+        deadline: float | None,
+    ) -> T:
         """One request to one replica that was not tried yet, if there is one."""
         try:
-            async with self.limiter.permit(lane, tokens) as permit, self.lease(tried) as replica:
+            async with self.limiter.permit(lane, tokens) as permit, self.lease(tried, deadline) as replica:
                 tried.add(replica.url)
                 started = time.monotonic()
                 try:
@@ -328,14 +309,16 @@ class Servers:
         return answer
 
     @contextlib.asynccontextmanager
-    async def lease(self, avoid: Collection[str] = ()) -> AsyncIterator[Replica]:
+    async def lease(
+        self, avoid: Collection[str] = (), deadline: float | None = None
+    ) -> AsyncIterator[Replica]:
         """The replica for one request, outside `avoid` if there is any; its end says how the replica did.
 
         Raises:
-            RemoteFault: none came up within `patience_s`.
+            RemoteFault: none came up within `patience_s`, or before the deadline.
         """
-        replica = await self._choose(avoid)
-        replica.begin()
+        replica = await self._choose(avoid, deadline or time.monotonic() + self.config.patience_s)
+        replica.in_flight += 1
         in_flight = metrics.REPLICA_IN_FLIGHT.labels(self.name, replica.origin)
         in_flight.set(replica.in_flight)
         try:
@@ -351,9 +334,6 @@ class Servers:
             elif not fault.is_replicas:
                 replica.succeed()  # it answered; that the answer is of no use is not its health
             raise
-        except BaseException:
-            replica.abandon()
-            raise
         else:
             replica.succeed()
         finally:
@@ -361,15 +341,14 @@ class Servers:
             in_flight.set(replica.in_flight)
             self._wake()
 
-    async def _choose(self, avoid: Collection[str]) -> Replica:
+    async def _choose(self, avoid: Collection[str], deadline: float) -> Replica:
         """The least loaded usable replica, then who waited longest; prefers those outside `avoid`."""
         self.start()
         assert self._watch is not None
-        deadline = time.monotonic() + self.config.patience_s
         while True:
             if self._watch.done() and not self._watch.cancelled():
                 self._watch.result()  # an error nobody expected is for those that depend on the watch
-            usable = [replica for replica in self.replicas if replica.is_usable]
+            usable = [replica for replica in self.replicas if replica.state == "up"]
             others = [replica for replica in usable if replica.url not in avoid]
             if chosen := min(others or usable, key=lambda one: (one.in_flight, one.last_used), default=None):
                 chosen.last_used = next(self._order)
@@ -388,19 +367,11 @@ class Servers:
                     await self._changed.wait()
 
     async def _is_down(self, url: str) -> bool:
-        """Looks at the /health of a replica that just failed a request; returns whether it is dead.
-
-        A server that dies takes all its requests with it at once: those that ask here share one look.
-        """
+        """Looks at the /health of a replica that just failed a request; returns whether it is dead."""
         replica = self._replicas.get(url)
-        if replica is None or not replica.is_healthy:
-            return True
-        look = self._looks.get(url)
-        if look is None:
-            look = self._looks[url] = asyncio.create_task(self._examine(replica))
-            look.add_done_callback(lambda _: self._looks.pop(url, None))
-        await asyncio.shield(look)
-        return not replica.is_healthy
+        if replica is not None and replica.is_healthy:
+            await self._examine(replica)
+        return replica is None or not replica.is_healthy
 
     def _wake(self) -> None:
         """Those that wait look again; later ones wait for the next change."""

@@ -12,9 +12,10 @@ import re
 import signal
 import socket
 import sys
+import time
 from argparse import Namespace
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -102,19 +103,27 @@ async def serve(context: ServiceContext) -> None:
             return False
 
     async def announce_for_ever(server: Process) -> None:
-        local = config.servers[name].local or LocalServersConfig()
-        await _until_healthy(server, is_healthy, local.start_timeout_s, host, port)
-        log.info("the server is up", url=url)
-        context.activity.enter(SERVING, origin)
-        ended = asyncio.create_task(server.wait())
+        limit_s = (config.servers[name].local or LocalServersConfig()).start_timeout_s
+        ended, deadline, is_up = asyncio.create_task(server.wait()), time.monotonic() + limit_s, False
         try:
             while not ended.done():
                 if await is_healthy():
+                    if not is_up:
+                        log.info("the server is up", url=url)
+                        context.activity.enter(SERVING, origin)
+                    is_up = True
                     await registry.announce(url)
-                await asyncio.wait({ended}, timeout=TTL_S / BEATS_PER_TTL)
+                elif not is_up and time.monotonic() > deadline:
+                    raise EngineError(
+                        f"the server was not healthy within {limit_s:g} s (local.start_timeout_s)"
+                    )
+                await asyncio.wait({ended}, timeout=TTL_S / BEATS_PER_TTL if is_up else POLL_S)
         finally:
             ended.cancel()
-        raise _end_of(server, "by itself")
+        # With 2 its arguments are wrong, and to start it again is no use: unless another process has taken
+        # its port, which looks the same.
+        is_final = not is_up and server.returncode == ConfigError.exit_code and _free_port(host, port) != 0
+        raise _end_of(server, "by itself" if is_up else "before it was up", is_final)
 
     context.activity.enter(STARTING, origin)
     log.info("starting a server", url=url, command=" ".join(command))
@@ -128,33 +137,16 @@ async def serve(context: ServiceContext) -> None:
             await asyncio.sleep(2 * HEALTH_INTERVAL_S)  # routers notice, and send nothing more
 
 
-async def _until_healthy(
-    server: Process, is_healthy: Callable[[], Awaitable[bool]], limit_s: float, host: str, port: int
-) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            while not await is_healthy():
-                if server.returncode is not None:
-                    end = _end_of(server, "before it was up")
-                    # With 2 its arguments are wrong, and to start it again is no use: unless another process
-                    # has taken its port, which looks the same.
-                    is_final = server.returncode == ConfigError.exit_code and _free_port(host, port)
-                    raise ConfigError(str(end)) if is_final else end
-                await asyncio.sleep(POLL_S)
-            return
-    raise EngineError(f"the server was not healthy within {limit_s:g} s (local.start_timeout_s)")
-
-
-def _end_of(server: Process, when: str) -> TidemillError:
+def _end_of(server: Process, when: str, is_final: bool) -> TidemillError:
     """Why a replica ends with its server; a `ConfigError` where starting it again cannot help."""
     assert server.returncode is not None
     words = f"the server ended {when} ({ending_in_words(server.returncode)})"
-    if not is_illegal_instruction(server.returncode):
-        return EngineError(f"{words}; see its output above")
-    return ConfigError(
-        f"{words}: it uses what this CPU has not or may not use, as in virtual machines that list AMX. Let "
-        "it compute in float32 (vLLM: --dtype float32 in local.args), or on another machine"
-    )
+    if is_illegal_instruction(server.returncode):
+        return ConfigError(
+            f"{words}: it uses what this CPU has not or may not use, as in virtual machines that list AMX. "
+            "Let it compute in float32 (vLLM: --dtype float32 in local.args), or on another machine"
+        )
+    return (ConfigError if is_final else EngineError)(f"{words}; see its output above")
 
 
 def server_command(config: RunConfig, name: str, options: Namespace, port: int) -> list[str]:

@@ -48,11 +48,11 @@ class TeacherPrompt:
         if self._template is not None:
             found: Any = self._template.render(sample)
         else:
-            found = sample.extra_info.get(self._config.prompt_column)
+            found = sample.trajectory.extra.get(self._config.prompt_column)
         if isinstance(found, list) and found and all(isinstance(message, dict) for message in found):
             return found
         if not isinstance(found, str) or not found:
-            columns = ", ".join(sorted(sample.extra_info)) or "none"
+            columns = ", ".join(sorted(sample.trajectory.extra)) or "none"
             what = "is empty" if found in ("", []) else "is not there" if found is None else "is no prompt"
             raise AttemptError(
                 f"the prompt of teacher {self._name} {what}: expected text or chat messages in column "
@@ -109,11 +109,11 @@ class TeacherReward(Reward):
             AttemptError: a rewritten history does not begin with the row's prompt.
         """
         if self._prompt is None:
-            return [TeacherRow(s.prompt_ids, s.completion_ids, s.mask) for s in sample.segments]
+            return [TeacherRow(s.prompt_ids, s.completion_ids, s.mask) for s in sample.trajectory.segments]
         own = await self._ids(self._prompt.of(sample), sample)
         # Segments are in the order of their last answers: the one that the session began with may be any.
-        old, rows = min((segment.prompt_ids for segment in sample.segments), key=len), []
-        for number, segment in enumerate(sample.segments):
+        old, rows = min((segment.prompt_ids for segment in sample.trajectory.segments), key=len), []
+        for number, segment in enumerate(sample.trajectory.segments):
             if not np.array_equal(segment.prompt_ids[: len(old)], old):
                 raise AttemptError(
                     f"segment {number} of the session does not begin with the shortest prompt: there is "
@@ -185,4 +185,4 @@ def teacher_reading(name: str, config: NamedRewardConfig, sample: RewardSample, 
     if not config.teacher.has_own_prompt:
         return IDS_READING
     prompt = TeacherPrompt(name, config).of(sample)
-    return (prompt if isinstance(prompt, str) else lines_of(prompt) + "\n") + sample.solution_str
+    return (prompt if isinstance(prompt, str) else lines_of(prompt) + "\n") + sample.trajectory.text

@@ -33,12 +33,12 @@ class SampleTemplate:
         fields: dict[str, Any] = {
             "prompt": sample.prompt,
             "messages": sample.chat,
-            "prompt_text": sample.prompt_text,
-            "completion": sample.solution_str,
+            "prompt_text": sample.trajectory.prompt_text,
+            "completion": sample.trajectory.text,
             "conversation": sample.conversation,
-            "ground_truth": sample.ground_truth,
-            "extra": sample.extra_info,
-            "data_source": sample.data_source,
+            "ground_truth": sample.trajectory.ground_truth,
+            "extra": sample.trajectory.extra,
+            "data_source": sample.trajectory.data_source,
             "nonce": nonce,
         }
         try:

@@ -45,10 +45,10 @@ class Verdict(Callee):
 
     def spec(self) -> dict[str, Any]:
         config = self._config.model_dump_json()
-        return {"maker": f"{__name__}:{load_verdict.__name__}", "reference": self.name, "config": config}
+        return {"maker": f"{__name__}:load_verdict", "reference": self.name, "config": config}
 
     async def call(self, request: Request) -> list[RewardOutcome]:
-        return [self.read(completion=request.samples[0].solution_str, **request.given)]
+        return [self.read(completion=request.samples[0].trajectory.text, **request.given)]
 
     def read(self, words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
         """The verdict; its value is None where the function that reads it says so.

@@ -11,12 +11,11 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
@@ -70,19 +69,11 @@ def _file_of(text: str) -> Path | None:
     return None
 
 
-@dataclass(eq=False, slots=True)
-class SharedCall:
-    """A call under way, and how many wait for it."""
-
-    task: asyncio.Task[RewardOutcome]
-    num_waiting: int = 0
-
-
 class RewardCache:
     def __init__(self, broker: Broker, keys: Keys, max_bytes: int) -> None:
         self._broker, self._keys = broker, keys.reward_cache
         self._max_bytes = max_bytes
-        self._calls: dict[str, SharedCall] = {}
+        self._calls: dict[str, asyncio.Task[RewardOutcome]] = {}
 
     async def get_or_make(
         self, version: str, sample: RewardSample, make: Callable[[], Awaitable[RewardOutcome]]
@@ -92,21 +83,12 @@ class RewardCache:
         A caller that is cancelled does not take the call away from the others that wait for it.
         """
         digest = _digest(version, sample)
-        call = self._calls.get(digest)
-        if call is None:
-            task = asyncio.create_task(self._look_or_make(digest, make))
-            call = self._calls[digest] = SharedCall(task)
-        else:
+        if (call := self._calls.get(digest)) is not None:
             metrics.REWARD_CACHE.labels("shared").inc()
-        call.num_waiting += 1
-        try:
-            return await asyncio.shield(call.task)
-        finally:
-            call.num_waiting -= 1
-            if call.task.done() or not call.num_waiting:
-                call.task.cancel()  # nothing where it is done
-                if self._calls.get(digest) is call:
-                    del self._calls[digest]
+        else:
+            call = self._calls[digest] = asyncio.create_task(self._look_or_make(digest, make))
+            call.add_done_callback(lambda _: self._calls.pop(digest))
+        return await asyncio.shield(call)
 
     async def _look_or_make(self, digest: str, make: Callable[[], Awaitable[RewardOutcome]]) -> RewardOutcome:
         found = await self._broker.script("cache_get", self._keys, [digest])
@@ -123,19 +105,21 @@ class RewardCache:
 
 def _digest(version: str, sample: RewardSample) -> str:
     """Lengths are part of msgpack, so that no two samples can run together."""
+    trajectory, last = sample.trajectory, sample.last
     parts = [
         version,
         sample.is_evaluation,
-        sample.data_source,
-        sample.prompt_text,
-        sample.own_text,
-        sample.solution_str,
-        np.asarray(sample.completion_ids, dtype="<i4").tobytes(),
-        sample.ground_truth,
-        sample.extra_info,
+        trajectory.data_source,
+        trajectory.prompt_text,
+        trajectory.own_text,
+        trajectory.text,
+        last.completion_ids.tobytes(),
+        trajectory.ground_truth,
+        trajectory.extra,
     ]
-    if sample.session is not None:
-        parts += [sample.session, None if sample.loss_mask is None else sample.loss_mask.tobytes()]
-    for segment in sample.segments[:-1]:  # of a session whose history was rewritten
+    if (session := trajectory.session) is not None:
+        parts += [session.environment, session.messages, session.reward, session.metrics, session.end]
+        parts += [sample.turn_rewards, last.mask.tobytes()]
+    for segment in trajectory.segments[:-1]:  # of a session whose history was rewritten
         parts += [segment.prompt_ids.tobytes(), segment.completion_ids.tobytes(), segment.mask.tobytes()]
     return hashlib.blake2b(pack(parts, str), digest_size=16).hexdigest()

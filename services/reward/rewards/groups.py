@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -19,9 +19,7 @@ from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Consumer, Delivery
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire import codec
-from tidemill.common.wire.arrays import BitArray, Int32Array
-from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from tidemill.common.wire.codec import decode_payload
 from tidemill.common.wire.messages import Lane, Message, Score, ScoreStatus, Trajectory
 from tidemill.services.reward.functions.pool import Execution
 from tidemill.services.reward.functions.request import Request
@@ -29,7 +27,7 @@ from tidemill.services.reward.functions.reward_function import load_group_functi
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.reward import FunctionReward
 from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum, attempt, score_of
-from tidemill.services.reward.sample import RewardSample, SessionFacts
+from tidemill.services.reward.sample import RewardSample
 
 GROUP = "group"
 """Its name among the rewards, where failures are counted."""
@@ -41,48 +39,14 @@ NO_SCORE = "the group function returned None for this sample"
 
 
 class GroupResult(Message):
-    """The parts of one sample with what group functions see of it. The prompt is the same for the group,
-    except for what an environment adds to it."""
+    """One sample of a group, and what each reward says of it."""
 
     kind: ClassVar[str] = "group result"
     index: int = Field(ge=0)
-    text: str
-    completion_ids: Int32Array
-    prompt_ids: Int32Array | None = Field(None, description="of a session; absent: those of the group")
-    session: dict[str, Any] | None = None
-    loss_mask: BitArray | None = None
+    sample: dict[str, Any]
     parts: dict[str, dict[str, Any]]
     worker: str = ""
     latency_s: float = 0.0
-    tokens_digest: str = ""
-
-    @classmethod
-    def of(cls, sample: RewardSample, parts: Parts, worker: str, latency_s: float) -> "GroupResult":
-        return cls(
-            index=sample.key[1],
-            text=sample.solution_str,
-            completion_ids=sample.completion_ids,
-            prompt_ids=None if sample.session is None else sample.prompt_ids,
-            session=cast(dict[str, Any] | None, sample.session),
-            loss_mask=sample.loss_mask,
-            parts={name: asdict(part) for name, part in parts.items()},
-            worker=worker,
-            latency_s=latency_s,
-            tokens_digest=sample.tokens_digest,
-        )
-
-    def sample(self, last: RewardSample) -> RewardSample:
-        """The sample it is of, by another one of its group."""
-        return replace(
-            last,
-            key=(last.key[0], self.index),
-            solution_str=self.text,
-            prompt_ids=last.prompt_ids if self.prompt_ids is None else self.prompt_ids,
-            completion_ids=self.completion_ids,
-            session=cast(SessionFacts | None, self.session),
-            loss_mask=self.loss_mask,
-            tokens_digest=self.tokens_digest,
-        )
 
 
 class GroupScoring:
@@ -111,17 +75,23 @@ class GroupScoring:
         A lost lease is no error: another worker has the trajectory then.
         """
         started = time.monotonic()
-        sample = RewardSample.from_trajectory(delivery.message, self._lane)
+        sample = RewardSample(delivery.message, self._lane)
         ticket = sample.key[0]
         key, tickets = self._keys.results(ticket, self._lane), self._keys.result_tickets(self._lane)
         result = None
         if not await self._consumer.has_result(key, sample.key[1]):
             parts = await score(sample)
-            result = GroupResult.of(sample, parts, self._worker, time.monotonic() - started)
+            result = GroupResult(
+                index=sample.key[1],
+                sample=sample.to_wire(),
+                parts={name: asdict(part) for name, part in parts.items()},
+                worker=self._worker,
+                latency_s=time.monotonic() - started,
+            )
         try:
             payloads = await self._consumer.store_result(delivery, key, tickets, result)
             if payloads is not None:
-                scores = await self._finish(sample, payloads)
+                scores = await self._finish(payloads)
                 await self._consumer.publish_group(delivery, self._keys.scores(self._lane), key, scores)
                 metrics.GROUPS_POST_PROCESSED.labels(self._lane).inc()
                 for made in scores:
@@ -129,11 +99,9 @@ class GroupScoring:
         except LeaseLostError:
             return
 
-    async def _finish(self, last: RewardSample, payloads: Sequence[bytes]) -> list[Score]:
-        results = [
-            codec.decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, GroupResult) for payload in payloads
-        ]
-        samples = [result.sample(last) for result in results]
+    async def _finish(self, payloads: Sequence[bytes]) -> list[Score]:
+        results = [decode_payload(payload, GroupResult) for payload in payloads]
+        samples = [RewardSample.from_wire(result.sample) for result in results]
         together = await self._reward.score_group(samples)
         parts: list[Parts] = [
             {name: RewardOutcome(**part) for name, part in result.parts.items()} | more
@@ -178,8 +146,10 @@ class PostProcessing:
                 column = [part[named.name] for part in parts]
                 step = partial(reward.post_process, samples, [old.value for old in column])
                 found = await self._outcomes(named.config, step, len(samples))
-                new = [_changed_part(old, outcome) for old, outcome in zip(column, found, strict=True)]
-                parts = [{**part, named.name: one} for part, one in zip(parts, new, strict=True)]
+                parts = [
+                    {**part, named.name: _with_former(_changed(old, outcome), old)}
+                    for part, old, outcome in zip(parts, column, found, strict=True)
+                ]
         sums = [self._reward.sum_up(part) for part in parts]
         if self._execution is not None:
             notes: list[dict[str, Any]] = [
@@ -189,11 +159,8 @@ class PostProcessing:
             request = Request(samples, scores=[old.value for old in sums], notes=notes)
             step = partial(self._execution.run, request, self._limits.timeout_s)
             found = await self._outcomes(self._limits, step, len(samples))
-            sums = [_changed_sum(old, outcome) for old, outcome in zip(sums, found, strict=True)]
-        return [
-            replace(new, components={**new.components, BEFORE_GROUP: old.value})
-            for old, new in zip(before, sums, strict=True)
-        ]
+            sums = [_changed(old, outcome) for old, outcome in zip(sums, found, strict=True)]
+        return [_with_former(new, old) for old, new in zip(before, sums, strict=True)]
 
     def failures_by_name(self) -> dict[str, int]:
         """How often it failed, as `group:<kind>`."""
@@ -217,27 +184,15 @@ class PostProcessing:
         return outcomes
 
 
-def _changed_part(old: RewardOutcome, outcome: RewardOutcome) -> RewardOutcome:
-    """The part with its new value, and the old one beside it."""
+def _changed(old: RewardOutcome, outcome: RewardOutcome) -> RewardOutcome:
+    """The part or sum with its new value. A failure may have been replaced by a value, or the reverse."""
     if not outcome.is_ok:
-        return replace(outcome, components=old.components, detail=old.detail)
-    components = {**old.components, BEFORE_GROUP: old.value}
+        return replace(old, status=outcome.status, value=None, error=outcome.error, kind=outcome.kind)
     if outcome.value is None:
-        if not old.is_ok:
-            return replace(old, components=components)
-        failed = RewardOutcome.failed(AttemptError(NO_SCORE), GROUP)
-        return replace(failed, tries=old.tries, components=components, detail=old.detail)
-    detail = old.detail if old.is_ok else old.detail | {REPLACED: old.error}
-    return RewardOutcome(value=outcome.value, tries=old.tries, components=components, detail=detail)
-
-
-def _changed_sum(old: RewardOutcome, outcome: RewardOutcome) -> RewardOutcome:
-    """The sum with its new value. A failure may have been replaced by a value, or the reverse."""
-    if not outcome.is_ok:
-        return replace(old, status=outcome.status, value=None, error=outcome.error)
-    if outcome.value is None:
-        if not old.is_ok:
-            return old
-        return replace(old, status=ScoreStatus.FAILED, value=None, error=NO_SCORE)
+        return replace(old, status=ScoreStatus.FAILED, value=None, error=NO_SCORE) if old.is_ok else old
     detail = old.detail if not old.error else old.detail | {REPLACED: old.error}
     return replace(old, status=ScoreStatus.OK, value=outcome.value, error="", on_failure="", detail=detail)
+
+
+def _with_former(new: RewardOutcome, old: RewardOutcome) -> RewardOutcome:
+    return replace(new, components={**new.components, BEFORE_GROUP: old.value})

@@ -97,25 +97,25 @@ class EnvironmentReward(Reward):
         Raises:
             AttemptError: the environment gave no reward, or one that is no finite number.
         """
-        session = sample.session
+        session = sample.trajectory.session
         if session is None:
             raise AttemptError("this is no session: a single turn has no environment", is_final=True)
-        given = [reward for reward in session["turn_rewards"] if reward is not None]
-        value = session["reward"] if session["reward"] is not None else sum(given) if given else None
+        given = [reward for reward in sample.turn_rewards if reward is not None]
+        value = session.reward if session.reward is not None else sum(given) if given else None
         if value is None:
             raise AttemptError(
-                f"the environment {session['environment']} gave no reward, for the session or a turn "
-                f"(it ended with {session['end']}); take another reward, or have it give one",
+                f"the environment {session.environment} gave no reward, for the session or a turn "
+                f"(it ended with {session.end}); take another reward, or have it give one",
                 is_final=True,
                 kind="no_reward",
             )
         if not math.isfinite(value):
             raise AttemptError(
-                f"the environment {session['environment']} gave the reward {value}; expected a finite number",
+                f"the environment {session.environment} gave the reward {value}; expected a finite number",
                 is_final=True,
             )
-        metrics = {name: number for name, number in session["metrics"].items() if math.isfinite(number)}
-        return RewardOutcome(float(value), {**metrics, NUM_TURNS: float(len(session["turn_rewards"]))})
+        metrics = {name: number for name, number in session.metrics.items() if math.isfinite(number)}
+        return RewardOutcome(float(value), {**metrics, NUM_TURNS: float(len(sample.turn_rewards))})
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ from tidemill.services.reward.sample import RewardSample
 
 log = structlog.get_logger(__name__)
 
-POLL_S = 0.03
+POLL_S, POLL_SHARE, LONGEST_POLL_S = 0.03, 0.1, 1.0
+"""Between two looks for a result: a share of the time that it has been waited for."""
 EXAMINE_S = 2.0
 LOST_S = 10.0
 """A job whose worker has not been heard of for this long is lost; a busy worker writes every 2 s."""
@@ -44,7 +45,6 @@ QUEUE_S = 300.0
 """How long a completion may wait for a free worker."""
 FAILURE_TTL_S = 3600
 RQ_RETRIES = 2
-FIRST = asyncio.FIRST_COMPLETED
 GONE = "gone"
 OVER = (GONE, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 """States of a job that nobody works on. Waiting in the queue is no loss."""
@@ -84,24 +84,22 @@ def _read(raw: bytes) -> dict[str, Any]:
 
 
 class SandboxReward(Reward):
-    """Scores completions by running their code; one poller serves all that wait for results."""
-
     def __init__(self, _: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
         assert config.sandbox is not None
         self.config, self._broker, self._keys = config.sandbox, dependencies.broker, dependencies.keys
         connection = make_blocking_client(redis_url(), self._keys.run_id)
         self._queue = Queue(self._keys.sandbox_queue, connection=connection, serializer=JSONSerializer)
-        self._waiting: dict[str, list[asyncio.Future[dict[str, Any]]]] = {}
-        self._poller: asyncio.Task[None] | None = None
+        self._jobs: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        """By their ids; samples with the same code and tests wait for the same job."""
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         """Run the completion's code against the tests in its ground truth."""
-        code = extract_code(sample.solution_str)
+        code = extract_code(sample.trajectory.text)
         if not code.strip():
             metrics.SANDBOX_JOBS.labels("no_code").inc()
             return RewardOutcome(0.0, {"passed": 0.0}, {"sandbox": "the completion has no code"})
         with metrics.SANDBOX_SECONDS.time():
-            result = await self.run(code, sample.ground_truth)
+            result = await self.run(code, sample.trajectory.ground_truth)
         share = result["passed"] / result["total"]
         outcome = next((name for name in result["outcomes"] if name != "done"), "done")
         metrics.SANDBOX_JOBS.labels(outcome).inc()
@@ -119,9 +117,12 @@ class SandboxReward(Reward):
         text = json.dumps([self._keys.run_id, code, tests, limits], sort_keys=True, default=str)
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
         job_id = self._keys.sandbox_names + digest
-        result = await self._stored(job_id)
-        if result is None:
-            result = await self._awaited(job_id, (self._keys.run_id, job_id, code, tests, limits))
+        job = self._jobs.get(job_id)
+        if job is None:
+            work = self._awaited(job_id, (self._keys.run_id, job_id, code, tests, limits))
+            job = self._jobs[job_id] = asyncio.create_task(work, name=job_id)
+            job.add_done_callback(lambda job: (self._jobs.pop(job_id) and job.cancelled()) or job.exception())
+        result = await asyncio.shield(job)
         if "error" in result:
             await self._broker.execute("DEL", self._keys.sandbox_result(job_id))
             raise AttemptError(result["error"], is_final=result["is_final"], kind="sandbox")
@@ -129,57 +130,37 @@ class SandboxReward(Reward):
 
     async def close(self) -> None:
         """Stop waiting; jobs that were handed over go on."""
-        if self._poller is not None:
-            self._poller.cancel()
-            await asyncio.gather(self._poller, return_exceptions=True)
+        jobs = list(self._jobs.values())
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
         await asyncio.to_thread(self._queue.connection.close)
 
     async def _awaited(self, job_id: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """The result of a job that somebody has to run; one that is lost with its worker is queued again."""
+        """The result of a job; one that is lost with its worker is queued again."""
         limit_s = QUEUE_S + self.config.total_s + JOB_MARGIN_S
-        result: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        others = self._waiting.setdefault(job_id, [])
-        others.append(result)
-        self._poller = self._poller or asyncio.create_task(self._poll(), name="sandbox results")
-        try:
-            async with asyncio.timeout(limit_s):
-                if len(others) == 1:  # all others here wait for the same job
-                    await self._rq(self._enqueue, job_id, arguments)
-                state, since = "", time.monotonic()
-                while True:
-                    await asyncio.wait((result, self._poller), timeout=EXAMINE_S, return_when=FIRST)
-                    if self._poller.done():
-                        self._poller.result()  # what stopped it is for those that depend on it
-                    if result.done():
-                        return result.result()
-                    if (seen := await self._rq(self._state_of, job_id)) != state:
-                        state, since = seen, time.monotonic()
-                    is_silent = time.monotonic() - since > LOST_S and state != JobStatus.QUEUED
-                    if (is_silent or state in OVER) and await self._stored(job_id) is None:
-                        log.warning("a sandboxed run was lost with its worker; asking again", job=job_id)
-                        await self._rq(self._enqueue, job_id, arguments)
-                        state, since = "", time.monotonic()
-        except TimeoutError:
-            raise AttemptError(
-                f"no sandbox worker had a result within {limit_s:g} s; are there any (sandbox.workers), and "
-                "enough of them?",
-                is_timeout=True,
-            ) from None
-        finally:
-            others.remove(result)
-            if not others:
-                self._waiting.pop(job_id, None)
-
-    async def _poll(self) -> None:
-        """Fetch results for all that wait, for ever."""
-        while True:
-            if job_ids := list(self._waiting):
-                found = await self._broker.execute("MGET", *map(self._keys.sandbox_result, job_ids))
-                for job_id, raw in zip(job_ids, found, strict=True):
-                    for future in self._waiting.get(job_id, ()) if raw is not None else ():
-                        if not future.done():
-                            future.set_result(_read(raw))
-            await asyncio.sleep(POLL_S)
+        started = examined = since = time.monotonic()
+        state, is_queued = "", False
+        while (now := time.monotonic()) < started + limit_s:
+            if (result := await self._stored(job_id)) is not None:
+                return result
+            if not is_queued:
+                await self._rq(self._enqueue, job_id, arguments)
+                state, since, is_queued = "", now, True
+            if now - examined > EXAMINE_S:
+                examined = now
+                if (seen := await self._rq(self._state_of, job_id)) != state:
+                    state, since = seen, now
+                is_silent = now - since > LOST_S and state != JobStatus.QUEUED
+                if is_silent or state in OVER:  # it is looked for once more before it is queued again
+                    log.warning("a sandboxed run was lost with its worker; asking again", job=job_id)
+                    is_queued = False
+            await asyncio.sleep(min(max(POLL_S, POLL_SHARE * (now - started)), LONGEST_POLL_S))
+        raise AttemptError(
+            f"no sandbox worker had a result within {limit_s:g} s; are there any (sandbox.workers), and "
+            "enough of them?",
+            is_timeout=True,
+        )
 
     async def _stored(self, job_id: str) -> dict[str, Any] | None:
         raw = await self._broker.execute("GET", self._keys.sandbox_result(job_id))

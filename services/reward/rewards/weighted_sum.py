@@ -93,7 +93,7 @@ class NamedReward:
 
     def applies_to(self, sample: RewardSample) -> bool:
         return sample.lane in self.config.lanes and self.config.scores_source(
-            sample.data_source, sample.source
+            sample.trajectory.data_source, sample.trajectory.source
         )
 
     @property
@@ -243,7 +243,7 @@ def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s:
     return Score(
         ticket=sample.key[0],
         index=sample.key[1],
-        tokens_digest=sample.tokens_digest,
+        tokens_digest=sample.trajectory.tokens_digest,
         status=total.status,
         value=total.value,
         components=total.components,

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.support.reward_worker import scores, worker
+from tests.support.samples import make_sample
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import NamedRewardConfig, load_config
 from tidemill.common.redis.broker import Broker
@@ -19,7 +20,6 @@ from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.reward import make_reward
-from tidemill.services.reward.sample import RewardSample
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "rewards"
 CHAT = {"prompt": [{"role": "user", "content": "1/2 + 1/2?"}], "solution": "$1$"}
@@ -134,11 +134,11 @@ async def test_a_judge_over_http_through_the_routers_address(broker: Broker, key
     services = Routed(make_config(), broker, keys, "w1")
     config = NamedRewardConfig(function=f"{EXAMPLES}/judge_by_router.py:compute_score", router="judge")
     reward = make_reward("mine", config, services)
-    sample = RewardSample((0, 0), False, "", "2", "2", {"question": "1+1?"})
+    sample = make_sample((0, 0), False, "", "2", "2", {"question": "1+1?"})
     outcome = await reward.score(sample)
     assert (outcome.value, outcome.detail, asked) == (0.8, {"verdict": "I say 8."}, ["judge"])
     with pytest.raises(AttemptError, match="no number in the verdict"):
-        await reward.score(RewardSample((0, 1), False, "", "odd", "2", {}))
+        await reward.score(make_sample((0, 1), False, "", "odd", "2", {}))
     await reward.close()
     await services.close()
 

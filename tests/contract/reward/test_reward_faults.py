@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.model_servers import dependencies_of
 from tests.support.reward_worker import num_pending, scores, worker
+from tests.support.samples import make_sample
 from tests.support.scoring import Pool, obedient_functions
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import NamedRewardConfig
@@ -19,8 +20,7 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import ScoreStatus
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.remote.faults import RemoteFault
-from tidemill.services.reward.remote.judge import JudgeAnswer, JudgeReward
-from tidemill.services.reward.sample import RewardSample
+from tidemill.services.reward.remote.judge import JudgeReward
 
 SOURCE = """
     import asyncio, os
@@ -142,8 +142,8 @@ class SaysItsCompletion:
         self.kinds: list[str] = []
         self.words = ""
 
-    async def ask_json(self, *_: Any, **__: Any) -> JudgeAnswer:
-        return JudgeAnswer(self.words, 2)
+    async def ask_json(self, *_: Any, **__: Any) -> tuple[str, int, bool]:
+        return self.words, 2, False
 
     def count(self, fault: RemoteFault) -> None:
         self.kinds.append(fault.kind)
@@ -171,7 +171,7 @@ async def test_reading_a_verdict_is_limited_and_holds_up_nothing(tmp_path: Path,
     tree = {"servers": "s", "template": "{{ completion }}", "verdict": verdict}
     config = NamedRewardConfig.model_validate({"judge": tree, "timeout_s": 0.5})
     judge = JudgeReward("j", config, dependencies_of(calls, processes=1, threads=1))
-    sample = RewardSample((0, 0), False, "", "text", None)
+    sample = make_sample((0, 0), False, "", "text", None)
     try:
         for calls.words, reason in said.items():
             failing = asyncio.create_task(judge.score(sample))

@@ -1,7 +1,8 @@
 """Groups that are scored as a whole, against a real Redis: once, by whoever brings the last sample."""
 
 import contextlib
-from collections.abc import Callable
+import json
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -22,58 +23,16 @@ from tidemill.services.reward.sample import RewardSample
 from tidemill.services.trainer.batch.reconciler import delete_results
 
 SIZE = 4
-NUMBER = "def compute_score(data_source, solution_str, ground_truth): return float(solution_str)\n"
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], str]:
-    """Write a module of functions; returns its path."""
-
-    def write(source: str) -> str:
-        (tmp_path / "rewards.py").write_text(dedent(source))
-        return str(tmp_path / "rewards.py")
-
-    return write
-
-
-async def test_a_group_is_published_at_once_when_its_last_score_is_in(
-    broker: Broker, keys: Keys, write: Any
-) -> None:
-    first, *others = [
-        sample.model_copy(update={"completion_ids": np.array([place, 7, 8], np.int32)})
-        for place, sample in enumerate(group("4", "1", "3", "1"))
-    ]
-    async with worker(broker, keys, function=f"{write(NUMBER)}:compute_score", group="rank"):
-        await append(broker, keys.trajectories(), *others)
-        await wait_until(lambda: _is_settled(broker, keys))
-        assert await broker.execute("XLEN", keys.scores()) == 0
-        await append(broker, keys.trajectories(), first)
-        made = await scores(broker, keys, SIZE)
-    assert [score.value for score in made] == pytest.approx([1.0, 1 / 6, 2 / 3, 1 / 6])
-    assert [score.components["before_group"] for score in made] == [4.0, 1.0, 3.0, 1.0]
-    assert [score.tokens_digest for score in made] == [sample.tokens_digest for sample in (first, *others)]
-    assert len({score.tokens_digest for score in made}) == SIZE
-    assert await num_pending(broker, keys) == 0
-
-
-async def test_every_group_is_scored_once_by_several_workers(broker: Broker, keys: Keys, write: Any) -> None:
-    path = write(NUMBER)
-    trajectories = [t for ticket in range(20) for t in group("1", "2", "3", "4", ticket=ticket)]
-    trajectories = trajectories[::3] + trajectories[1::3] + trajectories[2::3]
-    async with contextlib.AsyncExitStack() as stack:
-        for name in ("w1", "w2", "w3"):
-            await stack.enter_async_context(
-                worker(broker, keys, name, function=f"{path}:compute_score", group="rank", max_in_flight=4)
-            )
-        await append(broker, keys.trajectories(), *trajectories)
-        made = await scores(broker, keys, 80)
-    assert [score.key for score in made] == [(ticket, index) for ticket in range(20) for index in range(4)]
-    assert [score.value for score in made] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0] * 20)
-
-
-FLAKY = """
-    def compute_score(data_source, solution_str, ground_truth):
+SOURCE = """
+    def number(data_source, solution_str, ground_truth):
         return float(solution_str)
+
+    def length(data_source, solution_str, ground_truth):
+        return len(solution_str)
+
+    def longest(completions, ground_truth, **kwargs):
+        assert len(completions) == len(ground_truth)
+        return [float(len(c) == max(map(len, completions))) if c else None for c in completions]
 
     def by_hand(scores, samples, *, bonus):
         assert [s["score"] for s in samples] == scores
@@ -89,57 +48,8 @@ FLAKY = """
 
     def picks(scores):
         return [None, *scores[1:]]
-"""
 
-
-async def test_a_group_function_sees_all_samples_and_may_replace_failures(
-    broker: Broker, keys: Keys, write: Any
-) -> None:
-    path = write(FLAKY)
-    options = {"function": f"{path}:compute_score", "max_attempts": 1}
-    async with worker(broker, keys, group=f"{path}:by_hand", group_kwargs={"bonus": 9.0}, **options):
-        await append(broker, keys.trajectories(), *group("4", "bad", "2"))
-        made = await scores(broker, keys, 3)
-    assert [score.value for score in made] == [4.0, 9.0, 2.0]
-    assert "ValueError" in made[1].detail["replaced_failure"]
-    assert made[1].components["before_group"] is None
-
-
-async def test_failures_can_be_replaced_by_the_mean_of_the_others(
-    broker: Broker, keys: Keys, write: Any
-) -> None:
-    options = {"function": f"{write(NUMBER)}:compute_score", "max_attempts": 1}
-    async with worker(broker, keys, group="replace_failures_by_mean", **options):
-        await append(broker, keys.trajectories(), *group("4", "bad", "2"), *group("bad", "bad", ticket=1))
-        made = await scores(broker, keys, 5)
-    assert [score.value for score in made] == [4.0, 3.0, 2.0, None, None]
-    assert made[4].status is ScoreStatus.FAILED
-
-
-@pytest.mark.parametrize(("name", "expected"), [("breaks", "no group today"), ("short", "expected 2")])
-async def test_a_group_function_that_fails_leaves_no_score_and_says_why(
-    broker: Broker, keys: Keys, write: Any, name: str, expected: str
-) -> None:
-    path = write(FLAKY)
-    async with worker(broker, keys, function=f"{path}:compute_score", group=f"{path}:{name}") as context:
-        await append(broker, keys.trajectories(), *group("4", "2"))
-        made = await scores(broker, keys, 2)
-        assert [(score.status, score.value) for score in made] == [(ScoreStatus.FAILED, None)] * 2
-        assert expected in made[0].error
-        assert not context.stopping.is_set()
-
-
-async def test_none_from_a_group_function_is_no_score(broker: Broker, keys: Keys, write: Any) -> None:
-    path = write(FLAKY)
-    async with worker(broker, keys, function=f"{path}:compute_score", group=f"{path}:picks"):
-        await append(broker, keys.trajectories(), *group("4", "2"))
-        made = await scores(broker, keys, 2)
-    assert [score.value for score in made] == [None, 2.0]
-    assert "returned None" in made[0].error
-
-
-CLASS = """
-    class RewardAgent:
+    class Agent:
         def __init__(self, scale=1.0):
             self.scale = scale
 
@@ -148,13 +58,101 @@ CLASS = """
 
         def post_process_scores(self, scores):
             return [score - min(scores) for score in scores]
+
+    class Fills(Agent):
+        def post_process_scores(self, scores):
+            known = [score for score in scores if score is not None]
+            return [sum(known) / len(known) if score is None else score for score in scores]
+
+    class Breaks(Agent):
+        def post_process_scores(self, scores):
+            raise RuntimeError("no group today")
+
+    class Waits:
+        async def compute_score(self, data_source, solution_str, ground_truth, extra_info=None):
+            return float(solution_str)
+
+        async def post_process_scores(self, scores):
+            return [score + 1 for score in scores]
 """
 
 
-async def test_a_reward_class_post_processes_training_groups_and_not_evaluation(
-    broker: Broker, keys: Keys, write: Any
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A file with functions."""
+    (tmp_path / "rewards.py").write_text(dedent(SOURCE))
+    return str(tmp_path / "rewards.py")
+
+
+@pytest.mark.parametrize(
+    ("config", "texts", "values", "said"),
+    [
+        ({"function": "FILE:number", "group": "FILE:by_hand", "group_kwargs": {"bonus": 9.0}},
+         ("4", "bad", "2"), [4.0, 9.0, 2.0], "ValueError"),
+        ({"function": "FILE:number", "group": "replace_failures_by_mean"},
+         ("4", "bad", "2"), [4.0, 3.0, 2.0], "ValueError"),
+        ({"function": "FILE:number", "group": "replace_failures_by_mean"},
+         ("bad", "bad"), [None, None], "ValueError"),
+        ({"function": "FILE:number", "group": "FILE:breaks"}, ("2", "4"), [None, None], "no group today"),
+        ({"function": "FILE:number", "group": "FILE:short"}, ("2", "4"), [None, None], "expected 2"),
+        ({"function": "FILE:number", "group": "FILE:picks"}, ("4", "2"), [None, 2.0], ""),
+        ({"function": "FILE:Fills"}, ("4", "bad", "2"), [4.0, 3.0, 2.0], "ValueError"),
+        ({"rewards": {"a": {"function": "FILE:Breaks", "on_failure": 0.5}, "b": {"function": "FILE:length"}}},
+         ("4", "3"), [1.5, 1.5], "no group today"),
+    ],
+)  # fmt: skip
+async def test_what_is_made_of_a_whole_group_replaces_its_scores_and_failures(
+    broker: Broker, keys: Keys, path: str, config: Any, texts: Any, values: Any, said: str
 ) -> None:
-    function = f"{write(CLASS)}:RewardAgent"
+    """`said` is the second sample's: why it failed, or had failed before."""
+    tree = json.loads(json.dumps(config).replace("FILE", path))
+    async with worker(broker, keys, **tree, max_attempts=1) as context:
+        await append(broker, keys.trajectories(), *group(*texts))
+        made = await scores(broker, keys, len(texts))
+        assert not context.stopping.is_set()
+    assert [score.value for score in made] == values
+    assert {score.status for score in made if score.value is None} <= {ScoreStatus.FAILED}
+    assert said in f"{made[1].error} {made[1].detail}"
+
+
+async def test_a_group_is_published_at_once_when_its_last_score_is_in(
+    broker: Broker, keys: Keys, path: str
+) -> None:
+    first, *others = [
+        sample.model_copy(update={"completion_ids": np.array([place, 7, 8], np.int32)})
+        for place, sample in enumerate(group("4", "1", "3", "1"))
+    ]
+    async with worker(broker, keys, function=f"{path}:number", group="rank"):
+        await append(broker, keys.trajectories(), *others)
+        await wait_until(lambda: _is_settled(broker, keys))
+        assert await broker.execute("XLEN", keys.scores()) == 0
+        await append(broker, keys.trajectories(), first)
+        made = await scores(broker, keys, SIZE)
+    assert [score.value for score in made] == pytest.approx([1.0, 1 / 6, 2 / 3, 1 / 6])
+    assert [score.components["before_group"] for score in made] == [4.0, 1.0, 3.0, 1.0]
+    assert [score.tokens_digest for score in made] == [sample.tokens_digest for sample in (first, *others)]
+    assert len({score.tokens_digest for score in made}) == SIZE
+    assert await num_pending(broker, keys) == 0
+
+
+async def test_every_group_is_scored_once_by_several_workers(broker: Broker, keys: Keys, path: str) -> None:
+    trajectories = [t for ticket in range(20) for t in group("1", "2", "3", "4", ticket=ticket)]
+    trajectories = trajectories[::3] + trajectories[1::3] + trajectories[2::3]
+    async with contextlib.AsyncExitStack() as stack:
+        for name in ("w1", "w2", "w3"):
+            await stack.enter_async_context(
+                worker(broker, keys, name, function=f"{path}:number", group="rank", max_in_flight=4)
+            )
+        await append(broker, keys.trajectories(), *trajectories)
+        made = await scores(broker, keys, 80)
+    assert [score.key for score in made] == [(ticket, index) for ticket in range(20) for index in range(4)]
+    assert [score.value for score in made] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0] * 20)
+
+
+async def test_a_reward_class_post_processes_training_groups_and_not_evaluation(
+    broker: Broker, keys: Keys, path: str
+) -> None:
+    function = f"{path}:Agent"
     async with worker(broker, keys, function=function, kwargs={"scale": 2.0}, max_attempts=1):
         for lane in Lane:
             await append(broker, keys.trajectories(lane), *group("4", "3", "bad"))
@@ -165,58 +163,17 @@ async def test_a_reward_class_post_processes_training_groups_and_not_evaluation(
     assert trained[0].detail["notes"] == ["4", "because"]
 
 
-FILLS = """
-    class RewardAgent:
-        def compute_score(self, data_source, solution_str, ground_truth, extra_info=None):
-            return float(solution_str)
-
-        def post_process_scores(self, scores):
-            known = [score for score in scores if score is not None]
-            return [sum(known) / len(known) if score is None else score for score in scores]
-
-    class Breaks(RewardAgent):
-        def post_process_scores(self, scores):
-            raise RuntimeError("no group today")
-
-    class Waits(RewardAgent):
-        async def compute_score(self, data_source, solution_str, ground_truth, extra_info=None):
-            return float(solution_str)
-
-        async def post_process_scores(self, scores):
-            return [score + 1 for score in scores]
-
-    def length(data_source, solution_str, ground_truth):
-        return len(solution_str)
-"""
-
-
-async def test_a_reward_class_sees_the_failures_that_it_may_fill(
-    broker: Broker, keys: Keys, write: Any
-) -> None:
-    async with worker(broker, keys, function=f"{write(FILLS)}:RewardAgent", max_attempts=1):
-        await append(broker, keys.trajectories(), *group("4", "bad", "2"))
-        made = await scores(broker, keys, 3)
-    assert [score.value for score in made] == [4.0, 3.0, 2.0]
-    assert "ValueError" in made[1].detail["replaced_failure"]
-    assert made[1].components["before_group"] is None
-
-
-@pytest.mark.parametrize("name", ["RewardAgent", "Waits"])
+@pytest.mark.parametrize(("name", "wanted"), [("Agent", [1.0, 0.0]), ("Waits", [5.0, 4.0])])
 async def test_a_reward_class_post_processes_its_own_scores_beside_other_rewards(
-    broker: Broker, keys: Keys, write: Any, name: str
+    broker: Broker, keys: Keys, path: str, name: str, wanted: list[float]
 ) -> None:
-    path = write(CLASS if name == "RewardAgent" else FILLS)
-    (Path(path).parent / "length.py").write_text(
-        "def length(data_source, solution_str, ground_truth): return len(solution_str)"
-    )
     rewards = {
         "agent": {"function": f"{path}:{name}", "max_attempts": 1, "weight": 10},
-        "length": {"function": f"{Path(path).parent / 'length.py'}:length", "weight": 0},
+        "length": {"function": f"{path}:length", "weight": 0},
     }
     async with worker(broker, keys, rewards=rewards, group="normalise", group_kwargs={"scale": "none"}):
         await append(broker, keys.trajectories(), *group("4", "3", "bad"))
         made = await scores(broker, keys, 3)
-    wanted = [1.0, 0.0] if name == "RewardAgent" else [5.0, 4.0]
     assert [score.components["agent"] for score in made] == [*wanted, None]
     assert [score.components["agent/before_group"] for score in made] == [4.0, 3.0, None]
     assert [score.components["before_group"] for score in made] == [40.0, 30.0, None]
@@ -224,40 +181,10 @@ async def test_a_reward_class_post_processes_its_own_scores_beside_other_rewards
     assert "ValueError" in made[2].error
 
 
-async def test_post_processing_that_fails_is_a_failure_of_that_reward_alone(
-    broker: Broker, keys: Keys, write: Any
-) -> None:
-    path = write(FILLS)
-    rewards = {
-        "agent": {
-            "function": f"{path}:Breaks",
-            "max_attempts": 1,
-            "on_failure": 0.5,
-        },
-        "length": {"function": f"{path}:length"},
-    }
-    async with worker(broker, keys, rewards=rewards):
-        await append(broker, keys.trajectories(), *group("4", "3"))
-        made = await scores(broker, keys, 2)
-    assert [score.value for score in made] == [1.5, 1.5]
-    assert "no group today" in made[0].detail["failures"]["agent"]
-
-
-TOGETHER = """
-    def longest(completions, ground_truth, **kwargs):
-        assert len(completions) == len(ground_truth)
-        return [float(len(c) == max(map(len, completions))) if c else None for c in completions]
-
-    def number(data_source, solution_str, ground_truth):
-        return len(solution_str)
-"""
-
-
-async def test_a_trl_function_may_be_given_the_whole_group(broker: Broker, keys: Keys, write: Any) -> None:
-    path = write(TOGETHER)
+async def test_a_trl_function_may_be_given_the_whole_group(broker: Broker, keys: Keys, path: str) -> None:
     rewards = {
         "longest": {"function": f"{path}:longest", "per": "group", "weight": 10},
-        "length": {"function": f"{path}:number"},
+        "length": {"function": f"{path}:length"},
     }
     async with worker(broker, keys, rewards=rewards):
         for lane in Lane:  # evaluation needs the group as well, for this is no post-processing
@@ -268,13 +195,8 @@ async def test_a_trl_function_may_be_given_the_whole_group(broker: Broker, keys:
 
 
 async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring_again(
-    broker: Broker, keys: Keys, write: Any, tmp_path: Path
+    broker: Broker, keys: Keys, path: str
 ) -> None:
-    path = write(f"""
-        def compute_score(data_source, solution_str, ground_truth):
-            open({str(tmp_path / "calls")!r}, "a").write("x")
-            return float(solution_str)
-    """)
     trajectories = group("4", "2")
     await append(broker, keys.trajectories(), *trajectories)
     dead = Consumer(
@@ -284,21 +206,27 @@ async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring
     results = keys.results(0), keys.result_tickets()
     for delivery in await dead.fetch(2, 0.0):  # it kept both results, and died before the group was published
         assert isinstance(delivery, Delivery)
-        sample = RewardSample.from_trajectory(delivery.message, Lane.TRAIN)
-        parts = {"compute_score": RewardOutcome(value=float(sample.solution_str))}
-        kept = await dead.store_result(delivery, *results, GroupResult.of(sample, parts, "dead", 1.0))
+        sample = RewardSample(delivery.message, Lane.TRAIN)
+        parts = {"number": RewardOutcome(value=10 * float(sample.trajectory.text))}
+        result = GroupResult(
+            index=sample.key[1],
+            sample=sample.to_wire(),
+            parts={name: asdict(part) for name, part in parts.items()},
+            worker="dead",
+        )
+        kept = await dead.store_result(delivery, *results, result)
     assert kept is not None and len(kept) == 2
-    async with worker(broker, keys, function=f"{path}:compute_score", group="rank"):
+    async with worker(broker, keys, function=f"{path}:number", group="rank"):
         made = await scores(broker, keys, 2)
     assert [(score.value, score.worker) for score in made] == [(1.0, "dead"), (0.0, "dead")]
-    assert not (tmp_path / "calls").exists()
+    assert [score.components["before_group"] for score in made] == [40.0, 20.0]
     with pytest.raises(LeaseLostError):  # should it come back from the dead
         await dead.publish_group(delivery, keys.scores(), results[0], made)
     assert await broker.execute("XLEN", keys.scores()) == 2
 
 
-async def test_a_duplicate_of_a_finished_group_starts_nothing(broker: Broker, keys: Keys, write: Any) -> None:
-    async with worker(broker, keys, function=f"{write(NUMBER)}:compute_score", group="rank"):
+async def test_a_duplicate_of_a_finished_group_starts_nothing(broker: Broker, keys: Keys, path: str) -> None:
+    async with worker(broker, keys, function=f"{path}:number", group="rank"):
         await append(broker, keys.trajectories(), *group("4", "2"))
         await scores(broker, keys, 2)
         await append(broker, keys.trajectories(), *group("4", "2"))
@@ -310,9 +238,9 @@ async def test_a_duplicate_of_a_finished_group_starts_nothing(broker: Broker, ke
 
 
 async def test_what_a_dead_group_left_behind_is_deleted_and_nothing_else(
-    broker: Broker, keys: Keys, write: Any
+    broker: Broker, keys: Keys, path: str
 ) -> None:
-    async with worker(broker, keys, function=f"{write(NUMBER)}:compute_score", group="rank"):
+    async with worker(broker, keys, function=f"{path}:number", group="rank"):
         await append(broker, keys.trajectories(), *group("4", "2")[:1], *group("1", "2", ticket=1)[:1])
         await wait_until(lambda: _is_settled(broker, keys))
         assert await delete_results(broker, keys, Lane.TRAIN, {1}) == 1

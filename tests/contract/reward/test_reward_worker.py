@@ -42,7 +42,7 @@ class GatedReward(Reward):
         except asyncio.CancelledError:
             self.cancelled[sample.key] += 1
             raise
-        if sample.solution_str == "fail":
+        if sample.trajectory.text == "fail":
             raise AttemptError("as the test wants", is_final=True)
         return RewardOutcome(float(sample.key[0]))
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 from rq import Queue
-from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
@@ -25,7 +23,6 @@ from tidemill.common.redis.broker import URL_VARIABLE
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs import known_jobs
 
 KEYS = Keys("jobs.1")
 
@@ -159,21 +156,6 @@ def test_an_id_that_is_no_text_ends_no_worker(queue: Queue, server: EmbeddedRedi
     job = asked(queue, "os.system", "true")
     work(server)
     assert queue.count == 0 and job.get_status() is JobStatus.FAILED
-
-
-def test_a_job_is_not_unpacked_beyond_all_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousandth of it would do to take a worker's memory."""
-    monkeypatch.setattr(known_jobs, "MAX_DATA_BYTES", 1000)
-    whole = zlib.compress(b'["f", null, [], {}]')
-    own = type("Own", (known_jobs.KnownJob,), {"queues": frozenset(["q"])})
-    fields = {b"origin": b"q", b"created_at": b"2026-01-01T00:00:00.000000Z"}
-    job = own("1", connection=object())
-    job.restore(fields | {b"data": whole})
-    assert job.func_name == "f"
-    twice = zlib.compress(zlib.compress(b" " * 10_000 + b'["f", null, [], {}]'))
-    for data in (zlib.compress(b'["f", null, [], {}]' + b" " * 1000), twice):
-        with pytest.raises(NoSuchJobError):
-            job.restore(fields | {b"data": data})
 
 
 WAITING = """

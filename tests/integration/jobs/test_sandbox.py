@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -83,11 +82,6 @@ def test_code_that_leaves_before_its_tests_fails_them(leave: str) -> None:
     assert not passes(leave, {"fn_name": "f", "inputs": [[1]], "outputs": [1]})
 
 
-def test_code_that_echoes_its_input_does_not_pass_its_tests() -> None:
-    code = "import sys\nsys.stdout.write(sys.stdin.read())\nsys.exit(0)"
-    assert not passes(code, ["assert False"])
-
-
 @pytest.mark.parametrize(
     "tests", [None, 7, {}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}]
 )
@@ -152,13 +146,6 @@ async def test_a_jail_ends_with_whoever_started_it() -> None:
         os.kill(starter, signal.SIGKILL)
         os.waitpid(starter, 0)  # noqa: ASYNC222 (it was killed)
     await wait_until(lambda: not [p for p in psutil.process_iter() if mark in _cmdline(p)])
-
-
-def test_there_is_no_network() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        found = outcome(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)\nprint('ok')")
-    assert "OSError" in found["stderr"]
 
 
 def test_it_writes_and_reads_nothing_outside(tmp_path: Path) -> None:

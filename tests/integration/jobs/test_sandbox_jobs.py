@@ -15,11 +15,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from rq import Queue, Worker
-from rq.serializers import JSONSerializer
 
 from tests.support.preloaded import REPO
 from tests.support.rewards import code_reward
+from tests.support.samples import make_sample
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
@@ -43,7 +42,7 @@ DOUBLES = "Here it is:\n```python\nprint(int(input()) * 2)\n```\nDone."
 
 
 def sample(text: str, tests: Any = TESTS, number: int = 0) -> RewardSample:
-    return RewardSample((number, 0), False, "code", text, tests)
+    return make_sample((number, 0), False, "code", text, tests)
 
 
 @pytest.fixture
@@ -208,16 +207,6 @@ async def test_a_result_is_there_for_whoever_asks_again(
     worker.wait()
     another = make()  # as after the death of a reward worker
     assert await asyncio.wait_for(another.score(sample(DOUBLES)), 120) == first
-
-
-async def test_two_runs_on_one_redis_do_not_take_each_others_jobs(redis: str) -> None:
-    connection = make_blocking_client(redis)
-    queues = [Queue(Keys(run).sandbox_queue, connection=connection) for run in ("a", "b")]
-    queues[0].enqueue_call("tidemill.services.jobs.sandbox.job.run_code", args=("a", "1", "", {}, {}))
-    other = Worker([queues[1].name], connection=connection, serializer=JSONSerializer)
-    assert (queues[0].count, queues[1].count) == (1, 0)
-    assert other.queue_names() == ["tidemill:b:sandbox"]
-    connection.close()
 
 
 async def test_a_run_without_sandboxes_is_said_in_words(redis: str, start: Any, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ import redis
 
 from tests.support.preloaded import REPO
 from tests.support.rewards import code_reward
+from tests.support.samples import make_sample
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.trajectories import make_config
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.redis.broker import URL_VARIABLE, Broker
 from tidemill.common.run.state import publish_config
 from tidemill.common.wire.keys import Keys
-from tidemill.services.reward.sample import RewardSample
 
 KEYS = Keys("secured")
 CONFIG = SandboxConfig(time_s=30.0, total_s=60.0)
@@ -58,7 +58,7 @@ async def test_code_is_scored_without_a_refusal(tmp_path: Path, monkeypatch: pyt
         broker = await Broker.connect(url)
         monkeypatch.setenv(URL_VARIABLE, url)
         reward = code_reward(broker, KEYS, CONFIG)
-        sample = RewardSample((0, 0), False, "code", "print(1)", {"inputs": [""], "outputs": ["1"]})
+        sample = make_sample((0, 0), False, "code", "print(1)", {"inputs": [""], "outputs": ["1"]})
         try:
             outcome = await asyncio.wait_for(reward.score(sample), 120)
         finally:

@@ -8,15 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.rewards import scorer_of
 from tests.support.scoring import HOLDS_THE_LOCK, Pool, obedient_functions, peak
-from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.config import RewardConfig
-from tidemill.common.wire.messages import Lane, Score, ScoreStatus
-from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
-from tidemill.services.reward.rewards.reward import FunctionReward
 
 
 @contextlib.asynccontextmanager
@@ -96,31 +90,18 @@ async def test_a_cancelled_call_is_cancelled_where_it_runs(tmp_path: Path) -> No
         await wait_until(lambda: (tmp_path / "ended").exists())
 
 
-async def scored(folder: Path, code: str, timeout_s: float = 30.0) -> Score:
-    """What a scorer says of a sample whose text is `code`."""
-    function = load_function(f"{obedient_functions(folder)}:awaited", {})
-    reward = FunctionReward(function, timeout_s, 1)
-    try:
-        config = RewardConfig(backoff_s=0.0, max_attempts=1)
-        return await scorer_of(reward, config).score(make_trajectory(3, 2, text=code), Lane.TRAIN)
-    finally:
-        await reward.close()
-
-
-async def test_an_async_function_past_its_limit_is_cancelled_and_times_out(tmp_path: Path) -> None:
-    made = await scored(tmp_path, "await asyncio.Event().wait()", 0.5)
-    assert (made.status, made.value) == (ScoreStatus.TIMEOUT, None)
-    assert "no result within 0.5 s" in made.error
-
-
-@pytest.mark.parametrize("error", ["SystemExit(1)", "asyncio.CancelledError()", "TimeoutError('upstream')"])
-async def test_an_async_function_can_neither_end_nor_cancel_the_worker(tmp_path: Path, error: str) -> None:
-    made = await scored(tmp_path, f"raise {error}")
-    assert made.status is ScoreStatus.FAILED
-    assert made.error
-
-
-async def test_half_a_surrogate_pair_in_an_error_is_a_failure_like_any_other(tmp_path: Path) -> None:
-    made = await scored(tmp_path, "raise ValueError('\\ud800 no')")
-    assert made.status is ScoreStatus.FAILED
-    assert "\ufffd no" in made.error
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("await asyncio.Event().wait()", "no result within 2 s"),
+        ("raise SystemExit(1)", "SystemExit"),
+        ("raise TimeoutError('upstream')", "upstream"),
+        ("raise ValueError('\\ud800 no')", "\ufffd no"),
+    ],
+)
+async def test_what_an_async_function_does_is_its_calls_failure(tmp_path: Path, code: str, said: str) -> None:
+    async with pool_of(tmp_path) as pool:
+        with pytest.raises(AttemptError) as caught:
+            await pool.score(code, 2.0)
+    assert said in str(caught.value)
+    assert caught.value.is_timeout == ("within" in said)

@@ -14,6 +14,7 @@ from tests.support.misbehaving import MisbehavingServer, cuts, says
 from tests.support.model_servers import dependencies_of, servers_at
 from tests.support.reward_models import tiny_classifier
 from tests.support.runs import ServiceRun
+from tests.support.samples import make_sample
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import NamedRewardConfig
@@ -22,10 +23,9 @@ from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.reward_model import ModelReward
-from tidemill.services.reward.sample import RewardSample
 
 COUNT = 60
-SAMPLE = RewardSample((0, 0), False, "d", "w1", "1", {}, "w2", (5,), (6, 7))
+SAMPLE = make_sample((0, 0), False, "d", "w1", "1", {}, "w2", (5,), (6, 7))
 
 
 def reward_of(url: str, http: httpx.AsyncClient, patience_s: float = 300.0, **fields: Any) -> ModelReward:

@@ -1,4 +1,4 @@
-"""The reward model server over HTTP: vLLM's forms, clear refusals, bounded queues, sleep, an orderly end."""
+"""The reward model server over HTTP: vLLM's forms, clear refusals, bounded queues, an orderly end."""
 
 import asyncio
 import json
@@ -137,8 +137,6 @@ async def test_token_scores_come_from_pooling(tmp_path: Path) -> None:
         ({"input": [5, 99]}, "token id 99; the model has ids from 0 to 31"),
         ({"input": "w1", "model": "other"}, "has the model 'rm', not 'other'"),
         ({"input": "w1", "encoding_format": "base64"}, "encoding_format"),
-        ({"input": "w1", "truncate_promt_tokens": 4}, "did you mean truncate_prompt_tokens"),
-        ({"input": "w1", "use_activation": True, "activation": False}, "activation"),
         ({"input": "w1", "dimensions": 8}, "dimensions"),
         ({"input": "w1", "padding": "max_length"}, "padding"),
         ({"messages": [{"role": "user", "content": "w1"}], "chat_template": "x"}, "--chat-template"),
@@ -267,18 +265,6 @@ async def test_rows_that_expect_company_are_flushed_in_time(model: ScoringModel)
         await asyncio.gather(*burst)  # a burst, then silence: nobody fills the batch
     assert len(standing.batches) == 1
     await batcher.close()
-
-
-async def test_asleep_it_sends_requests_elsewhere_and_wakes_with_the_same_scores(
-    server: httpx.AsyncClient,
-) -> None:
-    before = await raw(server, input=ROWS)
-    assert (await server.post("/sleep?level=1")).json() == {"status": "sleeping"}
-    assert (await server.get("/is_sleeping")).json() == {"is_sleeping": True}
-    refused = await server.post("/classify", json={"input": ROWS})
-    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
-    assert (await server.post("/wake_up")).json() == {"status": "awake"}
-    assert await raw(server, input=ROWS) == before
 
 
 async def test_the_process_serves_counts_finishes_what_it_took_and_exits_with_0(

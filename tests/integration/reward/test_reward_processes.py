@@ -1,66 +1,40 @@
-"""Plain reward functions in processes: whatever one call does, the others get their results."""
+"""Plain functions in processes and threads: whatever one call does, the others get their results."""
 
 import asyncio
+import contextlib
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
-from textwrap import dedent
 
 import psutil
 import pytest
 
+from tests.support.samples import make_sample
+from tests.support.scoring import HOLDS_THE_LOCK, Pool, obedient_functions, peak
 from tests.support.waiting import wait_until
-from tidemill.services.reward.functions.pool import Execution, ProcessPool
+from tidemill.services.reward.functions.pool import Execution, Sizing
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
-from tidemill.services.reward.sample import RewardSample
 
-SOURCE = """
-    import os, signal, subprocess, sys, time
-    from pathlib import Path
-
-    FOLDER = Path({folder!r})
-    with open(FOLDER / "loads", "a") as loads:
-        loads.write(f"{{os.getpid()}}\\n")
-
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        (FOLDER / f"{{ground_truth}}.pid").write_text(str(os.getpid()))
-        exec(solution_str)
-        return {{"score": 1.0, "pid": os.getpid()}}
-"""
 SPIN = "while True: pass"
 HANG = "time.sleep(3600)"
+WAIT = "time.sleep(0.2)"
 
 
-@pytest.fixture
-def reference(tmp_path: Path) -> str:
-    """A function that does what its sample says, and leaves its process id in a file."""
-    path = tmp_path / "obedient.py"
-    path.write_text(dedent(SOURCE).format(folder=str(tmp_path)))
-    return f"{path}:compute_score"
+@contextlib.asynccontextmanager
+async def pool_of(folder: Path, size: int = 1, threads: int = 1) -> AsyncIterator[Pool]:
+    pool = Pool(f"{obedient_functions(folder)}:plain", size, threads)
+    try:
+        yield pool
+    finally:
+        await pool.close()
 
 
-class Pool(ProcessPool):
-    """Processes that are asked for one sample at a time."""
-
-    def __init__(self, reference: str, size: int) -> None:
-        super().__init__({"reference": reference, "kwargs": {}}, size)
-
-    async def score(self, sample: RewardSample, timeout_s: float) -> RewardOutcome:
-        (outcome,) = await self.run(Request([sample]), timeout_s)
-        return outcome
-
-
-@pytest.fixture
-async def pool(reference: str) -> AsyncIterator[Pool]:
-    pool = Pool(reference, size=2)
-    yield pool
-    await pool.close()
-
-
-def sample(code: str, name: str = "sample", is_evaluation: bool = False) -> RewardSample:
-    return RewardSample((0, 0), is_evaluation, "", code, name)
+async def warmed_up(pool: Pool, count: int = 48) -> list[RewardOutcome]:
+    """After so many calls that wait, a pool with threads runs many at once."""
+    return await asyncio.gather(*(pool.score(WAIT) for _ in range(count)))
 
 
 def pid_of(folder: Path, name: str) -> int:
@@ -72,113 +46,155 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def test_a_function_runs_elsewhere_and_is_loaded_once_in_each_process(
-    pool: Pool, tmp_path: Path
-) -> None:
-    outcomes = await asyncio.gather(*[pool.score(sample("print('hello')"), 30) for _ in range(20)])
+async def test_a_function_runs_elsewhere_in_as_many_processes_as_there_may_be(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, size=2) as pool:
+        outcomes = await asyncio.gather(*(pool.score("print('hello')") for _ in range(20)))
+        assert (await pool.score("pass #" + "é" * 3_000_000)).value == 1.0  # large samples pass whole
     pids = {int(outcome.components["pid"] or 0) for outcome in outcomes}
-    loads = [int(line) for line in (tmp_path / "loads").read_text().split()]
     assert [outcome.value for outcome in outcomes] == [1.0] * 20
-    assert os.getpid() not in pids
-    assert len(loads) <= 2
-    assert pids <= set(loads)
+    assert 1 <= len(pids) <= 2 and os.getpid() not in pids
+    assert all(map(is_gone, pids))  # with the pool
 
 
-@pytest.mark.parametrize("stuck", [SPIN, HANG, f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {HANG}"])
+@pytest.mark.parametrize("stuck", [SPIN, f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {HANG}"])
 async def test_a_stuck_process_is_killed_at_its_limit_and_nobody_else_notices(
-    pool: Pool, tmp_path: Path, stuck: str
+    tmp_path: Path, stuck: str
 ) -> None:
-    late = asyncio.create_task(pool.score(sample(stuck, "stuck"), 1.0))
-    others = await asyncio.gather(*[pool.score(sample("time.sleep(0.1)"), 30) for _ in range(15)])
-    with pytest.raises(AttemptError, match=r"no result within 1 s.*killed") as caught:
-        await late
-    assert caught.value.is_timeout
-    assert [outcome.value for outcome in others] == [1.0] * 15
-    await wait_until(lambda: is_gone(pid_of(tmp_path, "stuck")))
-    after = await asyncio.gather(*[pool.score(sample(""), 30) for _ in range(4)])  # both slots work again
-    assert len(after) == 4
+    """What the function started dies with it."""
+    child = "(FOLDER / 'started.pid').write_text(str(subprocess.Popen(['sleep', '3600']).pid))"
+    async with pool_of(tmp_path, size=2) as pool:
+        late = asyncio.create_task(pool.score(f"{child}\n{stuck}", 2.0, "stuck"))
+        others = await asyncio.gather(*(pool.score("time.sleep(0.1)") for _ in range(15)))
+        with pytest.raises(AttemptError, match=r"no result within 2 s.*killed") as caught:
+            await late
+        assert caught.value.is_timeout
+        assert [outcome.value for outcome in others] == [1.0] * 15
+        for name in ("stuck", "started"):
+            await wait_until(lambda name=name: is_gone(pid_of(tmp_path, name)))
+        assert len(await asyncio.gather(*(pool.score("") for _ in range(4)))) == 4  # both slots work again
 
 
-@pytest.mark.parametrize(
-    ("death", "reason"),
-    [
-        ("os._exit(3)", "exit code 3"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
-    ],
-)
-async def test_a_process_that_dies_fails_its_own_sample_only(pool: Pool, death: str, reason: str) -> None:
-    dying = asyncio.create_task(pool.score(sample(death), 30))
-    others = await asyncio.gather(*[pool.score(sample(""), 30) for _ in range(5)])
-    with pytest.raises(AttemptError, match=f"process of the reward function died .{reason}") as caught:
-        await dying
-    assert not caught.value.is_timeout
-    assert [outcome.value for outcome in others] == [1.0] * 5
-    assert (await pool.score(sample(""), 30)).value == 1.0
+async def test_cancelling_kills_the_process_and_frees_the_slot(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as pool:
+        task = asyncio.create_task(pool.score(HANG, 3600, "cancelled"))
+        pid = await wait_until(lambda: pid_of(tmp_path, "cancelled"))
+        task.cancel()
+        assert (await pool.score("")).value == 1.0
+        await wait_until(lambda: is_gone(pid))
 
 
-async def test_what_the_function_started_dies_with_it(pool: Pool, tmp_path: Path) -> None:
-    code = "(FOLDER / 'started.pid').write_text(str(subprocess.Popen(['sleep', '3600']).pid)); " + HANG
-    with pytest.raises(AttemptError, match="no result"):
-        await pool.score(sample(code), 2.0)
-    await wait_until(lambda: is_gone(pid_of(tmp_path, "started")))
+async def test_an_exception_costs_no_process(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as pool:
+        first = await pool.score("")
+        for code in ("1 / 0", "sys.exit(1)", "raise ValueError('no')"):
+            with pytest.raises(AttemptError, match=r"(ZeroDivisionError|SystemExit|ValueError).*line \d"):
+                await pool.score(code)
+        assert (await pool.score("")).components["pid"] == first.components["pid"]
 
 
-async def test_cancelling_kills_the_process_and_frees_the_slot(reference: str, tmp_path: Path) -> None:
-    pool = Pool(reference, size=1)
-    task = asyncio.create_task(pool.score(sample(HANG, "cancelled"), 3600))
-    pid = await wait_until(lambda: pid_of(tmp_path, "cancelled"))
-    task.cancel()
-    assert (await pool.score(sample(""), 30)).value == 1.0
-    await wait_until(lambda: is_gone(pid))
-    await pool.close()
-
-
-async def test_an_exception_costs_no_process(pool: Pool, tmp_path: Path) -> None:
-    for code in ("1 / 0", "sys.exit(1)", "raise ValueError('no')"):
-        with pytest.raises(AttemptError, match=r"(ZeroDivisionError|SystemExit|ValueError).*line \d"):
-            await pool.score(sample(code), 30)
-    assert (await pool.score(sample(""), 30)).value == 1.0
-    assert len((tmp_path / "loads").read_text().split()) == 1
-
-
-async def test_waiting_for_a_free_process_does_not_count(reference: str) -> None:
-    pool = Pool(reference, size=1)
-    await pool.score(sample(""), 30)
-    outcomes = await asyncio.gather(*[pool.score(sample("time.sleep(0.5)"), 2.0) for _ in range(6)])
+async def test_waiting_for_a_free_process_does_not_count(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as pool:
+        await pool.score("")
+        outcomes = await asyncio.gather(*(pool.score("time.sleep(0.5)", 2.0) for _ in range(6)))
     assert len(outcomes) == 6  # three seconds in all, with a limit of two
-    await pool.close()
-
-
-async def test_large_samples_pass_whole(pool: Pool) -> None:
-    text = "pass #" + "é" * 3_000_000
-    assert (await pool.score(sample(text), 60)).value == 1.0
+    assert peak(outcomes) == 1  # of one thread
 
 
 async def test_a_function_that_does_not_load_fails_the_sample_with_the_reason(tmp_path: Path) -> None:
-    pool = Pool(f"{tmp_path}/nowhere.py:compute_score", size=1)
+    pool = Pool(f"{tmp_path}/nowhere.py:compute_score")
     for _ in range(2):
         with pytest.raises(AttemptError, match=r"nowhere.py does not exist"):
-            await pool.score(sample(""), 30)
+            await pool.score("")
     await pool.close()
 
 
-async def test_closing_leaves_no_process(reference: str, tmp_path: Path) -> None:
-    pool = Pool(reference, size=2)
-    await asyncio.gather(*[pool.score(sample(""), 30) for _ in range(4)])
-    await pool.close()
-    assert all(is_gone(int(pid)) for pid in (tmp_path / "loads").read_text().split())
-
-
-async def test_evaluation_has_processes_of_its_own(reference: str, tmp_path: Path) -> None:
-    execution = Execution(load_function(reference, {}), num_processes=1)
+async def test_evaluation_has_processes_of_its_own(tmp_path: Path) -> None:
+    execution = Execution(load_function(f"{obedient_functions(tmp_path)}:plain", {}), num_processes=1)
     training = [
-        asyncio.create_task(execution.run(Request([sample(HANG, "training")]), 3600)) for _ in range(3)
+        asyncio.create_task(
+            execution.run(Request([make_sample(solution_str=HANG, ground_truth="training")]), 3600)
+        )
+        for _ in range(3)
     ]
     await wait_until(lambda: pid_of(tmp_path, "training"))
-    (outcome,) = await execution.run(Request([sample("", is_evaluation=True)]), 30)
+    (outcome,) = await execution.run(Request([make_sample((0, 0), True)]), 30)
     assert outcome.value == 1.0
     for task in training:
         task.cancel()
     await asyncio.gather(*training, return_exceptions=True)
     await execution.close()
+
+
+async def test_calls_that_wait_run_many_at_once(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, size=2, threads=16) as pool:
+        outcomes = await warmed_up(pool)
+        assert 8 < peak(outcomes) <= 32
+        assert len({outcome.components["pid"] for outcome in outcomes}) == 2
+
+
+async def test_calls_that_compute_run_one_at_a_time_in_each_process(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, size=2, threads=16) as pool:
+        outcomes = await asyncio.gather(*(pool.score("sum(range(4_000_000))") for _ in range(24)))
+    by_process: dict[float | None, list[RewardOutcome]] = defaultdict(list)
+    for outcome in outcomes:
+        by_process[outcome.components["pid"]].append(outcome)
+        assert outcome.components["main"]
+    assert all(peak(mine) == 1 for mine in by_process.values())
+
+
+async def test_what_sets_alarms_runs_in_main_threads_whatever_it_swallows(tmp_path: Path) -> None:
+    code = "try: signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(0)\nexcept ValueError: pass"
+    async with pool_of(tmp_path, threads=16) as pool:
+        await warmed_up(pool, 24)
+        outcomes = await asyncio.gather(*(pool.score(code) for _ in range(12)))
+        assert all(outcome.components["main"] for outcome in outcomes)
+        assert peak(await warmed_up(pool, 6)) == 1
+
+
+@pytest.mark.parametrize(
+    ("death", "reason"),
+    [("os._exit(3)", "exit code 3"), (f"os.kill(os.getpid(), signal.SIGSEGV); {HANG}", "SIGSEGV")],
+)
+async def test_a_call_that_ends_its_process_fails_alone(tmp_path: Path, death: str, reason: str) -> None:
+    async with pool_of(tmp_path, threads=16) as pool:
+        await warmed_up(pool)
+        calls = [pool.score(death if i == 7 else WAIT, index=i) for i in range(40)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [i for i, result in enumerate(results) if isinstance(result, BaseException)] == [7]
+        assert f"process of the reward function died ({reason}" in str(results[7])
+        others = [asyncio.create_task(pool.score(WAIT)) for _ in range(4)]
+        with pytest.raises(AttemptError, match=reason) as caught:  # again, and it takes nobody with it
+            await pool.score(death, index=7)
+        assert not caught.value.is_timeout
+        assert len(await asyncio.gather(*others)) == 4
+
+
+async def test_a_call_that_is_late_leaves_its_neighbours_alone(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, threads=16) as pool:
+        await warmed_up(pool)
+        others = [asyncio.create_task(pool.score("time.sleep(3)")) for _ in range(6)]
+        with pytest.raises(AttemptError, match="no result within 1 s") as caught:
+            await pool.score(HANG, 1.0)
+        assert caught.value.is_timeout
+        assert len(await asyncio.gather(*others)) == 6
+
+
+async def test_a_call_that_lets_no_other_run_fails_alone(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, threads=16) as pool:
+        await warmed_up(pool)
+        calls = [pool.score(HOLDS_THE_LOCK, 5.0), *(pool.score(WAIT, 5.0) for _ in range(7))]
+        first, *others = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(first, AttemptError) and first.is_timeout
+        assert [type(other) for other in others] == [RewardOutcome] * 7
+
+
+def test_the_number_of_calls_follows_the_load() -> None:
+    sizing = Sizing(16)
+    seen = []
+    for load, is_wanted in [(0.01, True)] * 5 + [(0.5, True), (None, True), (0.01, False), (1.0, True)]:
+        sizing.observe(load, is_wanted)
+        seen.append(sizing.calls)
+    assert seen == [2, 4, 8, 16, 16, 16, 16, 16, 15]
+    sizing.pin()
+    sizing.observe(0.01, True)
+    assert sizing.calls == 1

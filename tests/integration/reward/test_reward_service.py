@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.scoring import peak
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
@@ -234,12 +233,6 @@ async def test_a_bad_function_ends_the_service_with_2_and_is_found_by_the_check(
         assert "reward.py:compute_score" in said
 
 
-def test_the_check_accepts_what_can_be_loaded(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(dedent(ASYNC))
-    check_reward(make_config(reward={"function": f"{tmp_path}/reward.py:compute_score"}))
-    check_reward(make_config(reward={"function": "gsm8k", "kwargs": {"method": "flexible"}}))
-
-
 async def _pending(broker: Broker, count: int) -> bool:
     return await num_pending(broker) == count
 
@@ -322,36 +315,6 @@ async def test_of_forty_samples_that_die_with_their_worker_only_the_poison_is_bu
     ]
     assert [letter.ticket for letter in letters] == [17]
     assert sorted(score.ticket for score in await scores(broker)) == [i for i in range(40) if i != 17]
-
-
-async def test_half_a_surrogate_pair_in_an_error_ends_nobody(broker: Broker, start: Any, reward: Any) -> None:
-    await reward(
-        """
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            raise ValueError("\\ud800 cannot be sent")
-        """,
-        max_attempts=1,
-    )
-    await append(broker, KEYS.trajectories(), *[make_trajectory(ticket) for ticket in range(4)])
-    worker = await start()
-    await wait_until(lambda: has(broker, 4))
-    assert all("\ufffd cannot be sent" in score.error for score in await scores(broker))
-    worker.process.terminate()
-    assert await worker.ends() == 0
-
-
-async def test_plain_functions_that_wait_do_so_many_at_once(broker: Broker, start: Any, reward: Any) -> None:
-    await reward("""
-        import time
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            started = time.monotonic()
-            time.sleep(0.5)
-            return {"score": 1.0, "started": started, "ended": time.monotonic()}
-    """)
-    await append(broker, KEYS.trajectories(), *[make_trajectory(ticket) for ticket in range(128)])
-    await start()
-    await wait_until(lambda: has(broker, 128))
-    assert peak(await scores(broker)) > 8
 
 
 async def test_a_function_that_will_not_be_cancelled_does_not_keep_a_stopping_worker_alive(

@@ -40,7 +40,7 @@ def teacher_of(
 
 
 async def logprobs_of(teacher: TeacherReward, trajectory: Trajectory) -> np.ndarray:
-    outcome = await teacher.score(RewardSample.from_trajectory(trajectory, Lane.TRAIN))
+    outcome = await teacher.score(RewardSample(trajectory, Lane.TRAIN))
     assert outcome.value is None and outcome.teacher_logprobs is not None
     return np.frombuffer(outcome.teacher_logprobs, np.float32)
 

@@ -33,7 +33,7 @@ def client(token: str) -> httpx.AsyncClient:
 async def test_nobody_without_the_token_is_let_in(shown: str | None) -> None:
     headers = {"Authorization": shown} if shown else {}
     async with client(TOKEN) as http:
-        for path in ("/classify", "/pooling", "/sleep", "/wake_up", "/v1/models"):
+        for path in ("/classify", "/pooling", "/v1/models"):
             answer = await http.post(path, headers=headers)
             assert answer.status_code == 401, path
             assert MODEL_TOKEN_VARIABLE in answer.text and TOKEN not in answer.text
@@ -52,11 +52,11 @@ async def test_pages_that_a_browser_has_open_are_not_answered_without_a_token() 
     """A page can make a browser send such a request to this machine without asking anybody."""
     async with client("") as http:
         for origin in ("https://example.org", "null", "http://127.0.0.1:8000"):
-            answer = await http.post("/sleep", headers={"Origin": origin, "Content-Type": "text/plain"})
+            answer = await http.post("/classify", headers={"Origin": origin, "Content-Type": "text/plain"})
             assert answer.status_code == 403 and MODEL_TOKEN_VARIABLE in answer.text
     async with client(TOKEN) as http:
         shown = {"Origin": "https://example.org", "Authorization": f"Bearer {TOKEN}"}
-        assert (await http.post("/sleep", headers=shown)).status_code == 200
+        assert (await http.post("/classify", headers=shown)).status_code == 200
 
 
 @pytest.mark.parametrize(

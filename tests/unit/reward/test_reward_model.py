@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.samples import make_sample
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config.reward_kinds import RewardModelConfig
 from tidemill.common.wire.messages import Lane
@@ -12,7 +13,7 @@ from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.reward_model import make_body, normalise, reduce_scores
 from tidemill.services.reward.sample import RewardSample
 
-SAMPLE = RewardSample((0, 0), False, "d", "the answer", "1", {}, "the prompt: ", (1, 2), (7, 8, 9))
+SAMPLE = make_sample((0, 0), False, "d", "the answer", "1", {}, "the prompt: ", (1, 2), (7, 8, 9))
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 
 
@@ -28,7 +29,7 @@ def test_a_chat_ends_with_the_completion() -> None:
     completion = {"role": "assistant", "content": "the answer"}
     alone = make_body(SAMPLE, config())["messages"]
     assert alone == [{"role": "user", "content": "the prompt: "}, completion]
-    sample = RewardSample((0, 0), False, "d", "the answer", "1", {"prompt": CHAT}, "<s>...")
+    sample = make_sample((0, 0), False, "d", "the answer", "1", {"prompt": CHAT}, "<s>...")
     assert make_body(sample, config())["messages"] == [*CHAT, completion]
 
 
@@ -53,7 +54,7 @@ def test_scores_of_tokens_become_one(reduce: Any, expected: float) -> None:
 
 
 def test_an_empty_completion_has_no_token_score_and_no_zero() -> None:
-    empty = RewardSample((0, 0), False, "d", "", "1", {}, "p", (1, 2), ())
+    empty = make_sample((0, 0), False, "d", "", "1", {}, "p", (1, 2), ())
     with pytest.raises(AttemptError, match="empty"):
         reduce_scores([[1.0], [2.0]], empty, config(head="token", input="ids", token_reward="sum"))
 
@@ -73,7 +74,7 @@ def test_normalisation_is_what_it_says() -> None:
 
 
 def test_a_row_of_text_is_asked_about_without_the_policys_template() -> None:
-    sample = RewardSample.from_trajectory(
+    sample = RewardSample(
         make_trajectory(text="2", prompt_text="<|user|>1+1?<|assistant|>", own_text="1+1?"), Lane.TRAIN
     )
     asked = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
@@ -83,5 +84,5 @@ def test_a_row_of_text_is_asked_about_without_the_policys_template() -> None:
 
 def test_an_answer_that_the_prompt_began_is_one_message() -> None:
     begun = [CHAT[1], {"role": "assistant", "content": "It is "}]
-    sample = RewardSample((0, 0), False, "d", "2", "1", {"prompt": begun}, "<s>...")
+    sample = make_sample((0, 0), False, "d", "2", "1", {"prompt": begun}, "<s>...")
     assert make_body(sample, config())["messages"] == [CHAT[1], {"role": "assistant", "content": "It is 2"}]

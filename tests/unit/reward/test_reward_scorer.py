@@ -55,13 +55,9 @@ async def test_a_score_carries_value_components_and_who_made_it() -> None:
     assert made.latency_s > 0
 
 
-async def test_a_failed_attempt_is_repeated() -> None:
+async def test_a_failed_attempt_is_repeated_and_all_of_several_are_on_record() -> None:
     made = await score(ScriptedReward(AttemptError("once"), ValueError("twice"), RewardOutcome(1.0)))
     assert (made.status, made.value, made.attempts, made.error) == (ScoreStatus.OK, 1.0, 3, "")
-
-
-async def test_every_attempt_of_several_is_on_record_and_one_alone_is_not() -> None:
-    made = await score(ScriptedReward(AttemptError("once"), ValueError("twice"), RewardOutcome(1.0)))
     names, took_s, paused_s, errors = zip(*made.tries, strict=True)
     assert len(set(names)) == 1 and errors[0] == "once" and "twice" in errors[1] and errors[2] == ""
     assert paused_s[0] == 0.0 and min(*took_s, *paused_s) >= 0.0
@@ -71,21 +67,20 @@ async def test_every_attempt_of_several_is_on_record_and_one_alone_is_not() -> N
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
-    [(AttemptError("no"), ScoreStatus.FAILED), (AttemptError("late", is_timeout=True), ScoreStatus.TIMEOUT)],
+    ("error", "status", "attempts"),
+    [
+        (AttemptError("no"), ScoreStatus.FAILED, 2),
+        (AttemptError("late", is_timeout=True), ScoreStatus.TIMEOUT, 2),
+        (AttemptError("never", is_final=True), ScoreStatus.FAILED, 1),
+    ],
 )
 async def test_after_the_last_attempt_the_score_has_a_status_and_no_value(
-    error: Any, status: ScoreStatus
+    error: AttemptError, status: ScoreStatus, attempts: int
 ) -> None:
     reward = ScriptedReward(*[error] * 5)
     made = await score(reward, max_attempts=2)
-    assert (made.status, made.value, made.attempts, made.error) == (status, None, 2, str(error))
-    assert len(reward.answers) == 3
-
-
-async def test_what_cannot_get_better_is_not_repeated() -> None:
-    made = await score(ScriptedReward(AttemptError("never", is_final=True)))
-    assert (made.status, made.attempts) == (ScoreStatus.FAILED, 1)
+    assert (made.status, made.value, made.attempts, made.error) == (status, None, attempts, str(error))
+    assert len(reward.answers) == 5 - attempts
 
 
 async def test_cancelling_ends_the_work_at_once() -> None:

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.rewards import together
@@ -14,14 +13,12 @@ from tidemill.common.config import NamedRewardConfig
 from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.children import content_of, frame_of
-from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.functions.request import Request, run_through
 from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.judge import JudgePrompt
 from tidemill.services.reward.remote.reward_model import make_body, reduce_scores
-from tidemill.services.reward.rewards.groups import GroupResult
 from tidemill.services.reward.rewards.reward import EnvironmentReward
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.reward.worker import Scorer
@@ -31,7 +28,7 @@ CHAT = [{"role": "user", "content": "1+1?"}]
 
 def sample_of(*segments: Any, **fields: Any) -> RewardSample:
     trajectory = make_session(3, 1, *segments, **({"extra": {"prompt": CHAT}} | fields))
-    return RewardSample.from_trajectory(trajectory, Lane.TRAIN)
+    return RewardSample(trajectory, Lane.TRAIN)
 
 
 async def score(weight: float = 1.0, **fields: Any) -> Score:
@@ -61,7 +58,7 @@ async def test_a_session_without_a_reward_is_a_failed_score_that_says_so() -> No
     made = await score()
     assert (made.status, made.value, made.attempts) == (ScoreStatus.FAILED, None, 1)
     assert "gave no reward" in made.error and "tools" in made.error
-    single = RewardSample.from_trajectory(make_trajectory(), Lane.TRAIN)
+    single = RewardSample(make_trajectory(), Lane.TRAIN)
     with pytest.raises(AttemptError, match="no session"):
         await EnvironmentReward().score(single)
     with pytest.raises(AttemptError, match="finite"):
@@ -101,7 +98,7 @@ def test_functions_get_the_session_as_verl_and_trl_hand_it_over(tmp_path: Path) 
 
 
 def test_a_single_turn_is_handed_over_as_ever() -> None:
-    single = RewardSample.from_trajectory(make_trajectory(extra={"prompt": CHAT}), Lane.TRAIN)
+    single = RewardSample(make_trajectory(extra={"prompt": CHAT}), Lane.TRAIN)
     assert single.fields()["extra_info"] == {"prompt": CHAT, "is_evaluation": False}
     assert single.conversation == [*CHAT, {"role": "assistant", "content": "#### 1"}]
 
@@ -120,17 +117,11 @@ def test_judges_and_reward_models_read_the_conversation_and_score_the_models_tok
 
 def test_a_rewritten_history_is_scored_by_its_last_segment() -> None:
     sample = sample_of(make_segment((1,), (2,)), make_segment((1, 5), (6, 7), (8,)))
-    assert [list(ids) for ids in (sample.prompt_ids, sample.completion_ids)] == [[1, 5], [6, 7, 8]]
-    assert sample.loss_mask.tolist() == [True, True, False]
+    assert [list(ids) for ids in (sample.last.prompt_ids, sample.last.completion_ids)] == [[1, 5], [6, 7, 8]]
+    assert sample.last.loss_mask.tolist() == [True, True, False]
 
 
-def test_a_session_reaches_scoring_processes_and_group_functions_whole() -> None:
+def test_a_session_reaches_scoring_processes_whole() -> None:
     sample = sample_of(reward=0.5)
     (body,) = [frame_of(Request([sample]).to_wire())[4:]]
-    (received,) = Request.from_wire(content_of(body)).samples
-    kept = GroupResult.of(sample, {}, "w1", 0.0)
-    other = RewardSample.from_trajectory(make_session(3, 0, extra={"prompt": CHAT}), Lane.TRAIN)
-    found = codec.decode(codec.encode(kept), GroupResult).sample(other)
-    for same in (received, found):
-        assert (same.key, same.session) == (sample.key, sample.session)
-        assert np.array_equal(same.loss_mask, sample.loss_mask)
+    assert Request.from_wire(content_of(body)).samples == [sample]

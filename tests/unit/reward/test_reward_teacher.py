@@ -15,7 +15,6 @@ from tidemill.common.config import NamedRewardConfig, ServersConfig, TeacherConf
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
-from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.remote.teacher import (
     TeacherPrompt,
@@ -24,13 +23,12 @@ from tidemill.services.reward.remote.teacher import (
     read_logprobs,
 )
 from tidemill.services.reward.rewards.cache import _digest
-from tidemill.services.reward.rewards.groups import GroupResult
 from tidemill.services.reward.rewards.reward import check_reward
 from tidemill.services.reward.rewards.weighted_sum import score_of
 from tidemill.services.reward.sample import RewardSample
 
 LOGPROBS = np.array([-0.25, -2.0, -0.125], np.float32)
-SAMPLE = RewardSample.from_trajectory(make_trajectory(), Lane.TRAIN)
+SAMPLE = RewardSample(make_trajectory(), Lane.TRAIN)
 
 
 class Told:
@@ -69,20 +67,12 @@ async def test_alone_the_score_is_a_zero_that_says_what_it_is() -> None:
     assert (score.status, score.value) == (ScoreStatus.OK, 0.0) and score.teacher_logprobs is not None
 
 
-@pytest.mark.parametrize("on_failure", ["drop_sample", "drop_group"])
-async def test_a_failed_teacher_is_a_failed_score(on_failure: str) -> None:
-    rewards = {
-        "wise": (Told(AttemptError("no answer")), {"on_failure": on_failure}),
-        "rule": (Told(RewardOutcome(1.0)), {}),
-    }
-    score = await scored(**rewards)
-    assert (score.status, score.value, score.on_failure) == (ScoreStatus.FAILED, None, on_failure)
-    assert "wise: no answer" in score.error and score.teacher_logprobs is None
-
-
-async def test_a_teacher_whose_companion_failed_teaches_nothing() -> None:
-    score = await scored(wise=(TEACHER, {}), rule=(Told(AttemptError("broken")), {}))
-    assert score.status is ScoreStatus.FAILED and score.teacher_logprobs is None
+@pytest.mark.parametrize("failing", ["wise", "rule"])
+async def test_a_failed_teacher_or_companion_is_a_failed_score(failing: str) -> None:
+    broken = Told(AttemptError("no answer")), {"on_failure": "drop_group"}
+    score = await scored(**{"wise": (TEACHER, {}), "rule": (Told(RewardOutcome(1.0)), {}), failing: broken})
+    assert (score.status, score.value, score.on_failure) == (ScoreStatus.FAILED, None, "drop_group")
+    assert f"{failing}: no answer" in score.error and score.teacher_logprobs is None
 
 
 def score_with(**fields: Any) -> Score:
@@ -112,14 +102,6 @@ def test_logprobs_that_are_no_numbers_are_refused() -> None:
 def test_a_part_goes_into_the_cache_and_comes_back() -> None:
     part = TEACHER.outcome
     assert RewardOutcome(**codec.unpack(codec.pack(asdict(part)))) == part
-
-
-def test_logprobs_wait_in_redis_for_the_rest_of_their_group() -> None:
-    """Where a group function needs all parts first."""
-    part = TEACHER.outcome
-    result = GroupResult.of(SAMPLE, {"wise": part}, "w", 0.1)
-    back = codec.decode_payload(codec.encode_payload(result), GroupResult)
-    assert RewardOutcome(**back.parts["wise"]) == part
 
 
 class TestRows:
@@ -174,7 +156,7 @@ class TestOwnPrompt:
         return TeacherPrompt("wise", NamedRewardConfig(teacher=teacher)).of(sample)
 
     def sample(self, **extra: Any) -> RewardSample:
-        return RewardSample.from_trajectory(make_trajectory(extra=extra), Lane.TRAIN)
+        return RewardSample(make_trajectory(extra=extra), Lane.TRAIN)
 
     def test_is_text_or_messages_of_a_column(self) -> None:
         chat = [{"role": "user", "content": "2+2? It is 4."}]
@@ -205,7 +187,7 @@ class TestOwnPrompt:
         teacher = Teacher("wise", config, dependencies_of(None))
         branch, main = make_segment((3, 4, 5, 6), (7,)), make_segment((3, 4), (5,), (8,), (9,))
         session = make_session(0, 1, branch, main, extra={"hint": "a"})
-        rows = await teacher._rows(RewardSample.from_trajectory(session, Lane.TRAIN))
+        rows = await teacher._rows(RewardSample(session, Lane.TRAIN))
         assert [row.ids for row in rows] == [[90, 91, 5, 6, 7], [90, 91, 5, 8, 9]]
 
     def test_a_template_that_cannot_be_filled_in_is_final(self) -> None:
@@ -220,17 +202,10 @@ def test_what_is_no_template_is_found_before_the_run() -> None:
         check_reward("wise", reward, {"s": ServersConfig()})
 
 
-def test_functions_in_other_processes_are_sent_no_segments() -> None:
-    (tree,) = Request([SAMPLE]).to_wire()["samples"]
-    assert "segments" not in tree and SAMPLE.segments
-
-
 def test_the_cache_tells_sessions_apart_by_their_first_segments() -> None:
     last = make_segment((14, 15, 16), (17, 18), (19,))
     one, two = (
-        RewardSample.from_trajectory(
-            make_session(0, 1, make_segment(ids, (6,), (8,), (11,)), last), Lane.TRAIN
-        )
+        RewardSample(make_session(0, 1, make_segment(ids, (6,), (8,), (11,)), last), Lane.TRAIN)
         for ids in ((3, 4), (3, 5))
     )
     assert _digest("v", one) != _digest("v", two)

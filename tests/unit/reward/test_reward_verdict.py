@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tests.support.samples import make_sample
 from tests.support.trajectories import make_config
 from tidemill.common.config import RunConfig
 from tidemill.common.config.reward_kinds import JudgeConfig, VerdictConfig
@@ -27,59 +28,56 @@ def read(words: str, **config: Any) -> float | None:
     return Verdict("j", VerdictConfig(**config)).read(words).value
 
 
+RATING = {"regex": r"(?i)rating: *\[\[(?P<score>[^\]]*)\]\]"}
+FIELD = {"json_field": "score"}
+CHOICES = {"choices": {"A": 1.0, "B": 0.0, "tie": 0.5}}
+RANGE = {"range": (1, 5), "to_unit": True}
+OBJECTS = 'Well {not json}. {"score": 1} or rather\n```json\n{"verdict": {"score": 0.25}, "why": "{"}\n```'
+
+
 @pytest.mark.parametrize(
-    ("words", "value"),
+    ("config", "words", "value"),
     [
-        ("7", 7.0),
-        ("Score: 7.5", 7.5),
-        ("I give it -2 points.", -2.0),
-        ("**8**", 8.0),
-        ("1,000 points", 1000.0),
-        ("80%", 0.8),
-        ("1e-3", 0.001),
-        ("3 out of 3, so 3", 3.0),
+        *(({}, words, value) for words, value in {
+            "7": 7.0, "Score: 7.5": 7.5, "I give it -2 points.": -2.0, "**8**": 8.0, "1,000 points": 1000.0,
+            "80%": 0.8, "1e-3": 0.001, "3 out of 3, so 3": 3.0,
+        }.items()),
+        (RATING, "Rating: [[3]] at first. But no: rating: [[8]]", 8.0),  # the last match
+        ({"regex": r"score (\d+)"}, "score 4 of 10", 4.0),
+        ({"regex": r"\d+$"}, "score 4 of 10", 10.0),
+        ({"json_field": "verdict.score"}, OBJECTS, 0.25),
+        (FIELD, '{"score": "3.5"}', 3.5),
+        ({"json_field": "ok"}, '{"ok": true}', 1.0),
+        (CHOICES, "The better one is B.", 0.0),
+        (CHOICES, "tie", 0.5),
+        (CHOICES | {"regex": r"\[\[(.)\]\]"}, "Both. Verdict: [[A]]", 1.0),
+        (CHOICES | {"json_field": "winner"}, '{"winner": "Tie"}', 0.5),
+        (RANGE, "1", 0.0),
+        (RANGE, "4", 0.75),
     ],
-)
-def test_words_with_one_number_are_that_number(words: str, value: float) -> None:
-    assert read(words) == pytest.approx(value)
+)  # fmt: skip
+def test_words_with_one_verdict_are_that_number(config: dict[str, Any], words: str, value: float) -> None:
+    assert read(words, **config) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["", "good", "7/10", "between 6 and 8", "NaN", "inf", "Score: nan", "1e999", "GPT4 likes it", "v1.2.3"],
-)
-def test_words_without_exactly_one_number_are_no_verdict(words: str) -> None:
+    ("config", "words"),
+    [
+        *(({}, words) for words in (
+            "", "good", "7/10", "between 6 and 8", "NaN", "inf", "Score: nan", "1e999", "GPT4 likes", "v1.2",
+        )),
+        *((RATING, f"Rating: {words}") for words in ("8", "[[eight]]", "[[7 or 8]]", "[[nan]]", "[[]]")),
+        *((FIELD, f'{{"score": {words}') for words in ("null}", "NaN}", "[1]}", '"high"}', "3")),
+        (FIELD, "{}"),
+        *((CHOICES, words) for words in ("C", "A or B", "Apple")),
+        (RANGE, "6"),  # never clipped
+    ],
+)  # fmt: skip
+def test_words_without_exactly_one_are_no_verdict(config: dict[str, Any], words: str) -> None:
     with pytest.raises(RemoteFault) as caught:
-        read(words)
+        read(words, **config)
     assert caught.value.kind == "no_verdict"
     assert words[:20] in str(caught.value)
-
-
-def test_a_regex_takes_its_last_match() -> None:
-    regex = r"(?i)rating: *\[\[(?P<score>[^\]]*)\]\]"
-    assert read("Rating: [[3]] at first. But no: rating: [[8]]", regex=regex) == 8.0
-    assert read("score 4 of 10", regex=r"score (\d+)") == 4.0
-    assert read("score 4 of 10", regex=r"\d+$") == 10.0
-    for words in ("Rating: 8", "Rating: [[eight]]", "Rating: [[7 or 8]]", "Rating: [[nan]]", "Rating: [[]]"):
-        with pytest.raises(RemoteFault):
-            read(words, regex=regex)
-
-
-def test_a_json_field_is_read_from_the_last_object_in_the_words() -> None:
-    words = 'Well {not json}. {"score": 1} or rather\n```json\n{"verdict": {"score": 0.25}, "why": "{"}\n```'
-    assert read(words, json_field="verdict.score") == 0.25
-    assert read('{"score": "3.5"}', json_field="score") == 3.5
-    assert read('{"ok": true}', json_field="ok") == 1.0
-    for words in (
-        "{}",
-        '{"score": null}',
-        '{"score": NaN}',
-        '{"score": [1]}',
-        '{"score": "high"}',
-        '{"score": 3',
-    ):
-        with pytest.raises(RemoteFault):
-            read(words, json_field="score")
 
 
 def test_what_is_quoted_of_the_completion_is_no_verdict() -> None:
@@ -111,24 +109,6 @@ def test_the_template_shows_the_word_to_the_judge() -> None:
     system, _ = prompt.messages(SAMPLE, "7f3a")
     assert system["content"] == "7f3a"
     assert prompt.messages(SAMPLE, "7f3a")[-1]["content"].startswith("<7f3a>")
-
-
-def test_choices_are_words_with_values() -> None:
-    choices = {"A": 1.0, "B": 0.0, "tie": 0.5}
-    assert read("The better one is B.", choices=choices) == 0.0
-    assert read("tie", choices=choices) == 0.5
-    assert read("Both. Verdict: [[A]]", choices=choices, regex=r"\[\[(.)\]\]") == 1.0
-    assert read('{"winner": "Tie"}', choices=choices, json_field="winner") == 0.5
-    for words in ("C", "A or B", "Apple"):
-        with pytest.raises(RemoteFault, match="one of A, B, tie"):
-            read(words, choices=choices)
-
-
-def test_a_number_outside_the_range_is_no_verdict_and_never_clipped() -> None:
-    assert read("1", range=(1, 5), to_unit=True) == 0.0
-    assert read("4", range=(1, 5), to_unit=True) == 0.75
-    with pytest.raises(RemoteFault, match="6 is outside the range from 1 to 5"):
-        read("6", range=(1, 5))
 
 
 def test_a_function_of_the_user_reads_the_words(tmp_path: Any) -> None:
@@ -169,7 +149,7 @@ def text_of(prompt: JudgePrompt, sample: RewardSample) -> str:
     return str(prompt.messages(sample)[-1]["content"])
 
 
-SAMPLE = RewardSample((0, 0), False, "maths", "4", "5", {"level": 3}, prompt_text="2+2=")
+SAMPLE = make_sample((0, 0), False, "maths", "4", "5", {"level": 3}, prompt_text="2+2=")
 
 
 def test_a_template_sees_the_sample() -> None:
@@ -182,7 +162,7 @@ def test_a_template_sees_the_sample() -> None:
 
 
 def test_what_stands_in_a_completion_is_never_taken_for_a_template() -> None:
-    sample = RewardSample((0, 0), False, "maths", "{{ ground_truth }}", "secret")
+    sample = make_sample((0, 0), False, "maths", "{{ ground_truth }}", "secret")
     assert text_of(make_prompt("{{ completion }}"), sample) == "{{ ground_truth }}"
 
 
@@ -221,12 +201,12 @@ def test_a_judge_reads_the_rows_own_prompt_and_not_the_policys_template() -> Non
     template = (
         "{{ prompt }} | {% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %} | {{ prompt_text }}"
     )
-    text = RewardSample((0, 0), False, "", "2", "2", {}, "<|user|>1+1?", own_text="1+1?")
+    text = make_sample((0, 0), False, "", "2", "2", {}, "<|user|>1+1?", own_text="1+1?")
     assert text_of(make_prompt(template), text) == "1+1? | user: 1+1? | <|user|>1+1?"
     chat = [{"role": "user", "content": "1+1?"}]
-    one = RewardSample((0, 0), False, "", "2", "2", {"prompt": chat}, "<|user|>1+1?")
+    one = make_sample((0, 0), False, "", "2", "2", {"prompt": chat}, "<|user|>1+1?")
     assert text_of(make_prompt("{{ prompt }}"), one) == "1+1?"
-    two = RewardSample(
+    two = make_sample(
         (0, 0), False, "", "2", "2", {"prompt": [{"role": "system", "content": "Be brief"}, *chat]}, ""
     )
     assert text_of(make_prompt("{{ prompt }}"), two) == "system: Be brief\n\nuser: 1+1?"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.rewards import together
+from tests.support.samples import make_sample
 from tests.support.trajectories import make_config
 from tidemill.common.config import NamedRewardConfig, RewardConfig, parse_config
 from tidemill.common.errors import ConfigError
@@ -37,7 +38,7 @@ LATE = AttemptError("too late", is_timeout=True)
 
 async def total(source: str = "", **rewards: tuple[Any, dict[str, Any]]) -> RewardOutcome:
     total = together(rewards)
-    sample = RewardSample((0, 0), False, "gsm8k", "text", "truth", source=source)
+    sample = make_sample((0, 0), False, "gsm8k", "text", "truth", source=source)
     return total.sum_up(await total.score(sample))
 
 
@@ -103,7 +104,7 @@ async def test_a_failure_with_a_value_goes_into_the_sum_and_is_told() -> None:
 async def test_each_reward_has_its_own_attempts_and_counts_its_own_failures() -> None:
     patient, hasty = Fixed(LATE), Fixed(AttemptError("no", kind="http_500"))
     total = together({"patient": (patient, {"max_attempts": 4}), "hasty": (hasty, {"max_attempts": 1})})
-    await total.score(RewardSample((0, 0), False, "", "", ""))
+    await total.score(make_sample((0, 0), False, "", "", ""))
     assert (patient.calls, hasty.calls) == (4, 1)
     assert total.failures() == {"patient:timeout": 1, "hasty:http_500": 1}
 
@@ -130,11 +131,11 @@ async def test_evaluation_never_waits_for_places_that_training_holds() -> None:
             return RewardOutcome(1.0)
 
     total = together({"judge": (Gated(1.0), {"max_concurrent": 2})})
-    training = [asyncio.create_task(total.score(RewardSample((t, 0), False, "", "", ""))) for t in range(5)]
+    training = [asyncio.create_task(total.score(make_sample((t, 0), False, "", "", ""))) for t in range(5)]
     for _ in range(10):
         await asyncio.sleep(0)
     assert started == [False, False]
-    evaluated = await asyncio.wait_for(total.score(RewardSample((9, 0), True, "", "", "")), 10)
+    evaluated = await asyncio.wait_for(total.score(make_sample((9, 0), True, "", "", "")), 10)
     assert evaluated["judge"].value == 1.0
     gate.set()
     await asyncio.gather(*training)
@@ -191,7 +192,7 @@ async def test_a_reward_of_one_lane_is_left_out_of_the_other() -> None:
     dense, exact = (Fixed(0.3), {"lanes": ["train"]}), (Fixed(1.0), {"lanes": ["eval"]})
     rewards = together({"dense": dense, "exact": exact, "both": (Fixed(5.0), {})})
     for is_evaluation, value, left_out in ((False, 5.3, "exact"), (True, 6.0, "dense")):
-        total = rewards.sum_up(await rewards.score(RewardSample((0, 0), is_evaluation, "", "", None)))
+        total = rewards.sum_up(await rewards.score(make_sample((0, 0), is_evaluation, "", "", None)))
         assert total.value == pytest.approx(value)
         assert total.components[left_out] is None
 

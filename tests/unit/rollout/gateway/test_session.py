@@ -96,9 +96,9 @@ async def test_the_answer_that_was_given_last_is_the_sessions_also_where_a_sub_a
     trajectory = run.trajectory
     assert trajectory.text.endswith("FINAL 42")
     assert [CHAT.decode(s.completion_ids.tolist())[-8:] for s in trajectory.segments][-1] == "FINAL 42"
-    sample = RewardSample.from_trajectory(trajectory, Lane.TRAIN)
-    assert sample.solution_str == trajectory.text
-    assert sample.completion_ids.tolist()[-9:] == [*b"FINAL 42", END]
+    sample = RewardSample(trajectory, Lane.TRAIN)
+    assert sample.trajectory.text == trajectory.text
+    assert sample.last.completion_ids.tolist()[-9:] == [*b"FINAL 42", END]
     said = [message["content"] for message in run.came_to.messages]
     assert said[-1] == "FINAL 42" and said.count("go") == 1  # the sub-agent's prompt, not the session's
     # What a discounted return or an estimate of the value begins from: the last trained token.
