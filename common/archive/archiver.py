@@ -198,7 +198,6 @@ def _is_claim(entry: RawEntry) -> bool:
 
 
 def payload_bytes(entry: RawEntry) -> int:
-    """Bytes of an entry's values."""
     fields = entry[1]
     return len(fields[PAYLOAD_FIELD]) if PAYLOAD_FIELD in fields else sum(map(len, fields.values()))
 
@@ -241,13 +240,11 @@ class SegmentFile:
         return ArchiveSegment(target, self.first_id, self.last_id, self.entries, checksum)
 
     def close(self) -> None:
-        """Close the file, where one is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _flush(self, path: Path) -> None:
-        """Write what is held as one row group."""
         if not self._held:
             return
         table = table_of(self._held, self.message_type)
@@ -361,5 +358,4 @@ def _num_claims(path: Path) -> int:
 
 
 def has_archive(run_dir: Path) -> bool:
-    """Whether anything of the run was archived."""
     return any(archive_folder(run_dir).glob("*/*"))

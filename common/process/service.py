@@ -106,7 +106,6 @@ class ServiceContext:
         self.consumer_name = f"{self.name}.{secrets.token_hex(4)}"
 
     def fail(self, error: BaseException) -> None:
-        """Drain and then end with `error`."""
         self.failure = self.failure or error
         self.stopping.set()
 

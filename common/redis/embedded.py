@@ -61,7 +61,6 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def start(self) -> None:

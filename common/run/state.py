@@ -79,12 +79,10 @@ async def has_finished(broker: Broker, keys: Keys, steps: int) -> bool:
 
 
 async def run_exists(broker: Broker, keys: Keys) -> bool:
-    """Whether this Redis holds anything of the run."""
     return bool(await broker.execute("EXISTS", keys.config, keys.commits, keys.prompts()))
 
 
 async def known_runs(broker: Broker) -> list[str]:
-    """Ids of all runs this Redis has seen."""
     return sorted(raw.decode() for raw in await broker.execute("SMEMBERS", RUNS))
 
 
@@ -112,7 +110,6 @@ RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
 
 
 def runs_dir() -> Path:
-    """The folder of all runs on this machine."""
     return Path(os.environ.get(RUNS_DIR_VARIABLE, "runs")).resolve()
 
 

@@ -51,8 +51,6 @@ NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class ClaimStore:
-    """The files of one run."""
-
     def __init__(
         self, run_dir: Path, least_bytes: int = 0, url: str = "", max_bytes: int | None = None
     ) -> None:
@@ -223,7 +221,6 @@ async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) ->
 
 
 def with_fault(claim: Trajectory, fault: str) -> Trajectory:
-    """The claim as a failed sample."""
     return claim.model_copy(update={"fault": fault})
 
 

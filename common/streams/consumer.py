@@ -198,7 +198,6 @@ class Consumer(Generic[M]):
         self.held.pop(delivery.entry_id, None)
 
     async def bury(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
-        """Move a message to the dead-letter stream, as one unit."""
         (done,) = await self._complete([delivery], [codec.encode_payload(letter)], self.dead_key)
         if done:
             metrics.DEAD_LETTERS.labels(self.label).inc()
@@ -435,5 +434,4 @@ class Consumer(Generic[M]):
 
 
 def _in_parts(items: Sequence[T]) -> Iterable[Sequence[T]]:
-    """The items, in parts that one call takes."""
     return (items[i : i + MAX_IN_ONE_CALL] for i in range(0, len(items), MAX_IN_ONE_CALL))

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_two_gpus
 from tests.support.models import run_config, save_weights
-from tests.support.probes import score
+from tests.support.parity import score
 from tests.support.versions import Chain
 from tidemill.common.errors import WeightsMismatchError
 from tidemill.common.weights.delta import write_whole

@@ -25,7 +25,7 @@ from tests.support.models import (
     train,
     write_tokenizer,
 )
-from tests.support.probes import score
+from tests.support.parity import score
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
 from tidemill.common.wire.messages import SamplingParams

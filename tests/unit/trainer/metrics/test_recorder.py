@@ -12,9 +12,9 @@ import structlog
 
 from tidemill.common import files
 from tidemill.common.files import StorageError
-from tidemill.common.run.plots import plot_learning_curve, smooth
 from tidemill.common.run.state import read_records
 from tidemill.common.wire.messages import Commit
+from tidemill.services.console.status.plots import plot_learning_curve, smooth
 from tidemill.services.trainer.metrics.recorder import Recorder
 
 
