@@ -3,9 +3,9 @@ shapes rewards."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from tidemill.common.config.section import OFF, Section
+from tidemill.common.config.section import OFF, Rules, Section
 
 
 class ImportanceConfig(Section):
@@ -75,17 +75,14 @@ class RejectionConfig(Section):
 
     @property
     def of_tokens(self) -> list[str]:
-        """Criteria that leave out single tokens."""
         return [name for name in self.bounds if name.startswith("token")]
 
     @property
     def of_sequences(self) -> list[str]:
-        """Criteria that leave out whole sequences."""
         return [name for name in self.bounds if name.startswith("seq")]
 
     @property
     def is_on(self) -> bool:
-        """Whether anything can be left out."""
         return bool(self.bounds) or self.veto is not None
 
 
@@ -108,11 +105,8 @@ class CovarianceConfig(Section):
     coefficient: float = Field(1.0, gt=0.0, le=1e6)
     """Weight of |log r| on the tokens of `kl_cov` (`ppo_kl_coef`)."""
 
-    @model_validator(mode="after")
-    def _is_a_range(self) -> "CovarianceConfig":
-        if self.low >= self.high:
-            raise ValueError(f"covariance.low ({self.low}) must be below covariance.high ({self.high})")
-        return self
+    def rules(self) -> Rules:
+        yield self.low >= self.high, f"low ({self.low}) must be below high ({self.high})"
 
 
 Exponents = tuple[
@@ -174,8 +168,8 @@ class RouterConfig(Section):
     """Losses of a mixture model's routers, summed over layers."""
 
     balance: float = Field(0.0, ge=0.0, le=100.0)
-    """Weight of DeepSeek-V3's balance loss of each sequence (arXiv 2412.19437, eq. 17 to 20; there 0.0001).
-   """
+    """Weight of DeepSeek-V3's balance loss of each sequence (arXiv 2412.19437, eq. 17 to 20; there
+    0.0001)."""
     z: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of ST-MoE's z-loss of each position (arXiv 2202.08906, eq. 5; there 0.001)."""
     measure: bool = False
@@ -183,7 +177,6 @@ class RouterConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether the routers' outputs are wanted."""
         return self.measure or self.balance > 0.0 or self.z > 0.0
 
 
@@ -210,19 +203,19 @@ class EntropyControlConfig(Section):
     high: float = Field(1.0, gt=0.0, le=100.0)
     """Largest coefficient."""
 
-    @model_validator(mode="after")
-    def _is_a_range(self) -> "EntropyControlConfig":
-        if self.low > self.high:
-            raise ValueError(f"low ({self.low:g}) is above high ({self.high:g}): no coefficient lies between")
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.low > self.high,
+            f"low ({self.low:g}) is above high ({self.high:g}): no coefficient lies between",
+        )
 
 
 class ValueConfig(Section):
     """The value head of `advantage: gae`."""
 
     model: Literal["policy", "own"] = "policy"
-    """It sits on the policy's last hidden state, or on a model of its own (a critic), which begins as a copy.
-   """
+    """It sits on the policy's last hidden state, or on a model of its own (a critic), which begins as a
+    copy."""
     lr: float | None = Field(None, gt=0.0, le=1.0)
     """Its peak learning rate; null takes the policy's."""
     coefficient: float = Field(0.5, gt=0.0, le=100.0)
@@ -257,5 +250,4 @@ class LengthPenaltyConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is taken off."""
         return self.tokens > 0.0 or self.turns > 0.0

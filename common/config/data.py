@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag
 
-from tidemill.common.config.section import PathText, Section
+from tidemill.common.config.section import PathText, Rules, Section
 
 SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
@@ -30,8 +30,8 @@ class SourceConfig(Section):
     data_source: str = ""
     """The `data_source` of rows that have none; empty takes the source's name."""
     environment: str = ""
-    """The `environment` of rows without that column, where `rollout.environment.use` offers several by name.
-   """
+    """The `environment` of rows without that column, where `rollout.environment.use` offers several by
+    name."""
     group_size: int | None = Field(None, ge=1, le=4096)
     """Completions of each of its groups; null takes `trainer.group_size`."""
     sampling: dict[Literal["max_tokens", "top_p", "top_k", "min_p"], float] = Field(default_factory=dict)
@@ -52,13 +52,11 @@ class CurriculumConfig(Section):
     focus: float = Field(0.25, ge=0.0, le=0.9)
     """Share of the groups for prompts between `hard` and `easy`, ahead of their order."""
 
-    @model_validator(mode="after")
-    def _leaves_something(self) -> "CurriculumConfig":
-        if self.hard >= self.easy:
-            raise ValueError(
-                f"hard ({self.hard}) must be below easy ({self.easy}): prompts between them are kept"
-            )
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.hard >= self.easy,
+            f"hard ({self.hard}) must be below easy ({self.easy}): prompts between them are kept",
+        )
 
 
 FILE, FILES, SOURCES = "<file>", "<files>", "<sources>"
@@ -83,8 +81,8 @@ class DataConfig(Section):
     """Files or hub datasets; docs/data.md has formats and columns."""
 
     train: Train
-    """File, files or pattern, `hub:OWNER/NAME`, Python rows (`my_env.py:MyEnv.rows`), or a list of sources.
-   """
+    """File, files or pattern, `hub:OWNER/NAME`, Python rows (`my_env.py:MyEnv.rows`), or a list of
+    sources."""
     eval: dict[str, PathText] = Field(default_factory=dict)
     """Evaluation sets by name, scored by the rewards whose `lanes` hold `eval`."""
     columns: Columns = Field(default_factory=dict)
@@ -138,12 +136,7 @@ class DataConfig(Section):
         """The section as it is for one source, which has files and may have columns of its own."""
         return self.model_copy(update={"train": source.path, "columns": source.columns or self.columns})
 
-    @field_validator("train")
-    @classmethod
-    def _names_differ(
-        cls, train: str | list[str] | list[SourceConfig]
-    ) -> str | list[str] | list[SourceConfig]:
-        names = [item.name for item in train if isinstance(item, SourceConfig)]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two sources are called {twice[0]!r}; give each a name of its own")
-        return train
+    def rules(self) -> Rules:
+        names = [source.name for source in self.sources]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        yield twice, f"two sources are called {''.join(twice[:1])!r}; give each a name of its own"

@@ -1,8 +1,8 @@
 """The `rollout` section: how completions are generated."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.section import Section
@@ -28,7 +28,13 @@ ENGINES = {
     "transformers": EngineTraits("transformers:TransformersEngine", leaves_gpu=False),
     "simulated": EngineTraits("simulated:SimulatedEngine", loads_model=False),
 }
-"""By `rollout.engine`. Nothing else compares with these names."""
+"""By `rollout.engine`. Nothing else compares with these names: a new engine is its file and its row."""
+
+
+def _known(name: str) -> str:
+    if name not in ENGINES:
+        raise ValueError(f"input should be one of {', '.join(ENGINES)}; got {name!r}")
+    return name
 
 
 class SamplingConfig(Section):
@@ -80,11 +86,11 @@ class SimulatedConfig(Section):
 class RolloutConfig(Section):
     """How the rollout service turns tickets into trajectories."""
 
-    engine: Literal["vllm", "transformers", "simulated"] = "vllm"
-    """What generates: vLLM, plain transformers, or delays."""
+    engine: Annotated[str, AfterValidator(_known)] = "vllm"
+    """What generates: `vllm`, `transformers` (plain, no GPU library needed), or `simulated` (delays)."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this machine for its rollout workers, `vllm.tensor_parallel_size` each; empty takes free ones.
-   """
+    """GPUs of this machine for its rollout workers, `vllm.tensor_parallel_size` each; empty takes free
+    ones."""
     trainer_gpus: Literal["auto", "turns", "shared"] = "auto"
     """`turns`: engine and trainer use the same GPUs one at a time. `shared`: at once, with memory left by
     `vllm.gpu_memory_utilization`. `auto`: `turns` where `tidemill up` finds one GPU, else neither."""
@@ -107,5 +113,4 @@ class RolloutConfig(Section):
 
     @property
     def engine_traits(self) -> EngineTraits:
-        """What is known of the engine."""
         return ENGINES[self.engine]

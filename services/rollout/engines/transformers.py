@@ -148,7 +148,6 @@ class TransformersEngine(ModelEngine):
         await asyncio.to_thread(self._thread.shutdown)
 
     async def _run(self) -> None:
-        """Decode what waits, batch after batch."""
         while True:
             await self._gather()
             async with self._model_in_use:
@@ -179,7 +178,6 @@ class TransformersEngine(ModelEngine):
         self._arrived.set()
 
     async def _decode(self, batch: list[_Waiting]) -> None:
-        """Decode one batch and hand each caller its completion."""
         from tidemill.services.rollout.engines.decoding import decode_batch
 
         model, eos_ids = self._running_model(), frozenset(self.folder.eos_ids)

@@ -109,7 +109,6 @@ class AgentProgram:
         return Closing(**result)
 
     async def close(self) -> None:
-        """End the host; the kernel ends what it has forked."""
         if self._host is not None:
             self._host.kill()
             await self._host.wait()
@@ -142,7 +141,6 @@ class AgentPlayer(Player):
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
     async def close(self) -> None:
-        """Stop listening, and end what was started."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait({self._sweeper})

@@ -61,23 +61,3 @@ async def test_no_trained_token_is_staler_than_the_bound(
     if max_staleness == 0:
         assert set(staleness) == {0}
     assert {sample.worker for sample in samples} == {"fast", "slow"}
-
-
-async def test_the_scheduler_never_issues_beyond_the_gate(tmp_path: Path) -> None:
-    """With nobody generating, exactly (0 + 1 + k) * B tickets are issued."""
-    from tests.support.waiting import wait_until
-
-    config = simulated_config(tmp_path, trainer__max_staleness=2, trainer__steps=50)
-    async with ServiceRun(tmp_path, config) as run:
-        run.start("trainer")
-
-        async def num_tickets() -> int:
-            return len(await read_range(run.broker, run.keys.prompts(), Ticket))
-
-        async def is_waiting() -> bool:
-            beats = await run.broker.execute("HVALS", run.keys.workers("trainer"))
-            return any(b'"wait:trajectories"' in beat for beat in beats)
-
-        await wait_until(is_waiting)
-        assert await num_tickets() == 3 * config.trainer.groups_per_step
-        assert await run.stop("trainer") == 0

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import run_config, tiny_model, write_tokenizer
+from tests.support.parity import score
 from tests.support.playing import make_ticket
-from tests.support.probes import score
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
