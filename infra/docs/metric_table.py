@@ -57,7 +57,9 @@ def read_metrics() -> Iterator[MetricFacts]:
 def as_markdown() -> str:
     """Heading and all tables."""
     facts = list(read_metrics())
-    ranges = [f"| {c.name} | `{c.metric}` | {_interval(c.healthy)} | {_problem(c)} |\n" for c in CHECKS]
+    ranges = [
+        f"| {name} | `{c.metric}` | {_interval(c.healthy)} | {_problem(c)} |\n" for name, c in CHECKS.items()
+    ]
     lines = ["".join([PREAMBLE, *ranges, PROMETHEUS])]
     for heading, is_of_run in ((OF_PROCESSES, False), (OF_RUNS, True)):
         lines += [heading, ""]
