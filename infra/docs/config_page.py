@@ -21,6 +21,8 @@ def as_markdown() -> str:
     parts = [PREAMBLE]
     seen: dict[tuple[str, ...], str] = {}
     for section in read_sections():
+        if section.name.endswith(".simulated"):
+            continue  # for benchmarks and tests
         heading = f"`{section.name}`" if section.name else "Top of the file"
         parts.append(f"\n## {heading}\n\n{section.text}\n\n")
         shared = _shared(section, seen)

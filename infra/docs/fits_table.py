@@ -14,7 +14,7 @@ from tidemill.services.console.check.memory import GIB, as_overrides
 HEADING = "## Which models fit"
 MODELS = Path(__file__).parents[2] / "docs/operations/models"
 MAX_MODEL_LEN = 8192
-NUMBERS, GIB_EACH = (1, 8, 32), 80
+NUMBERS, GIB_EACH = (1, 8), 80
 SHORT = {
     "trainer.num_ranks": "num_ranks",
     "trainer.lora": "lora",
