@@ -136,6 +136,7 @@ async def archive_stream(
     What does not fill a segment is left for later, unless `is_last`. Call within `writing`.
     """
     folder, total = stream_folder(run_dir, stream), 0
+    # Before the last id is read: half a file of a killed writer must count for nothing.
     manifest = sweep(folder)
     last_id = manifest.last_id
     while True:
@@ -233,6 +234,7 @@ class SegmentFile:
         assert self._file is not None, "a segment has entries"
         details = Details(self.previous_id, self.payload_bytes, time.time(), self._bounds)
         self._file.add_key_value_metadata({DETAILS.decode(): json.dumps(asdict(details))})
+        # Closing writes the footer, the checksum covers it, and both are there before the file has a name.
         self.close()
         checksum = file_checksum(path)
         target = folder / segment_name(self.first_id, self.last_id, self.entries, checksum)
@@ -280,6 +282,7 @@ def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
                     building.add(entry, aside)
             if building.entries:
                 building.publish(aside, folder)
+        # After the shorter file is there: of both `Manifest.load` takes that one, and none would be a loss.
         gone[0].path.unlink()
         num_lost -= building.entries
     take_back_trim(folder, id_after(last_id))

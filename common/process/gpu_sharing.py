@@ -93,6 +93,8 @@ class GpuLock:
         """Stand in line, then wait until the holder gives the lock back or dies."""
         try:
             for line, lock in zip(self._lines, self._held, strict=True):
+                # The holder hands the lock over when somebody stands in line. The place is given up with the
+                # lock in hand only, or the next one could be served first.
                 await _taken(line)
                 await _taken(lock)
                 line.drop()
@@ -204,7 +206,7 @@ class GpuGate:
                 await self._hold()
                 await self._sleep()
             finally:
-                self._is_open = False
+                self._is_open = False  # first: nobody may enter once another process may have the GPU
                 self._lock.release()
 
     async def _hold(self) -> None:

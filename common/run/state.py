@@ -25,6 +25,7 @@ class UnknownRunError(ConfigError):
 
 async def publish_config(broker: Broker, keys: Keys, config: "RunConfig") -> None:
     """Make the resolved config known, so that a worker needs only the address and the run id."""
+    # The config first: who finds the run in the list finds its config.
     await broker.execute("SET", keys.config, config.model_dump_json())
     await broker.execute("SADD", RUNS, keys.run_id)
 

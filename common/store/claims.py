@@ -83,6 +83,7 @@ class ClaimStore:
         name = f"{sample.ticket}-{sample.index}-{digest}"
         pointer = f"{self.url}/{name}" if self.url else name
         claim = Claim(pointer=pointer, num_bytes=len(payload), digest=digest)
+        # Before the claim leaves this call: an entry that is published with it must find the payload.
         self._write(name, payload)
         without: dict[str, Any] = {
             "prompt_ids": NO_IDS,
