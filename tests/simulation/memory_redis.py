@@ -46,11 +46,11 @@ NEEDS_A_PROCESS = frozenset(
 
 
 def is_trusted(module: str, test: str) -> bool:
-    """Whether a test runs against the stand-in too."""
+    """Whether a test runs against the Redis in memory too."""
     return module.rpartition(".")[2] in TRUSTED and test not in NEEDS_A_PROCESS
 
 
-class StandIn:
+class MemoryRedis:
     """One server without a process."""
 
     def __init__(self) -> None:
