@@ -19,8 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.http_server import ServerInService, server_config
-from tidemill.common.process.listening import listen
+from tidemill.common.process.http_server import ServerInService, listen, server_config
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.gateway.apis import APIS, Api, anthropic_question
 from tidemill.services.rollout.gateway.dialogue import RequestError

@@ -23,8 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.policy.forward import TileScores, TokenScorer, output_head
-from tidemill.services.trainer.policy.packing import Tile
+from tidemill.services.trainer.policy.forward import output_head
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_parameters, model_tensors, whole_tensor
 
@@ -113,40 +112,6 @@ class Adapters:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self._peft_config.save_pretrained(str(folder))
-
-
-class BaseReference:
-    """The reference model: the policy's with its adapters off. Has the methods of `ReferenceModel`."""
-
-    def __init__(self, scorer: TokenScorer, adapters: Adapters) -> None:
-        self.scorer: TokenScorer = _BaseScorer(scorer, adapters)
-
-    def is_due(self, num_steps: int) -> bool:
-        """Never: the base does not move."""
-        return False
-
-    def update(self, model: PreTrainedModel) -> None:
-        """Nothing to do."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
-
-class _BaseScorer(TokenScorer):
-    def __init__(self, scorer: TokenScorer, adapters: Adapters) -> None:
-        self._scorer, self._adapters = scorer, adapters
-
-    @property
-    def module(self) -> nn.Module:
-        return self._scorer.module
-
-    def score(
-        self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
-    ) -> TileScores:
-        with self._adapters.off():
-            return self._scorer.score(
-                tile, temperature, entropy_gradient=entropy_gradient, keep_hidden=keep_hidden
-            )
 
 
 def _delta(layer: Any) -> Tensor:

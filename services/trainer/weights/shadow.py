@@ -160,6 +160,11 @@ class Shadow:
     def _num_elements(self) -> int:
         return sum(part.count for part in self.parts)
 
+    def hold(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> None:
+        """Write these weights themselves, of which no copy is held: they must not change meanwhile."""
+        flats = _flats(tensors, converted).items()
+        self._held = {name: flat.to(exported_dtype(flat, self.dtype)) for name, flat in flats}
+
     def move(self, moved: Callable[[Tensor], Tensor]) -> None:
         """Hold copies in place of what is held. A file that is being written is read from either."""
         for name in list(self._held):

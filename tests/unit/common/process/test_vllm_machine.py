@@ -17,9 +17,9 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process import vllm_machine
 from tidemill.common.process.vllm_machine import check_machine, machine_arguments, machine_environment
-from tidemill.common.run.replicas import MODEL_TOKEN_VARIABLE, complaint
 from tidemill.services.console.check.preflight import _check_engine
 from tidemill.services.reward.remote.serving import check_local, server_command, server_environment
+from tidemill.services.reward.remote.tokens import MODEL_TOKEN_VARIABLE, complaint
 from tidemill.services.rollout.engines.vllm_launch import start_vllm
 
 TOKEN = "a token of the run, long enough"
