@@ -33,7 +33,8 @@ from tidemill.common.weights.bits import Bits, read_safetensors
 from tidemill.common.weights.delta import read_delta
 from tidemill.common.weights.digest import DigestSum
 from tidemill.common.wire.messages import WeightFile, WeightManifest
-from tidemill.services.trainer.weights.shard_writer import Alone, ShardWriter
+from tidemill.services.trainer.weights.peers import Alone
+from tidemill.services.trainer.weights.shard_writer import ShardWriter
 from tidemill.services.trainer.weights.store import WeightState, WeightStore
 
 WIDTH = 4096

@@ -117,5 +117,4 @@ class RolloutConfig(Section):
 
     @property
     def engine_traits(self) -> EngineTraits:
-        """What is known of the engine."""
         return ENGINES[self.engine]
