@@ -102,6 +102,7 @@ class WeightDownload(LocalVersions):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "download.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
+                # Looked at under the lock: another worker of this machine may just have brought them.
                 try:
                     return super().files(manifest)
                 except WeightsError:

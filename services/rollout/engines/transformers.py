@@ -125,6 +125,7 @@ class TransformersEngine(ModelEngine):
             # Within the lock: the next batch stamps its tokens with it.
             self.version = version
         finished = time.perf_counter()
+        # Beside the next batch: nothing but the next delta asks for it.
         if files:
             self._held, self._digest = await asyncio.to_thread(self._pieces, model, files, digest)
         return WeightUpdate(version, load_s=finished - started, paused_s=finished - paused)

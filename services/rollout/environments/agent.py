@@ -95,6 +95,7 @@ class AgentProgram:
                 result = await receive(reader)
             finally:
                 writer.close()
+                # The leader waits for this, so its number cannot be another group's by now.
                 if pid:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal.SIGKILL)
@@ -169,6 +170,7 @@ class AgentPlayer(Player):
                     program.cancel()
                     await asyncio.wait({program})
         finally:
+            # After the program's end and its address's: what is still generated then is for nobody.
             await session.close()
             self._has_ended.set()
         if not session.histories.recorded:

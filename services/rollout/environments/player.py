@@ -175,6 +175,7 @@ class Play:
                     generation = await ask([*recorder.ids, *context], sampling)
             except TimeoutError:
                 return "timeout"
+            # Only with the turn that followed it: what a session ends with is the model's.
             recorder.add_context(context)
             recorder.add_turn(generation, engine_s=time.monotonic() - begun)
             if (end := await self._hear(generation, recorder)) is not None:

@@ -136,6 +136,7 @@ class Histories:
         known = [
             h for h in list(self.all) if h.identities and not h.is_busy and question.tool_keys <= h.tools
         ]
+        # The longest first: what others have at their start would be forked again with every question.
         known.sort(key=lambda history: len(history.identities), reverse=True)
         for history in known:
             place = len(history.identities)

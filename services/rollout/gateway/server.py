@@ -109,7 +109,7 @@ class Gateway:
                 return await endpoint(self._session(request), request)
             except RequestError as error:
                 refused = error
-            except asyncio.CancelledError:
+            except asyncio.CancelledError:  # its turn was, when the session was closed
                 refused = RequestError("the session is over", "session_over", 404)
             except Exception as error:  # the session fails with it; its program must not try again
                 log.warning("a request of an agent failed", error=str(error))

@@ -195,14 +195,14 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     forked = torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
-    with forked, _stood_in(model):
+    with forked, _with_placeholders(model):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
     return peft_config
 
 
 @contextmanager
-def _stood_in(model: PreTrainedModel) -> Iterator[None]:
+def _with_placeholders(model: PreTrainedModel) -> Iterator[None]:
     """PEFT puts adapters where the layer is. Where that is nowhere as yet, they would lose their values: a
     number in the layer's shape stands in for its weight."""
     empty = [

@@ -80,14 +80,14 @@ def find_scaling(model: PreTrainedModel) -> Scaling | None:
         return None
     if torch.equal(logits.to(marked[0].dtype), marked[0]):
         return PLAIN
-    if (told := told_scaling(model.config.get_text_config())) == PLAIN:
+    if (configured := configured_scaling(model.config.get_text_config())) == PLAIN:
         return None  # by how little it may be: rounding is no reason
     tolerance = 1e-4 if marked[0].dtype.itemsize > 2 else 2e-2
-    expected = told.of(marked[0].float())
-    return told if torch.allclose(logits.float(), expected, rtol=tolerance, atol=tolerance) else None
+    expected = configured.of(marked[0].float())
+    return configured if torch.allclose(logits.float(), expected, rtol=tolerance, atol=tolerance) else None
 
 
-def told_scaling(config: Any) -> Scaling:
+def configured_scaling(config: Any) -> Scaling:
     """What a model of this configuration should make of its head's output."""
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):

@@ -1,4 +1,4 @@
-"""A policy of delays: trains nothing, takes as long as it is told, and remembers what it was given.
+"""A policy of delays: trains nothing, takes as long as the config says, and remembers what it was given.
 
 Its digest is a hash chain over the keys and advantages of every micro-batch, in order: two runs have one
 digest exactly when they trained the same trajectories in the same micro-batches. So exactly-once can be
@@ -32,7 +32,7 @@ from tidemill.services.trainer.policy.saving import SavesState
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
-TOLD = TensorInfo("simulated", "I64", (17,))
+PROGRESS = TensorInfo("simulated", "I64", (17,))
 UNCHANGING = TensorInfo("unchanging", "U8", (4096,))
 
 
@@ -108,12 +108,12 @@ class SimulatedPolicy(HasCoefficients, SavesState):
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """One tensor with the digest and the number of updates, to tell versions apart; one that never
         changes, so that deltas pay."""
-        yield TOLD.name, torch.tensor([self._num_updates, *self._chain], dtype=torch.int64)
+        yield PROGRESS.name, torch.tensor([self._num_updates, *self._chain], dtype=torch.int64)
         yield UNCHANGING.name, torch.zeros(UNCHANGING.shape, dtype=torch.uint8)
 
     def state(self) -> PolicyState:
         """The chain and the number of updates."""
-        tensors = {TOLD.name: dict(self.named_parameters_for_export())[TOLD.name]}
+        tensors = {PROGRESS.name: dict(self.named_parameters_for_export())[PROGRESS.name]}
         values = {"policy": "simulated", "updates": self._num_updates}
         return PolicyState(tensors, values | self._coefficients.as_values(self._trainer.algorithm))
 
@@ -135,9 +135,9 @@ class SimulatedPolicy(HasCoefficients, SavesState):
         digest, now = self.digest(), np.array([self._num_updates, *self._chain], dtype=np.int64)
         before, held = self._compared
         self._compared, self._changed = (digest, now), np.flatnonzero(now != held) if before else now[:0]
-        num_elements = TOLD.num_elements + UNCHANGING.num_elements
+        num_elements = PROGRESS.num_elements + UNCHANGING.num_elements
         share = len(self._changed) / num_elements if before else -1.0
-        return WeightState(digest, digest, before, share, TOLD.num_bytes + UNCHANGING.num_bytes)
+        return WeightState(digest, digest, before, share, PROGRESS.num_bytes + UNCHANGING.num_bytes)
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         if parent < 0:
@@ -145,7 +145,7 @@ class SimulatedPolicy(HasCoefficients, SavesState):
             save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         else:
             writer = DeltaWriter(folder / delta_name(0, 1))
-            writer.add(TOLD, self._changed, self._compared[1][self._changed].view(TOLD.bits_dtype))
+            writer.add(PROGRESS, self._changed, self._compared[1][self._changed].view(PROGRESS.bits_dtype))
             writer.write()
         written: Future[tuple[WeightFile, ...]] = Future()
         written.set_result(list_files(folder))

@@ -21,14 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.weights.shadow import held_rows, rows_of
 
 PATTERN = "policy*.safetensors"
-
-
-def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
-    """First row and end of a rank's share. 5 rows over 2 ranks are (0, 3) and (3, 5)."""
-    count = -(-num_rows // size)
-    return min(num_rows, rank * count), min(num_rows, (rank + 1) * count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +112,7 @@ class ShardReader:
 def fill(tensor: Tensor, source: ShardReader, name: str) -> Tensor:
     """The tensor, with what this process holds of it read from a state: all, or its rows."""
     if isinstance(tensor, DTensor):
-        axis = tensor.device_mesh.ndim - 1  # before it come copies of the model
-        rank, size = tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis)
-        tensor.to_local().copy_(source.read(name, *rows_of(tensor.shape[0], rank, size)))
+        tensor.to_local().copy_(source.read(name, *held_rows(tensor)))
     else:
         tensor.copy_(source.read(name))
     return tensor

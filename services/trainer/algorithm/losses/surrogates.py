@@ -18,9 +18,7 @@ def ppo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
 
     Of clip-cov too (arXiv 2505.22617): the tokens that it holds back have the factor 0 (`mini_batch.py`).
     """
-    return clipped_surrogate(
-        ratio.ratio_N, ratio.advantages_N, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip_bound
-    )
+    return clipped_surrogate(ratio.ratio_N, ratio.advantages_N, algorithm)
 
 
 def kl_cov(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
@@ -37,9 +35,7 @@ def kl_cov(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     return unclipped(objective_N)
 
 
-def clipped_surrogate(
-    ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> Surrogate:
+def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, algorithm: AlgorithmConfig) -> Surrogate:
     """min(r A, clip(r, 1 - low, 1 + high) A), and at least `dual_clip` * A where A < 0. Shapes [N].
 
     arXiv 1707.06347, eq. 7; separate bounds are DAPO's clip-higher (arXiv 2503.14476); the dual clip is arXiv
@@ -47,7 +43,8 @@ def clipped_surrogate(
     negative one r < 1 - low (those tokens have already moved enough) or r > `dual_clip` (one token that
     became much likelier would outweigh all others). r = 1.5, A = 2, high = 0.28 gives 2.56.
     """
-    clipped_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    low, high, dual_clip = 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high, algorithm.dual_clip_bound
+    clipped_N = ratio_N.clamp(low, high)
     bounded_N = ratio_N if dual_clip is None else ratio_N.clamp(max=dual_clip)
     objective_N = torch.minimum(bounded_N * advantages_N, clipped_N * advantages_N)
     with torch.no_grad():
@@ -57,8 +54,8 @@ def clipped_surrogate(
             is_dual_N = (ratio_N > dual_clip) & is_negative_N
         return Surrogate(
             objective_N,
-            is_low_N=(ratio_N < 1.0 - clip_low) & is_negative_N,
-            is_high_N=(ratio_N > 1.0 + clip_high) & (advantages_N > 0),
+            is_low_N=(ratio_N < low) & is_negative_N,
+            is_high_N=(ratio_N > high) & (advantages_N > 0),
             is_dual_N=is_dual_N,
         )
 
@@ -101,13 +98,7 @@ def gspo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     """
     log_S = sequence_means(ratio.log_N, ratio.sequence_N, ratio.num_sequences)
     ratio_S = log_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return clipped_surrogate(
-        ratio_S[ratio.sequence_N],
-        ratio.advantages_N,
-        algorithm.clip_low,
-        algorithm.clip_high,
-        algorithm.dual_clip_bound,
-    )
+    return clipped_surrogate(ratio_S[ratio.sequence_N], ratio.advantages_N, algorithm)
 
 
 TEMPERATURE_POSITIVE, TEMPERATURE_NEGATIVE = 1.0, 1.05

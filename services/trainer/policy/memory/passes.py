@@ -43,8 +43,8 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
     is_shared = placed == "shared" and num_engines(config) > 0
     room = trainer_room(config, gpu_bytes, placed == "turns", is_shared)
     tokens, recomputed, take = choose_passes(config, sizes, gpu_bytes, room)
-    told = log.info if take.running <= room else log.warning
-    told(
+    report = log.info if take.running <= room else log.warning
+    report(
         "passes are fitted to the GPU's memory",
         micro_batch_tokens=tokens,
         gradient_checkpointing=recomputed,

@@ -43,7 +43,8 @@ def two_and_one() -> dict[str, object]:
 )
 def test_clipped_surrogate_by_hand(ratio, advantage, objective, slope):
     ratio_N = tensor(ratio).requires_grad_()
-    result = clipped_surrogate(ratio_N, tensor(advantage), clip_low=0.2, clip_high=0.28)
+    algorithm = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=None)
+    result = clipped_surrogate(ratio_N, tensor(advantage), algorithm)
     result.objective_N.sum().backward()
     assert result.objective_N.item() == pytest.approx(objective)
     assert ratio_N.grad.item() == pytest.approx(slope)
@@ -59,7 +60,8 @@ def test_clipped_surrogate_by_hand(ratio, advantage, objective, slope):
 )
 def test_the_dual_clip_bounds_bad_tokens_that_became_likely(ratio, advantage, objective, slope, is_cut):
     ratio_N = tensor(ratio).requires_grad_()
-    result = clipped_surrogate(ratio_N, tensor(advantage), 0.2, 0.28, dual_clip=3.0)
+    algorithm = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    result = clipped_surrogate(ratio_N, tensor(advantage), algorithm)
     result.objective_N.sum().backward()
     assert result.objective_N.item() == pytest.approx(objective)
     assert (ratio_N.grad.item(), result.is_dual_N.item()) == (pytest.approx(slope), is_cut)
