@@ -99,7 +99,7 @@ class Books:
     issued: int = 0
     trained: int = 0
     in_flight: int = 0
-    buried: int = 0
+    dead_lettered: int = 0
     """Given up and told in the dead letters; the next commit says that another ticket replaces it."""
     lost: list[int] = field(default_factory=list)
     duplicated: int = 0
@@ -245,7 +245,7 @@ async def count(broker: Broker, keys: Keys) -> Books:
         if isinstance(entry, Entry) and entry.message.ticket not in done:
             made.setdefault(entry.message.ticket, {}).setdefault(entry.message.index, entry.entry_id)
     scored = {score.key async for score in messages(broker, keys.scores(), Score)}
-    buried = {letter.ticket async for letter in messages(broker, keys.dead, DeadLetter)}
+    dead_letters = {letter.ticket async for letter in messages(broker, keys.dead, DeadLetter)}
     held = await pending(broker, keys.prompts(), ROLLOUT_GROUP)
     judging = await pending(broker, keys.trajectories(), REWARD_GROUP)
     async for ticket in messages(broker, keys.prompts(), Ticket):
@@ -254,8 +254,8 @@ async def count(broker: Broker, keys: Keys) -> Books:
         if number in done:
             continue
         is_scored = all((number, i) in scored or judging(entry_id) for i, entry_id in samples.items())
-        if number in buried:
-            books.buried += 1
+        if number in dead_letters:
+            books.dead_lettered += 1
         elif held(entry_id_of(number)) or (len(samples) == ticket.group_size and is_scored):
             books.in_flight += 1
         else:
