@@ -73,7 +73,7 @@ async def scores(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN) -> list[Sc
     ]
 
 
-async def letters(broker: Broker, keys: Keys) -> list[DeadLetter]:
+async def dead_entries(broker: Broker, keys: Keys) -> list[DeadLetter]:
     return [
         entry.message for entry in await read_range(broker, keys.dead, DeadLetter) if isinstance(entry, Entry)
     ]
@@ -145,7 +145,7 @@ async def test_a_heartbeat_counts_what_became_of_the_trajectories(broker: Broker
     assert "ground truth" in failed.error
 
 
-async def test_entries_that_cannot_be_decoded_are_buried_and_the_rest_goes_on(
+async def test_entries_that_cannot_be_decoded_are_dead_lettered_and_the_rest_goes_on(
     broker: Broker, keys: Keys, start: Any
 ) -> None:
     stream, reward = keys.trajectories(), GatedReward()
@@ -158,17 +158,17 @@ async def test_entries_that_cannot_be_decoded_are_buried_and_the_rest_goes_on(
     await append(broker, stream, make_trajectory(2))
     async with start(reward):
         await wait_until(lambda: _has(broker, keys, 2))
-        await wait_until(lambda: _count(letters(broker, keys), 3))
-    buried = await letters(broker, keys)
+        await wait_until(lambda: _count(dead_entries(broker, keys), 3))
+    dead = await dead_entries(broker, keys)
     assert [score.key for score in await scores(broker, keys)] == [(1, 0), (2, 0)]
-    assert {letter.origin for letter in buried} == {"trajectories"}
-    assert buried[0].fields == {"v": garbage[b"v"], "p": garbage[b"p"]}
-    assert "not msgpack" in buried[0].error
-    assert "schema 9.0" in buried[2].error
+    assert {entry.origin for entry in dead} == {"trajectories"}
+    assert dead[0].fields == {"v": garbage[b"v"], "p": garbage[b"p"]}
+    assert "not msgpack" in dead[0].error
+    assert "schema 9.0" in dead[2].error
     assert await num_pending(broker, keys) == 0
 
 
-async def test_a_trajectory_that_killed_too_many_workers_is_buried(
+async def test_a_trajectory_that_killed_too_many_workers_is_dead_lettered(
     broker: Broker, keys: Keys, start: Any
 ) -> None:
     await append(broker, keys.trajectories(), make_trajectory(1), make_trajectory(2))
@@ -186,10 +186,10 @@ async def test_a_trajectory_that_killed_too_many_workers_is_buried(
     reward.gate.set()
     async with start(reward, streams={"max_attempts": 2}):
         await wait_until(lambda: _has(broker, keys, 1))
-        (letter,) = await wait_until(lambda: letters(broker, keys))
+        (entry,) = await wait_until(lambda: dead_entries(broker, keys))
     assert [score.key for score in await scores(broker, keys)] == [(2, 0)]
-    assert (letter.ticket, letter.index, letter.attempts) == (1, 0, 2)
-    assert "delivered 2 times" in letter.error
+    assert (entry.ticket, entry.index, entry.attempts) == (1, 0, 2)
+    assert "delivered 2 times" in entry.error
     assert await num_pending(broker, keys) == 0
 
 
@@ -323,7 +323,7 @@ async def test_stopping_hands_back_what_does_not_finish_in_time(
     next_worker.gate.set()
     async with start(next_worker, name="w2", streams={"lease_s": 1.0, "max_attempts": 1}):
         await wait_until(lambda: _has(broker, keys, 3))  # at once, and the hand-back was no failed attempt
-    assert await letters(broker, keys) == []
+    assert await dead_entries(broker, keys) == []
 
 
 async def test_stopping_finishes_what_does_and_leaves_the_group(

@@ -221,20 +221,6 @@ async def test_one_failed_request_diverts_nothing_but_itself(stage: Stage) -> No
         assert min(Counter(urls)[server.url] for server in (stumbles, well)) > 200
 
 
-async def test_a_server_that_was_killed_and_came_back_gets_requests_again(stage: Stage) -> None:
-    async with servers(2) as (victim, well), stage.over(victim, well) as calls:
-        victim.default = well.default = answers(delay_s=0.01)
-        asking = [asyncio.create_task(stage.ask(calls)) for _ in range(100)]
-        await wait_until(lambda: len(victim.requests) > 5)
-        await victim.stop()
-        await asyncio.gather(*asking)
-        await wait_until(lambda: calls.states()["down"] == 1)
-        await victim.start()
-        await wait_until(lambda: calls.states()["up"] == 2)
-        urls = await asyncio.gather(*(stage.ask(calls) for _ in range(320)))
-        assert Counter(urls)[victim.url] > 100
-
-
 async def test_health_that_comes_back_ends_a_rest(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resting, "FIRST_REST_S", 3600.0)
     monkeypatch.setattr(resting, "FAILURES_BEFORE_REST", 1)
