@@ -89,6 +89,7 @@ class GroupScoring:
                 latency_s=time.monotonic() - started,
             )
         try:
+            # Stored before the group is finished: who takes over finds it there, and scores nothing again.
             payloads = await self._consumer.store_result(delivery, key, tickets, result)
             if payloads is not None:
                 scores = await self._finish(payloads)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.reward_worker import num_pending
 from tests.support.rewards import scorer_of
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
@@ -79,9 +80,10 @@ async def dead_entries(broker: Broker, keys: Keys) -> list[DeadLetter]:
     ]
 
 
-async def num_pending(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN) -> int:
-    status = await group_status(broker, keys.trajectories(lane), REWARD_GROUP)
-    return -1 if status is None else status.pending
+def make_lane(context: ServiceContext, lane: Lane, scorer: Scorer) -> RewardLane:
+    reward = context.config.reward
+    counts = WorkerMetrics(context.activity, reward, scorer.reward)
+    return RewardLane(context, lane, scorer, counts, PostProcessing(reward, scorer.reward))
 
 
 @pytest.fixture
@@ -92,14 +94,7 @@ def start(broker: Broker, keys: Keys) -> Callable[..., Any]:
         config = make_config(**sections)
         context = make_context(broker, keys, config, name)
         scorer = scorer_of(scored_by, config.reward, name)
-        worker = RewardLane(
-            context,
-            lane,
-            scorer,
-            WorkerMetrics(context.activity, config.reward, scorer.reward),
-            PostProcessing(config.reward, scorer.reward),
-        )
-        return running(worker.run(), context)
+        return running(make_lane(context, lane, scorer).run(), context)
 
     return start
 
@@ -246,18 +241,8 @@ async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: B
             return RewardOutcome(1.0) if sample.is_evaluation else await held.score(sample)
 
     scorer = scorer_of(TrainingHangs(), config.reward)
-    counts = WorkerMetrics(context.activity, config.reward, scorer.reward)
     await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(5)])
-    lanes = [
-        RewardLane(
-            context,
-            lane,
-            scorer,
-            counts,
-            PostProcessing(config.reward, scorer.reward),
-        ).run()
-        for lane in Lane
-    ]
+    lanes = [make_lane(context, lane, scorer).run() for lane in Lane]
     async with running(asyncio.gather(*lanes), context):  # type: ignore[arg-type]
         await wait_until(lambda: len(held.started) == 2)
         await append(broker, keys.trajectories(Lane.EVAL), *[make_trajectory(ticket) for ticket in range(5)])
