@@ -142,15 +142,6 @@ async def test_a_replica_that_fails_in_a_row_rests_until_a_trial_succeeds(
         assert router.states()["up"] == 2
 
 
-async def test_a_replica_that_asks_for_a_pause_gets_one(stage: Stage) -> None:
-    async with servers(2) as (busy, idle), stage.over(busy, idle) as router:
-        with pytest.raises(RemoteFault):
-            async with router.lease(avoid={idle.url}):
-                raise RemoteFault(FaultKind.RATE_LIMITED, "429", retry_after_s=30.0)
-        assert router.states()["resting"] == 1
-        assert {await _leased(router) for _ in range(4)} == {idle.url}
-
-
 async def test_requests_wait_for_a_replica_and_give_up_when_patience_ends(stage: Stage) -> None:
     async with stage.over(patience_s=0.05) as router:
         with pytest.raises(RemoteFault, match="none is configured or registered") as caught:
