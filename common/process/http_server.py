@@ -48,11 +48,21 @@ class ServerInService(uvicorn.Server):
 
 def is_this_machine(host: str) -> bool:
     """Whether a request's `Host` names this machine by a name that no other site can have."""
-    name, _, port = host.rpartition(":")
-    name = name if port.isdecimal() else host
+    return is_loopback(host_of(host))
+
+
+def host_of(header: str) -> str:
+    """The host that a request's `Host` names, without its port."""
+    whole = header.strip().lower()
+    name, _, port = whole.rpartition(":")
+    return (name if port.isdecimal() else whole).strip("[]")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens there."""
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
-    return name.lower() == "localhost"
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def server_config(app: Any, **more: Any) -> uvicorn.Config:

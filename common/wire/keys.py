@@ -64,6 +64,11 @@ class StreamName(StrEnum):
     def message_type(self) -> type[Message]:
         return _MESSAGES[self.of(Lane.TRAIN)]
 
+    @property
+    def group(self) -> str:
+        """The consumer group that takes from it; empty where all readers go by offset."""
+        return {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}.get(self.message_type, "")
+
     def key(self, keys: "Keys") -> str:
         return keys.named(self)
 

@@ -15,7 +15,6 @@ evaluations in progress, and for messages that only a newer release can read.
 """
 
 import contextlib
-import json
 import sys
 from collections import Counter
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
@@ -45,13 +44,13 @@ from tidemill.common.streams import (
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD
-from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Message, Ticket, Trajectory
 from tidemill.services.console.options import DeadChoice, DeadFilter, DropOptions, ShowDeadOptions
 from tidemill.services.console.run.folder import connected, find_run, log_nothing
-from tidemill.services.console.run.history import open_history
+from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import plural, sample_name
-from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import Node, note, part, print_tree, show, table, terminal
 
 HEX_ROW_BYTES = 16
 HEX_FIRST_BYTES = 512
@@ -72,7 +71,6 @@ class DeadEntry:
     claims: Mapping[str, Any] = field(default_factory=dict)
     """The payload's plain values where it is msgpack at all; nobody has validated them."""
     is_readable: bool = True
-    """Whether the entry itself could be decoded."""
 
     @property
     def stream(self) -> str:
@@ -215,51 +213,34 @@ def _dead_json(entry: DeadEntry, with_content: bool = False) -> dict[str, Any]:
     if with_content:
         found["fields_hex"] = {name: value.hex() for name, value in entry.content.fields.items()}
         found |= {"message": entry.message, "problem": entry.problem, "unvalidated": entry.claims}
-    return jsonable(found)  # type: ignore[no-any-return]
+    return found
 
 
 def show_dead(options: ShowDeadOptions) -> None:
-    """Print everything that is known of the entry that was named, else a list of those that the filter takes,
-    the newest `limit` of them.
-
-    Raises:
-        ConfigError: there is no such entry, or several are named.
-    """
+    """The entry that was named, else a list of the newest `limit` that the filter takes."""
     if len(options.ids) > 1:
         raise ConfigError("one letter is shown at a time; without an ID all are listed.")
 
-    async def look() -> list[DeadEntry]:
-        # Wherever they are now: a run that is over has them in its folder or its archive.
-        async with open_history(options.run_id, options.runs_dir) as access:
-            return await read_dead(access.history.scan(StreamName.DEAD), options, access.config)
+    async def read(access: RunAccess) -> list[DeadEntry]:
+        return await read_dead(access.history.scan(StreamName.DEAD), options, access.config)
 
-    entries = chosen(options, run_main(look()))
+    entries = chosen(options, read_run(options, read))
     if options.ids:
         (entry,) = entries
-        if options.as_json:
-            print(json.dumps(_dead_json(entry, with_content=True), indent=2))
-        else:
-            print_tree(terminal(), dead_tree(entry, options.with_hex))
+        show(_dead_json(entry, with_content=True), dead_tree(entry, options.with_hex), options.as_json)
         return
     shown = entries[-options.limit :] if options.limit else entries
-    if options.as_json:
-        print(json.dumps([_dead_json(entry) for entry in shown], indent=2))
-    elif not entries:
-        print("no dead letters" + (" that fit" if options.is_narrow else ""))
-    else:
-        counts = Counter(entry.content.origin[:40] for entry in entries)
-        left_out = len(entries) - len(shown)
-        older = [note(f"... and {left_out:,} older ones; --limit 0 shows all", "dim")] if left_out else []
-        total = ", ".join(f"{count:,} from {origin}" for origin, count in sorted(counts.items()))
-        print_tree(terminal(), part("", dead_table(shown), older, note(total, "dim")))
+    counts = Counter(entry.content.origin[:40] for entry in entries)
+    left_out = len(entries) - len(shown)
+    older = [note(f"... and {left_out:,} older ones; --limit 0 shows all", "dim")] if left_out else []
+    total = ", ".join(f"{count:,} from {origin}" for origin, count in sorted(counts.items()))
+    tree = part("", dead_table(shown), older, note(total, "dim"))
+    nothing = note("no dead letters" + (" that fit" if options.is_narrow else ""))
+    show([_dead_json(entry) for entry in shown], tree if entries else part("", nothing), options.as_json)
 
 
 def chosen(choice: DeadChoice, entries: Sequence[DeadEntry]) -> list[DeadEntry]:
-    """The entries that were named, in that order, or all.
-
-    Raises:
-        ConfigError: one that was named is not there.
-    """
+    """The entries that were named, in that order, or all."""
     by_id = {entry.entry_id: entry for entry in entries}
     if unknown := [name for name in choice.ids if name not in by_id]:
         raise ConfigError(
@@ -276,8 +257,6 @@ class RequeueResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Requeuer:
-    """Puts dead messages of one run back, one at a time."""
-
     broker: Broker
     keys: Keys
     config: RunConfig
@@ -297,7 +276,6 @@ class Requeuer:
         return cls(broker, keys, config, outcomes, evaluated, state.get("status") == FINISHED)
 
     async def put_back(self, entry: DeadEntry) -> RequeueResult:
-        """Put one message back, exactly once, or say why not."""
         if reason := await self._refusal(entry):
             return RequeueResult(False, reason)
         if entry.stream == "scores":
@@ -366,9 +344,9 @@ class Requeuer:
     async def _hand_out_again(self, entry: DeadEntry) -> RequeueResult:
         """Make a ticket or a trajectory pending again, for the next worker that reclaims."""
         lane, (ticket, _), lease_s = entry.lane, entry.key, self.config.streams.lease_s
-        key, group, published = self.keys.trajectories(lane), REWARD_GROUP, dict[int, int]()
+        name, published = StreamName(entry.content.origin), dict[int, int]()
+        key, group = name.key(self.keys), name.group
         if entry.stream == "prompts":  # what was published before it died must not be generated a second time
-            key, group = self.keys.prompts(lane), ROLLOUT_GROUP
             published = await self._published(ticket, lane)
         if await group_status(self.broker, key, group) is None:
             return RequeueResult(False, f"no {group} worker has ever joined; start one first")
@@ -399,13 +377,7 @@ class Requeuer:
 
 
 def change_entries(choice: DeadChoice) -> int:
-    """Put the chosen messages back, or drop them where `choice` is of that command, and print what came of
-    each; returns 0, or 1 where one that was named could not be.
-
-    Raises:
-        ConfigError: neither ids nor --all were given, or both, or an id is not there; or messages would be
-            dropped, nobody can be asked, and --yes was not given.
-    """
+    """Puts the chosen messages back, or drops them; returns 1 where one that was named could not be."""
     verb, done = ("drop", "dropped") if isinstance(choice, DropOptions) else ("requeue", "put back")
     if bool(choice.ids) == choice.has_all:
         raise ConfigError(
@@ -444,7 +416,6 @@ def change_entries(choice: DeadChoice) -> int:
 
 
 def _ask(entries: Sequence[DeadEntry]) -> None:
-    """Let the user confirm that entries are removed for good."""
     count = plural(len(entries), "dead letter")
     if not sys.stdin.isatty():
         raise ConfigError(f"dropping {count} cannot be undone; say --yes where nobody can be asked.")

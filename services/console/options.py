@@ -2,7 +2,8 @@
 """Every command of `tidemill`: a dataclass with its help and its options, and the function that does it.
 
 The function is named, and imported when its command is called, so that `--help` is answered at once: nothing
-heavy is imported here. It gets the dataclass, and returns the exit code, or None for 0.
+heavy is imported here. It gets the dataclass, and returns the exit code, or None for 0. What it raises as a
+TidemillError is printed, and its exit code is the command's.
 """
 
 import inspect
@@ -48,7 +49,6 @@ def option(name: str, text: str, default: Any = MISSING, metavar: str | None = N
 
 
 def argument(text: str, default: Any = MISSING, metavar: str | None = None, **more: Any) -> Any:
-    """A field that is an argument."""
     return _field(typer.Argument(help=text, metavar=metavar, show_default=False, **more), default)
 
 
@@ -142,8 +142,6 @@ def overrides_option(text: str = "Override one field, such as trainer.steps=20. 
 
 @dataclass(frozen=True, kw_only=True)
 class OfRun:
-    """Which run a command is about."""
-
     run_id: str | None = run_argument()
     runs_dir: Path | None = runs_dir_option()
 
@@ -369,8 +367,6 @@ EVERYTHING = "Print JSON with everything, for programs."
 
 @dataclass(frozen=True, kw_only=True)
 class ViewOptions(OfRun):
-    """Which run, and how its entries are shown."""
-
     run_id: str | None = run_option()
     as_json: bool = json_flag("Print JSON lines with everything, for programs.")
     is_full: bool = option("--full", "Show texts to their ends.", False)
@@ -512,13 +508,12 @@ class DeadFilter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeadChoice(DeadFilter):
+class DeadChoice(DeadFilter, OfRun):
     """Dead letters by their ids, or all that the filter leaves."""
 
     ids: list[str] = argument("Ids of dead letters.", [], "ID")
     has_all: bool = option("--all", "All dead letters that the filters leave.", False)
     run_id: str | None = run_option()
-    runs_dir: Path | None = runs_dir_option()
 
 
 @command("dead show", "dead_letters:show_dead", "--error schema", "1790000000000-0 --hex")

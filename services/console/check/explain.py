@@ -17,17 +17,12 @@ from tidemill.services.console.check.memory import machine_named, print_memory
 from tidemill.services.console.check.preflight import Findings, examine
 from tidemill.services.console.options import CheckOptions
 from tidemill.services.console.text.formats import plural, printable_block, size
-from tidemill.services.console.text.tree import name_table
+from tidemill.services.console.text.tree import jsonable, name_table
 
 MAX_READ_CHARACTERS = 4000
 
 
 def check(options: CheckOptions) -> None:
-    """Check a config and print what it will do, its memory alone, or the fields that there are.
-
-    Raises:
-        ConfigError: something is wrong with it.
-    """
     if options.fields:
         print_fields(str(options.config or ""))
         return
@@ -39,7 +34,7 @@ def check(options: CheckOptions) -> None:
         return
     findings = examine(options.config, options.overrides, options.calls_reward, machine)
     if options.as_json:
-        print(json.dumps(findings.as_dict(), indent=2))
+        print(json.dumps({"ok": True, **jsonable(findings), "redis": findings.redis or None}, indent=2))
     else:
         explain(findings, with_preset=options.explains)
 

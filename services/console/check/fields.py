@@ -59,11 +59,7 @@ def read_sections(model: type[BaseModel] = RunConfig, name: str = "") -> Iterato
 
 
 def print_fields(wanted: str, console: Console | None = None) -> None:
-    """Show the fields of a section and of those inside it; all, where no section is given.
-
-    Raises:
-        ConfigError: there is no such section.
-    """
+    """Show the fields of a section and of those inside it; all, where no section is given."""
     console = console or Console(highlight=False)
     sections = list(read_sections())
     chosen = [s for s in sections if not wanted or s.name == wanted or s.name.startswith(f"{wanted}.")]

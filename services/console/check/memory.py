@@ -20,11 +20,7 @@ Machine = dict[str, Any]
 
 
 def machine_named(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> Machine | None:
-    """What is named, and what is here where nothing is; None where neither says what GPUs there are.
-
-    Raises:
-        ConfigError: GPUs are named, and their memory is not known.
-    """
+    """What is named, and what is here where nothing is; None where neither says what GPUs there are."""
     is_named = gpus is not None or gpu_gib is not None
     gpu_bytes = smallest_gpu_bytes() if gpu_gib is None else gpu_gib * GIB
     if gpu_bytes is None:
@@ -94,11 +90,7 @@ def as_overrides(settings: Mapping[str, Any]) -> str:
 
 
 def print_memory(path: Path, overrides: Iterable[str], machine: Machine | None) -> None:
-    """Print what the run takes; nothing but its config and the model's config.json has to exist.
-
-    Raises:
-        ConfigError: it does not fit, or it cannot be computed.
-    """
+    """Print what the run takes; nothing but its config and the model's config.json has to exist."""
     config = load_config(path, overrides)
     if machine is None:
         raise ConfigError("this machine has no GPU: say what there is, as in --gpus 8 --gpu-gib 80.")

@@ -34,11 +34,6 @@ class ModelFacts:
 
 
 def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
-    """Check the folder at `model.path`.
-
-    Raises:
-        ConfigError: it is missing or incomplete, or its context is shorter than `model.max_model_len`.
-    """
     folder = Path(model.path)
     if not folder.is_dir():
         if "/" not in model.path and not is_path(model.path):
@@ -93,11 +88,6 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
-
-    Raises:
-        ConfigError: it is missing, damaged, or something else.
-    """
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -115,11 +105,7 @@ CHECKED_AT_START = "prompt lengths are checked when the trainer starts"
 def check_lengths(
     rows: Mapping[str, Sequence[Row]], model: ModelFacts | None, data: DataConfig, notes: list[str]
 ) -> None:
-    """Hold every prompt to `data.max_prompt_tokens`; what cannot be checked here is said in `notes`.
-
-    Raises:
-        ConfigError: a prompt is too long and `data.overlong_prompts` is `error`, or all are too long.
-    """
+    """Hold every prompt to `data.max_prompt_tokens`; what cannot be checked here is said in `notes`."""
     if model is None or model.is_remote or not rows:
         return
     if not (model.path / TOKENIZER_FILE).is_file():
@@ -158,11 +144,7 @@ def check_lengths(
 def check_teachers(config: RunConfig) -> None:
     """Compare vocabularies of policy and teachers, where the folders of both are on this machine.
 
-    A teacher is sent token ids: with another tokenizer they would be other words.
-
-    Raises:
-        ConfigError: a teacher's has other ids. The message names the first token that differs.
-    """
+    A teacher is sent token ids: with another tokenizer they would be other words."""
     own = _vocabulary(config.model.path)
     for name, reward in config.reward.named.items():
         served = config.servers[reward.servers] if reward.teacher else None

@@ -7,9 +7,8 @@ import importlib.util
 import os
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.config.idle import idle_settings
@@ -57,21 +56,6 @@ class Findings:
     """What came of playing one session with a script in place of the model."""
     notes: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For programs: what is known of each part, and the whole config."""
-        model = self.model
-        return {
-            "ok": True,
-            "rows": self.rows,
-            "model": None if model is None else asdict(model) | {"path": str(model.path)},
-            "redis": self.redis or None,
-            "rewards": self.rewards,
-            "reads": self.reads,
-            "session": self.session,
-            "notes": self.notes,
-            "config": self.config.model_dump(mode="json"),
-        }
-
 
 def examine(
     given: Path | RunConfig,
@@ -80,12 +64,7 @@ def examine(
     machine: Machine | None = None,
 ) -> Findings:
     """Check a run's config, or the file that holds it, and all it refers to; with a machine, also whether the
-    run fits into its memory.
-
-    Raises:
-        ConfigError: the config itself is bad, or something it refers to is missing or wrong; each mistake is
-            a paragraph of the message.
-    """
+    run fits into its memory."""
     findings = Findings(
         load_config(given, overrides) if isinstance(given, Path) else override_config(given, overrides)
     )

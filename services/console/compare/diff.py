@@ -9,10 +9,11 @@ tokens is. Numbers that differ by less than the tolerance, and groups that only 
 marked as rounding.
 """
 
-import json
+import itertools
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -30,15 +31,15 @@ from tidemill.common.history import (
     Selection,
     StreamName,
 )
-from tidemill.common.history.groups import dropped_groups
+from tidemill.common.history.groups import dropped_groups, micro_batches_of
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit, Score, Ticket, Trajectory
-from tidemill.common.wire.segments import Segment, Turn
+from tidemill.common.wire.segments import Segment
 from tidemill.services.console.options import DiffOptions
 from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.run.history import RunAccess, open_history
 from tidemill.services.console.text.formats import sample_name
-from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
 
 CLOCKS = ("_s", "idle_share", "wait_share")
 """Endings of metrics that tell of time: they are never the same twice."""
@@ -108,20 +109,13 @@ def compare_prompts(a: dict[int, Ticket], b: dict[int, Ticket]) -> Iterator[Diff
     """Tickets of the same number that ask for something else."""
     for ticket in sorted(a.keys() & b.keys()):
         for name in COMPARED_OF_PROMPTS:
-            one, other = _plain(getattr(a[ticket], name)), _plain(getattr(b[ticket], name))
+            one, other = (jsonable(getattr(tickets[ticket], name)) for tickets in (a, b))
             if one != other:
                 yield Difference(Aspect.PROMPTS, name, one, other, ticket)
                 break
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return value.model_dump() if hasattr(value, "model_dump") else value
-
-
 def compare_groups(a: RecordedGroup, b: RecordedGroup, tolerance: float) -> Iterator[Difference]:
-    """Every difference between the samples that both groups have."""
     for index in sorted(a.trajectories.keys() & b.trajectories.keys()):
         for item in _trajectories(a.trajectories[index], b.trajectories[index], tolerance):
             yield replace(item, ticket=a.ticket, index=index)
@@ -131,61 +125,58 @@ def compare_groups(a: RecordedGroup, b: RecordedGroup, tolerance: float) -> Iter
 
 
 def _trajectories(a: Trajectory, b: Trajectory, tolerance: float) -> Iterator[Difference]:
-    for number, pair in enumerate(zip(a.segments, b.segments, strict=False)):
-        one, other = (row.prompt_ids.tolist() for row in pair)
-        if one != other and not number:
-            yield Difference(Aspect.PROMPTS, "prompt_ids", one, other)
-        elif one != other:
-            yield Difference(Aspect.TOKENS, f"fork {number}, its prompt", one, other)
-        for item in _segments(*pair, tolerance, (_described(a), _described(b))):
-            yield replace(item, what=f"fork {number}, {item.what}" if number else item.what)
+    turns_a, turns_b = ([turn for row in made.segments for turn in row.turns] for made in (a, b))
+    described = (_described(a, len(turns_a)), _described(b, len(turns_b)))
+    for number, (row_a, row_b) in enumerate(zip(a.segments, b.segments, strict=False)):
+        where = f"fork {number}, " if number else ""
+        one, other = row_a.prompt_ids.tolist(), row_b.prompt_ids.tolist()
+        if one != other:
+            aspect, what = (Aspect.TOKENS, "its prompt") if number else (Aspect.PROMPTS, "prompt_ids")
+            yield Difference(aspect, where + what, one, other)
+        for item in _segments(row_a, row_b, tolerance, described):
+            yield replace(item, what=where + item.what)
     if len(a.forks) != len(b.forks):
         yield Difference(Aspect.TOKENS, "number of forks", len(a.forks), len(b.forks))
     end_a, end_b = (made.session.end if made.session else made.finish for made in (a, b))
     if end_a != end_b:
         yield Difference(Aspect.TOKENS, "end", end_a, end_b)
     given_a, given_b = (
-        {"session": made.session and made.session.reward, "turns": [turn.reward for turn in _turns(made)]}
-        for made in (a, b)
+        {"session": made.session and made.session.reward, "turns": [turn.reward for turn in turns]}
+        for made, turns in ((a, turns_a), (b, turns_b))
     )
     if given_a != given_b:
         yield Difference(Aspect.REWARDS, "the environment's", given_a, given_b)
 
 
-def _described(sample: Trajectory) -> dict[str, Any]:
+def _described(sample: Trajectory, num_turns: int) -> dict[str, Any]:
     """The completion as a whole."""
     tokens = sum(len(segment.completion_ids) for segment in sample.segments)
-    turns = {"num_turns": len(_turns(sample))} if sample.session else {}
+    turns = {"num_turns": num_turns} if sample.session else {}
     return {"num_tokens": tokens, **turns, "finish": sample.finish, "text": sample.text[:200]}
 
 
-def _turns(made: Trajectory) -> list[Turn]:
-    return [turn for segment in made.segments for turn in segment.turns]
-
-
 def _segments(
-    a: Segment, b: Segment, tolerance: float, facts: tuple[dict[str, Any], dict[str, Any]]
+    a: Segment, b: Segment, tolerance: float, described: tuple[dict[str, Any], dict[str, Any]]
 ) -> Iterator[Difference]:
-    """In what the completions of two rows of the same sample differ; `facts` are of the whole samples."""
+    """In what the completions of two rows of the same sample differ; `described` are the whole samples."""
     if a.spans != b.spans:
-        yield Difference(
-            Aspect.VERSIONS, "version from token", list(map(list, a.spans)), list(map(list, b.spans))
-        )
+        one, other = list(map(list, a.spans)), list(map(list, b.spans))
+        yield Difference(Aspect.VERSIONS, "version from token", one, other)
     length = min(len(a.completion_ids), len(b.completion_ids))
     unlike = np.flatnonzero(a.completion_ids[:length] != b.completion_ids[:length])
     if len(unlike) or len(a.completion_ids) != len(b.completion_ids):
         length = int(unlike[0]) if len(unlike) else length
         known_a, known_b = (
-            {"ids": row.completion_ids[length : length + 8].tolist(), **fact}
-            for row, fact in zip((a, b), facts, strict=True)
+            {"ids": row.completion_ids[length : length + 8].tolist(), **facts}
+            for row, facts in zip((a, b), described, strict=True)
         )
         yield Difference(Aspect.TOKENS, f"{_place(a, length)}from token {length} on", known_a, known_b)
     apart = np.abs(a.logprobs[:length].astype(np.float64) - b.logprobs[:length].astype(np.float64))
     if apart.any():
-        place = int(np.flatnonzero((apart > tolerance) if (apart > tolerance).any() else apart)[0])
-        numbers = float(a.logprobs[place]), float(b.logprobs[place])
-        what = f"{_place(a, place)}of token {place}"
-        yield Difference(Aspect.LOGPROBS, what, *numbers, is_rounding=bool(apart.max() <= tolerance))
+        is_rounding = bool(apart.max() <= tolerance)
+        place = int(np.flatnonzero(apart if is_rounding else apart > tolerance)[0])
+        numbers, what = (float(a.logprobs[place]), float(b.logprobs[place])), f"of token {place}"
+        yield Difference(Aspect.LOGPROBS, _place(a, place) + what, *numbers, is_rounding=is_rounding)
 
 
 def _place(row: Segment, token: int) -> str:
@@ -198,13 +189,13 @@ def _place(row: Segment, token: int) -> str:
 
 
 def _scores(a: Score, b: Score, tolerance: float) -> Iterator[Difference]:
-    if a.status != b.status:
-        yield Difference(Aspect.REWARDS, "status", str(a.status), str(b.status))
-    elif a.value != b.value:
-        is_rounding = _is_close(a.value, b.value, tolerance)
-        yield Difference(Aspect.REWARDS, "value", a.value, b.value, is_rounding=is_rounding)
-    elif a.components != b.components:
-        yield Difference(Aspect.REWARDS, "components", a.components, b.components)
+    for name in ("status", "value", "components"):
+        one, other = getattr(a, name), getattr(b, name)
+        if one != other:
+            is_rounding = name == "value" and _is_close(one, other, tolerance)
+            one, other = (str(one), str(other)) if name == "status" else (one, other)
+            yield Difference(Aspect.REWARDS, name, one, other, is_rounding=is_rounding)
+            break
 
 
 def compare_commits(a: Commit, b: Commit, tolerance: float) -> Iterator[Difference]:
@@ -219,41 +210,35 @@ def compare_commits(a: Commit, b: Commit, tolerance: float) -> Iterator[Differen
     if a.mini_batches != b.mini_batches:
         yield _composition(a, b, has_same_groups=not any(only))
     for name in sorted(a.advantages.keys() & b.advantages.keys(), key=int):
-        yield from _advantages(int(name), a.advantages[name], b.advantages[name], tolerance)
+        were, became = a.advantages[name], b.advantages[name]
+        if len(were) != len(became):
+            yield Difference(Aspect.ADVANTAGES, "number of samples", len(were), len(became), int(name))
+            continue
+        for place, (was, is_now) in enumerate(zip(were, became, strict=True)):
+            if was != is_now:
+                is_near, what = _is_close(was, is_now, tolerance), f"sample {place}"
+                yield Difference(Aspect.ADVANTAGES, what, was, is_now, int(name), is_rounding=is_near)
     for name in sorted(a.metrics.keys() & b.metrics.keys()):
-        was, became = a.metrics[name], b.metrics[name]
-        if not name.endswith(CLOCKS) and was != became and not (math.isnan(was) and math.isnan(became)):
-            is_near = abs(was - became) <= tolerance
-            is_rounding = is_near if name.startswith(GAPS) else _is_close(was, became, tolerance)
-            yield Difference(Aspect.METRICS, name, was, became, is_rounding=is_rounding)
+        was, is_now = a.metrics[name], b.metrics[name]
+        if not name.endswith(CLOCKS) and was != is_now and not (math.isnan(was) and math.isnan(is_now)):
+            is_gap, is_near = name.startswith(GAPS), abs(was - is_now) <= tolerance
+            is_rounding = is_near if is_gap else _is_close(was, is_now, tolerance)
+            yield Difference(Aspect.METRICS, name, was, is_now, is_rounding=is_rounding)
     if a.digest != b.digest:
         yield Difference(Aspect.WEIGHTS, "digest", a.digest, b.digest, is_rounding=True)
 
 
 def _composition(a: Commit, b: Commit, has_same_groups: bool) -> Difference:
     """The first micro-batch that differs."""
-    batches = [
-        [[list(key) for key in micro] for mini in commit.mini_batches for micro in mini] for commit in (a, b)
-    ]
-    place = next((n for n, pair in enumerate(zip(*batches, strict=False)) if pair[0] != pair[1]), 0)
-    one, other = (part[place] if place < len(part) else [] for part in batches)
+    one, other = ([keys for *_, keys in micro_batches_of(commit)] for commit in (a, b))
+    place = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+    a_keys, b_keys = (
+        [list(key) for keys in batches[place : place + 1] for key in keys] for batches in (one, other)
+    )
     # The same samples in another order: the sums of gradients differ in their last bits alone.
-    updates = [
-        [sorted(tuple(key) for micro in mini for key in micro) for mini in commit.mini_batches]
-        for commit in (a, b)
-    ]
+    updates = [[sorted(itertools.chain(*mini)) for mini in commit.mini_batches] for commit in (a, b)]
     is_rounding = has_same_groups and updates[0] == updates[1]
-    return Difference(Aspect.COMPOSITION, f"micro-batch {place}", one, other, is_rounding=is_rounding)
-
-
-def _advantages(ticket: int, a: list[float], b: list[float], tolerance: float) -> Iterator[Difference]:
-    if len(a) != len(b):
-        yield Difference(Aspect.ADVANTAGES, "number of samples", len(a), len(b), ticket)
-        return
-    for place, (one, other) in enumerate(zip(a, b, strict=True)):
-        if one != other:
-            is_rounding, what = _is_close(one, other, tolerance), f"sample {place}"
-            yield Difference(Aspect.ADVANTAGES, what, one, other, ticket, is_rounding=is_rounding)
+    return Difference(Aspect.COMPOSITION, f"micro-batch {place}", a_keys, b_keys, is_rounding=is_rounding)
 
 
 def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:
@@ -264,11 +249,8 @@ def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:
 
 @dataclass(slots=True)
 class RunDiff:
-    """What the comparison of two runs came to."""
-
     config: list[dict[str, Any]]
     num_steps: int = 0
-    """Steps that were compared."""
     longer: str = ""
     """Which run has more steps, `a` or `b`, where the comparison came to the end of the other."""
     differences: list[Difference] = field(default_factory=list)
@@ -294,45 +276,32 @@ class RunDiff:
 
 
 class DiffedRun(NamedTuple):
-    """One of the two runs."""
-
     history: History
     config: RunConfig
 
-
-@dataclass(frozen=True, slots=True)
-class StepReader:
-    """A run's steps, one after another."""
-
-    commits: AsyncIterator[Commit]
-    groups: GroupCursor
-    history: History
-
-    @classmethod
-    @asynccontextmanager
-    async def open(cls, run: DiffedRun) -> AsyncIterator["StepReader"]:
-        history, trainer = run.history, run.config.trainer
+    async def steps(self) -> AsyncGenerator["DiffedStep", None]:
+        history, trainer = self.history, self.config.trainer
         most = (2 + trainer.max_staleness) * trainer.groups_per_step
-        commits = history.messages(StreamName.COMMITS, Commit)
-        cursor = GroupCursor(history, run.config.largest_group_size, most)
-        async with cursor as groups:
-            yield cls(commits, groups, history)
+        async with GroupCursor(history, self.config.largest_group_size, most) as cursor:
+            async for commit in history.messages(StreamName.COMMITS, Commit):
+                near = Selection(tickets=(min(commit.groups, default=0), max(commit.groups, default=-1)))
+                found = history.messages(StreamName.PROMPTS, Ticket, near)
+                prompts = {ticket.ticket: ticket async for ticket in found if ticket.ticket in commit.groups}
+                cursor.close(ticket for ticket, _ in dropped_groups(commit))
+                try:
+                    records = await cursor.groups(commit.groups)
+                except MissingRecordsError:
+                    records = None
+                cursor.close(commit.groups)
+                yield DiffedStep(commit, prompts, records)
 
-    async def records(self, commit: Commit) -> dict[int, RecordedGroup] | None:
-        """What the step was trained on; None where the streams do not have it any more."""
-        self.groups.close(ticket for ticket, _ in dropped_groups(commit))
-        try:
-            return await self.groups.groups(commit.groups)
-        except MissingRecordsError:
-            return None
-        finally:
-            self.groups.close(commit.groups)
 
-    async def prompts(self, commit: Commit) -> dict[int, Ticket]:
-        """The tickets that the step was trained on, as far as they are there."""
-        near = Selection(tickets=(min(commit.groups, default=0), max(commit.groups, default=-1)))
-        found = self.history.messages(StreamName.PROMPTS, Ticket, near)
-        return {ticket.ticket: ticket async for ticket in found if ticket.ticket in commit.groups}
+class DiffedStep(NamedTuple):
+    """What a step was trained on, as far as it is there; `records` are None where the streams lack some."""
+
+    commit: Commit
+    prompts: dict[int, Ticket]
+    records: dict[int, RecordedGroup] | None
 
 
 async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:
@@ -342,13 +311,13 @@ async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:
         for change in changed_fields(a.config, b.config)
     ]
     result = RunDiff(changes)
-    async with StepReader.open(a) as reader_a, StepReader.open(b) as reader_b:
+    async with aclosing(a.steps()) as steps_a, aclosing(b.steps()) as steps_b:
         while True:
-            commit_a, commit_b = await anext(reader_a.commits, None), await anext(reader_b.commits, None)
-            if commit_a is None or commit_b is None:
-                result.longer = "a" if commit_a else "b" if commit_b else ""
+            step_a, step_b = await anext(steps_a, None), await anext(steps_b, None)
+            if step_a is None or step_b is None:
+                result.longer = "a" if step_a else "b" if step_b else ""
                 return result
-            found = [item async for item in _step(reader_a, reader_b, commit_a, commit_b, tolerance, result)]
+            found = _compare_steps(step_a, step_b, tolerance, result)
             result.num_steps += 1
             if any(not item.is_rounding for item in found):
                 result.differences = found
@@ -357,53 +326,38 @@ async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:
             result.earlier += [item for item in found if item.aspect not in known]
 
 
-async def _step(
-    reader_a: StepReader, reader_b: StepReader, a: Commit, b: Commit, tolerance: float, result: RunDiff
-) -> AsyncIterator[Difference]:
+def _compare_steps(a: DiffedStep, b: DiffedStep, tolerance: float, result: RunDiff) -> list[Difference]:
     """The first difference of every aspect in which the step differs."""
-    prompts_a, prompts_b = await reader_a.prompts(a), await reader_b.prompts(b)
-    records_a, records_b = await reader_a.records(a), await reader_b.records(b)
-    found: dict[Aspect, Difference] = {}
-    places: dict[Aspect, int] = {}
-
-    def note(items: Iterable[Difference]) -> None:
-        for item in items:
-            places[item.aspect] = places.get(item.aspect, 0) + 1
-            first = found.get(item.aspect)
-            if first is None or (first.is_rounding and not item.is_rounding):
-                found[item.aspect] = item
-
-    note(compare_prompts(prompts_a, prompts_b))
-    if records_a is None or records_b is None:
-        result.unread_steps.append(a.step)
+    items = list(compare_prompts(a.prompts, b.prompts))
+    if a.records is None or b.records is None:
+        result.unread_steps.append(a.commit.step)
     else:
-        for ticket in sorted(records_a.keys() & records_b.keys()):
-            note(compare_groups(records_a[ticket], records_b[ticket], tolerance))
-    note(compare_commits(a, b, tolerance))
+        for ticket in sorted(a.records.keys() & b.records.keys()):
+            items += compare_groups(a.records[ticket], b.records[ticket], tolerance)
+    items += compare_commits(a.commit, b.commit, tolerance)
+    found: dict[Aspect, Difference] = {}
+    for item in items:
+        first = found.get(item.aspect)
+        if first is None or (first.is_rounding and not item.is_rounding):
+            found[item.aspect] = item
     if Aspect.WEIGHTS in found:
         # Whatever moved the weights is told of above; where nothing is, it was the update itself.
         others = [item for aspect, item in found.items() if aspect is not Aspect.WEIGHTS]
-        is_rounding = bool(others or result.earlier or result.unread_steps) and all(
-            item.is_rounding for item in others
-        )
+        is_explained = bool(others or result.earlier or result.unread_steps)
+        is_rounding = is_explained and all(item.is_rounding for item in others)
         found[Aspect.WEIGHTS] = replace(found[Aspect.WEIGHTS], is_rounding=is_rounding)
-    for aspect in Aspect:
-        if aspect in found:
-            yield replace(found[aspect], step=a.step, num_places=places[aspect])
+    counts = Counter(item.aspect for item in items)
+    return [
+        replace(found[aspect], step=a.commit.step, num_places=counts[aspect])
+        for aspect in Aspect
+        if aspect in found
+    ]
 
 
 def show_diff(options: DiffOptions) -> int:
-    """Compare and print; returns 0 where nothing differs by more than rounding, else 1.
-
-    Raises:
-        ConfigError: one of the runs is not there, or nothing tells its config.
-    """
     names, result = run_main(_diff(options))
-    if options.as_json:
-        tree = {"run_a": names[0], "run_b": names[1], **result.as_dict()}
-        print(json.dumps(jsonable(tree), indent=2, allow_nan=False))
-    else:
-        print_tree(terminal(), diff_tree(names, result))
+    record = {"run_a": names[0], "run_b": names[1], **result.as_dict()}
+    show(record, diff_tree(names, result), options.as_json)
     return 1 if result.differences else 0
 
 

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tidemill.common.errors import ConfigError, TidemillError
-from tidemill.common.process.programs import Program, run_main, run_own
+from tidemill.common.process.programs import Program, run_own
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.services.console.options import ReplayOptions
-from tidemill.services.console.run.history import open_history
+from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text import tree
-from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import Node, note, part, show, table
 
 HEADLINES = ("loss", "grad_norm", "reward", "entropy", "learning_rate")
 """Metrics that are shown in any case, in this order."""
@@ -115,28 +115,15 @@ LINE_BYTES = 64 << 20
 
 
 def replay_steps(options: ReplayOptions) -> int:
-    """Replay and print; returns the exit code.
-
-    Raises:
-        ConfigError: there is no such run or step.
-        TidemillError: the records of the steps are not there any more.
-    """
     steps = parse_steps(options.steps)
-    results = run_main(_replay(options, steps))
-    if options.as_json:
-        print(json.dumps(jsonable(results), indent=2, allow_nan=False))
-    else:
-        for result in results:
-            print_tree(terminal(), result_tree(result, options.shows_all))
+    results = read_run(options, lambda access: _replay(access, options, steps))
+    trees = [child for result in results for child in result_tree(result, options.shows_all).children]
+    show(results, part("", trees), options.as_json)
     return 0 if all(result["equal"] for result in results) else 1
 
 
 def parse_steps(text: str) -> list[int]:
-    """`7`, `3,17` or `10..14`, ascending and without repeats.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """`7`, `3,17` or `10..14`, ascending and without repeats."""
     found: set[int] = set()
     for item in text.split(","):
         first, dots, last = item.strip().partition("..")
@@ -149,25 +136,24 @@ def parse_steps(text: str) -> list[int]:
     return sorted(found)
 
 
-async def _replay(options: ReplayOptions, steps: list[int]) -> list[dict[str, Any]]:
-    async with open_history(options.run_id, options.runs_dir) as access:
-        results = []
-        bar, take = _start_progress(steps, options.as_json)
-        with bar, tempfile.TemporaryFile() as messages:
-            command = run_own(Program.REPLAY, "--run", access.run_id, "--run-dir", str(access.folder.path))
-            command += ["--steps", ",".join(map(str, steps))]
-            async for event in _events(command, access.address, messages):
-                if event["kind"] == "result":
-                    results.append(event)
-                elif event["kind"] == "error":
-                    kind = ConfigError if event["exit_code"] == ConfigError.exit_code else TidemillError
-                    raise kind(event["message"])
-                take(event)
-            if len(results) < len(steps):
-                messages.seek(0)
-                *_, last = ["it said nothing", *messages.read().decode(errors="replace").strip().splitlines()]
-                raise TidemillError(f"the replay ended before its last step: {last}")
-        return results
+async def _replay(access: RunAccess, options: ReplayOptions, steps: list[int]) -> list[dict[str, Any]]:
+    results = []
+    bar, take = _start_progress(steps, options.as_json)
+    with bar, tempfile.TemporaryFile() as messages:
+        command = run_own(Program.REPLAY, "--run", access.run_id, "--run-dir", str(access.folder.path))
+        command += ["--steps", ",".join(map(str, steps))]
+        async for event in _events(command, access.address, messages):
+            if event["kind"] == "result":
+                results.append(event)
+            elif event["kind"] == "error":
+                kind = ConfigError if event["exit_code"] == ConfigError.exit_code else TidemillError
+                raise kind(event["message"])
+            take(event)
+        if len(results) < len(steps):
+            messages.seek(0)
+            *_, last = ["it said nothing", *messages.read().decode(errors="replace").strip().splitlines()]
+            raise TidemillError(f"the replay ended before its last step: {last}")
+    return results
 
 
 async def _events(command: list[str], address: str, messages: IO[bytes]) -> AsyncIterator[dict[str, Any]]:

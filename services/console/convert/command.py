@@ -35,11 +35,6 @@ def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
 
 
 def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
-    """The draft of our config.
-
-    Raises:
-        ConfigError: the file cannot be read, or an option has a value that its own project would refuse.
-    """
     name, options = read_options(file, overrides, project)
     try:
         return convert_options(name, options)
@@ -51,7 +46,6 @@ def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
 
 
 def run_convert(options: ConvertOptions) -> int:
-    """Write the config and print the list; 1 where our config refuses what came out."""
     draft = convert(options.file, options.options, options.project)
     text, console = draft.text(options.file.name), Console(highlight=False, stderr=options.output is None)
     if options.output is None:

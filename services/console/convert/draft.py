@@ -31,8 +31,6 @@ HEADINGS: dict[Verdict, str] = {
 
 
 class Finding(NamedTuple):
-    """One option that is not simply carried over."""
-
     verdict: Verdict
     option: str
     value: Any
@@ -57,7 +55,6 @@ class Draft:
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)
     """The option that each field comes from, and a note."""
     taken: set[str] = field(default_factory=set)
-    """Options that are dealt with."""
 
     def __post_init__(self) -> None:
         """Names as of today; null, and what is known only when the file runs, count as not given."""

@@ -38,11 +38,7 @@ class Unknown(str):
 def read_options(
     path: Path, overrides: Iterable[str], project: Project | None
 ) -> tuple[Project, dict[str, Any]]:
-    """Which project a file is for, and its options by dotted name; overrides win.
-
-    Raises:
-        ConfigError: the file cannot be read, is of no known kind, or holds no options.
-    """
+    """Which project a file is for, and its options by dotted name; overrides win."""
     given, kind = list(overrides), path.suffix.lower()
     try:
         text = path.read_text(encoding="utf-8")
@@ -144,14 +140,19 @@ def _of_script(commands: list[list[str]], project: Project | None) -> dict[str, 
     return found
 
 
-BREAKS = ";&|()\n"
+BREAKS = ";&|\n"
 OPENING, CLOSING = ("if", "case", "for", "while", "until", "{"), ("fi", "esac", "done", "}")
-BETWEEN = ("then", "else", "elif", "do", "!", "export", "local", "declare", "readonly")
+BETWEEN = ("then", "else", "elif", "do", "!", "export", "local", "declare", "readonly", "function")
+_INSIDE = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*"
+"""What may stand between parentheses, with others in it."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _COMMENT = re.compile(r"(^|(?<=\s))#[^\n]*", re.MULTILINE)
-_NESTED = re.compile(r"\$\(|(?<=\w=)\(|(?<=\+=)\(")
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)|\$[@*\d]|\x00(\d+)\x00")
-_LIST = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
+_PROGRAM, _SUM = re.compile(rf"\$\((?!\(){_INSIDE}\)"), re.compile(rf"\$\(\(({_INSIDE})\)\)")
+_ARRAY = re.compile(rf"(?<=\w=)\({_INSIDE}\)|(?<=\+=)\({_INSIDE}\)")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)|\$[@*\d]")
+_WHOLE = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
+_OPEN = re.compile(r"\$<|\$\{(?![\w.]+\})")
+"""What is left of a shell's expansion; `${section.option}` is Hydra's."""
 _OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv, ast.Mod: mod}
 
 
@@ -161,8 +162,6 @@ class Script:
     def __init__(self, given: Mapping[str, str]) -> None:
         self.given = given
         self.variables: dict[str, str | list[str]] = {"HOME": "~", **given}
-        self.nested: list[str] = []
-        """Each `$(...)`, `$((...))` and `NAME=(...)`, of which the text keeps a number."""
         self.depth = 0
         """Blocks around the command."""
 
@@ -172,10 +171,15 @@ class Script:
         Raises:
             ValueError: a quotation does not end.
         """
+        text = _COMMENT.sub("", text).replace("\\\n", " ")
+        text = _SUM.sub(lambda found: re.sub(r"\s", "", found[0]), text)  # one word each, as arrays are
+        text = _ARRAY.sub(lambda found: shlex.quote(found[0]), _PROGRAM.sub("$<program>", text))
+        lexer = shlex.shlex(f"{text}\n", posix=True, punctuation_chars=BREAKS)
+        lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
         commands: list[list[str]] = []
         words: list[str] = []
         is_tied = False
-        for token in [*self._tokens(_COMMENT.sub("", text).replace("\\\n", " ")), "\n"]:
+        for token in lexer:
             if not set(token) <= set(BREAKS):
                 words.append(token)
                 continue
@@ -184,22 +188,9 @@ class Script:
             words, is_tied = [], token.endswith(("&&", "||"))
         return commands
 
-    def _tokens(self, text: str) -> list[str]:
-        while found := _NESTED.search(text):
-            depth, end = 0, found.end() - 1
-            for end in range(found.end() - 1, len(text)):
-                depth += {"(": 1, ")": -1}.get(text[end], 0)
-                if not depth:
-                    break
-            self.nested.append(text[found.start() : end + 1])
-            text = f"{text[: found.start()]}\0{len(self.nested) - 1}\0{text[end + 1 :]}"
-        lexer = shlex.shlex(text, posix=True, punctuation_chars=BREAKS)
-        lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
-        return list(lexer)
-
     def _do(self, words: list[str], is_tied: bool) -> list[str]:
         """Sets the variables that a command sets; returns its words, none if that is all."""
-        while words and words[0] in (*OPENING, *CLOSING, *BETWEEN):
+        while words and (words[0] in (*OPENING, *CLOSING, *BETWEEN) or re.fullmatch(r"[^=]*\)", words[0])):
             self.depth += (words[0] in OPENING) - (words[0] in CLOSING)
             words = words[1:]
         while words and (found := _ASSIGNMENT.fullmatch(words[0])):
@@ -210,67 +201,51 @@ class Script:
     def _assign(self, name: str, appends: bool, text: str, is_conditional: bool) -> None:
         if name in self.given:
             return
-        before, array = self.variables.get(name), self._array(text)
-        new: str | list[str] = self._whole(text) if array is None else array
-        if appends and isinstance(new, list):
-            new = [*(before if isinstance(before, list) else ()), *new]
+        before = self.variables.get(name)
+        new: str | list[str] = self._filled(text)
+        if text.startswith("("):
+            new = [it for word in shlex.split(text[1:-1]) for it in self._expanded(word)]
+            new = [*(before if appends and isinstance(before, list) else ()), *new]
         elif appends and not isinstance(new, Unknown):
             new = before if isinstance(before, Unknown) else f"{before or ''}{new}"
         self.variables[name] = Unknown(f"${name}") if is_conditional and new != before else new
-
-    def _array(self, text: str) -> list[str] | None:
-        """The words of `(...)`; None of anything else."""
-        nested = self.nested[int(text.strip("\0"))] if text.startswith("\0") else ""
-        if not nested.startswith("("):
-            return None
-        words = [token for token in self._tokens(nested[1:-1]) if not set(token) <= set(BREAKS)]
-        return [it for word in words for it in self._expanded(word)]
 
     def _expanded(self, word: str) -> list[str]:
         """The words that one word becomes: several for an array, or a variable with spaces."""
         if word in ("$@", "$*"):
             return []
-        if found := _LIST.fullmatch(word):
-            value = self.variables.get(found[1], Unknown(word))
-            is_one = isinstance(value, Unknown)
-            return value if isinstance(value, list) else [Unknown(word)] if is_one else shlex.split(value)
-        return [self._whole(word)]
+        if (found := _WHOLE.fullmatch(word)) is None:
+            return [self._filled(word)]
+        value = self.variables.get(found[1], Unknown(word))
+        is_one = isinstance(value, Unknown)
+        return value if isinstance(value, list) else [Unknown(word)] if is_one else shlex.split(value)
 
-    def _whole(self, word: str) -> str:
+    def _filled(self, word: str) -> str:
+        """The word with variables and sums in place; `Unknown` where one of them is not known."""
         text = word
         try:
             for _ in range(4):  # defaults may hold variables
                 text = _VARIABLE.sub(self._value, text)
+            text = _SUM.sub(lambda found: str(self._computed(ast.parse(found[1], mode="eval").body)), text)
         except (KeyError, ValueError, SyntaxError, ZeroDivisionError):
-            text = "${"
-        if not re.search(r"\$\{(?![\w.]+\})", text):
-            return text
-        return Unknown(re.sub(r"\0(\d+)\0", lambda found: self.nested[int(found[1])], word))
+            return Unknown(word)
+        return Unknown(word) if _OPEN.search(text) else text
 
     def _value(self, found: re.Match[str]) -> str:
-        """Raises KeyError, ValueError, SyntaxError, ZeroDivisionError: it is not known."""
-        name, default, bare, number = found.groups()
-        if number is not None:
-            program = self.nested[int(number)]
-            if not program.startswith("$(("):
-                raise ValueError(program)
-            text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda it: self._whole(f"${it[1]}"), program[2:-1])
-            return str(_computed(ast.parse(text, mode="eval").body))
-        if not (name or bare):
+        """Raises KeyError, ValueError: it is not known."""
+        if not (name := found[1] or found[3]):
             return ""
-        value = self.variables.get(name or bare) or default
-        value = self.variables[name or bare] if value is None else value
+        value = self.variables.get(name) or found[2]
+        value = self.variables[name] if value is None else value
         if isinstance(value, Unknown):
             raise ValueError(value)
         return value if isinstance(value, str) else " ".join(value)
 
-
-def _computed(node: ast.expr) -> int:
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return int(_OPERATORS[type(node.op)](_computed(node.left), _computed(node.right)))
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    raise ValueError(ast.unparse(node))
+    def _computed(self, node: ast.expr) -> int:
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            operate = _OPERATORS[type(node.op)]
+            return int(operate(self._computed(node.left), self._computed(node.right)))
+        return int(self._filled(f"${node.id}") if isinstance(node, ast.Name) else ast.literal_eval(node))
 
 
 def _of_calls(text: str, path: Path) -> dict[str, Any]:

@@ -56,13 +56,10 @@ class OptionRow(BaseModel):
 
     @property
     def targets(self) -> list[str]:
-        """Each of our fields in it."""
         return self.to.split(", ") if self.to else []
 
 
 class OptionTable(BaseModel):
-    """All rows of one project."""
-
     project: str
     renamed: dict[str, str] = Field(default_factory=dict)
     """Beginnings of names in older releases -> those of today."""
@@ -93,7 +90,6 @@ class OptionTable(BaseModel):
 
 @cache
 def table_of(project: Project) -> OptionTable:
-    """The table in a project's file."""
     tree = yaml.safe_load(Path(__file__).with_name(FILES[project]).read_text(encoding="utf-8"))
     rows = [OptionRow(option=option, **given) for option, given in tree.pop("fields").items()]
     for kind in ("missing", "automatic"):

@@ -12,7 +12,6 @@ A, R, C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.r
 W, ASYNC, V1 = "reward.", "async_training.", "trainer.v1."
 OF_TEST_SETS = ("test", "val", "validation", "valid", "eval")
 FORMER_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""What older releases of verl call them."""
 
 
 def convert_verl(draft: Draft, module: str) -> None:

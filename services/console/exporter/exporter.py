@@ -32,7 +32,7 @@ from tidemill.common.streams import Backlog, backlog, length
 from tidemill.common.streams.entries import Entry, Garbled
 from tidemill.common.streams.selection import time_of
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
+from tidemill.common.wire.keys import RQ_STATES, Keys
 from tidemill.common.wire.messages import Message
 from tidemill.services.console.status.snapshot import JOB_QUEUES, RunSnapshot, SnapshotReader
 
@@ -41,13 +41,6 @@ log = structlog.get_logger(__name__)
 EVERY_S = 5.0
 PATIENCE = 2.0
 """Redis counts as down if a reading takes more than this many intervals."""
-GROUPS = {
-    StreamName.PROMPTS: ROLLOUT_GROUP,
-    StreamName.PROMPTS_EVAL: ROLLOUT_GROUP,
-    StreamName.TRAJECTORIES: REWARD_GROUP,
-    StreamName.TRAJECTORIES_EVAL: REWARD_GROUP,
-}
-"""The streams that a consumer group takes from; the trainer reads the others by offset."""
 STATUSES = ("starting", "running", "finished", "stopped", "failed")
 ROLES = ("trainer", "rollout", "reward")
 """Roles that every run needs: exported also when there is no such worker."""
@@ -100,12 +93,12 @@ class MetricsReader:
             (metrics.REDIS_MEMORY_BYTES, (), int(memory["used_memory"])),
             (metrics.REDIS_MAX_MEMORY_BYTES, (), int(memory["maxmemory"])),
         ]
-        for name in StreamName:
-            entries = await length(self.broker, name.key(self.keys))
-            gauges.append((metrics.STREAM_LENGTH, (name.value,), entries))
-        for stream, group in GROUPS.items():
-            key, where = stream.key(self.keys), (stream.value, group)
-            found: Backlog[Message] = await backlog(self.broker, key, group, stream.message_type)
+        for stream in StreamName:
+            key, where = stream.key(self.keys), (stream.value, stream.group)
+            gauges.append((metrics.STREAM_LENGTH, (stream.value,), await length(self.broker, key)))
+            if not stream.group:
+                continue
+            found: Backlog[Message] = await backlog(self.broker, key, stream.group, stream.message_type)
             gauges += [
                 (metrics.STREAM_LAG, where, found.lag),
                 (metrics.STREAM_PENDING, where, found.pending),
@@ -218,7 +211,7 @@ class Exporter:
                 try:
                     async with asyncio.timeout(PATIENCE * self._every_s):
                         reading = await reader.read()
-                    with self._lock:
+                    with self._lock:  # a scrape between clearing and setting would miss workers
                         self._reading = reading
                         set_gauges(reading)
                 except TimeoutError:

@@ -21,7 +21,7 @@ from tidemill.common.wire.keys import Keys
 from tidemill.services.console.options import ArchiveOptions
 from tidemill.services.console.run.folder import find_run, nearest
 from tidemill.services.console.run.history import open_history
-from tidemill.services.console.text.tree import note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import note, part, show, table
 
 PATIENCE_S = 60.0
 """How long an archiver that is at work is waited for."""
@@ -29,11 +29,7 @@ ANSWER_S = 5.0
 
 
 async def archive_rest(broker: Broker, keys: Keys, run_dir: Path, config: ArchiveConfig) -> None:
-    """Archive what is left of all streams; nothing where Redis is gone.
-
-    Raises:
-        TidemillError: it cannot be written, or another process is archiving for too long.
-    """
+    """Archive what is left of all streams; nothing where Redis is gone."""
     from tidemill.common.archive.archiver import archive_run
 
     try:
@@ -44,11 +40,6 @@ async def archive_rest(broker: Broker, keys: Keys, run_dir: Path, config: Archiv
 
 
 def archive(options: ArchiveOptions) -> int:
-    """Archive a run's streams as they are now, or check its archive; returns the exit code.
-
-    Raises:
-        TidemillError: there is no such run, or nothing that could be archived.
-    """
     configure_logs("archive")  # what is restored or kept aside is said beside the output
     folder = find_run(options.run_id, options.runs_dir)
     if options.check:
@@ -106,14 +97,12 @@ def _show(run_dir: Path, as_json: bool) -> None:
                 "removed": manifest.removed.entries,
                 "last_id": manifest.last_id,
             }
-    if as_json:
-        print(json.dumps({"folder": str(archive_folder(run_dir)), "streams": rows}))
-        return
     titles = {"bytes": "size", "payload_bytes": "of payload"}
     lines = (
         {"stream": stream}
         | {titles.get(name, name): value for name, value in row.items() if name != "last_id"}
         for stream, row in rows.items()
     )
-    shown = table(lines, {"size": "bytes", "of payload": "bytes"})
-    print_tree(terminal(), part("", shown, note(f"in {nearest(archive_folder(run_dir))}")))
+    shown, folder = table(lines, {"size": "bytes", "of payload": "bytes"}), archive_folder(run_dir)
+    tree = part("", shown, note(f"in {nearest(folder)}"))
+    show({"folder": str(folder), "streams": rows}, tree, as_json)

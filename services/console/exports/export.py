@@ -26,12 +26,6 @@ POLL_S = 0.2
 
 
 def export(options: ExportOptions) -> None:
-    """Write the version into the folder and say where it is.
-
-    Raises:
-        ConfigError: there is no such run or version, or the folder is taken.
-        TidemillError: the job failed.
-    """
     folder = find_run(options.run_id, options.runs_dir)
     if (config := folder.config()) is None:
         raise ConfigError(

@@ -1,7 +1,6 @@
 """`tidemill weights`: what versions a run has on the disk, what they are made of, and whether they are
 whole."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,15 @@ from tidemill.common.weights.digest import digest_of, is_additive
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.console.options import WeightsOptions
 from tidemill.services.console.run.folder import find_run
-from tidemill.services.console.text.tree import note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import Node, note, part, show, table
 
 
 def list_versions(options: WeightsOptions) -> int:
-    """Print all versions. With `--verify` every byte is read: checksums, every record of a delta, and the
-    digest of full versions that have one over their weights; returns 1 where one is not whole."""
+    """With `--verify` every byte is read: checksums, every record of a delta, and the digest of full versions
+    that have one over their weights; returns 1 where one is not whole."""
     run = find_run(options.run_id, options.runs_dir).path
     rows = [_row(run, version, options.verify) for version in folder_versions(run / WEIGHTS_FOLDER)]
-    if options.as_json:
-        print(json.dumps(rows))
-    else:
-        _print(rows, options.verify)
+    show(rows, _tree(rows, options.verify), options.as_json)
     return 1 if options.verify and any(row["problem"] for row in rows) else 0
 
 
@@ -70,7 +66,7 @@ def _verify(run: Path, manifest: WeightManifest) -> None:
             raise WeightsError(f"its files have digest {found}, the manifest says {manifest.digest}.")
 
 
-def _print(rows: list[dict[str, Any]], verify: bool) -> None:
+def _tree(rows: list[dict[str, Any]], verify: bool) -> Node:
     shown = (
         {
             "version": row["version"],
@@ -87,4 +83,4 @@ def _print(rows: list[dict[str, Any]], verify: bool) -> None:
     )
     versions = table(shown, {"size": "bytes", "of full": "share", "changed": "share", "encode": "s"})
     problems = (note(f"version {row['version']}: {row['problem']}", "red") for row in rows if row["problem"])
-    print_tree(terminal(), part("", versions, problems))
+    return part("", versions, problems)

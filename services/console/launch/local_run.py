@@ -51,8 +51,6 @@ HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
 
 
 class LocalRun:
-    """One run; `go` does it and returns the exit code."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -86,6 +84,7 @@ class LocalRun:
         """Start everything, see the run to its end, report."""
         self._loop = asyncio.get_running_loop()
         self.folder.create(self.config)
+        # Before anything is written: readers take an archive that counts as whole in place of the streams.
         mark_whole(self.folder.path, False)
         log_to_file(self.folder.logs / "console.log")
         with Guard() as guard, self._signals():
@@ -97,7 +96,7 @@ class LocalRun:
                 return await self._report(broker, outcome)
 
     async def _supervise(self, broker: Broker, env: dict[str, str], guard: Guard) -> RunOutcome:
-        """Run the processes, with the view, until the run is over."""
+        # Before any process starts: it reads its config from Redis.
         await publish_config(broker, self.keys, self.config)
         self._ran_before_s = float((await read_state(broker, self.keys)).get("ran_s", 0.0))
         trainer = self.config.trainer

@@ -41,11 +41,6 @@ from tidemill.services.console.status.report import read_report
 
 
 def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs) -> int:
-    """Do the run; returns the exit code.
-
-    Raises:
-        TidemillError: it cannot start as it is. Nothing was started, and no folder made.
-    """
     hide_memory()  # it has the variables of all services
     run = prepare(options, Console(highlight=False), specs_of)
     code = run_main(run.go())
@@ -127,11 +122,7 @@ def _check_is_free(options: UpOptions, folder: RunFolder) -> None:
 
 
 def _check_changes(options: UpOptions, config: RunConfig, folder: RunFolder) -> list[FieldChange]:
-    """What a resumed run does differently from now on.
-
-    Raises:
-        ConfigError: it would contradict what the run has done already.
-    """
+    """What a resumed run does differently from now on."""
     before = folder.config() if options.resume else None
     if before is None:
         return []

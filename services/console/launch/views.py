@@ -1,8 +1,10 @@
 """What `tidemill up` shows while it runs: a live view on a terminal, else a line for each event and step."""
 
 import contextlib
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from rich.console import Console
 from rich.live import Live
@@ -41,53 +43,40 @@ class LiveView:
             self._live.stop()
 
 
+News = tuple[tuple[float, int], tuple[object, ...], Callable[[], str]]
+"""Something that a snapshot tells: its place among others, what it is, and its line."""
+
+
+def _news(snapshot: RunSnapshot) -> Iterator[News]:
+    for index, point in enumerate(snapshot.points):
+        yield (point.step + 1, 0), ("step", point.step), partial(step_line, snapshot, index)
+    for item in snapshot.evaluations:  # that of a version belongs after the step that made the version
+        version, name = int(item.get("version", 0)), item.get("set")
+        yield (version, 1), ("evaluation", version, name), partial(evaluation_line, item)
+    for item in snapshot.state.get("warnings") or []:
+        place = (item.get("check"), item.get("since_step"), item.get("until_step"))
+        begun = "warning: " if place[-1] is None else ""
+        yield (math.inf, 0), ("warning", *place), partial("{}{}".format, begun, warning_line(item))
+    for name, detail in snapshot.blocked.items():
+        yield (math.inf, 1), ("blocked", name, detail), partial("warning: {}: {}".format, name, detail)
+
+
 class PlainView:
-    """Prints each step, evaluation and event once."""
+    """Prints each step, evaluation, warning and event once."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._next_step: int | None = None
-        self._evaluated: set[tuple[object, object]] = set()
-        self._warned: set[tuple[object, ...]] | None = None
-        self._blocked: set[str] = set()
+        self._shown: set[tuple[object, ...]] | None = None
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
         """Print what is new since the last call; what a resumed run did before is not new."""
-        evaluations = {(item.get("version"), item.get("set")): item for item in snapshot.evaluations}
-        if self._next_step is None:
-            self._next_step, self._evaluated = snapshot.version, set(evaluations)
-        # A version's evaluation belongs after the step that made the version.
-        lines = [
-            (int(item.get("version", 0)), 1, evaluation_line(item))
-            for key, item in evaluations.items()
-            if key not in self._evaluated
-        ]
-        lines += [
-            (point.step + 1, 0, step_line(snapshot, index))
-            for index, point in enumerate(snapshot.points)
-            if point.step >= self._next_step
-        ]
-        self._evaluated |= set(evaluations)
-        self._next_step = max(self._next_step, snapshot.version)
-        for _, _, line in sorted(lines):
-            self.event(line)
-        self._show_warnings(snapshot)
-        for name in snapshot.blocked.keys() - self._blocked:
-            self.event(f"warning: {name}: {snapshot.blocked[name]}")
-        self._blocked = set(snapshot.blocked)
-
-    def _show_warnings(self, snapshot: RunSnapshot) -> None:
-        """Each once when it begins and once when it ends; what a resumed run said before is not new."""
-        known = {
-            (item.get("check"), item.get("since_step"), item.get("until_step")): item
-            for item in snapshot.state.get("warnings") or []
-        }
-        if self._warned is None and "warnings" not in snapshot.state:
-            return  # the trainer has not written its state yet
-        for key, item in known.items():
-            if self._warned is not None and key not in self._warned:
-                self.event(f"warning: {warning_line(item)}" if key[2] is None else warning_line(item))
-        self._warned = set(known)
+        news = sorted(_news(snapshot), key=lambda item: item[0])
+        if self._shown is None:
+            self._shown = {what for _, what, _ in news if what[0] != "blocked"}
+        for _, what, line in news:
+            if what not in self._shown:
+                self._shown.add(what)
+                self.event(line())
 
     def event(self, text: str) -> None:
         with contextlib.suppress(OSError):

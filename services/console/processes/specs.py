@@ -111,7 +111,7 @@ def _server_gpus(config: RunConfig, local: LocalServersConfig, index: int) -> Se
 
 
 def _visible(gpus: Sequence[int]) -> dict[str, str]:
-    return {VISIBLE: ",".join(map(str, gpus))} if gpus else {}
+    return {VISIBLE: _list(gpus)} if gpus else {}
 
 
 TRAINER, ROLLOUT = "trainer.gpus", "rollout.gpus"
@@ -165,11 +165,7 @@ def find_overlaps(config: RunConfig) -> list[str]:
 
 
 def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]:
-    """The config with GPUs for every process, and what there is to say of them.
-
-    Raises:
-        ConfigError: there are several GPUs, and still too few.
-    """
+    """The config with GPUs for every process, and what there is to say of them."""
     wanted, named, rollout = _wanted_gpus(config), named_gpus(config), config.rollout
     if config.trainer.gpus and len(config.trainer.gpus) < wanted.get(TRAINER, 0):
         raise ConfigError(

@@ -70,6 +70,7 @@ class ServiceProcess:
         Children that it left behind, such as the pool of a killed reward worker, are ended too.
         """
         code = await self._process.wait()
+        # While the group has members its number cannot be given away; after that the guard must not use it.
         self.kill()
         self._guard.forget(self.pid)
         return code
@@ -94,8 +95,6 @@ class ServiceProcess:
 
 
 class Ending(StrEnum):
-    """Why a run's processes are gone."""
-
     FINISHED = "finished"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -160,7 +159,9 @@ class Supervisor:
         self._env, self._guard, self._is_finished = env, guard, is_finished
         keepers = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self.specs]
         try:
-            await self._over.wait()
+            await (
+                self._over.wait()
+            )  # set before processes are ended: a keeper that sees one end starts no other
             await self._drain(keepers)
         finally:
             for process in self._processes.values():
@@ -182,7 +183,6 @@ class Supervisor:
         self._end(RunOutcome(Ending.FAILED, reason, exit_code))
 
     def kill(self) -> None:
-        """End all at once."""
         self.stop()
         self._killed.set()
 
@@ -236,7 +236,6 @@ class Supervisor:
         status.state, status.pid = "stopped", 0
 
     async def _watch(self, process: ServiceProcess, status: ServiceStatus) -> int:
-        """Wait for the end of one start."""
         self._processes[status.name] = process
         status.state, status.pid = "running", process.pid
         if self._over.is_set():  # the run ended while it started

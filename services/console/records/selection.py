@@ -6,7 +6,8 @@ from collections.abc import Callable
 from datetime import datetime
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.history import Selection, StreamName
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.history.records import ends
 from tidemill.common.streams.selection import Range
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.options import SelectionOptions
@@ -26,12 +27,6 @@ _A_TIME = "a time such as 2026-01-31T12:00 or '10m ago', or two of them as A..B"
 
 
 def selection_of(options: SelectionOptions, *streams: StreamName) -> Selection:
-    """What the options select in these streams.
-
-    Raises:
-        ConfigError: one of them cannot be read, or no message of a stream can be selected by it; the message
-            says which, and what would be right.
-    """
     for stream in streams:
         for name, carriers in _CARRIERS.items():
             if getattr(options, name) and stream.of(Lane.TRAIN) not in carriers:
@@ -49,11 +44,7 @@ def selection_of(options: SelectionOptions, *streams: StreamName) -> Selection:
 
 
 def _range(name: str, text: str, parse: Callable[[str], float], is_open: bool = False) -> Range | None:
-    """The range that an option gives; None of an empty text. `is_open`: `A` alone means `A..`.
-
-    Raises:
-        ConfigError: it is none, or it holds nothing.
-    """
+    """The range that an option gives; None of an empty text. `is_open`: `A` alone means `A..`."""
     try:
         found = parse_range(text, parse, is_open)
     except ValueError:
@@ -79,11 +70,7 @@ def parse_range(text: str, parse: Callable[[str], float] = float, is_open: bool 
 
 
 def parse_stream(text: str, lane: str = "") -> StreamName:
-    """A stream by its name, `trajectories:eval` or `trajectories` with the lane.
-
-    Raises:
-        ConfigError: there is no such stream or lane.
-    """
+    """A stream by its name, `trajectories:eval` or `trajectories` with the lane."""
     wanted = parse_lane(lane or Lane.TRAIN)
     try:
         found = StreamName(text.strip().lower())
@@ -97,11 +84,6 @@ def parse_stream(text: str, lane: str = "") -> StreamName:
 
 
 def parse_lane(text: str) -> Lane:
-    """A lane by its name.
-
-    Raises:
-        ConfigError: there is no such lane.
-    """
     try:
         return Lane(text)
     except ValueError:
@@ -109,17 +91,19 @@ def parse_lane(text: str) -> Lane:
 
 
 def parse_sample(text: str) -> tuple[int, int | None]:
-    """`TICKET` or `TICKET.INDEX`.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """`TICKET` or `TICKET.INDEX`."""
     found = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?", text)
     if found is None:
         raise ConfigError(
             f"{text!r} is no ticket: give its number, such as 412, or that of one of its samples, as 412.3."
         )
     return int(found[1]), int(found[2]) if found[2] else None
+
+
+async def span_of(history: History, stream: StreamName, number: str) -> str:
+    """From where to where a stream of numbered messages goes, in words; `number` is their field."""
+    known = [getattr(message, number) for message in await ends(history, stream)]
+    return f"{stream} has {number}s {known[0]} to {known[-1]}" if known else f"{stream} is empty"
 
 
 def _count(text: str) -> float:

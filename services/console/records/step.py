@@ -1,6 +1,5 @@
 """`tidemill step`: what went into a step, in which micro-batches, where its time went, and what came out."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,17 +7,17 @@ from typing import Any
 import numpy as np
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.history import History, StreamName
+from tidemill.common.history import StreamName
 from tidemill.common.history.groups import advantages_of, dropped_groups, left_out
-from tidemill.common.history.records import STAGES, StepRecord, ends, read_step
+from tidemill.common.history.records import STAGES, StepRecord, read_step
 from tidemill.common.history.sessions import SessionFacts
 from tidemill.common.process.activity import times_of
-from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.options import StepOptions
-from tidemill.services.console.run.history import open_history
+from tidemill.services.console.records.selection import span_of
+from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, plural, sample_name, took, when
-from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
 
 MAX_GROUPS = 40
 """Groups that are shown unless all are asked for."""
@@ -221,7 +220,7 @@ def step_json(record: StepRecord) -> dict[str, Any]:
         {
             "ticket": ticket,
             "complete_at": record.complete_at(ticket),
-            "advantages": jsonable(advantages_of(commit, ticket)),
+            "advantages": advantages_of(commit, ticket),
             "samples": [
                 jsonable(sample) | {"stages_s": sample.stages_s(commit.finished_at)}
                 for sample in record.group(ticket)
@@ -230,37 +229,22 @@ def step_json(record: StepRecord) -> dict[str, Any]:
         for ticket in commit.groups
     ]
     return {
-        "commit": jsonable(commit),
+        "commit": commit,
         "groups": groups,
-        "micro_batches": jsonable(list(record.micro_batches())),
+        "micro_batches": list(record.micro_batches()),
         "reversed_groups": record.reversed_groups,
-        "weights": jsonable(record.manifest),
+        "weights": record.manifest,
     }
 
 
 def show_step(options: StepOptions) -> None:
-    """What went into a step, where its time went, and what came out.
+    async def read(access: RunAccess) -> StepRecord:
+        if (record := await read_step(access.history, options.number)) is None:
+            there = await span_of(access.history, StreamName.COMMITS, "step")
+            raise ConfigError(
+                f"run {access.run_id} has no commit of step {options.number}: {there}, counted from 0."
+            )
+        return record
 
-    Raises:
-        ConfigError: the run has no commit of it.
-    """
-
-    async def look() -> None:
-        async with open_history(options.run_id, options.runs_dir) as access:
-            record = await read_step(access.history, options.number)
-            if record is None:
-                raise ConfigError(await _absence(access.history, options.number))
-        if options.as_json:
-            print(json.dumps(step_json(record)))
-        else:
-            print_tree(terminal(), step_tree(record, options.is_full), options.is_full)
-
-    run_main(look())
-
-
-async def _absence(history: History, step: int) -> str:
-    known = [
-        message.step for message in await ends(history, StreamName.COMMITS) if isinstance(message, Commit)
-    ]
-    there = f"it has steps {known[0]} to {known[-1]}, counted from 0" if known else "it has none yet"
-    return f"run {history.run_id} has no commit of step {step}: {there}."
+    record = read_run(options, read)
+    show(step_json(record), step_tree(record, options.is_full), options.as_json, options.is_full)

@@ -19,11 +19,9 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Record, Selection, StreamName, StreamSummary
 from tidemill.common.history.records import near_tickets
 from tidemill.common.history.sessions import num_completion_tokens, session_facts
-from tidemill.common.process.programs import run_main
 from tidemill.common.streams import group_status, last_id
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after
 from tidemill.common.streams.selection import said_in, texts_in
-from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
@@ -37,12 +35,10 @@ from tidemill.common.wire.messages import (
 from tidemill.services.console.options import EntryOptions, GrepOptions, TailOptions, ViewOptions
 from tidemill.services.console.records.selection import parse_sample, parse_stream, selection_of
 from tidemill.services.console.records.trace import session_parts
-from tidemill.services.console.run.history import open_history
+from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import number, plural, printable, sample_name, size
-from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, show, table, terminal
 
-GROUPS = {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}
-"""Consumer groups by what they consume."""
 NUMBERED: dict[type[Message], str] = {Ticket: "ticket", Commit: "step", WeightManifest: "version"}
 """Messages whose entry ids are their numbers."""
 POLL_S = 0.5
@@ -53,22 +49,18 @@ WHOLE_TICKET = -1
 def _show_list(view: ViewOptions) -> None:
     """Every stream of the run: how much there is and where, and how far its readers are."""
 
-    async def look() -> None:
-        async with open_history(view.run_id, view.runs_dir) as access:
-            extents = [await _extent(access.history, one) for one in await access.history.summary()]
-        if view.as_json:
-            print(json.dumps(jsonable(extents), indent=2))
-        else:
-            source = note(f"run {access.run_id}, read from {access.source}", "dim")
-            print_tree(terminal(), part("", table(map(_extent_row, extents)), source))
+    async def read(access: RunAccess) -> tuple[list[dict[str, Any]], Node]:
+        extents = [await _extent(access.history, one) for one in await access.history.summary()]
+        source = note(f"run {access.run_id}, read from {access.source}", "dim")
+        return extents, part("", table(map(_extent_row, extents)), source)
 
-    run_main(look())
+    show(*read_run(view, read), view.as_json)
 
 
 async def _extent(history: History, summary: StreamSummary) -> dict[str, Any]:
     """One stream with its consumer group: `pending` are entries that a consumer holds, `lag` those that no
     consumer has been given, None where that is not known."""
-    key, group = summary.name.key(history.keys), GROUPS.get(summary.name.message_type, "")
+    key, group = summary.name.key(history.keys), summary.name.group
     status = await group_status(history.broker, key, group) if history.broker and group else None
     pending = lag = None
     if status is None or history.broker is None:
@@ -106,26 +98,25 @@ def show_tail(options: TailOptions) -> None:
     name = parse_stream(options.stream, options.lane)
     selection = selection_of(options, name)
 
-    async def look() -> None:
-        async with open_history(options.run_id, options.runs_dir) as access:
-            if options.follow and access.is_over:
-                raise ConfigError(f"run {access.run_id} is over: nothing will come. Leave out --follow.")
-            newest = selected_records(access.history, name, selection, newest_first=True)
-            records = await _taken(newest, options.limit)
-            _print_records(options, name, records[::-1])
-            if options.follow and not records:  # what the selection left out is not looked at again and again
-                records = await _taken(access.history.scan(name, newest_first=True), 1)
-            last = records[0].entry_id if records else "0-0"
-            while options.follow:
-                await asyncio.sleep(POLL_S)
-                new = [r async for r in access.history.scan(name, Selection(id_after(last)))]
-                if new:
-                    last, wanted = new[-1].entry_id, replace(selection, first_id=new[0].entry_id)
-                    found = selected_records(access.history, name, wanted)
-                    _print_records(options, name, [record async for record in found])
+    async def look(access: RunAccess) -> None:
+        if options.follow and access.is_over:
+            raise ConfigError(f"run {access.run_id} is over: nothing will come. Leave out --follow.")
+        newest = selected_records(access.history, name, selection, newest_first=True)
+        records = await _taken(newest, options.limit)
+        _print_records(options, name, records[::-1])
+        if options.follow and not records:  # what the selection left out is not looked at again and again
+            records = await _taken(access.history.scan(name, newest_first=True), 1)
+        last = records[0].entry_id if records else "0-0"
+        while options.follow:
+            await asyncio.sleep(POLL_S)
+            new = [r async for r in access.history.scan(name, Selection(id_after(last)))]
+            if new:
+                last, wanted = new[-1].entry_id, replace(selection, first_id=new[0].entry_id)
+                found = selected_records(access.history, name, wanted)
+                _print_records(options, name, [record async for record in found])
 
     with contextlib.suppress(KeyboardInterrupt):
-        run_main(look())
+        read_run(options, look)
 
 
 async def _taken(records: AsyncIterator[Record], limit: int) -> list[Record]:
@@ -148,11 +139,6 @@ def _print_records(view: ViewOptions, stream: StreamName, records: list[Record])
 
 
 def show_entries(options: EntryOptions) -> None:
-    """One entry in full, by its id, its number, or its sample; without one, the list of streams.
-
-    Raises:
-        ConfigError: the stream has no such entry.
-    """
     if not options.stream:
         _show_list(options)
         return
@@ -164,36 +150,31 @@ def show_entries(options: EntryOptions) -> None:
     name, what = parse_stream(options.stream, options.lane), options.entry
     selection = _wanted(name, what)
 
-    async def look() -> None:
-        async with open_history(options.run_id, options.runs_dir) as access:
-            near = selection
-            if selection.tickets is not None:
-                first, last = (int(end or 0) for end in selection.tickets)
-                near = await near_tickets(access.history, first, last, name.lane)
-                near = replace(near, index=selection.index)
-            records = [record async for record in access.history.scan(name, near)]
-            if not records and near != selection:
-                records = [record async for record in access.history.scan(name, selection)]
+    async def read(access: RunAccess) -> list[Record]:
+        near = selection
+        if selection.tickets is not None:
+            first, last = (int(end or 0) for end in selection.tickets)
+            near = await near_tickets(access.history, first, last, name.lane)
+            near = replace(near, index=selection.index)
+        records = [record async for record in access.history.scan(name, near)]
+        if not records and near != selection:
+            records = [record async for record in access.history.scan(name, selection)]
         if not records:
             raise ConfigError(
                 f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "
                 "`tidemill streams show` says from where to where each stream goes."
             )
-        for record in records:
-            if options.as_json:
-                print(json.dumps(_record_json(name, record)))
-            else:
-                print_tree(terminal(), _record_tree(name, record), options.is_full)
+        return records
 
-    run_main(look())
+    for record in read_run(options, read):
+        if options.as_json:
+            print(json.dumps(_record_json(name, record)))
+        else:
+            print_tree(terminal(), _record_tree(name, record), options.is_full)
 
 
 def _wanted(stream: StreamName, what: str) -> Selection:
-    """The selection behind an id, a number or a sample.
-
-    Raises:
-        ConfigError: it is none that the stream has.
-    """
+    """The selection behind an id, a number or a sample."""
     first, dash, rest = what.partition("-")
     entry_id = what if dash and first.isdecimal() and rest.isdecimal() else ""
     if not entry_id and (name := NUMBERED.get(stream.message_type)):
@@ -255,8 +236,6 @@ MOST_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One text in which the pattern was found."""
-
     stream: StreamName
     entry: Entry[Message]
     field: str
@@ -265,11 +244,7 @@ class Hit:
 
 
 def show_hits(options: GrepOptions) -> int:
-    """`tidemill streams grep`: print what is found, as it is found; returns 1 where there is nothing.
-
-    Raises:
-        ConfigError: the pattern is none, or an option does not apply to a stream.
-    """
+    """Prints what is found, as it is found; returns 1 where there is nothing."""
     try:
         pattern = re.compile(options.pattern, re.IGNORECASE if options.ignore_case else 0)
     except re.error as error:
@@ -280,20 +255,19 @@ def show_hits(options: GrepOptions) -> int:
     names = [parse_stream(name, options.lane) for name in options.streams or ("trajectories", "scores")]
     selection = selection_of(options, *names)
 
-    async def look() -> int:
+    async def look(access: RunAccess) -> int:
         num_found = 0
-        async with open_history(options.run_id, options.runs_dir) as access:
-            async for hit in _hits(access.history, names, selection, pattern):
-                _print_hit(options, hit)
-                num_found += 1
-                if num_found == options.limit:
-                    break
+        async for hit in _hits(access.history, names, selection, pattern):
+            _print_hit(options, hit)
+            num_found += 1
+            if num_found == options.limit:
+                break
         if not num_found and not options.as_json:
             Console(stderr=True).print(f"nothing was found in {' and '.join(names)}", style="dim")
         return 0 if num_found else 1
 
     try:
-        return run_main(look())
+        return read_run(options, look)
     except KeyboardInterrupt:
         return 1
 
@@ -405,7 +379,6 @@ def _record_tree(stream: StreamName, record: Record) -> Node:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """An entry as a row of the table of its stream."""
     if isinstance(record, Garbled):
         error = Node("error", f"cannot be decoded: {record.error}", style="yellow")
         return {"id": record.entry_id, "error": error}
@@ -419,7 +392,7 @@ def _versions(trajectory: Trajectory) -> str:
 
 
 def _sample(message: Message) -> str:
-    return sample_name(getattr(message, "ticket", -1), getattr(message, "index", -1))
+    return sample_name(*_key(message))
 
 
 def _trajectory_row(made: Trajectory) -> dict[str, Any]:

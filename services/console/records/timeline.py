@@ -20,12 +20,11 @@ from tidemill.common.files import aside_file, publish_file
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP
 from tidemill.common.history.records import SampleFacts, StepRecord, read_samples
-from tidemill.common.process.programs import run_main
 from tidemill.common.streams.selection import tickets_of
 from tidemill.common.wire.messages import Commit, Lane, TrajectoryKey, WeightManifest
 from tidemill.services.console.options import TimelineOptions
 from tidemill.services.console.run.folder import nearest
-from tidemill.services.console.run.history import open_history
+from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import sample_name, size
 from tidemill.services.console.text.tree import terminal
 
@@ -59,11 +58,6 @@ class Stretch:
 
 
 async def read_stretch(history: History, first: int, last: int, max_staleness: int | None) -> Stretch:
-    """Read steps `first` to `last`.
-
-    Raises:
-        ConfigError: the run has none of them.
-    """
     commits = history.messages(StreamName.COMMITS, Commit, Selection(steps=(first, last)))
     stretch = Stretch([commit async for commit in commits])
     if not stretch.commits:
@@ -282,25 +276,19 @@ def _draw_step(trace: Trace, record: StepRecord) -> None:
 
 
 def write_timeline(options: TimelineOptions) -> None:
-    """Write steps `first` to `last` of a run into a file, which is replaced as a whole.
-
-    Raises:
-        ConfigError: the run has none of these steps, or the file cannot be where it should.
-    """
     first, last, output = options.first, options.last, options.output
     if last < first:
         raise ConfigError(f"--from-step {first} is after --to-step {last}.")
     if output.is_dir() or not output.parent.is_dir():
         raise ConfigError(f"{output} cannot be written: give the name of a file in a folder that exists.")
 
-    async def look() -> tuple[Trace, str]:
-        async with open_history(options.run_id, options.runs_dir) as access:
-            max_staleness = access.config.trainer.max_staleness if access.config else None
-            stretch = await read_stretch(access.history, first, last, max_staleness)
-            steps = f"steps {stretch.commits[0].step} to {stretch.commits[-1].step}"
-            return build(stretch), f"{steps} of run {access.run_id}"
+    async def read(access: RunAccess) -> tuple[Trace, str]:
+        max_staleness = access.config.trainer.max_staleness if access.config else None
+        stretch = await read_stretch(access.history, first, last, max_staleness)
+        steps = f"steps {stretch.commits[0].step} to {stretch.commits[-1].step}"
+        return build(stretch), f"{steps} of run {access.run_id}"
 
-    trace, words = run_main(look())
+    trace, words = read_run(options, read)
     num_events = 0
     with aside_file(output, "the timeline") as aside:
         with aside.open("w", encoding="utf-8") as file:  # one event a line

@@ -1,14 +1,13 @@
 """`tidemill trace`: what became of a ticket and of one of its samples; a session turn by turn."""
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.history import History, StreamName
-from tidemill.common.history.records import GroupRecord, Place, SampleRecord, ends, read_group
+from tidemill.common.history import StreamName
+from tidemill.common.history.records import GroupRecord, Place, SampleRecord, read_group
 from tidemill.common.history.sessions import (
     SessionFacts,
     TurnRecord,
@@ -18,15 +17,14 @@ from tidemill.common.history.sessions import (
     session_facts,
     text_of,
 )
-from tidemill.common.process.programs import run_main
 from tidemill.common.streams.selection import texts_in
 from tidemill.common.wire.arrays import Float64
-from tidemill.common.wire.messages import Lane, Score, Ticket, Trajectory
+from tidemill.common.wire.messages import Score, Ticket, Trajectory
 from tidemill.services.console.options import TraceOptions
-from tidemill.services.console.records.selection import parse_lane, parse_sample
-from tidemill.services.console.run.history import open_history
+from tidemill.services.console.records.selection import parse_lane, parse_sample, span_of
+from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, number, plural, sample_name, took, when
-from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, table, terminal
+from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
 
 
 def group_tree(group: GroupRecord, sample: SampleRecord | None = None) -> Node:
@@ -285,36 +283,22 @@ def group_json(group: GroupRecord, index: int | None = None) -> dict[str, Any]:
 
 
 def show_trace(options: TraceOptions) -> None:
-    """Everything that became of `TICKET` or `TICKET.INDEX`.
-
-    Raises:
-        ConfigError: it is neither, or the run has no such ticket or sample.
-    """
     ticket, index = parse_sample(options.sample)
     lane = parse_lane(options.lane)
 
-    async def look() -> None:
-        async with open_history(options.run_id, options.runs_dir) as access:
-            group = await read_group(access.history, ticket, lane)
-            if not (group.ticket or group.samples or group.letters or group.commit):
-                raise ConfigError(await _absence(access.history, ticket, lane))
-        sample = next((sample for sample in group.samples if sample.index == index), None)
-        if index is not None and sample is None:
-            made = ", ".join(str(sample.index) for sample in group.samples) or "none"
-            raise ConfigError(f"ticket {ticket} has no sample {index} in the streams; it has {made}.")
-        if options.as_json:
-            print(json.dumps(group_json(group, index)))
-        else:
-            print_tree(terminal(), group_tree(group, sample), options.is_full)
+    async def read(access: RunAccess) -> GroupRecord:
+        group = await read_group(access.history, ticket, lane)
+        if not (group.ticket or group.samples or group.letters or group.commit):
+            there = await span_of(access.history, StreamName.PROMPTS.of(lane), "ticket")
+            raise ConfigError(
+                f"run {access.run_id} knows no ticket {ticket} of the lane {lane}: {there}. Where older ones "
+                "were trimmed without an archive, they are gone."
+            )
+        return group
 
-    run_main(look())
-
-
-async def _absence(history: History, number: int, lane: Lane) -> str:
-    name = StreamName.PROMPTS.of(lane)
-    known = [message.ticket for message in await ends(history, name) if isinstance(message, Ticket)]
-    there = f"{name} has tickets {known[0]} to {known[-1]}" if known else f"{name} is empty"
-    return (
-        f"run {history.run_id} knows no ticket {number} of the lane {lane}: {there}. Where older ones were "
-        "trimmed without an archive, they are gone."
-    )
+    group = read_run(options, read)
+    sample = next((sample for sample in group.samples if sample.index == index), None)
+    if index is not None and sample is None:
+        made = ", ".join(str(sample.index) for sample in group.samples) or "none"
+        raise ConfigError(f"ticket {ticket} has no sample {index} in the streams; it has {made}.")
+    show(group_json(group, index), group_tree(group, sample), options.as_json, options.is_full)

@@ -51,7 +51,6 @@ class Agreement:
 
 
 def compare(before: Mapping[TrajectoryKey, Score], now: Mapping[TrajectoryKey, Score]) -> Agreement:
-    """Hold the scores of the same trajectories against each other."""
     keys = sorted(now)
     # A failure counts by its first line: what follows makes each of them different.
     failures = Counter(
@@ -131,7 +130,6 @@ MAX_TICKETS = 12
 
 
 def rescore_tree(report: dict[str, Any]) -> Node:
-    """Agreement, cost, failures, and the trajectories to look at."""
     found = report["agreement"]
     parts = [part("cost", _cost_lines(report["cost"]))]
     if found["failures_now"]:

@@ -36,11 +36,6 @@ REPORT_FILE = "rescore.json"
 
 
 def rescore(options: RescoreOptions) -> None:
-    """Do it, write the report into the sandbox's folder, and print it.
-
-    Raises:
-        ConfigError: there is no such run or history, or the reward cannot be used.
-    """
     console = Console(stderr=options.as_json, highlight=False)
     report, path = run_main(rescore_report(options, console))
     if options.as_json:
@@ -51,11 +46,7 @@ def rescore(options: RescoreOptions) -> None:
 
 
 async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dict[str, Any], Path]:
-    """Score history with another reward; the report, and the file it was written into.
-
-    Raises:
-        ConfigError: there is no such run or history, or the reward cannot be used.
-    """
+    """Score history with another reward; the report, and the file it was written into."""
     started, lane, first, last = time.monotonic(), Lane(options.lane), options.first, options.last
     if first is not None and last is not None and first > last:
         raise ConfigError(f"--from-step {first} is after --to-step {last}")
@@ -111,11 +102,7 @@ def _sandbox_folder(options: RescoreOptions, source: RunFolder) -> RunFolder:
 
 
 def _sandbox_config(options: RescoreOptions, source: RunAccess, run_id: str) -> RunConfig:
-    """The run's config with another reward, by `--reward`, `--config` or `--set`.
-
-    Raises:
-        ConfigError: the run's config is not known, or what was given does not fit.
-    """
+    """The run's config with another reward, by `--reward`, `--config` or `--set`."""
     config = source.config
     if config is None:
         raise ConfigError(f"the config of run {source.run_id} is neither in Redis nor in its folder.")

@@ -25,8 +25,6 @@ MAX_BACKLOG = 4096
 
 
 class Emission:
-    """Feeds one sandbox from one history, and takes its scores."""
-
     def __init__(
         self,
         broker: Broker,
@@ -55,6 +53,7 @@ class Emission:
     async def run(self, on_progress: Callable[["Emission"], None]) -> None:
         """Emit everything and wait for all scores."""
         self.started_at, key = time.time(), self.keys.scores(self.lane)
+        # The position is taken before anything is emitted: scores that were there are no answers.
         reader = OffsetReader(self.broker, key, Score, await last_id(self.broker, key))
         offset_s: float | None = None  # from the times of the record to those of now
 
@@ -66,40 +65,35 @@ class Emission:
             if len(self.scores) - self._num_at_trim >= TRIM_EVERY:
                 await self._trim()
 
-        async for batch in self._batches():
-            if offset_s is None:
-                offset_s = self.started_at - batch[0][0]
-            while batch:
-                due = time.time() - offset_s
-                num_due = sum(at <= due for at, _ in batch) if self.keeps_pace else len(batch)
-                if not num_due:
-                    await take_scores(min(batch[0][0] - due, BLOCK_S))
-                elif len(self._waiting) + num_due > MAX_BACKLOG:
-                    await take_scores(BLOCK_S)
-                else:
-                    await self._emit([trajectory for _, trajectory in batch[:num_due]])
-                    batch = batch[num_due:]
-                    await take_scores(0.0)
+        async for recorded_at, batch in self._batches(1 if self.keeps_pace else BATCH):
+            offset_s = self.started_at - recorded_at if offset_s is None else offset_s
+            while self.keeps_pace and (early_s := recorded_at + offset_s - time.time()) > 0:
+                await take_scores(min(early_s, BLOCK_S))
+            while len(self._waiting) + len(batch) > MAX_BACKLOG:
+                await take_scores(BLOCK_S)
+            await self._emit(batch)
+            await take_scores(0.0)
         self.is_complete = True
         while self._waiting:
             await take_scores(BLOCK_S)
 
-    async def _batches(self) -> AsyncIterator[list[tuple[float, Trajectory]]]:
-        """(when it was recorded, trajectory), the first of each key, a batch at a time."""
+    async def _batches(self, size: int) -> AsyncIterator[tuple[float, list[Trajectory]]]:
+        """When its first was recorded, and `size` trajectories, the first of each key."""
         seen: set[TrajectoryKey] = set()
-        batch: list[tuple[float, Trajectory]] = []
+        batch: list[Trajectory] = []
+        began_at = 0.0
         async for record in self.history.scan(StreamName.TRAJECTORIES.of(self.lane), self.selection):
             if not isinstance(record, Entry) or not isinstance(record.message, Trajectory):
                 continue
-            if record.message.key in seen:
-                continue
-            seen.add(record.message.key)
-            batch.append((id_order(record.entry_id)[0] / 1000, record.message))
-            if len(batch) >= BATCH:
-                yield batch
+            if record.message.key not in seen:
+                seen.add(record.message.key)
+                began_at = began_at if batch else id_order(record.entry_id)[0] / 1000
+                batch.append(record.message)
+            if len(batch) >= size:
+                yield began_at, batch
                 batch = []
         if batch:
-            yield batch
+            yield began_at, batch
 
     async def _emit(self, trajectories: list[Trajectory]) -> None:
         now = time.time()
@@ -109,7 +103,6 @@ class Emission:
         self.emitted += len(trajectories)
 
     def _take(self, score: Score) -> None:
-        """Keep the first score of a trajectory."""
         if (emitted := self._waiting.pop(score.key, None)) is None:
             return
         self.scores[score.key] = score

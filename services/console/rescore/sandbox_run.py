@@ -82,6 +82,7 @@ class SandboxRun:
             raise ConfigError(f"this Redis has a run {self.keys.run_id} already; give another with --into.")
         await publish_config(broker, self.keys, self.config)
         await update_state(broker, self.keys, kind="rescore", source=source)
+        # Made before the first entry, so that workers get it whenever they join.
         for lane in Lane:
             await ensure_group(broker, self.keys.trajectories(lane), REWARD_GROUP)
 

@@ -50,12 +50,10 @@ class RunFolder:
 
     @property
     def redis_data(self) -> Path:
-        """Data of the run's own Redis."""
         return self.path / "redis"
 
     @property
     def summary(self) -> Path:
-        """What the run came to."""
         return self.path / SUMMARY_FILE
 
     @property
@@ -65,11 +63,7 @@ class RunFolder:
 
     def create(self, config: "RunConfig", is_sandbox: bool = False) -> None:
         """Make the folder, keep the resolved config in it, and let `latest` point at it. The folder of a
-        sandbox must be new, and is never the latest.
-
-        Raises:
-            ConfigError: the folder cannot be made.
-        """
+        sandbox must be new, and is never the latest."""
         try:
             self.path.mkdir(parents=True, exist_ok=not is_sandbox)
             self.logs.mkdir(exist_ok=True)
@@ -107,7 +101,6 @@ class RunFolder:
         return load_recorded(path) if path.exists() else None
 
     def write_address(self, url: str) -> None:
-        """Tell other commands where the run's own Redis listens."""
         descriptor = os.open(self.address_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(url)
@@ -126,11 +119,7 @@ def folder_of_runs(given: str | Path | None) -> Path:
 
 
 def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunFolder:
-    """The run that the user means: by id, by its folder wherever it is, from the environment, or the latest.
-
-    Raises:
-        ConfigError: no id was given and there is no latest run here.
-    """
+    """The run that the user means: by id, by its folder wherever it is, by the environment, or the latest."""
     given, runs = str(run or os.environ.get(RUN_VARIABLE, "")), folder_of_runs(runs_dir)
     if given and "/" in given:
         folder = Path(given).resolve()  # runs/latest is a link

@@ -7,18 +7,20 @@ run's own Redis left in the folder is served by one of ours for as long as we lo
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tidemill.common.archive import archive_folder, is_whole
 from tidemill.common.errors import BrokerError, ConfigError, OutageError, TidemillError
 from tidemill.common.history import History
+from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import run_exists
+from tidemill.services.console.options import OfRun
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
 from tidemill.services.console.run.local_redis import LocalRedis
@@ -26,6 +28,7 @@ from tidemill.services.console.run.local_redis import LocalRedis
 if TYPE_CHECKING:
     from tidemill.common.config import RunConfig
 
+T = TypeVar("T")
 LIVE = "Redis"
 """The source of a run whose Redis answers."""
 REDIS_DATA = ("appendonlydir", "appendonly.aof")
@@ -38,8 +41,6 @@ class MissingHistoryError(ConfigError):
 
 @dataclass(frozen=True)
 class RunAccess:
-    """A run that can be looked at."""
-
     folder: RunFolder
     history: History
     source: str
@@ -48,7 +49,6 @@ class RunAccess:
     """Of the Redis that is read, for processes that we start; empty where only the archive is left."""
 
     raw_config: bytes | None = None
-    """What Redis has of it."""
 
     @cached_property
     def config(self) -> "RunConfig | None":
@@ -77,12 +77,7 @@ class RunAccess:
 async def open_history(
     run: RunFolder | str | Path | None, runs_dir: Path | None = None
 ) -> AsyncIterator[RunAccess]:
-    """The history of a run that was found already, or that the user means; without `run`, of runs/latest.
-
-    Raises:
-        ConfigError: there is no such run, or nothing is left of its streams.
-        TidemillError: its Redis refuses us, and there is nothing else to read.
-    """
+    """The history of a run that was found already, or that the user means; without `run`, of runs/latest."""
     log_nothing()
     folder = run if isinstance(run, RunFolder) else find_run(run, runs_dir)
     async with contextlib.AsyncExitStack() as stack:
@@ -95,6 +90,16 @@ async def open_history(
             raise BrokerError(
                 f"the Redis of run {folder.run_id} went away while it was read: {error}. Try again."
             ) from None
+
+
+def read_run(options: OfRun, read: Callable[[RunAccess], Awaitable[T]]) -> T:
+    """What `read` makes of the run that a command is about."""
+
+    async def opened() -> T:
+        async with open_history(options.run_id, options.runs_dir) as access:
+            return await read(access)
+
+    return run_main(opened())
 
 
 async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> tuple[Broker | None, str, str]:

@@ -21,8 +21,6 @@ MAX_FAILED_STARTS = 5
 
 
 class LocalRedis:
-    """Owns one `EmbeddedRedis`."""
-
     def __init__(self, data: Path, guard: Guard) -> None:
         self.server, self.guard = EmbeddedRedis(data), guard
         self._pid = 0
@@ -106,6 +104,7 @@ async def open_redis(
             async with connected(url) as broker:
                 yield url, broker
         finally:
+            # Before the server stops, or it would be started again.
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
             folder.address_file.unlink(missing_ok=True)

@@ -171,8 +171,6 @@ def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What makes the run slow."""
-
     stage: str
     """trainer, rollout, reward, redis, weights, environment, checkpoint, evaluation or disk."""
     blame: dict[str, float]

@@ -29,7 +29,6 @@ from tidemill.services.console.text.tree import Node, lines_table, rows_table, t
 REFRESH_S = 1.0
 HINT = "Ctrl-C ends the watching; the run goes on"
 MAX_WARNINGS = 3
-"""Warnings in the dashboard, the newest."""
 STATUS_STYLES = {"running": "green", "finished": "bold green", "failed": "bold red", "stopped": "yellow"}
 QUEUE_WORDS = {
     "prompts": ("groups to generate", "generating"),
@@ -51,11 +50,7 @@ SPARK_WIDTH = 22
 
 
 def show_status(options: StatusOptions) -> int:
-    """Print how the run is doing; where its Redis is gone, its summary or what its folder tells.
-
-    Raises:
-        TidemillError: neither Redis nor the run's folder can be had.
-    """
+    """Where the run's Redis is gone, its summary is shown, or what its folder tells."""
     if options.watch and (options.report or options.as_json):
         raise ConfigError("--watch goes with neither --report nor --json.")
     if options.fails_on_warning and not options.report:
@@ -92,11 +87,7 @@ async def _look(folder: RunFolder) -> RunSnapshot:
 
 
 def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> None:
-    """A run that stopped, from its folder; why Redis was not asked comes last.
-
-    Raises:
-        TidemillError: the one that was given, where the folder does not hold the run.
-    """
+    """A run that stopped, from its folder; why Redis was not asked comes last."""
     if folder.config() is None:
         raise error
     snapshot, words = read_folder(folder)

@@ -66,17 +66,13 @@ FEW_STEPS = 5
 class RunSummary:
     run_id: str
     steps: int = 0
-    """Committed steps."""
     eval_before: float | None = None
     """Mean score of the first evaluation, over its datasets."""
     eval_after: float | None = None
     """Mean score of the last evaluation, over its datasets."""
     reward_first: float | None = None
-    """Mean reward of the first step."""
     reward_last: float | None = None
-    """Mean reward of the last step."""
     max_staleness_seen: int = 0
-    """Greatest staleness of a trained token, in steps."""
     tokens_per_s: float | None = None
     """Completion tokens trained per second of training time."""
     trainer_idle_share: float | None = None
@@ -101,7 +97,6 @@ class RunSummary:
     warnings: list[dict[str, Any]] = field(default_factory=list)
     """Numbers of the steps that left their healthy range: what, since when, until when, what to do."""
     reward_curve: list[float] = field(default_factory=list)
-    """Mean reward of every step."""
 
 
 async def summarise(
@@ -114,31 +109,21 @@ async def summarise(
     wall_s: float,
     rollout_idle: float | None,
 ) -> dict[str, Any]:
-    """Read a run's commits, wherever they are, and its state, and sum them up: the tree of summary.json.
-
-    Args:
-        broker: the run's Redis.
-        keys: of the run.
-        config: of the run: its group size, and what is expected of it.
-        run_dir: the run's folder.
-        records: those of metrics.jsonl.
-        wall_s: the time that `tidemill up` has run; 0 where nothing watched.
-        rollout_idle: what the rollout workers last said.
-    """
-    state = await read_state(broker, keys)
-    summary = RunSummary(keys.run_id, wall_s=round(wall_s, 3), rollout_idle_share=rollout_idle)
-    totals = CommitTotals(summary, config.trainer.group_size)
+    """The tree of summary.json, from a run's commits, wherever they are, its state, and the records of
+    metrics.jsonl. `wall_s` is how long `tidemill up` has run, 0 where nothing watched; `rollout_idle` what
+    the rollout workers last said."""
+    state, totals = await read_state(broker, keys), CommitTotals(config.trainer.group_size)
     async for commit in History(keys.run_id, run_dir, broker).messages(StreamName.COMMITS, Commit):
         totals.add(commit)
-    totals.finish(int(state.get("tickets_issued", 0)))
+    summary = totals.summary(keys.run_id, int(state.get("tickets_issued", 0)))
+    summary.wall_s, summary.rollout_idle_share = round(wall_s, 3) or summary.wall_s, rollout_idle
     summary.trajectories_generated = int(state.get("trajectories_seen", 0))
     # The last commit's is that of the training; the state's may be that of a process which only resumed.
     if summary.trainer_idle_share is None:
         summary.trainer_idle_share = state.get("trainer_idle_share")
     recorded = [record for record in records if record["kind"] == EVALUATION]
     summary.evaluations = merge_evaluations(state.get("evaluations") or [], recorded)
-    summary.best = state.get("best")
-    summary.warnings = list(state.get("warnings") or [])
+    summary.best, summary.warnings = state.get("best"), list(state.get("warnings") or [])
     if summary.evaluations:
         ends = (summary.evaluations[0], summary.evaluations[-1])
         scores = (mean_score(summary.evaluations, end["version"]) for end in ends)
@@ -146,75 +131,82 @@ async def summarise(
     return summary_tree(summary, config)
 
 
+@dataclass(slots=True)
 class CommitTotals:
     """Adds up commits one by one, holding keys but not the commits."""
 
-    def __init__(self, summary: RunSummary, group_size: int) -> None:
-        self.summary, self.group_size = summary, group_size
-        self.trained: Counter[TrajectoryKey] = Counter()
-        self.outcomes = TicketOutcomes()
-        self.steps: set[int] = set()
-        self.tokens, self.seconds = 0.0, 0.0
-        self.sessions: defaultdict[str, float] = defaultdict(float)
-        """Sums over steps of the metrics of sessions; `steps` is how many have them."""
-        self.started_at, self.finished_at = math.inf, 0.0
-        """When the first step began and the last one ended."""
+    group_size: int
+    trained: Counter[TrajectoryKey] = field(default_factory=Counter)
+    outcomes: TicketOutcomes = field(default_factory=TicketOutcomes)
+    steps: set[int] = field(default_factory=set)
+    lost: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    rewards: list[float] = field(default_factory=list)
+    max_staleness: int = 0
+    idle_share: float | None = None
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of metrics over steps, and `session_steps`: how many have those of sessions."""
+    started_at: float = math.inf
+    finished_at: float = 0.0
 
     def add(self, commit: Commit) -> None:
-        summary, keys, metrics = self.summary, commit.trained_keys, commit.metrics
+        keys, metrics = commit.trained_keys, commit.metrics
         self.trained.update(keys)
         self.steps.add(commit.step)
+        self.outcomes.add(commit)
         self.started_at = min(self.started_at, commit.started_at)
         self.finished_at = max(self.finished_at, commit.finished_at)
-        self.outcomes.add(commit)
-        drops = [(reason, self._size_of(commit, ticket)) for ticket, reason in dropped_groups(commit)]
-        drops += [(reason, 1) for *_, reason in left_out(commit)]
-        for reason, count in drops:
-            summary.dropped[reason] = summary.dropped.get(reason, 0) + count
+        sizes = {ticket: commit.sizes.get(str(ticket), self.group_size) for ticket in commit.groups}
+        for ticket, reason in dropped_groups(commit):
+            self.dropped[reason] += commit.sizes.get(str(ticket), self.group_size)
+        self.dropped.update(reason for *_, reason in left_out(commit))
         accounted = {*keys, *((ticket, index) for ticket, index, _ in left_out(commit))}
-        for ticket in commit.groups:
-            size = self._size_of(commit, ticket)
-            summary.lost += sum((ticket, index) not in accounted for index in range(size))
-        if "sessions/mean_turns" in metrics:
-            self.sessions["steps"] += 1
-            for name, value in metrics.items():
-                if name.startswith("sessions/") and name != "sessions/ended_done":
-                    self.sessions[name.removeprefix("sessions/")] += value
-        if "reward" in metrics:
-            summary.reward_first = metrics["reward"] if summary.reward_first is None else summary.reward_first
-            summary.reward_last = metrics["reward"]
-            summary.reward_curve.append(round(metrics["reward"], 6))
-        summary.max_staleness_seen = max(summary.max_staleness_seen, int(metrics.get("staleness/max", 0)))
-        self.tokens += metrics.get("completion_tokens", 0.0)
-        self.seconds += metrics.get("step_time_s", 0.0)
-        summary.trainer_idle_share = metrics.get("trainer_idle_share", summary.trainer_idle_share)
+        for ticket, size in sizes.items():
+            self.lost += sum((ticket, index) not in accounted for index in range(size))
+        self.sums["session_steps"] += "sessions/mean_turns" in metrics
+        for name, value in metrics.items():
+            if name.startswith("sessions/") or name in ("completion_tokens", "step_time_s"):
+                self.sums[name] += value
+        self.rewards += [metrics["reward"]] if "reward" in metrics else []
+        self.max_staleness = max(self.max_staleness, int(metrics.get("staleness/max", 0)))
+        self.idle_share = metrics.get("trainer_idle_share", self.idle_share)
 
-    def _size_of(self, commit: Commit, ticket: int) -> int:
-        return commit.sizes.get(str(ticket), self.group_size)
-
-    def finish(self, tickets_issued: int) -> None:
-        """Complete the summary, given how many tickets there were."""
-        summary = self.summary
+    def summary(self, run_id: str, tickets_issued: int) -> RunSummary:
+        """What the commits tell, given how many tickets there were."""
         missing = sum(ticket not in self.outcomes for ticket in range(tickets_issued))
-        summary.steps = len(self.steps)
-        summary.lost += missing * self.group_size
-        summary.duplicated_in_training = sum(count > 1 for count in self.trained.values())
-        summary.trajectories_trained = len(self.trained)
-        if self.steps and not summary.wall_s:
-            summary.wall_s = round(self.finished_at - self.started_at, 3)
-        if self.seconds:
-            summary.tokens_per_s = round(self.tokens / self.seconds, 3)
-        if not (steps := self.sessions.get("steps")):
-            return
-        sums, waited_s = self.sessions, self.sessions["engine_s"] + self.sessions["environment_s"]
+        seconds = self.sums["step_time_s"]
+        return RunSummary(
+            run_id,
+            steps=len(self.steps),
+            reward_first=self.rewards[0] if self.rewards else None,
+            reward_last=self.rewards[-1] if self.rewards else None,
+            max_staleness_seen=self.max_staleness,
+            tokens_per_s=round(self.sums["completion_tokens"] / seconds, 3) if seconds else None,
+            trainer_idle_share=self.idle_share,
+            trajectories_trained=len(self.trained),
+            lost=self.lost + missing * self.group_size,
+            duplicated_in_training=sum(count > 1 for count in self.trained.values()),
+            sessions=self._sessions(),
+            wall_s=round(self.finished_at - self.started_at, 3) if self.steps else 0.0,
+            dropped=dict(self.dropped),
+            reward_curve=[round(reward, 6) for reward in self.rewards],
+        )
+
+    def _sessions(self) -> dict[str, float]:
+        if not (steps := self.sums["session_steps"]):
+            return {}
+        sums = {name.removeprefix("sessions/"): value for name, value in self.sums.items()}
+        spent_s = sums.get("environment_s", 0.0)
+        waited_s = sums.get("engine_s", 0.0) + spent_s
+        ended = sum(v for name, v in sums.items() if name.startswith("ended_") and name != "ended_done")
         numbers = {
             "mean_turns": sums["mean_turns"] / steps,
-            "environment_tokens_share": sums["environment_tokens_share"] / steps,
-            "environment_time_share": sums["environment_s"] / waited_s if waited_s else 0.0,
-            "truncated_share": sum(v for name, v in sums.items() if name.startswith("ended_")) / steps,
-            "faults": sums["faults"],
+            "environment_tokens_share": sums.get("environment_tokens_share", 0.0) / steps,
+            "environment_time_share": spent_s / waited_s if waited_s else 0.0,
+            "truncated_share": ended / steps,
+            "faults": sums.get("faults", 0.0),
         }
-        summary.sessions = {name: round(value, 4) for name, value in numbers.items()}
+        return {name: round(value, 4) for name, value in numbers.items()}
 
 
 def merge_evaluations(
@@ -375,13 +367,7 @@ def spell_lines(warnings: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def show_report(options: StatusOptions) -> int:
-    """Print the report of a finished run, and keep it in the run's folder; returns the exit code.
-
-    Where its streams are gone, or in the archive alone, the report that the folder keeps is shown.
-
-    Raises:
-        TidemillError: nothing is left of the run, or it has not finished.
-    """
+    """Where the streams are gone, or in the archive alone, the report that the folder keeps is shown."""
     log_nothing()
     folder, console, note = find_run(options.run_id, options.runs_dir), Console(highlight=False), ""
     records = read_records(folder.path / METRICS_FILE)

@@ -15,8 +15,8 @@ from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, read_confi
 from tidemill.common.run.weight_files import folder_versions
 from tidemill.common.streams import OffsetReader, group_status, last_id, length, read_newest
 from tidemill.common.streams.entries import Entry, entry_id_of, id_order
-from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
-from tidemill.common.wire.messages import Commit
+from tidemill.common.wire.keys import RQ_STATES, Keys
+from tidemill.common.wire.messages import Commit, Lane, Ticket
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.status.bottleneck import (
     RATE_STEPS,
@@ -33,6 +33,11 @@ QUEUED = next(iter(RQ_STATES))
 MAX_POINTS = 256
 """Steps kept for curves and rates. Who attaches to a long run reads only these."""
 READ_COUNT = 64
+SHOWN = (
+    "run_id", "status", "at", "version", "steps", "max_staleness", "evaluations", "warnings", "step_s",
+    "eta_s", "tokens_per_s", "jobs",
+)  # fmt: skip
+"""Of a snapshot, for programs, as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,6 @@ class QueueDepth:
 
 @dataclass(slots=True)
 class RunSnapshot:
-    """A run at the time `at`."""
-
     run_id: str
     steps: int
     max_staleness: int
@@ -147,24 +150,14 @@ class RunSnapshot:
 
     def as_dict(self) -> dict[str, Any]:
         """For programs: the last step's metrics, and everything that is not a curve."""
+        verdict = self.bottleneck
         return {
-            "run_id": self.run_id,
-            "status": self.status,
-            "at": self.at,
-            "version": self.version,
-            "steps": self.steps,
-            "max_staleness": self.max_staleness,
+            **{name: getattr(self, name) for name in SHOWN},
             "metrics": self.points[-1].metrics if self.points else {},
-            "evaluations": self.evaluations,
-            "warnings": self.warnings,
-            "step_s": self.step_s,
-            "eta_s": self.eta_s,
-            "tokens_per_s": self.tokens_per_s,
-            "bottleneck": verdict.as_dict() if (verdict := self.bottleneck) else None,
+            "bottleneck": verdict.as_dict() if verdict else None,
             "idle": {role: self.idle_share(role) for role in ROLES},
             "queues": [asdict(queue) for queue in self.queues],
             "dead_letters": self.num_dead,
-            "jobs": self.jobs,
             "redis": asdict(self.memory) | {"is_full": self.memory.is_full},
             "workers": [asdict(beat) | {"is_alive": beat.is_alive} for beat in self.workers],
         }
@@ -193,17 +186,10 @@ class SnapshotReader:
     async def read(self) -> RunSnapshot:
         await self._follow_commits()
         keys, broker = self.keys, self.broker
-        queues = [
-            await self._queue(StreamName.PROMPTS, ROLLOUT_GROUP),
-            await self._queue(StreamName.TRAJECTORIES, REWARD_GROUP),
-            QueueDepth("scores", await length(broker, keys.scores()), None, 0),
-        ]
-        for name, group in (
-            (StreamName.PROMPTS_EVAL, ROLLOUT_GROUP),
-            (StreamName.TRAJECTORIES_EVAL, REWARD_GROUP),
-        ):
-            queue = await self._queue(name, group)
-            queues += [queue] if queue.waiting or queue.held else []
+        names = (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES)
+        queues = [await self._queue(name) for name in names]
+        evaluated = [await self._queue(name.of(Lane.EVAL)) for name in names[:2]]
+        queues += [queue for queue in evaluated if queue.waiting or queue.held]
         return RunSnapshot(
             keys.run_id,
             self.steps,
@@ -240,14 +226,16 @@ class SnapshotReader:
                 if isinstance(entry, Entry):
                     self._points.append(StepPoint.of(entry.message))
 
-    async def _queue(self, stream: StreamName, group: str) -> QueueDepth:
+    async def _queue(self, stream: StreamName) -> QueueDepth:
         key = stream.key(self.keys)
-        status = await group_status(self.broker, key, group)
         num_entries = await length(self.broker, key)
+        status = await group_status(self.broker, key, stream.group) if stream.group else None
         if status is None:
-            return QueueDepth(stream.value, num_entries, num_entries, 0)
+            return QueueDepth(stream.value, num_entries, num_entries if stream.group else None, 0)
         newest = await last_id(self.broker, key)
-        if group == ROLLOUT_GROUP:  # tickets are numbered by their entry ids: what nobody took yet is known
+        if (
+            stream.message_type is Ticket
+        ):  # tickets are numbered by their entry ids: what nobody took yet is known
             waiting: int | None = id_order(newest)[0] - id_order(status.last_delivered)[0]
         else:
             waiting = 0 if status.last_delivered == newest else status.lag
@@ -258,11 +246,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
-    """A snapshot from metrics.jsonl and config.yaml, and what else there is, in words.
-
-    Raises:
-        ConfigError: the folder does not hold a run.
-    """
+    """A snapshot from metrics.jsonl and config.yaml, and what else there is, in words."""
     config = folder.config()
     if config is None:
         raise ConfigError(

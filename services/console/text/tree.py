@@ -8,6 +8,7 @@ Guarantee: text is shown and nothing of it takes effect, whoever wrote it. Marku
 characters that a terminal would act on, or that change the order of reading, are shown as escapes.
 """
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -131,6 +132,14 @@ def print_tree(console: Console, tree: Node, is_full: bool = False) -> None:
             print_tree(console, item, is_full)
         else:
             console.print(_text(item, is_full), soft_wrap=True)
+
+
+def show(record: Any, tree: Node, as_json: bool, is_full: bool = False) -> None:
+    """What a command prints: the record for programs, or its tree for people."""
+    if as_json:
+        print(json.dumps(jsonable(record), indent=2))
+    else:
+        print_tree(terminal(), tree, is_full)
 
 
 def gathered(nodes: Iterable[Node]) -> Iterator[Node | list[Node]]:

@@ -73,8 +73,6 @@ class CompareQuery:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRuns:
-    """What is known of the runs that were asked for."""
-
     query: CompareQuery
     """With the runs that are there, and the metrics that are shown."""
     lines: list[ListedRun]

@@ -93,12 +93,10 @@ class MetricFiles:
         self._lock = threading.Lock()  # several requests read at once, each in a thread
 
     def names(self, run_dir: Path) -> list[str]:
-        """Names of everything that the file has numbers of, in order."""
         with self._lock:
             return sorted(self._read(run_dir).numbers)
 
     def series(self, run_dir: Path, names: Sequence[str]) -> dict[str, Series]:
-        """The named numbers; an empty series where the file has none."""
         with self._lock:
             columns = self._read(run_dir)
             return {name: columns.series(name) for name in names}

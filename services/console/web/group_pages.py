@@ -118,11 +118,6 @@ async def text(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 def _find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
-    """The group of an address.
-
-    Raises:
-        HTTPException: the run has none of this number.
-    """
     lane, ticket = LANES.get(request.path_params["lane"]), request.path_params["ticket"]
     if lane is None:
         raise HTTPException(404)
@@ -187,16 +182,12 @@ def _row_tree(row: GroupRow) -> dict[str, Any]:
     }
 
 
-async def groups_csv(site: Site, run: WatchedRun, request: Request) -> Response:
-    """All groups that the filters leave, with the beginnings of their prompts."""
-    found = GroupQuery.parse(request.query_params).select(run.index)
-    rows = (tuple(_row_tree(row).values()) for row in found)
-    return csv_file(f"{run.run_id}-groups", tuple(_row_tree(GroupRow(0))), rows)
-
-
-async def groups_json(site: Site, run: WatchedRun, request: Request) -> Response:
-    found = GroupQuery.parse(request.query_params).select(run.index)
-    return json_file(f"{run.run_id}-groups", [_row_tree(row) for row in found])
+async def groups_file(site: Site, run: WatchedRun, request: Request) -> Response:
+    """All groups that the filters leave, with the beginnings of their prompts, as CSV or JSON."""
+    trees = map(_row_tree, GroupQuery.parse(request.query_params).select(run.index))
+    if request.url.path.endswith(".json"):
+        return json_file(f"{run.run_id}-groups", list(trees))
+    return csv_file(f"{run.run_id}-groups", tuple(_row_tree(GroupRow(0))), (t.values() for t in trees))
 
 
 async def whole_group(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -209,8 +200,8 @@ async def whole_group(site: Site, run: WatchedRun, request: Request) -> Response
 
 ROUTES: dict[str, Page] = {
     "/run/{run}/groups": browser,
-    "/run/{run}/groups.csv": groups_csv,
-    "/run/{run}/groups.json": groups_json,
+    "/run/{run}/groups.csv": groups_file,
+    "/run/{run}/groups.json": groups_file,
     "/run/{run}/{lane}/{ticket:int}": group,
     "/run/{run}/{lane}/{ticket:int}.json": whole_group,
     "/run/{run}/{lane}/{ticket:int}/{index:int}/tokens.json": tokens,

@@ -119,7 +119,6 @@ class GroupRow:
         return self.trained_step if self.trained_step >= 0 else self.step
 
     def known_places(self, has_letters: bool) -> KnownPlaces:
-        """Where its entries are, and the step whose commit names it."""
         step = self.trained_step if self.trained_step >= 0 else self.dropped_step
         return KnownPlaces(self.trajectories, self.scores, step, has_letters)
 
@@ -271,8 +270,6 @@ SORTS: dict[str, Callable[[GroupRow], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class GroupQuery:
-    """Filters, order and page, as an address has them."""
-
     lane: Lane = Lane.TRAIN
     ranges: Mapping[str, str] = field(default_factory=dict)
     """As they were typed."""

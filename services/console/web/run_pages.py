@@ -25,20 +25,12 @@ from tidemill.services.console.dead_letters import DeadEntry, dead_table, dead_t
 from tidemill.services.console.options import DeadFilter
 from tidemill.services.console.records.step import time_table
 from tidemill.services.console.status.dashboard import flow_lines, process_table
-from tidemill.services.console.status.snapshot import StepPoint, points_of
+from tidemill.services.console.status.snapshot import points_of
 from tidemill.services.console.text.tree import part, table
 from tidemill.services.console.web.curves import chart_trees
 from tidemill.services.console.web.groups import STATES, GroupRow, number_of
 from tidemill.services.console.web.runs import WatchedRun
-from tidemill.services.console.web.site import (
-    Page,
-    Site,
-    attached,
-    csv_file,
-    flatten,
-    history_of,
-    json_file,
-)
+from tidemill.services.console.web.site import Page, Site, attached, csv_file, flatten, history_of, json_file
 from tidemill.services.console.web.texts import sendable
 
 RECENT_STEPS = 5
@@ -224,26 +216,18 @@ def _read_part(path: Path, text: str, last: int) -> dict[str, Any]:
     return {"name": path.name, "text": text, "first": first, "end": end, "size": size, "lines": kept}
 
 
-async def metrics_csv(site: Site, run: WatchedRun, request: Request) -> Response:
-    points = await _points(run)
-    names = list(dict.fromkeys(name for point in points for name in point.metrics if name != "step"))
-    rows = ((point.step, *(point.metrics.get(name, "") for name in names)) for point in points)
-    return csv_file(f"{run.run_id}-metrics", ("step", *names), rows)
-
-
-async def metrics_json(site: Site, run: WatchedRun, request: Request) -> Response:
-    """The same as JSON, with evaluations."""
-    steps = [{**point.metrics, "step": point.step} for point in await _points(run)]
-    evaluations = run.snapshot.evaluations if run.snapshot else []
-    tree = {"run": run.run_id, "steps": steps, "evaluations": evaluations}
-    return json_file(f"{run.run_id}-metrics", tree)
-
-
-async def _points(run: WatchedRun) -> list[StepPoint]:
-    """Steps of the folder, and those that only the streams have."""
+async def metrics_file(site: Site, run: WatchedRun, request: Request) -> Response:
+    """Steps of the folder, and those that only the streams have, as CSV or JSON; JSON has evaluations too."""
     records = await asyncio.to_thread(read_records, run.folder.path / METRICS_FILE)
     points = run.index.steps | {point.step: point for point in points_of(records)}
-    return [points[step] for step in sorted(points)]
+    steps = [{"step": step} | points[step].metrics | {"step": step} for step in sorted(points)]
+    if request.url.path.endswith(".json"):
+        evaluations = run.snapshot.evaluations if run.snapshot else []
+        tree = {"run": run.run_id, "steps": steps, "evaluations": evaluations}
+        return json_file(f"{run.run_id}-metrics", tree)
+    names = list(dict.fromkeys(name for step in steps for name in step)) or ["step"]
+    rows = ([step.get(name, "") for name in names] for step in steps)
+    return csv_file(f"{run.run_id}-metrics", names, rows)
 
 
 ROUTES: dict[str, Page] = {
@@ -259,6 +243,6 @@ ROUTES: dict[str, Page] = {
     "/run/{run}/config.yaml": config_file,
     "/run/{run}/logs": logs,
     "/run/{run}/logs/{name}": logs,
-    "/run/{run}/metrics.csv": metrics_csv,
-    "/run/{run}/metrics.json": metrics_json,
+    "/run/{run}/metrics.csv": metrics_file,
+    "/run/{run}/metrics.json": metrics_file,
 }

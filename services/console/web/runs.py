@@ -183,8 +183,6 @@ class ListedRun:
 
 
 class Catalog:
-    """Lists runs, and opens them."""
-
     def __init__(self, runs: Path) -> None:
         self.runs = runs
         self._open: dict[str, WatchedRun] = {}

@@ -29,7 +29,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.common.errors import ConfigError, TidemillError
-from tidemill.common.process.http_server import server_config
+from tidemill.common.process.http_server import host_of, is_loopback, server_config
+from tidemill.common.process.listening import listen
 from tidemill.common.process.programs import run_main
 from tidemill.services.console.options import WebOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
@@ -60,8 +61,6 @@ CLOSE_S = 3
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may read the pages of one server."""
-
     token: str = ""
     """Empty: everybody who reaches the port, which listens on this machine only."""
     host_names: frozenset[str] = frozenset()
@@ -71,17 +70,13 @@ class Access:
     def of(
         cls, host: str, host_names: tuple[str, ...] = (), fixed_token: str = "", *, asks_always: bool = False
     ) -> "Access":
-        """Rules for a server that listens on `host`; a fixed token is asked for on this machine too.
-
-        Raises:
-            ConfigError: the fixed token is one that can be guessed, or that no header can carry.
-        """
+        """Rules for a server that listens on `host`; a fixed token is asked for on this machine too."""
         if fixed_token and (len(fixed_token) < LEAST_TOKEN_CHARACTERS or not fixed_token.isascii()):
             raise ConfigError(
                 f"{TOKEN_VARIABLE} has {len(fixed_token)} characters; it needs {LEAST_TOKEN_CHARACTERS} or "
                 "more, all ASCII. `openssl rand -hex 24` makes a good one."
             )
-        is_here = _is_loopback(host)
+        is_here = is_loopback(host.strip("[]"))
         token = fixed_token or ("" if is_here and not asks_always else secrets.token_urlsafe(32))
         own = () if is_here else (socket.gethostname(), socket.getfqdn())
         return cls(token, frozenset(name.lower() for name in (host, *own, *host_names)))
@@ -91,18 +86,12 @@ class Access:
 
         Under any other name, a page of somebody else's may have pointed its own name here (DNS rebinding).
         """
-        name = header.strip().lower()
-        if name.startswith("["):
-            name = name[1:].partition("]")[0]
-        elif name.count(":") == 1:
-            name = name.partition(":")[0]
-        if name in ("localhost", *self.host_names):
+        name = host_of(header)
+        if is_loopback(name) or name in self.host_names:
             return True
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return bool(self.token) or address.is_loopback
+        with contextlib.suppress(ValueError):
+            return bool(self.token and ipaddress.ip_address(name))
+        return False
 
     def admits(self, authorization: str) -> bool:
         """Whether this header has the token: `Bearer TOKEN`, or `Basic` with the token as the password."""
@@ -116,14 +105,6 @@ class Access:
             return False
         # In constant time: how long a comparison takes tells nothing of the token.
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens there."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class Gate:
@@ -201,17 +182,18 @@ def create_app(catalog: Catalog, access: Access) -> Starlette:
 
 
 def serve(options: WebOptions) -> None:
-    """Serve until Ctrl-C.
-
-    Raises:
-        ConfigError: there is no such run, or the address cannot be had.
-    """
     log_nothing()
     run_main(_serve(options))
 
 
 async def _serve(options: WebOptions) -> None:
-    listener = _listen(options.host, options.port)
+    try:
+        listener = listen(options.host.strip("[]"), options.port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}. Choose another with "
+            "--host or --port."
+        ) from None
     catalog, path = Catalog(folder_of_runs(options.runs_dir)), ""
     if options.run_id is not None:
         run_id = find_run(options.run_id, catalog.runs).run_id
@@ -228,7 +210,7 @@ async def _serve(options: WebOptions) -> None:
     print(f"Pages to look at: http://{shown}:{listener.getsockname()[1]}/{path}")
     if access.token and not fixed:
         print(f"Browsers ask for a name and a password: any name, and this token: {access.token}")
-    if not _is_loopback(options.host):
+    if not is_loopback(options.host.strip("[]")):
         print("Others reach this port. Who has the token may read everything; it is sent unencrypted.")
     print("Ctrl-C ends the pages only; runs go on.", flush=True)
     config = server_config(
@@ -240,18 +222,3 @@ async def _serve(options: WebOptions) -> None:
         timeout_graceful_shutdown=CLOSE_S,
     )
     await uvicorn.Server(config).serve(sockets=[listener])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host.strip("[]"), port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another with --host or "
-            "--port."
-        ) from None
-    return listener

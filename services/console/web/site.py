@@ -34,8 +34,6 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 class Site:
-    """The catalog of runs, and the templates."""
-
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.metric_files = MetricFiles()
@@ -71,11 +69,6 @@ class Site:
         return HTMLResponse(sendable(page), status)
 
     async def run_of(self, request: Request) -> WatchedRun:
-        """The run of an address.
-
-        Raises:
-            HTTPException: there is no such run.
-        """
         run = await self.catalog.get(request.path_params["run"])
         if run is None:
             raise HTTPException(404, f"There is no run of this name in {self.catalog.runs}.")
@@ -93,11 +86,7 @@ Page = Callable[[Site, WatchedRun, Request], Awaitable[Response]]
 
 
 def history_of(run: WatchedRun) -> History:
-    """What can be read of the run.
-
-    Raises:
-        BrokerError: nothing can, at this moment.
-    """
+    """What can be read of the run."""
     if run.history is None:
         raise BrokerError(run.problem or "The run's streams are being opened; load the page again.")
     return run.history
@@ -137,7 +126,7 @@ def json_file(name: str, tree: Any) -> Response:
     return Response(text, media_type="application/json", headers=attached(f"{name}.json"))
 
 
-def csv_file(name: str, titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> Response:
+def csv_file(name: str, titles: Sequence[str], rows: Iterable[Iterable[Any]]) -> Response:
     """Rows as CSV, part by part. Text that a spreadsheet would take for a formula is quoted."""
 
     def cell(value: Any) -> Any:

@@ -141,7 +141,6 @@ SPECIAL = re.compile(r"<[^<>\s]{1,40}>")
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
     "model": "assistant", "developer": "system", "ipython": "tool", "function": "tool"
 }  # fmt: skip
-"""The four roles by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +188,6 @@ def prompt_messages(source: PromptFields) -> list[ChatMessage]:
 
 
 class Training(NamedTuple):
-    """How much of something that the model said was trained."""
-
     num_tokens: int
     num_trained: int
     why_not: str = ""

@@ -185,9 +185,8 @@ def _cast_head(weight_VH: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> 
     return weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
 
 
-def _logprobs(hidden_CH: Tensor, head: Head, options: Options) -> tuple[Tensor, Tensor | None]:
-    """Of all tokens at the temperature, and the slope of the cap, where there is one; [C, V] each. In place
-    of the logits: beside them there is one tensor more of their size, for a moment."""
+def _scaled_logits(hidden_CH: Tensor, head: Head, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Of all tokens, over the temperature, and the slope of the cap, where there is one; [C, V] each."""
     matrix, bias = head
     wide = torch.promote_types(options.dtype, torch.float32)
     if has_wide_products(hidden_CH.device.type, options.dtype):
@@ -206,44 +205,40 @@ def _logprobs(hidden_CH: Tensor, head: Head, options: Options) -> tuple[Tensor, 
         logits_CV.mul_(cap)
     if options.temperature != 1.0:
         logits_CV.div_(options.temperature)
-    logits_CV.sub_(logits_CV.amax(-1, keepdim=True))
-    return logits_CV.sub_(logits_CV.exp().sum(-1, keepdim=True).log_()), slope_CV
+    return logits_CV, slope_CV
 
 
 def _score_chunk(hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    logprobs_CV, _ = _logprobs(hidden_CH, head, options)
+    logits_CV, _ = _scaled_logits(hidden_CH, head, options)
+    logprobs_CV = F.log_softmax(logits_CV, dim=-1)
     targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
-    terms_CV = logprobs_CV.exp().mul_(logprobs_CV).nan_to_num_(nan=0.0)  # 0 * -inf counts as 0
-    return targets, terms_CV.sum(-1).neg()
+    terms_CV = torch.exp(logprobs_CV, out=logits_CV).mul_(logprobs_CV)  # in the memory of the logits
+    return targets, terms_CV.nansum(-1).neg()  # 0 * -inf counts as 0
 
 
 def _chunk_gradient(
     hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Options, gradients: Sequence[Tensor]
 ) -> Tensor:
-    """Of what the head returns, in the dtype of the products. Shape [C, V]."""
-    logprobs_CV, slope_CV = _logprobs(hidden_CH, head, options)
-    of_entropies_C = gradients[1] if options.entropy_gradient else None
-    d_logits_CV = _logits_gradient(logprobs_CV, targets_C, gradients[0], of_entropies_C)
-    d_logits_CV.mul_(options.scaling.scale / options.temperature)
+    """Of what the head returns, in the dtype of the products, see `ChunkedScores`. Shape [C, V]."""
+    logits_CV, slope_CV = _scaled_logits(hidden_CH, head, options)
+    of_logprobs_C, of_entropies_C = (
+        gradient * (options.scaling.scale / options.temperature) for gradient in gradients
+    )
+    if options.entropy_gradient:
+        factor_CV = F.log_softmax(logits_CV, dim=-1)
+        p_CV = torch.exp(factor_CV, out=logits_CV)
+        factor_CV.clamp_(min=torch.finfo(factor_CV.dtype).min)
+        factor_CV.sub_((p_CV * factor_CV).sum(-1, keepdim=True))
+        factor_CV.mul_(of_entropies_C[:, None]).add_(of_logprobs_C[:, None])
+        d_logits_CV = p_CV.mul_(factor_CV).neg_()
+    else:
+        p_CV = F.softmax(logits_CV, dim=-1)
+        d_logits_CV = p_CV.mul_(-of_logprobs_C[:, None])
+    del logits_CV  # before the gradient in fewer bits
+    d_logits_CV.scatter_add_(1, targets_C[:, None], of_logprobs_C[:, None].to(d_logits_CV.dtype))
     if slope_CV is not None:
         d_logits_CV.mul_(slope_CV)
     return d_logits_CV.to(options.dtype)
-
-
-def _logits_gradient(
-    logprobs_CV: Tensor, targets_C: Tensor, of_logprobs_C: Tensor, of_entropies_C: Tensor | None
-) -> Tensor:
-    """The gradient of scaled logits, see `ChunkedScores`; the logprobs are spent. Shape [C, V]."""
-    if of_entropies_C is None:
-        gradient_CV = logprobs_CV.exp_().mul_(-of_logprobs_C[:, None])
-    else:
-        p_CV = logprobs_CV.exp()
-        factor_CV = logprobs_CV.clamp_(min=torch.finfo(logprobs_CV.dtype).min)
-        factor_CV.sub_((p_CV * factor_CV).sum(-1, keepdim=True))
-        factor_CV.mul_(of_entropies_C[:, None]).add_(of_logprobs_C[:, None])
-        gradient_CV = p_CV.mul_(factor_CV).neg_()
-    gradient_CV.scatter_add_(1, targets_C[:, None], of_logprobs_C[:, None].to(gradient_CV.dtype))
-    return gradient_CV
 
 
 @cache

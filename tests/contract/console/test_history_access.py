@@ -7,7 +7,6 @@ import pytest
 from tests.support.archives import archive
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.archive import mark_whole
-from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
@@ -15,7 +14,7 @@ from tidemill.common.run.state import publish_config
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.run.folder import RunFolder
-from tidemill.services.console.run.history import open_history
+from tidemill.services.console.run.history import MissingHistoryError, open_history
 
 
 async def write_run(broker: Broker, folder: RunFolder) -> None:
@@ -47,23 +46,9 @@ async def test_a_live_run_is_read_from_its_redis(
     assert await num_trajectories(keys.run_id, tmp_path) == 1
 
 
-async def test_a_finished_run_is_read_from_the_data_of_its_redis_and_nothing_stays_behind(
+async def test_a_finished_run_is_read_from_the_data_of_its_redis_or_from_an_archive_that_has_everything(
     tmp_path: Path,
 ) -> None:
-    folder = RunFolder(tmp_path, "one")
-    server = EmbeddedRedis(folder.redis_data)
-    server.start()
-    broker = await Broker.connect(server.url)
-    await write_run(broker, folder)
-    await broker.close()
-    server.stop()
-    for _ in range(2):
-        assert await num_trajectories("one", tmp_path) == 1
-    server.start()  # it refuses while another process serves the data
-    server.stop()
-
-
-async def test_where_the_archive_has_everything_no_redis_is_started(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "one")
     server = EmbeddedRedis(folder.redis_data)
     server.start()
@@ -73,23 +58,23 @@ async def test_where_the_archive_has_everything_no_redis_is_started(tmp_path: Pa
     await append(broker, Keys("one").trajectories(), make_trajectory(4))
     await broker.close()
     server.stop()
-    assert await num_trajectories("one", tmp_path) == 2, "the archive lacks what came after it"
+    for _ in range(2):
+        assert await num_trajectories("one", tmp_path) == 2, "the archive lacks what came after it"
+    server.start()  # it refuses while another process serves the data
+    server.stop()
     mark_whole(folder.path, True)
     async with open_history("one", tmp_path) as access:
-        assert access.history.broker is None and access.is_over
+        assert access.history.broker is None and access.is_over, "no Redis is started"
     mark_whole(folder.path, False)  # the run goes on
     assert await num_trajectories("one", tmp_path) == 2
 
 
-async def test_a_redis_that_does_not_know_the_run_is_no_answer(
+async def test_where_nothing_is_left_it_says_what_to_do(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
-    with pytest.raises(ConfigError, match="does not know it"):
-        await num_trajectories("nothing", tmp_path)
-
-
-async def test_where_nothing_is_left_it_says_what_to_do(tmp_path: Path) -> None:
     RunFolder(tmp_path, "one").create(make_config(run_id="one"))
-    with pytest.raises(ConfigError, match=r"nothing is left of the streams of run one.*--runs-dir"):
+    with pytest.raises(MissingHistoryError, match="run one"):
         await num_trajectories("one", tmp_path)
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
+    with pytest.raises(MissingHistoryError, match="does not know it"):
+        await num_trajectories("nothing", tmp_path)

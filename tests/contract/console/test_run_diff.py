@@ -21,14 +21,7 @@ from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import append, trim_before
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
-from tidemill.services.console.compare.diff import (
-    MEANINGS,
-    Aspect,
-    DiffedRun,
-    RunDiff,
-    diff_runs,
-    diff_tree,
-)
+from tidemill.services.console.compare.diff import MEANINGS, Aspect, DiffedRun, RunDiff, diff_runs, diff_tree
 from tidemill.services.console.text.tree import print_tree
 
 STEPS, GROUPS, SIZE = 5, 2, 2

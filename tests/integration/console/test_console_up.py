@@ -235,18 +235,7 @@ def test_every_mistake_is_found_without_model_libraries(config: Path) -> None:
     assert not {"torch", "transformers", "vllm", "matplotlib"} & _imported(code)
 
 
-def test_help_teaches_with_an_example() -> None:
-    for arguments in ([], ["check"], ["up"], ["status"], ["replay"]):
-        text = _tidemill(*arguments, "--help").stdout
-        assert f"Example: tidemill {' '.join(arguments)}" in " ".join(text.split())
-
-
 def test_a_mistake_is_answered_in_plain_words_with_exit_code_2(config: Path) -> None:
     result = _tidemill("check", str(config), "--set", "trainer.step=1")
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "trainer.step: no such field; did you mean 'steps'?" in result.stderr
-
-
-def test_status_of_a_run_that_is_not_there_says_what_to_do(config: Path) -> None:
-    result = _tidemill("status", "ghost")
-    assert result.returncode == 2 and "TIDEMILL_REDIS_URL" in result.stderr

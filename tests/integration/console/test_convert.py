@@ -39,17 +39,6 @@ python3 -m verl.trainer.main_ppo "${DATA[@]}" actor_rollout_ref.model.path=Qwen/
     actor_rollout_ref.rollout.n=5 trainer.logger='["console","wandb"]' trainer.nnodes="$NNODES" \\
     trainer.n_gpus_per_node=8 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 "$@"
 """
-VERL_GSPO = """
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet \\
-    data.val_files=test.parquet data.train_batch_size=512 data.max_prompt_length=2048 \\
-    data.max_response_length=8192 data.filter_overlong_prompts=True \\
-    actor_rollout_ref.actor.policy_loss.loss_mode=gspo \\
-    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean actor_rollout_ref.actor.clip_ratio_low=3e-4 \\
-    actor_rollout_ref.actor.clip_ratio_high=4e-4 actor_rollout_ref.actor.clip_ratio_c=10.0 \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.use_kl_loss=False \\
-    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=16 trainer.total_epochs=10 \\
-    trainer.save_freq=20 trainer.test_freq=10
-"""
 DAPO_COMMON = """algorithm.adv_estimator=grpo data.train_files=dapo-math.parquet \\
     data.val_files=aime.parquet data.prompt_key=prompt data.truncation=left data.max_prompt_length=$prompt \\
     data.max_response_length=$response actor_rollout_ref.rollout.n=16 algorithm.kl_ctrl.kl_coef=0.0 \\
@@ -101,11 +90,6 @@ from trl.rewards import accuracy_reward
 rows = load_dataset("a/b", split="train")
 trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=accuracy_reward, train_dataset=rows)
 """
-TRL_SERVER = """
-config = GRPOConfig(per_device_train_batch_size=4, use_vllm=True, vllm_mode="server", vllm_server_host=host)
-rows = load_dataset("a/b")
-GRPOTrainer(model="Qwen/Qwen2.5-72B", args=config, reward_funcs=accuracy_reward, train_dataset=rows)
-"""
 REVERSE_TEXT = """
 max_steps = 20
 seq_len = 2048
@@ -150,11 +134,6 @@ CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]
         {"": (210, 1024, 4, 5, 0), "evaluation.every": 5, "optimizer.weight_decay": 0.01},
         {"clip_high": 0.2, "dual_clip": 3.0, **NONE, **KL},
     ),
-    "verl GSPO": (
-        "run.sh", VERL_GSPO, [], GSM8K_ROWS + MATH_ROWS,
-        {"": (290, 512, 4, 16, 0), "evaluation.every": 10, "optimizer.weight_decay": 0.01},
-        {"loss": "gspo", "normalisation": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, **NONE},
-    ),
     "verl-recipe DAPO": (
         "run.sh", DAPO, [], DAPO_ROWS,
         {"": (33, 512, 16, 16, 0), "optimizer.warmup_steps": 10, "optimizer.weight_decay": 0.1,
@@ -175,11 +154,6 @@ CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]
     "TRL quick start": (
         "train.py", TRL_QUICK_START, ["num_processes=8"], 1000,
         {"": (375, 8, 1, 8, 0), "optimizer.schedule": "linear"}, {"clip_high": 0.2, **NONE},
-    ),
-    "TRL with a vLLM server": (
-        "train.py", TRL_SERVER, ["num_processes=32"], 1000,
-        {"": (186, 16, 1, 8, 0), "optimizer.schedule": "linear"},
-        {"clip_high": 0.2, "importance": {"mode": "mask", "level": "sequence", "high": 3.0}},
     ),
     "prime-rl reverse text": (
         "rl.toml", REVERSE_TEXT, [], 100,

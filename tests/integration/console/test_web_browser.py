@@ -13,14 +13,7 @@ from tests.support.numbered import append_numbered
 from tests.support.preloaded import REPO
 from tests.support.recorded_sessions import as_session
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.web_runs import (
-    LONG,
-    RIGHT_TO_LEFT,
-    completion,
-    make_ticket,
-    write_folder,
-    write_run,
-)
+from tests.support.web_runs import LONG, RIGHT_TO_LEFT, completion, make_ticket, write_folder, write_run
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
@@ -214,16 +207,7 @@ async def test_on_a_small_screen_nothing_is_cut_off_without_a_hint(
     (tmp_path / keys.run_id / "logs" / "a-log-with-quite-a-long-name-of-a-worker.log").write_text(
         "word " * 400
     )
-    paths = (
-        "",
-        "/groups",
-        "/groups/0",
-        "/groups/6?shape=chat",
-        "/steps",
-        "/steps/0",
-        "/dead",
-        "/config",
-    )
+    paths = ("", "/groups", "/groups/0", "/groups/6?shape=chat", "/steps", "/steps/0", "/dead", "/config")
     async with serving(tmp_path, redis_server.url) as base, browsing(width=390, height=800) as page:
         run = f"http://{base}run/{keys.run_id}"
         await settled(page, f"{run}/groups")

@@ -73,8 +73,7 @@ async def test_a_planted_bottleneck_is_named(tmp_path: Path, stage: str) -> None
             exporter = start_exporter(run) if PROMETHEUS else ""
             await wait_until(lambda: has_steps(run))
             status, shown = await asyncio.gather(
-                asyncio.to_thread(tidemill, run, "status", "test"),
-                shown_bottleneck(tmp_path, exporter),
+                asyncio.to_thread(tidemill, run, "status", "test"), shown_bottleneck(tmp_path, exporter)
             )
             assert status["bottleneck"]["stage"] == stage, status["bottleneck"]
             assert status["bottleneck"]["text"].lower().startswith(f"{stage} is the bottleneck")

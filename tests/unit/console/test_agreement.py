@@ -20,19 +20,13 @@ def group(ticket: int, *values: float | None) -> dict[TrajectoryKey, float | Non
     return {(ticket, index): value for index, value in enumerate(values)}
 
 
-def test_ties_share_the_mean_of_their_ranks() -> None:
-    assert ranks(np.array([5.0, 1.0, 5.0, 2.0, 5.0])).tolist() == [4.0, 1.0, 4.0, 2.0, 4.0]
-
-
 def test_rank_correlation_by_the_classic_formula() -> None:
+    assert ranks(np.array([5.0, 1.0, 5.0, 2.0, 5.0])).tolist() == [4.0, 1.0, 4.0, 2.0, 4.0], "ties share"
     one, other = np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([10.0, 30.0, 20.0, 90.0, 40.0])
     # Differences of ranks: 0, 1, 1, 1, 1; 1 - 6 * 4 / (5 * 24) = 0.8
     assert rank_correlation(one, other) == pytest.approx(0.8)
     assert correlation(one, -one) == pytest.approx(-1.0)
-
-
-def test_a_side_that_does_not_vary_has_no_correlation() -> None:
-    assert correlation(np.zeros(4), np.arange(4.0)) is None
+    assert correlation(np.zeros(4), np.arange(4.0)) is None, "a side that does not vary"
     assert rank_correlation(np.arange(4.0), np.ones(4)) is None
 
 
@@ -61,10 +55,7 @@ def test_failures_are_counted_and_never_compared() -> None:
 def test_those_that_moved_farthest_come_first_and_those_that_did_not_are_left_out() -> None:
     found = compare(scores(group(1, 1.0, 2.0, 3.0)), scores(group(1, 3.0, 2.0, 1.0)))
     assert {(ticket, index) for ticket, index, _, _ in found.farthest} == {(1, 0), (1, 2)}
-
-
-def test_a_row_whose_score_is_unchanged_is_never_among_the_farthest() -> None:
-    """The others moved past it, so that its rank changed; there is nothing to look at in it."""
+    # The others moved past one whose score is unchanged: there is nothing to look at in it.
     before = scores(group(1, 0.5, 0.1, 0.2, 0.3))
     found = compare(before, scores(group(1, 0.5, 0.7, 0.8, 0.9)))
     assert {index for _, index, _, _ in found.farthest} <= {1, 2, 3}

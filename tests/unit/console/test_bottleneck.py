@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 
 from tidemill.common.process.heartbeats import Heartbeat
-from tidemill.services.console.status.bottleneck import (
-    Bottleneck,
-    Evidence,
-    find_bottleneck,
-    gather_evidence,
-)
+from tidemill.services.console.status.bottleneck import Bottleneck, Evidence, find_bottleneck, gather_evidence
 
 WORKERS = {"trainer": 1, "rollout": 1, "reward": 1}
 BUSY = {"generate": 0.2}

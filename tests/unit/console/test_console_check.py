@@ -1,6 +1,7 @@
 """What `tidemill check` finds, without starting anything."""
 
 import json
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,14 @@ def lengths_problem(folder: Path, found: list[Row], section: DataConfig) -> str:
 
 
 def test_a_complete_model_folder_is_described(tmp_path: Path) -> None:
-    facts = inspect_model(ModelConfig(path=str(make_folder(tmp_path)), max_model_len=64))
+    model = ModelConfig(path=str(make_folder(tmp_path)), max_model_len=64)
+    facts = inspect_model(model)
     assert (facts.architecture, facts.context, facts.weight_bytes) == ("Tiny", 64, 100)
+    (tmp_path / "model.safetensors").unlink()
+    assert inspect_model(model, needs_weights=False).context == 64, "who loads none needs none"
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 128}}))
+    assert inspect_model(model, needs_weights=False).context == 128, "a text model inside another"
+    assert inspect_model(ModelConfig(path="Qwen/Qwen2.5-0.5B-Instruct")).is_remote
 
 
 @pytest.mark.parametrize(
@@ -45,34 +52,19 @@ def test_a_complete_model_folder_is_described(tmp_path: Path) -> None:
         ("model.safetensors", 64, "has no weights"),
         ("config.json", 64, "has no config.json"),
         ("", 65, "max_model_len is 65, .* context of 64"),
+        (".", 64, "is not a folder"),
     ],
 )
 def test_a_model_folder_that_will_not_do_is_refused(
     tmp_path: Path, missing: str, length: int, said: str
 ) -> None:
     folder = make_folder(tmp_path / "model")
-    if missing:
+    if missing == ".":
+        shutil.rmtree(folder)
+    elif missing:
         (folder / missing).unlink()
     with pytest.raises(ConfigError, match=said):
         inspect_model(ModelConfig(path=str(folder), max_model_len=length))
-
-
-def test_a_missing_model_folder_is_refused_and_a_hub_name_left_to_the_services(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a folder"):
-        inspect_model(ModelConfig(path=str(tmp_path / "none")))
-    assert inspect_model(ModelConfig(path="Qwen/Qwen2.5-0.5B-Instruct")).is_remote
-
-
-def test_weights_are_needed_only_by_who_loads_them(tmp_path: Path) -> None:
-    (make_folder(tmp_path) / "model.safetensors").unlink()
-    model = ModelConfig(path=str(tmp_path), max_model_len=64)
-    assert inspect_model(model, needs_weights=False).context == 64
-
-
-def test_a_text_model_inside_another_tells_its_context(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 32}}))
-    assert inspect_model(ModelConfig(path=str(tmp_path), max_model_len=32)).context == 32
 
 
 def test_a_prompt_at_the_limit_passes_and_one_token_more_is_named(tmp_path: Path) -> None:
@@ -143,6 +135,7 @@ def test_a_good_config_is_explained(run_files: Path) -> None:
     assert "on-policy" in text["staleness"]
     assert "6.67 epochs" in text["run"]
     assert text["algorithm"].startswith("advantage grpo, loss ppo per token; old logprobs: recompute")
+    assert dict(describe(Findings(make_config())))["model"].startswith("model")
 
 
 def test_what_a_preset_sets_is_listed(run_files: Path) -> None:
@@ -176,10 +169,6 @@ def test_an_engine_that_is_not_installed_and_a_redis_that_is_not_reached_are_mis
     with pytest.raises(ConfigError) as caught:
         examine(run_files, ["rollout.engine=vllm"])
     assert "vllm, which is not installed" in str(caught.value) and "cannot reach Redis" in str(caught.value)
-
-
-def test_findings_without_a_model_are_explained_too() -> None:
-    assert dict(describe(Findings(make_config())))["model"].startswith("model")
 
 
 def test_epochs_are_shown_as_steps_or_counted_at_the_start_with_a_hubs_tokenizer(run_files: Path) -> None:

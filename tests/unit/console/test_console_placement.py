@@ -38,13 +38,6 @@ def test_a_reward_model_has_gpus_of_its_own_or_those_of_its_rollout_worker() -> 
     assert shared.shared_turn_s == 5.0
 
 
-def test_without_a_word_the_environment_decides() -> None:
-    run = config({})
-    assert seen(run, 0) == ""
-    assert run.shared_turn_s is None
-    assert not any("CUDA_VISIBLE_DEVICES" in spec.env for spec in service_specs(run))
-
-
 @pytest.mark.parametrize(
     ("model", "rollout", "said"),
     [
@@ -76,7 +69,8 @@ def test_what_is_named_stays_and_is_given_to_nobody_else() -> None:
 
 def test_without_gpus_or_with_one_everything_is_as_it_was() -> None:
     run = config({}, workers=2)
-    assert place(run, []) == (run, [])
+    assert place(run, []) == (run, []) and run.shared_turn_s is None
+    assert not any("CUDA_VISIBLE_DEVICES" in spec.env for spec in service_specs(run))
     placed, said = place(config({}, workers=2, trainer_gpus="shared"), [3])
     assert placed.rollout.gpus == () and "all processes are on GPU 3 at once" in said[0]
     assert placed.rollout.trainer_gpus == "shared", "the trainer leaves room for the engine"
@@ -86,12 +80,6 @@ def test_without_gpus_or_with_one_everything_is_as_it_was() -> None:
         | {"trainer": {"policy": "simulated"}}
     )
     assert place(simulated, range(2)) == (simulated, [])
-
-
-def test_one_gpu_without_turns_is_shared_and_the_config_says_so() -> None:
-    run, _ = place(config(trainer_gpus="shared"), [3])
-    assert (run.trainer.gpus, run.rollout.gpus, run.rollout.trainer_gpus) == ((3,), (3,), "shared")
-    assert place(run, [3])[0] == run, "resumed, it is the same"
 
 
 def test_too_few_gpus_are_refused_with_what_to_lower() -> None:
@@ -121,6 +109,8 @@ def test_one_gpu_is_taken_in_turns_and_several_where_that_is_asked_for() -> None
     assert place(run, [3]) == (run, said), "resumed, it is the same"
     beside, said = place(config({}, workers=2), [3])
     assert beside.rollout.trainer_gpus == "turns" and "servers.rm.local on it at once" in said[0]
+    shared, _ = place(config(trainer_gpus="shared"), [3])
+    assert (shared.trainer.gpus, shared.rollout.gpus) == ((3,), (3,)) and place(shared, [3])[0] == shared
     for given in ({"engine": "transformers"}, {"trainer_gpus": "shared"}):
         assert place(config(**given), [3])[0].shared_turn_s is None, given
     many, _ = place(config(workers=2, trainer_gpus="turns", gpu_turn_s=0.5), range(4))

@@ -4,7 +4,6 @@ import stat
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.support.trajectories import make_config
 from tidemill.common.errors import ConfigError
@@ -13,24 +12,15 @@ from tidemill.services.console.processes.specs import exporter_spec, service_spe
 from tidemill.services.console.run.folder import RunFolder, find_run
 
 
-def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
-    for run_id in ("one", "two"):
-        RunFolder(tmp_path, run_id).create(make_config(run_id=run_id))
-    assert find_run(None, tmp_path).run_id == "two"
-    assert (tmp_path / "latest" / "config.yaml").samefile(tmp_path / "two" / "config.yaml")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]
-
-
-def test_the_folder_keeps_the_whole_resolved_config(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, "one")
-    config = make_config(run_id="one", trainer={"steps": 7})
-    folder.create(config)
-    assert type(config).model_validate(yaml.safe_load((folder.path / "config.yaml").read_text())) == config
-
-
-def test_without_any_run_the_id_is_asked_for(tmp_path: Path) -> None:
+def test_latest_follows_the_newest_run_and_each_keeps_its_whole_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run id was given"):
         find_run(None, tmp_path)
+    configs = [make_config(run_id=run_id, trainer={"steps": 7}) for run_id in ("one", "two")]
+    for config in configs:
+        RunFolder(tmp_path, config.run_id).create(config)
+    assert find_run(None, tmp_path).config() == configs[1]
+    assert (tmp_path / "latest" / "config.yaml").samefile(tmp_path / "two" / "config.yaml")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]
 
 
 def test_the_address_is_for_its_owner_only_and_comes_before_the_environments(
@@ -58,11 +48,8 @@ def test_a_run_has_one_trainer_and_as_many_workers_as_configured() -> None:
     assert [spec.name for spec in specs] == ["trainer", "rollout-0", "rollout-1", "reward-0", "jobs"]
     assert [spec.ends_run for spec in specs] == [True, False, False, False, False]
     assert specs[1].env == {"OMP_NUM_THREADS": "3"} and specs[0].env == {}
-
-
-def test_the_exporter_of_a_run_is_a_process() -> None:
-    spec = exporter_spec(make_config(run_id="r"), 9109)
-    assert spec.command[1:] == ("-m", "tidemill.services.console.exporter", "r", "--port", "9109")
+    command = exporter_spec(config, 9109).command
+    assert command[1:] == ("-m", "tidemill.services.console.exporter", "r", "--port", "9109")
 
 
 def test_the_command_to_resume_can_be_copied() -> None:

@@ -29,7 +29,6 @@ from tidemill.services.console.status.dashboard import (
 )
 from tidemill.services.console.status.report import spell_lines
 from tidemill.services.console.status.snapshot import QueueDepth, RunSnapshot, StepPoint
-from tidemill.services.console.text.formats import duration
 from tidemill.services.console.text.tree import shown
 
 NAN = float("nan")
@@ -207,11 +206,6 @@ def test_the_summary_says_when_a_warning_held() -> None:
 def test_a_sparkline_goes_from_lowest_to_highest(values: list[float], line: str) -> None:
     assert sparkline(values) == line
     assert sparkline([0.0, 2.0, 3.0, 5.0], width=2) == "▁█", "columns are means"
-
-
-def test_durations_read_well() -> None:
-    texts = {41.6: "42 s", 185: "3 min 05 s", 7620: "2 h 07 min", 59.7: "1 min 00 s"}
-    assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
 def test_plain_lines_come_once_in_order_and_only_for_what_is_new() -> None:

@@ -88,9 +88,9 @@ def test_steps_are_numbers_lists_and_ranges() -> None:
 def test_the_exit_code_says_whether_all_came_out(
     is_equal: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def answer(*_: Any) -> list[dict[str, Any]]:
+    def answer(*_: Any) -> list[dict[str, Any]]:
         return [result(equal=is_equal, first_difference=float("nan"))]
 
-    monkeypatch.setattr(replay, "_replay", answer)
+    monkeypatch.setattr(replay, "read_run", answer)
     assert replay.replay_steps(ReplayOptions(steps="12", as_json=True)) == code
     assert json.loads(capsys.readouterr().out)[0]["first_difference"] is None, "JSON has no NaN"

@@ -31,12 +31,10 @@ def commit(step: int, groups: dict[int, list[int]], **fields: Any) -> Commit:
 
 
 def totals_of(*commits: Commit, tickets: int) -> RunSummary:
-    summary = RunSummary("run")
-    totals = CommitTotals(summary, group_size=2)
+    totals = CommitTotals(group_size=2)
     for item in commits:
         totals.add(item)
-    totals.finish(tickets)
-    return summary
+    return totals.summary("run", tickets)
 
 
 FIRST = commit(0, {0: [0, 1]})

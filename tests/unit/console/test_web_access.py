@@ -30,15 +30,15 @@ def test_on_this_machine_no_token_is_asked_for_and_nothing_but_reading_is_answer
         assert answer.status_code == 405 and answer.headers["allow"] == "GET, HEAD", method
 
 
-def test_a_name_that_was_pointed_here_is_refused(own: TestClient) -> None:
+def test_a_name_that_was_pointed_here_is_refused_and_others_ask_under_addresses_and_given_names(
+    own: TestClient,
+) -> None:
     for host in ("localhost", "localhost:9000", "127.0.0.1:1", "[::1]:8420", "LOCALHOST"):
         assert own.get("/", headers={"host": host}).status_code == 200, host
     for host in ("evil.example", "127.0.0.1.evil.example", "10.0.0.7:8420", "", "localhost.evil"):
         answer = own.get("/", headers={"host": host})
         assert answer.status_code == 421 and "<" not in answer.text, host
 
-
-def test_a_page_for_others_answers_under_addresses_and_given_names_only() -> None:
     access = Access.of("0.0.0.0", ("runs.example",))
     for host in ("10.1.2.3:8420", "runs.example", "[fe80::1]:1"):
         assert access.knows_host(host), host

@@ -9,13 +9,7 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from tidemill.services.console.status.snapshot import StepPoint
-from tidemill.services.console.web.compare_pages import (
-    ABSENT,
-    MAX_METRICS,
-    MAX_RUNS,
-    CompareQuery,
-    differing,
-)
+from tidemill.services.console.web.compare_pages import ABSENT, MAX_METRICS, MAX_RUNS, CompareQuery, differing
 from tidemill.services.console.web.curves import (
     Columns,
     MetricFiles,

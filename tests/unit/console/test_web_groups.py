@@ -11,7 +11,7 @@ from tests.support.web_runs import commit_of, completion, make_ticket, score_of
 from tidemill.common.history.records import SampleRecord
 from tidemill.common.history.sessions import read_session
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
-from tidemill.services.console.text.formats import took, when
+from tidemill.services.console.text.formats import duration, took, when
 from tidemill.services.console.web import texts
 from tidemill.services.console.web.groups import (
     MAX_TEXT_CHARACTERS,
@@ -95,6 +95,8 @@ def test_numbers_read_well() -> None:
     assert texts.span(1, 1) == "1" and texts.span(1, 2.5) == "1–2.5"
     assert took(0.0123) == "12 ms" and took(3700) == "1 h 01 min" and took(math.nan) == "–"
     assert when(1e300) == "–"
+    durations = {41.6: "42 s", 185: "3 min 05 s", 7620: "2 h 07 min", 59.7: "1 min 00 s"}
+    assert {seconds: duration(seconds) for seconds in durations} == durations
 
 
 RENDERED = {

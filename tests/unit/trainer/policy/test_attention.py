@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreT
 
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
 from tests.support.models import make_policy, make_samples, run_config, write_tokenizer
+from tests.support.probes import score_plain
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
-from tidemill.services.rollout.engines.decoding import score_completion
 from tidemill.services.rollout.engines.model import load_model as load_for_engine
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy import attention
@@ -46,9 +46,9 @@ def test_trainer_and_engine_cap_attention_scores(tmp_path):
     engine = load_for_engine(config.model.model_copy(update={"dtype": "float32"}))
     for sample, mine in zip(samples, load_policy(config).logprobs(samples), strict=True):
         ids = sample.prompt_ids.tolist(), sample.completion_ids.tolist()
-        expected = score_completion(plain, *ids)
+        expected = score_plain(plain, *ids)
         np.testing.assert_allclose(mine, expected, atol=1e-5)
-        np.testing.assert_allclose(score_completion(engine, *ids), expected, atol=1e-5)
+        np.testing.assert_allclose(score_plain(engine, *ids), expected, atol=1e-5)
 
 
 def test_reward_models_cap_attention_scores(tmp_path):
@@ -102,10 +102,10 @@ def test_positions_depend_on_the_longest_sequence_of_the_run_alone(max_model_len
     policy, engine = load_policy(config), load_for_engine(config.model)
     long, short = long_and_short()
     ids = short.prompt_ids.tolist(), short.completion_ids.tolist()
-    expected = score_completion(plain, *ids)
+    expected = score_plain(plain, *ids)
     for samples in ([short], [short, long]):
         np.testing.assert_allclose(policy.logprobs(samples)[0], expected, atol=1e-5)
-    np.testing.assert_allclose(score_completion(engine, *ids), expected, atol=1e-5)
+    np.testing.assert_allclose(score_plain(engine, *ids), expected, atol=1e-5)
 
 
 def test_a_reward_model_scores_a_row_alike_beside_any_other(tmp_path):
