@@ -32,8 +32,8 @@ from typing import Annotated
 
 import typer
 
+from benchmarks import slow_reward
 from benchmarks.report import machine, print_result, print_table
-from benchmarks.slow_reward import FUNCTION
 from tests.support.runs import ServiceRun, simulated_config
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
@@ -96,7 +96,7 @@ async def measure(setting: Setting, scale: float, shrink: int, steps: int, warm_
             },
             rollout__max_num_seqs=groups * GROUP_SIZE,
             rollout__max_groups_in_flight=groups,
-            reward__function=FUNCTION,
+            reward__function=f"{slow_reward.__file__}:compute_score",
             reward__kwargs={"shortest_s": REWARD_S[0] / scale, "longest_s": REWARD_S[1] / scale},
             reward__max_in_flight=slots,
             streams__lease_s=60.0,

@@ -1,10 +1,7 @@
-"""A thousand rollout workers, two hundred reward workers and a trainer on one Redis; and published figures.
+"""A thousand rollout workers, two hundred reward workers and a trainer on one Redis.
 
-    python -m benchmarks.scale                           # 10, 100 and 1,000 workers, and the anchors
-    python -m benchmarks.scale --workers 1000 --faults   # what such a run makes of faults
-    python -m benchmarks.scale --workers 1000 --faults --only killed,joining
-    python -m benchmarks.scale --workers "" --anchors    # the anchors alone
-    python -m benchmarks.scale --workers 10 --mean-s 0.3 --steps 100 --trim --no-anchors
+    python -m benchmarks.scale                    # 10, 100 and 1,000 workers
+    python -m benchmarks.scale --workers 10 --mean-s 0.3 --steps 100 --trim
 
 Workers are the services' real code on a real Redis; engines, rewards and the policy are delays (see
 `scale_cluster`). `efficiency` is the share of the engines' slots that was filled with work, counted by its
@@ -25,9 +22,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.report import machine, print_result, print_table
-from benchmarks.scale_anchors import print_anchors
 from benchmarks.scale_cluster import STEPS, Outcome, Size, measure
-from benchmarks.scale_faults import FAULTS, PATIENCE_S, measure_faults, print_faults
 from tidemill.common.process.programs import run_main
 
 MEAN_S, MOST_STRETCH = 1.5, 12.0
@@ -106,37 +101,20 @@ def main(
     trim: Annotated[
         bool, typer.Option("--trim", help="streams, as a run does: is Redis's memory flat?")
     ] = False,
-    anchors: Annotated[bool, typer.Option(help="also the published figures")] = True,
-    faults: Annotated[bool, typer.Option(help="faults at the largest size, in place of all else")] = False,
-    patience_s: Annotated[float, typer.Option(help="after a fault, to be as before")] = PATIENCE_S,
-    only: Annotated[str, typer.Option(help=f"of the faults these: {', '.join(FAULTS)}")] = ",".join(FAULTS),
 ) -> None:
     """Measure, and print one line of JSON."""
     sizes = [int(number) for number in workers.split(",") if number]
-    if faults:
-        chosen = [name for name in only.split(",") if name]
-        if unknown := set(chosen) - set(FAULTS):
-            raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
-        size = Size(max(sizes), mean_s, stretch or stretch_for(max(sizes), FIRST_CORES_PER_WORKER))
-        with tempfile.TemporaryDirectory() as folder:
-            print_faults(run_main(measure_faults(Path(folder), size, chosen, patience_s)), size)
-        return
     outcomes = run_main(measure_all(sizes, mean_s, stretch, steps, trim))
     print_outcomes(outcomes)
-    errors = print_anchors() if anchors else {}
-    largest = outcomes[-1] if outcomes else None
+    largest = outcomes[-1]
     print_result(
         {
-            "benchmark": "scale",
             "efficiency": {str(o.size.workers): round(o.efficiency, 3) for o in outcomes},
-            "redis_mb_per_step": round(largest.mb_per_step, 2) if largest else None,
-            "redis_memory_growth": round(largest.memory_growth, 2) if largest else None,
-            f"redis_cpu_share_{sizes[-1] if sizes else 0}": round(largest.redis_share, 3)
-            if largest
-            else None,
+            "redis_mb_per_step": round(largest.mb_per_step, 2),
+            "redis_memory_growth": round(largest.memory_growth, 2),
+            f"redis_cpu_share_{sizes[-1]}": round(largest.redis_share, 3),
             "lost": sum(len(o.books.lost) for o in outcomes),
             "duplicated": sum(o.books.duplicated for o in outcomes),
-            "anchor_error": {name: round(error, 3) for name, error in errors.items()},
         }
     )
 

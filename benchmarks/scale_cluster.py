@@ -16,9 +16,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
-from benchmarks.scale_pipeline import mean_of_lengths
+import psutil
+
 from tests.support.runs import ServiceRun, simulated_config
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import Broker
@@ -27,7 +29,7 @@ from tidemill.common.streams.entries import entry_id_of
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
 
-SIGMA, CUT = 0.99, 16
+SIGMA, CUT = 0.99, 16.0
 MEDIAN_TOKENS, GROUP_SIZE, SLOTS, GROUPS_HELD = 64, 2, 1, 2
 STALENESS, WARM_STEPS, STEPS = 8, 1, 4
 """Steps last two mean completions; the longest completion takes ten, and must not hold up the trainer."""
@@ -61,8 +63,8 @@ class Size:
         step_s = groups * GROUP_SIZE * mean_s / (self.workers * SLOTS)
         return simulated_config(
             folder,
-            model__max_model_len=MEDIAN_TOKENS * CUT + 16,
-            rollout__sampling={"max_tokens": MEDIAN_TOKENS * CUT},
+            model__max_model_len=MEDIAN_TOKENS * int(CUT) + 16,
+            rollout__sampling={"max_tokens": MEDIAN_TOKENS * int(CUT)},
             rollout__simulated={
                 "group_s": mean_s / mean_of_lengths(SIGMA, CUT),
                 "sigma": SIGMA,
@@ -97,7 +99,7 @@ class Books:
     issued: int = 0
     trained: int = 0
     in_flight: int = 0
-    buried: int = 0
+    dead_lettered: int = 0
     """Given up and told in the dead letters; the next commit says that another ticket replaces it."""
     lost: list[int] = field(default_factory=list)
     duplicated: int = 0
@@ -181,13 +183,6 @@ class Cluster:
                 env=os.environ | variables | quiet,
             )
 
-    def tell(self, role: str, do: str, **values: Any) -> None:
-        """Give all workers of a role an order."""
-        pipe = self.pools[role].stdin
-        assert pipe is not None
-        pipe.write(json.dumps({"do": do, **values}).encode() + b"\n")
-        pipe.flush()
-
     async def commits(self) -> list[Commit]:
         """All so far."""
         return [commit async for commit in messages(self.run.broker, self.run.keys.commits, Commit)]
@@ -208,36 +203,26 @@ class Cluster:
     async def end(self) -> Books:
         """Stop the trainer as a person would, then everybody at once; and count."""
         await self.run.stop("trainer", END_S)
-        for role in self.pools:
-            self.tell(role, "quit")
         for pool in self.pools.values():
-            await asyncio.to_thread(pool.wait, END_S)
+            await asyncio.to_thread(pool.communicate, timeout=END_S)
         return await count(self.run.broker, self.run.keys)
 
-    def work(self) -> list[tuple[float, float, float]]:
-        """Begin, nominal and real seconds of each completion so far."""
+    def work(self) -> list[tuple[float, float]]:
+        """Begin and seconds of each completion so far."""
         path = self.folder / "work-rollout.jsonl"
         return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
     def cpu_s(self) -> dict[str, float]:
         """Of each process, since its start."""
         pids = {role: pool.pid for role, pool in self.pools.items()}
-        return {
-            role: _cpu_s(pid) for role, pid in (pids | {"trainer": self.run.processes["trainer"].pid}).items()
-        }
+        pids["trainer"] = self.run.processes["trainer"].pid
+        times = {role: psutil.Process(pid).cpu_times() for role, pid in pids.items()}
+        return {role: used.user + used.system for role, used in times.items()}
 
-    def busy_share(self, begin: float, end: float, workers: int | None = None) -> float:
-        """Of all slots of the engines, with work that counts its nominal time."""
-        spent = sum(
-            math.copysign(max(0.0, min(end, at + abs(took)) - max(begin, at)), took)
-            for at, took, _ in self.work()
-        )
-        return spent / ((workers or self.size.workers) * SLOTS * (end - begin))
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    def busy_share(self, begin: float, end: float) -> float:
+        """Share of the engines' slots that had work."""
+        spent = sum(max(0.0, min(end, at + took_s) - max(begin, at)) for at, took_s in self.work())
+        return spent / (self.size.workers * SLOTS * (end - begin))
 
 
 async def messages(broker: Broker, key: str, kind: type[Message]) -> Any:
@@ -260,7 +245,7 @@ async def count(broker: Broker, keys: Keys) -> Books:
         if isinstance(entry, Entry) and entry.message.ticket not in done:
             made.setdefault(entry.message.ticket, {}).setdefault(entry.message.index, entry.entry_id)
     scored = {score.key async for score in messages(broker, keys.scores(), Score)}
-    buried = {letter.ticket async for letter in messages(broker, keys.dead, DeadLetter)}
+    dead_letters = {letter.ticket async for letter in messages(broker, keys.dead, DeadLetter)}
     held = await pending(broker, keys.prompts(), ROLLOUT_GROUP)
     judging = await pending(broker, keys.trajectories(), REWARD_GROUP)
     async for ticket in messages(broker, keys.prompts(), Ticket):
@@ -269,8 +254,8 @@ async def count(broker: Broker, keys: Keys) -> Books:
         if number in done:
             continue
         is_scored = all((number, i) in scored or judging(entry_id) for i, entry_id in samples.items())
-        if number in buried:
-            books.buried += 1
+        if number in dead_letters:
+            books.dead_lettered += 1
         elif held(entry_id_of(number)) or (len(samples) == ticket.group_size and is_scored):
             books.in_flight += 1
         else:
@@ -293,7 +278,7 @@ async def pending(broker: Broker, key: str, group: str) -> Any:
 
 async def measure(folder: Path, size: Size, steps: int = STEPS, warm: int = WARM_STEPS) -> Outcome:
     """Run `steps` steps; the first `warm` of them are warming up."""
-    patience_s = 60.0 + 30 * size.mean_s * size.stretch
+    patience_s = 120.0 + 30 * size.mean_s * size.stretch
     async with Cluster(folder, size) as cluster:
         broker, keys = cluster.run.broker, cluster.run.keys
         await cluster.until_step(warm - 1, patience_s)
@@ -324,6 +309,16 @@ async def measure(folder: Path, size: Size, steps: int = STEPS, warm: int = WARM
             (after["commands"] - before["commands"]) * size.stretch / wall_s,
             books,
         )
+
+
+def mean_of_lengths(sigma: float, cut: float) -> float:
+    """Mean length of completions: log-normal with median 1, where what is above `cut` is `cut`.
+
+    >>> round(mean_of_lengths(0.99, 16.0), 2)
+    1.61
+    """
+    normal, edge = NormalDist(), math.log(cut) / sigma
+    return math.exp(sigma**2 / 2) * normal.cdf(edge - sigma) + cut * (1.0 - normal.cdf(edge))
 
 
 def _streams(keys: Keys) -> list[str]:

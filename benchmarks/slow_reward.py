@@ -5,8 +5,6 @@ import random
 import zlib
 from typing import Any
 
-FUNCTION = f"{__file__}:compute_score"
-
 
 async def compute_score(solution_str: str, shortest_s: float, longest_s: float, **_: Any) -> float:
     """A number from the text, after `shortest_s` to `longest_s` seconds."""

@@ -1,20 +1,17 @@
 """The trainer's step beside a bare loop of torch, in one process and in turns.
 
-The bare loop gets its rectangles of token ids ready made, and for each scored token its position, target and
-weight: the same packed tokens, or where samples share a prompt, a row for each sample. It runs the same
-model, F.cross_entropy over a chunk of logits at a time, backward, and fused AdamW. It plans
-nothing, clips nothing, and measures neither entropies nor anything else.
+The bare loop gets the same packed tokens ready made: rectangles of token ids, and for each scored token its
+position, target and weight. It runs the same model, F.cross_entropy over a chunk of logits at a time,
+backward, and fused AdamW. It plans nothing, clips nothing, and measures neither entropies nor anything else.
 """
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -111,25 +108,6 @@ def packed(policy: TransformersPolicy, samples: Sequence[Sample], budget_tokens:
     return rectangles
 
 
-def a_row_a_sample(policy: TransformersPolicy, samples: Sequence[Sample], budget: int) -> list[Rectangle]:
-    """Samples of equal length one below the other, nothing shared."""
-    num_trained = sum(sample.num_trained for sample in samples)
-    to_device = partial(torch.as_tensor, device=policy._model.device)
-    num_prompt, num_tokens = len(samples[0].prompt_ids), samples[0].num_tokens
-    rectangles = []
-    for first in range(0, len(samples), size := max(1, budget // num_tokens)):
-        rows = samples[first : first + size]
-        ids = np.stack([np.concatenate((row.prompt_ids, row.completion_ids)) for row in rows])
-        before = np.arange(num_prompt - 1, num_tokens - 1)
-        places = np.concatenate([number * num_tokens + before for number in range(len(rows))])
-        weights = np.repeat([float(row.advantage) / num_trained for row in rows], len(before))
-        targets = np.concatenate([row.completion_ids for row in rows]).astype(np.int64)
-        inputs = {"input_ids": to_device(ids.astype(np.int64))}
-        cells = to_device(places), to_device(targets), to_device(weights.astype(np.float32))
-        rectangles.append(Rectangle(inputs, *cells))
-    return rectangles
-
-
 def run_bare(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
     """A step of each side in turns, after one of each to warm up; medians.
 
@@ -138,9 +116,7 @@ def run_bare(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: i
     """
     bare_model = copy.deepcopy(model)
     policy = make_policy(model, samples, budget_tokens)
-    is_shared = samples[0].prompt_ids is samples[1].prompt_ids
-    lay_out = a_row_a_sample if is_shared else packed
-    bare = BareLoop(bare_model, lay_out(policy, samples, budget_tokens))
+    bare = BareLoop(bare_model, packed(policy, samples, budget_tokens))
     norms = bare.norm(), train_step(policy, samples, budget_tokens)
     bare.step()
     if abs(norms[0] / norms[1] - 1.0) > 1e-2:
@@ -151,22 +127,13 @@ def run_bare(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: i
         "bare": bare.step,
         "tidemill": lambda: train_step(policy, samples, budget_tokens),
     }
-    wall: dict[str, list[float]] = {side: [] for side in sides}
-    cpu: dict[str, list[float]] = {side: [] for side in sides}
+    times: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(steps):
         # Whoever is first in a pair is second in the next.
         for side in list(sides)[:: -1 if number % 2 else 1]:
-            started, cpu_started = now_s(), time.process_time()
+            started = now_s()
             sides[side]()
-            wall[side].append(now_s() - started)
-            cpu[side].append(time.process_time() - cpu_started)
-    return {
-        "step_s": [median(wall[side]) for side in sides],
-        "ratio": pair_ratio(wall["bare"], wall["tidemill"]),
-        "cpu_ratio": pair_ratio(cpu["bare"], cpu["tidemill"]),
-    }
-
-
-def pair_ratio(bare: Sequence[float], own: Sequence[float]) -> float:
-    """Median over pairs of steps: what else the machine does slows both steps of a pair."""
-    return median(b / o for b, o in zip(bare, own, strict=True))
+            times[side].append(now_s() - started)
+    # Over pairs of steps: what else the machine does slows both steps of a pair.
+    ratio = median(bare_s / own_s for bare_s, own_s in zip(times["bare"], times["tidemill"], strict=True))
+    return {"step_s": [median(times[side]) for side in sides], "ratio": ratio}

@@ -33,78 +33,62 @@ GROUP_SIZE = 8
 class Case:
     """Lengths of one batch: uniform between two bounds, or so that each octave is equally likely."""
 
-    name: str
     sequences: int
     prompt_tokens: tuple[int, int]
     completion_tokens: tuple[int, int]
     is_spread: bool = False
-    is_shared: bool = False
-    """Whether the samples of a group have their prompt in common, as in a run."""
 
 
 CASES = {
-    "short": Case("short", 48, (24, 32), (48, 64)),
-    "long": Case("long", 8, (24, 32), (448, 512)),
-    "unequal": Case("unequal", 32, (8, 32), (8, 512), is_spread=True),
-    "shared": Case("shared", 32, (512, 512), (64, 64), is_shared=True),
+    "short": Case(48, (24, 32), (48, 64)),
+    "long": Case(8, (24, 32), (448, 512)),
+    "unequal": Case(32, (8, 32), (8, 512), is_spread=True),
 }
 GPU_SCALE = 8
 """Completions and prompts are this many times longer on a GPU."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A dense Llama."""
-
-    hidden: int
-    layers: int
-    heads: int
-    intermediate: int
-    vocabulary: int
+CPU_SHAPE = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 6, "intermediate_size": 512}
+GPU_SHAPE = {
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "intermediate_size": 4864,
+}
 
 
-CPU_SHAPE = Shape(192, 4, 6, 512, 8192)
-GPU_SHAPE = Shape(896, 24, 14, 4864, 151_936)
-
-
-def make_model(shape: Shape, context: int) -> PreTrainedModel:
-    """Random weights, always the same, in float32."""
+def make_model(is_gpu: bool) -> PreTrainedModel:
+    """A dense Llama with random weights, always the same, in float32."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=max(1, shape.heads // 7),
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=context,
+        **(GPU_SHAPE if is_gpu else CPU_SHAPE),
+        num_key_value_heads=2 if is_gpu else 1,
+        vocab_size=151_936 if is_gpu else 8192,
+        max_position_embeddings=1024 * GPU_SCALE,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).eval().to("cuda" if is_gpu else "cpu")  # type: ignore[arg-type]
 
 
-def make_batch(case: Case, vocabulary: int, scale: int = 1, seed: int = 0) -> list[Sample]:
+def make_batch(case: Case, vocabulary: int, scale: int) -> list[Sample]:
     """Samples of a case in random order, with advantages of mean 0."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     low, high = (length * scale for length in case.completion_tokens)
     if case.is_spread:
         lengths = np.exp(rng.uniform(np.log(low), np.log(high + 1), case.sequences)).astype(int)
     else:
         lengths = rng.integers(low, high + 1, case.sequences)
     lengths[rng.integers(case.sequences)] = high  # the longest is there in every case
-    samples: list[Sample] = []
+    samples = []
     for i, length in enumerate(lengths):
         num_prompt = int(rng.integers(case.prompt_tokens[0], case.prompt_tokens[1] + 1)) * scale
-        prompt_ids = rng.integers(3, vocabulary, num_prompt).astype(np.int32)
-        if case.is_shared and i % GROUP_SIZE:
-            prompt_ids = samples[-1].prompt_ids
         samples.append(
             Sample(
                 key=(i // GROUP_SIZE, i % GROUP_SIZE),
-                prompt_ids=prompt_ids,
+                prompt_ids=rng.integers(3, vocabulary, num_prompt).astype(np.int32),
                 completion_ids=rng.integers(3, vocabulary, length).astype(np.int32),
                 rollout_logprobs=np.full(length, -np.log(vocabulary), dtype=np.float32),
                 mask=np.ones(length, dtype=np.bool_),
@@ -164,18 +148,12 @@ def train_step(policy: TransformersPolicy, samples: Sequence[Sample], budget_tok
 def run_tidemill(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
     """Train `steps` steps after one to warm up."""
     policy = make_policy(model, samples, budget_tokens)
-    peak, times, cpu_times, norms = Peak(), [], [], []
+    peak, times, norms = Peak(), [], []
     for _ in range(steps + 1):
-        started, cpu_started = now_s(), time.process_time()
+        started = now_s()
         norms.append(train_step(policy, samples, budget_tokens))
         times.append(now_s() - started)
-        cpu_times.append(time.process_time() - cpu_started)
-    return {
-        "step_s": times[1:],
-        "cpu_s": cpu_times[1:],
-        "peak_bytes": peak.above_base(),
-        "grad_norm": norms[0],
-    }
+    return {"step_s": times[1:], "peak_bytes": peak.above_base(), "grad_norm": norms[0]}
 
 
 def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int) -> None:
@@ -183,11 +161,8 @@ def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int
     is_gpu = torch.cuda.is_available()
     if not is_gpu:
         torch.set_num_threads(threads)
-    scale, shape = (GPU_SCALE, GPU_SHAPE) if is_gpu else (1, CPU_SHAPE)
-    samples = make_batch(CASES[case_name], shape.vocabulary, scale)
-    model = make_model(shape, context=1024 * scale)
-    if is_gpu:
-        model.to("cuda")  # type: ignore[arg-type]
+    scale, model = GPU_SCALE if is_gpu else 1, make_model(is_gpu)
+    samples = make_batch(CASES[case_name], model.config.vocab_size, scale)
     if side == "trl":
         from benchmarks.trainer_trl import run_trl as run  # imports all of TRL
     elif side == "bare":

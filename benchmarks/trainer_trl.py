@@ -1,14 +1,7 @@
-"""TRL's side of the trainer benchmark: its training loop over given completions, or a whole run of its own.
+"""TRL's side of the trainer benchmark: its training loop over given completions."""
 
-`python -m benchmarks.trainer_trl CONFIG` does what `tidemill up CONFIG` would, with GRPOTrainer.
-"""
-
-import json
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +11,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import pad
 
-from benchmarks.trainer_sides import LR, MAX_GRAD_NORM, Peak, now_s
-from tidemill.common.config import RunConfig, load_config
-from tidemill.services.reward.builtin.gsm8k import compute_score
+from benchmarks.trainer_sides import GROUP_SIZE, LR, MAX_GRAD_NORM, Peak, now_s
 from tidemill.services.trainer.groups.samples import Sample
 
 
@@ -54,19 +45,15 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.cpu_times: list[float] = []
         self.norms: list[float] = []
         self.trainer: GivenCompletions
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Start both clocks."""
         self.started, self.given_s = now_s(), self.trainer.given_s
-        self.cpu_started = time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Stop them; what stands in for generation is no part of the step."""
+        # What stands in for generation is no part of the step.
         self.times.append(now_s() - self.started - (self.trainer.given_s - self.given_s))
-        self.cpu_times.append(time.process_time() - self.cpu_started)
 
     def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
         """Keep the gradient norm."""
@@ -84,7 +71,24 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
         trainer = GivenCompletions(
             samples,
             model=model,
-            args=_config(folder, per_batch, len(samples) // per_batch, steps + 1),
+            args=GRPOConfig(
+                output_dir=folder,
+                per_device_train_batch_size=per_batch,
+                gradient_accumulation_steps=len(samples) // per_batch,
+                num_generations=GROUP_SIZE,
+                max_steps=steps + 1,
+                learning_rate=LR,
+                max_grad_norm=MAX_GRAD_NORM,
+                loss_type="dapo",
+                beta=0.0,
+                bf16=torch.cuda.is_available(),
+                use_cpu=not torch.cuda.is_available(),
+                gradient_checkpointing=False,
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             train_dataset=Dataset.from_dict({"prompt": ["w"] * len(samples)}),
             processing_class=_tokenizer(),
@@ -93,34 +97,7 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
         clock.trainer = trainer
         peak = Peak()
         trainer.train()
-    return {
-        "step_s": clock.times[1:],
-        "cpu_s": clock.cpu_times[1:],
-        "peak_bytes": peak.above_base(),
-        "grad_norm": clock.norms[0],
-    }
-
-
-def _config(folder: str, per_batch: int, num_batches: int, steps: int) -> Any:
-    is_gpu = torch.cuda.is_available()
-    return GRPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=per_batch,
-        gradient_accumulation_steps=num_batches,
-        num_generations=8,
-        max_steps=steps,
-        learning_rate=LR,
-        max_grad_norm=MAX_GRAD_NORM,
-        loss_type="dapo",
-        beta=0.0,
-        bf16=is_gpu,
-        use_cpu=not is_gpu,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
+    return {"step_s": clock.times[1:], "peak_bytes": peak.above_base(), "grad_norm": clock.norms[0]}
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -129,45 +106,3 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
     )
-
-
-def run_whole(config: RunConfig) -> None:
-    """Train the config's model on its data, with TRL's generation by transformers."""
-    trainer, sampling = config.trainer, config.rollout.sampling
-    rows = [json.loads(line) for line in Path(config.data.train).read_text().splitlines()]
-    truths = [row["reward_model"]["ground_truth"] for row in rows]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=trainer.groups_per_step * trainer.group_size,
-            num_generations=trainer.group_size,
-            max_completion_length=sampling.max_tokens,
-            temperature=sampling.temperature,
-            max_steps=trainer.steps,
-            learning_rate=trainer.optimizer.lr,
-            lr_scheduler_type="constant",
-            loss_type="dr_grpo",
-            beta=0.0,
-            use_cpu=not torch.cuda.is_available(),
-            bf16=False,
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
-        GRPOTrainer(
-            model=str(config.model.path),
-            args=arguments,
-            reward_funcs=_reward,
-            train_dataset=Dataset.from_dict({"prompt": [row["prompt"] for row in rows], "truth": truths}),
-        ).train()
-
-
-def _reward(completions: Sequence[str], truth: Sequence[str], **_: Any) -> list[float]:
-    return [
-        float(compute_score("arith", text, right, {})) for text, right in zip(completions, truth, strict=True)
-    ]
-
-
-if __name__ == "__main__":
-    run_whole(load_config(Path(sys.argv[1])))

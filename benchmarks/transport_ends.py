@@ -1,7 +1,7 @@
 """The two ends of `benchmarks.transport`: each is a process that obeys its stdin.
 
-It prints `ready` once everything is prepared, starts at a line on stdin, and prints one line of JSON with
-its start and end on the machine's monotonic clock and the processor time it used.
+It prints `ready` once everything is prepared, starts at a line on stdin, and prints its start and end on the
+machine's monotonic clock as one line of JSON.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import pickle
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 256, 1024, 8
 VOCABULARY = 151_936
 LEASE_S = 60.0
 BLOCK_S = 1.0
+IN_FLIGHT = 2
+"""One call travels while the next one is encoded, or the last one decoded."""
 CELLS = PROMPT_TOKENS + 2 * COMPLETION_TOKENS
-RUN_ID = "transport"
-KEYS = Keys(RUN_ID)
+KEYS = Keys("transport")
 PEER_MAXLEN, PEER_BLOCK_MS = 1_000_000, 100
 
 
@@ -38,12 +40,11 @@ class Stopwatch:
     def __init__(self) -> None:
         print("ready", flush=True)
         sys.stdin.readline()
-        self.cpu_s, self.start = time.process_time(), time.monotonic()
+        self.start = time.monotonic()
 
     def stop(self) -> None:
-        """Print how long it took."""
-        end, cpu_s = time.monotonic(), time.process_time() - self.cpu_s
-        print(json.dumps({"start": self.start, "end": end, "cpu_s": cpu_s}), flush=True)
+        """Print start and end."""
+        print(json.dumps((self.start, time.monotonic())), flush=True)
 
 
 def trajectories(count: int) -> list[Trajectory]:
@@ -86,9 +87,7 @@ async def send_plainly(broker: Broker, key: str, *messages: Message) -> None:
     await broker.pipeline([("XADD", key, "*", *pairs) for pairs in fields])
 
 
-async def _write_with(
-    send: Callable[..., Awaitable[Any]], url: str, records: int, per_call: int, in_flight: int
-) -> None:
+async def _write_with(send: Callable[..., Awaitable[Any]], url: str, records: int, per_call: int) -> None:
     """Send all records, `per_call` at a time, from a few tasks at once as a worker does."""
     broker, key, batch = await Broker.connect(url), KEYS.trajectories(), trajectories(records)
     calls = iter(range(0, records, per_call))
@@ -98,27 +97,13 @@ async def _write_with(
             await send(broker, key, *batch[first : first + per_call])
 
     watch = Stopwatch()
-    await asyncio.gather(*(write() for _ in range(in_flight)))
+    await asyncio.gather(*(write() for _ in range(IN_FLIGHT)))
     watch.stop()
     await broker.close()
 
 
-async def write_stream(*counts: Any) -> None:
-    """Append as the product does."""
-    await _write_with(append, *counts)
-
-
-async def write_forgotten(*counts: Any) -> None:
-    """The same records in pipelines of plain XADDs."""
-    await _write_with(send_plainly, *counts)
-
-
 async def _read_with(
-    result_of: Callable[[Delivery[Trajectory]], Score | None],
-    url: str,
-    records: int,
-    per_call: int,
-    in_flight: int,
+    result_of: Callable[[Delivery[Trajectory]], Score | None], url: str, records: int, per_call: int
 ) -> None:
     """Fetch, decode, validate and acknowledge until every record was seen."""
     broker = await Broker.connect(url)
@@ -141,7 +126,7 @@ async def _read_with(
 
     async with consumer:
         watch = Stopwatch()
-        readers = [asyncio.create_task(read()) for _ in range(in_flight)]
+        readers = [asyncio.create_task(read()) for _ in range(IN_FLIGHT)]
         await finished.wait()
         watch.stop()
         for reader in readers:
@@ -151,17 +136,7 @@ async def _read_with(
     await broker.close()
 
 
-async def read_stream(*counts: Any) -> None:
-    """Acknowledge each record; nothing is published."""
-    await _read_with(lambda delivery: None, *counts)
-
-
-async def read_scored(*counts: Any) -> None:
-    """As a reward worker: each score and the acknowledgement of its trajectory are one unit."""
-    await _read_with(lambda delivery: score_of(delivery.message), *counts)
-
-
-async def read_forgotten(url: str, records: int, per_call: int, in_flight: int) -> None:
+async def read_forgotten(url: str, records: int, per_call: int) -> None:
     """XREAD from a position of its own, and the same scores by plain XADDs: no group, no acknowledgement.
 
     A batch is decoded and answered while the next one travels, so that this end is no slower by design.
@@ -174,7 +149,7 @@ async def read_forgotten(url: str, records: int, per_call: int, in_flight: int) 
         entries = await reader.read(per_call, BLOCK_S)
         scores = [score_of(entry.message) for entry in entries if not isinstance(entry, Garbled)]
         num_read += len(scores)
-        if len(sending) == in_flight:
+        if len(sending) == IN_FLIGHT:
             _, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
         sending.add(asyncio.create_task(send_plainly(broker, KEYS.scores(), *scores)))
     await asyncio.gather(*sending)
@@ -182,7 +157,7 @@ async def read_forgotten(url: str, records: int, per_call: int, in_flight: int) 
     await broker.close()
 
 
-async def write_raw(url: str, records: int, per_call: int, in_flight: int) -> None:
+async def write_raw(url: str, records: int, per_call: int) -> None:
     """Arrays as bytes, a pipeline of plain XADDs."""
     client, batch = redis.Redis.from_url(url), trajectories(records)
     watch = Stopwatch()
@@ -195,7 +170,7 @@ async def write_raw(url: str, records: int, per_call: int, in_flight: int) -> No
     watch.stop()
 
 
-async def read_raw(url: str, records: int, per_call: int, in_flight: int) -> None:
+async def read_raw(url: str, records: int, per_call: int) -> None:
     """XREADGROUP and XACK, the arrays cut out of the bytes."""
     client, key = redis.Redis.from_url(url), KEYS.trajectories()
     client.xgroup_create(key, REWARD_GROUP, "0", mkstream=True)
@@ -212,7 +187,7 @@ async def read_raw(url: str, records: int, per_call: int, in_flight: int) -> Non
     watch.stop()
 
 
-async def write_peer(url: str, records: int, per_call: int, in_flight: int) -> None:
+async def write_peer(url: str, records: int, per_call: int) -> None:
     """As PipelineRL's writer: lists of numbers, pickled, one XADD a record, approximately trimmed."""
     client = redis.Redis.from_url(url)
     batch = [peer_record(record) for record in trajectories(records)]
@@ -233,7 +208,7 @@ def peer_record(record: Trajectory) -> dict[str, Any]:
     return {**arrays, "group_id": str(record.ticket), "reward": 0.0, "metadata": {"model_version": 0}}
 
 
-async def read_peer(url: str, records: int, per_call: int, in_flight: int) -> None:
+async def read_peer(url: str, records: int, per_call: int) -> None:
     """As PipelineRL's reader: XREAD of one record from its own position, unpickled; no acknowledgement."""
     client, key = redis.Redis.from_url(url), KEYS.trajectories()
     last_id: Any = 0
@@ -250,10 +225,11 @@ async def read_peer(url: str, records: int, per_call: int, in_flight: int) -> No
 
 
 ENDS: dict[str, Callable[..., Any]] = {
-    "write-stream": write_stream,
-    "read-stream": read_stream,
-    "read-scored": read_scored,
-    "write-forgotten": write_forgotten,
+    "write-stream": partial(_write_with, append),
+    "read-stream": partial(_read_with, lambda delivery: None),
+    # As a reward worker: each score and the acknowledgement of its trajectory are one unit.
+    "read-scored": partial(_read_with, lambda delivery: score_of(delivery.message)),
+    "write-forgotten": partial(_write_with, send_plainly),
     "read-forgotten": read_forgotten,
     "write-raw": write_raw,
     "read-raw": read_raw,

@@ -43,10 +43,6 @@ class LeaseLostError(TidemillError):
     """The message is no longer pending for this consumer: another one works on it now."""
 
 
-class StalenessError(TidemillError):
-    """A token is older than `max_staleness` allows; it must not be trained on."""
-
-
 class WeightsError(TidemillError):
     """A version's files are missing, torn, or do not match their checksums."""
 

@@ -88,6 +88,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
             with open(aside, "xb") as file:
                 file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
+                # Before the rename: after a power failure the name must not stand for bytes that never came.
                 os.fsync(file.fileno())
             os.replace(aside, path)
         except BaseException:
@@ -185,7 +186,7 @@ def publish_folder(aside: Path, target: Path) -> None:
     A folder that is at `target` already is replaced. It gives way only once the new one is complete and
     flushed; a crash between the two renames is put right by `clear_aside`.
     """
-    _fsync_tree(aside)
+    _fsync_tree(aside)  # first, as in `write_atomically`: the old folder still has its name
     replaced = target.with_name(f".{target.name}.replaced")
     if target.exists():
         remove_folder(replaced)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from tests.simulation.stand_in import MEMORY, StandIn, is_trusted
+from tests.simulation.memory_redis import MEMORY, MemoryRedis, is_trusted
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis, available_servers
 from tidemill.common.wire.keys import Keys
@@ -25,7 +25,6 @@ LONGEST = (
     "integration/docs/test_commands.py",
     "integration/console/test_web_browser.py",
     "integration/rollout/test_vllm_engine.py",
-    "integration/pipeline/test_algorithm_parts.py",
     "integration/pipeline/test_algorithms.py",
     "integration/pipeline/test_distillation.py",
     "contract/trainer/test_trainer_memory.py",
@@ -63,7 +62,6 @@ LONG = (
     "integration/console/test_why_slow.py",
     "integration/docs/",
     "integration/infra/test_prometheus.py",
-    "integration/pipeline/test_algorithm_parts.py",
     "integration/pipeline/test_algorithms.py",
     "integration/pipeline/test_distillation.py",
     "integration/pipeline/test_foreign_modules.py",
@@ -164,10 +162,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def redis_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EmbeddedRedis | StandIn]:
+) -> Iterator[EmbeddedRedis | MemoryRedis]:
     """A server of each kind; shared, so tests keep to their own run id."""
     if request.param == MEMORY:
-        yield StandIn()
+        yield MemoryRedis()
         return
     server = EmbeddedRedis(tmp_path_factory.mktemp("redis"), executable=SERVERS[request.param])
     server.start()
@@ -176,11 +174,12 @@ def redis_server(
 
 
 @pytest.fixture
-async def broker(redis_server: EmbeddedRedis | StandIn) -> AsyncIterator[Broker]:
+async def broker(redis_server: EmbeddedRedis | MemoryRedis) -> AsyncIterator[Broker]:
     """A connection to it."""
-    broker = (
-        redis_server.broker() if isinstance(redis_server, StandIn) else await Broker.connect(redis_server.url)
-    )
+    if isinstance(redis_server, MemoryRedis):
+        broker = redis_server.broker()
+    else:
+        broker = await Broker.connect(redis_server.url)
     yield broker
     await broker.close()
 

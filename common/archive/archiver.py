@@ -136,6 +136,7 @@ async def archive_stream(
     What does not fill a segment is left for later, unless `is_last`. Call within `writing`.
     """
     folder, total = stream_folder(run_dir, stream), 0
+    # Before the last id is read: half a file of a killed writer must count for nothing.
     manifest = sweep(folder)
     last_id = manifest.last_id
     while True:
@@ -198,7 +199,6 @@ def _is_claim(entry: RawEntry) -> bool:
 
 
 def payload_bytes(entry: RawEntry) -> int:
-    """Bytes of an entry's values."""
     fields = entry[1]
     return len(fields[PAYLOAD_FIELD]) if PAYLOAD_FIELD in fields else sum(map(len, fields.values()))
 
@@ -234,6 +234,7 @@ class SegmentFile:
         assert self._file is not None, "a segment has entries"
         details = Details(self.previous_id, self.payload_bytes, time.time(), self._bounds)
         self._file.add_key_value_metadata({DETAILS.decode(): json.dumps(asdict(details))})
+        # Closing writes the footer, the checksum covers it, and both are there before the file has a name.
         self.close()
         checksum = file_checksum(path)
         target = folder / segment_name(self.first_id, self.last_id, self.entries, checksum)
@@ -241,13 +242,11 @@ class SegmentFile:
         return ArchiveSegment(target, self.first_id, self.last_id, self.entries, checksum)
 
     def close(self) -> None:
-        """Close the file, where one is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _flush(self, path: Path) -> None:
-        """Write what is held as one row group."""
         if not self._held:
             return
         table = table_of(self._held, self.message_type)
@@ -283,6 +282,7 @@ def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
                     building.add(entry, aside)
             if building.entries:
                 building.publish(aside, folder)
+        # After the shorter file is there: of both `Manifest.load` takes that one, and none would be a loss.
         gone[0].path.unlink()
         num_lost -= building.entries
     take_back_trim(folder, id_after(last_id))
@@ -361,5 +361,4 @@ def _num_claims(path: Path) -> int:
 
 
 def has_archive(run_dir: Path) -> bool:
-    """Whether anything of the run was archived."""
     return any(archive_folder(run_dir).glob("*/*"))

@@ -205,7 +205,6 @@ def last_below(stream: str, entry_id: str) -> str:
 
 
 def gaps(manifest: Manifest) -> Iterator[str]:
-    """What is missing, in words."""
     segments, start = manifest.segments, manifest.removed.last_id
     is_numbered = manifest.folder.name in CONSECUTIVE
     if segments and (previous := segments[0].details.previous_id) not in ("", start):

@@ -45,7 +45,6 @@ BOUNDED = {"ticket": "last_ticket", "step": "step", "version": "last_version", "
 
 
 def table_of(raw_entries: Sequence[RawEntry], message_type: type[Message]) -> pa.Table:
-    """Entries as one table."""
     rows = [
         {
             ID: entry_id,
@@ -75,7 +74,6 @@ def raw_entries_of(table: pa.Table, places: Iterable[int] | None = None) -> Iter
 def records_of(
     table: pa.Table, message_type: type[Message], places: Iterable[int] | None = None
 ) -> Iterator[ArchivedRecord]:
-    """The same entries, decoded."""
     for entry_id, fields in raw_entries_of(table, places):
         yield decoded(entry_id.encode(), fields, message_type)
 

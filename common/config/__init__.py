@@ -1,52 +1,32 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
-from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.changes import FieldChange, changed_fields
-from tidemill.common.config.data import CurriculumConfig, DataConfig, SourceConfig
-from tidemill.common.config.loading import load_config, load_recorded, override_config, parse_config
-from tidemill.common.config.reward import NamedRewardConfig, RewardConfig, RewardLimits
-from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
-from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
-from tidemill.common.config.run import (
-    ArchiveConfig,
-    ExpectConfig,
-    ModelConfig,
-    RunConfig,
-    StreamsConfig,
-    is_path,
-)
-from tidemill.common.config.servers import LocalServersConfig, ServersConfig
-from tidemill.common.config.trainer import EvaluationConfig, OptimizerConfig, TrainerConfig
-
-__all__ = [
-    "AlgorithmConfig",
-    "ArchiveConfig",
-    "CurriculumConfig",
-    "DataConfig",
-    "EvaluationConfig",
-    "ExpectConfig",
-    "FieldChange",
-    "JudgeConfig",
-    "LocalServersConfig",
-    "ModelConfig",
-    "NamedRewardConfig",
-    "OptimizerConfig",
-    "RewardConfig",
-    "RewardLimits",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "SandboxConfig",
-    "ServersConfig",
-    "SourceConfig",
-    "StreamsConfig",
-    "TeacherConfig",
-    "TrainerConfig",
-    "changed_fields",
-    "is_path",
-    "load_config",
-    "load_recorded",
-    "override_config",
-    "parse_config",
-]
+from tidemill.common.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from tidemill.common.config.changes import FieldChange as FieldChange
+from tidemill.common.config.changes import changed_fields as changed_fields
+from tidemill.common.config.data import CurriculumConfig as CurriculumConfig
+from tidemill.common.config.data import DataConfig as DataConfig
+from tidemill.common.config.data import SourceConfig as SourceConfig
+from tidemill.common.config.loading import load_config as load_config
+from tidemill.common.config.loading import load_recorded as load_recorded
+from tidemill.common.config.loading import override_config as override_config
+from tidemill.common.config.loading import parse_config as parse_config
+from tidemill.common.config.reward import NamedRewardConfig as NamedRewardConfig
+from tidemill.common.config.reward import RewardConfig as RewardConfig
+from tidemill.common.config.reward import RewardLimits as RewardLimits
+from tidemill.common.config.reward_kinds import JudgeConfig as JudgeConfig
+from tidemill.common.config.reward_kinds import RewardModelConfig as RewardModelConfig
+from tidemill.common.config.reward_kinds import SandboxConfig as SandboxConfig
+from tidemill.common.config.reward_kinds import TeacherConfig as TeacherConfig
+from tidemill.common.config.rollout import RolloutConfig as RolloutConfig
+from tidemill.common.config.rollout import SamplingConfig as SamplingConfig
+from tidemill.common.config.run import ArchiveConfig as ArchiveConfig
+from tidemill.common.config.run import ExpectConfig as ExpectConfig
+from tidemill.common.config.run import ModelConfig as ModelConfig
+from tidemill.common.config.run import RunConfig as RunConfig
+from tidemill.common.config.run import StreamsConfig as StreamsConfig
+from tidemill.common.config.run import is_path as is_path
+from tidemill.common.config.servers import LocalServersConfig as LocalServersConfig
+from tidemill.common.config.servers import ServersConfig as ServersConfig
+from tidemill.common.config.trainer import EvaluationConfig as EvaluationConfig
+from tidemill.common.config.trainer import OptimizerConfig as OptimizerConfig
+from tidemill.common.config.trainer import TrainerConfig as TrainerConfig

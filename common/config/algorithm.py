@@ -37,7 +37,7 @@ from tidemill.common.config.algorithm_table import (
     Preset,
     with_named,
 )
-from tidemill.common.config.section import PathText, Rules, Section, refuse_broken
+from tidemill.common.config.section import PathText, Rules, Section
 
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""
@@ -141,11 +141,11 @@ class AlgorithmConfig(Section):
     def _fill_from_preset(cls, given: Any) -> Any:
         return with_named(given) if isinstance(given, dict) else given
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> "AlgorithmConfig":
-        for rules in (self._ratio_rules, self._loss_rules, self._part_rules, self._shaping_rules):
-            refuse_broken(rules())
-        return self
+    def rules(self) -> Rules:
+        yield from self._ratio_rules()
+        yield from self._loss_rules()
+        yield from self._part_rules()
+        yield from self._shaping_rules()
 
     @property
     def importance_mode(self) -> Literal["truncate", "mask", "off"]:
@@ -201,7 +201,6 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_start_entropies(self) -> bool:
-        """Whether they are taken of entropies."""
         return self.top_entropy_quantile < 1.0
 
     @property
@@ -212,7 +211,6 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_values(self) -> bool:
-        """Whether the advantage reads a value head."""
         return self.advantage_traits.needs_values
 
     def _ratio_rules(self) -> Rules:

@@ -3,9 +3,9 @@ shapes rewards."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from tidemill.common.config.section import OFF, Section
+from tidemill.common.config.section import OFF, Rules, Section
 
 
 class ImportanceConfig(Section):
@@ -80,17 +80,14 @@ class RejectionConfig(Section):
 
     @property
     def of_tokens(self) -> list[str]:
-        """Criteria that leave out single tokens."""
         return [name for name in self.bounds if name.startswith("token")]
 
     @property
     def of_sequences(self) -> list[str]:
-        """Criteria that leave out whole sequences."""
         return [name for name in self.bounds if name.startswith("seq")]
 
     @property
     def is_on(self) -> bool:
-        """Whether anything can be left out."""
         return bool(self.bounds) or self.veto is not None
 
 
@@ -115,11 +112,8 @@ class CovarianceConfig(Section):
     coefficient: float = Field(1.0, gt=0.0, le=1e6)
     """Weight of |log r| on the tokens of `kl_cov` (verl's `ppo_kl_coef`)."""
 
-    @model_validator(mode="after")
-    def _is_a_range(self) -> "CovarianceConfig":
-        if self.low >= self.high:
-            raise ValueError(f"covariance.low ({self.low}) must be below covariance.high ({self.high})")
-        return self
+    def rules(self) -> Rules:
+        yield self.low >= self.high, f"low ({self.low}) must be below high ({self.high})"
 
 
 Exponents = tuple[
@@ -200,7 +194,6 @@ class RouterConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether the routers' outputs are wanted."""
         return self.measure or self.balance > 0.0 or self.z > 0.0
 
 
@@ -228,11 +221,11 @@ class EntropyControlConfig(Section):
     high: float = Field(1.0, gt=0.0, le=100.0)
     """Largest coefficient."""
 
-    @model_validator(mode="after")
-    def _is_a_range(self) -> "EntropyControlConfig":
-        if self.low > self.high:
-            raise ValueError(f"low ({self.low:g}) is above high ({self.high:g}): no coefficient lies between")
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.low > self.high,
+            f"low ({self.low:g}) is above high ({self.high:g}): no coefficient lies between",
+        )
 
 
 class ValueConfig(Section):
@@ -276,5 +269,4 @@ class LengthPenaltyConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is taken off."""
         return self.tokens > 0.0 or self.turns > 0.0

@@ -7,7 +7,7 @@ services/trainer/algorithm.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tidemill.common.config.section import filled_in
+from tidemill.common.config.section import filled_in, read_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,46 +84,8 @@ LOSSES: dict[str, LossTraits] = {
 }
 
 
-def _preset(advantage: str, loss: str, normalisation: str, **others: Any) -> dict[str, Any]:
-    return {"advantage": advantage, "loss": loss, "normalisation": normalisation, **others}
-
-
-# None adds a KL penalty: it needs a reference model, and most recipes for verifiable rewards leave it out.
-PRESETS: dict[str, dict[str, Any]] = {
-    # arXiv 2402.03300
-    "grpo": _preset("grpo", "ppo", "sequence", clip_high=0.2),
-    # arXiv 2503.20783
-    "dr_grpo": _preset("dr_grpo", "ppo", "constant", clip_high=0.2),
-    # arXiv 2503.14476
-    "dapo": _preset(
-        "grpo",
-        "ppo",
-        "token",
-        clip_high=0.28,
-        filter_zero_variance=True,
-        overlong={"penalty": 1.0, "buffer_share": 0.2},
-    ),
-    # arXiv 2507.18071, section 5.1
-    "gspo": _preset("grpo", "gspo", "sequence", clip_low=3e-4, clip_high=4e-4, old_logprobs="rollout"),
-    # arXiv 2506.13585: no lower bound; the upper one as in arXiv 2510.13786
-    "cispo": _preset("grpo", "cispo", "token", clip_low=1.0, clip_high=4.0, old_logprobs="rollout"),
-    # arXiv 2402.14740
-    "rloo": _preset("rloo", "reinforce", "constant"),
-    # arXiv 2501.03262
-    "reinforce_plus_plus": _preset("reinforce_plus_plus", "ppo", "token", clip_high=0.2),
-    # arXiv 1707.06347, with the token as the action
-    "ppo": _preset("gae", "ppo", "token", clip_high=0.2, gae_lambda=0.95),
-    # arXiv 2602.05261, section 5.1: GSPO with each sequence's loss times its length
-    "luspo": _preset("grpo", "gspo", "sequence_sum", clip_low=2e-3, clip_high=2.5e-3, old_logprobs="rollout"),
-    # arXiv 2602.02710: its gradient is one of sums over a completion's tokens
-    "max_rl": _preset("max_rl", "reinforce", "constant"),
-    # arXiv 2510.13786, section 4
-    "scalerl": _preset("scale_rl", "cispo", "prompt", clip_low=1.0, clip_high=4.0, old_logprobs="rollout")
-    | {"filter_zero_variance": True},
-    # arXiv 2602.04879, with prime-rl's bounds and penalty
-    "dppo": _preset("dr_grpo", "dppo_tv", "token", clip_low=0.2, clip_high=0.2, old_logprobs="rollout")
-    | {"rollout_penalty": 1e-3},
-}
+PRESETS: dict[str, dict[str, Any]] = read_table("presets")
+"""Defaults of published algorithms for the fields of `trainer.algorithm`."""
 
 _NONE = {"mode": "off"}
 _TOKEN = {"mode": "truncate", "level": "token", "low": 0.0, "high": 2.0}

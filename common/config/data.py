@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag
 
-from tidemill.common.config.section import PathText, Section
+from tidemill.common.config.section import PathText, Rules, Section
 
 SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
@@ -53,13 +53,11 @@ class CurriculumConfig(Section):
     focus: float = Field(0.25, ge=0.0, le=0.9)
     """Share of the groups that goes to prompts between `hard` and `easy` again, ahead of their turn."""
 
-    @model_validator(mode="after")
-    def _leaves_something(self) -> "CurriculumConfig":
-        if self.hard >= self.easy:
-            raise ValueError(
-                f"hard ({self.hard}) must be below easy ({self.easy}): prompts between them are kept"
-            )
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.hard >= self.easy,
+            f"hard ({self.hard}) must be below easy ({self.easy}): prompts between them are kept",
+        )
 
 
 FILE, FILES, SOURCES = "<file>", "<files>", "<sources>"
@@ -144,12 +142,7 @@ class DataConfig(Section):
         """The section as it is for one source, which has files and may have columns of its own."""
         return self.model_copy(update={"train": source.path, "columns": source.columns or self.columns})
 
-    @field_validator("train")
-    @classmethod
-    def _names_differ(
-        cls, train: str | list[str] | list[SourceConfig]
-    ) -> str | list[str] | list[SourceConfig]:
-        names = [item.name for item in train if isinstance(item, SourceConfig)]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two sources are called {twice[0]!r}; give each a name of its own")
-        return train
+    def rules(self) -> Rules:
+        names = [source.name for source in self.sources]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        yield twice, f"two sources are called {''.join(twice[:1])!r}; give each a name of its own"

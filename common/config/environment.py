@@ -3,9 +3,9 @@
 import re
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from tidemill.common.config.section import PathText, Section
+from tidemill.common.config.section import PathText, Rules, Section
 
 SINGLE_TURN, TOOLS, AGENT = "single_turn", "tools", "agent"
 OPENENV = "openenv:"
@@ -73,25 +73,23 @@ class EnvironmentConfig(Section):
         """Whether there is nothing that answers the model."""
         return self.use == SINGLE_TURN
 
-    @model_validator(mode="after")
-    def _fits(self) -> "EnvironmentConfig":
-        if self.use == TOOLS and not self.tools:
-            raise ValueError(
-                "use: tools needs `tools`: the functions that the model may call, "
-                "for example [my_tools.py:search]"
-            )
-        if self.use == AGENT and not self.agent:
-            raise ValueError(
-                "use: agent needs `agent`: a function such as my_agent.py:run, "
-                "or a command such as `$ python my_agent.py`"
-            )
-        if self.use.startswith(OPENENV) and not re.match(r"https?://[^/]", self.use.removeprefix(OPENENV)):
-            raise ValueError(
-                f"use: openenv: needs a server's address, openenv:http://host:port; got {self.use!r}"
-            )
-        if self.use not in (SINGLE_TURN, TOOLS, AGENT) and ":" not in self.use:
-            raise ValueError(
-                f"use must be single_turn, tools, agent, or a class of your own such as my_env.py:MyEnv; "
-                f"got {self.use!r}"
-            )
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.use == TOOLS and not self.tools,
+            "use: tools needs `tools`: the functions that the model may call, for example "
+            "[my_tools.py:search]",
+        )
+        yield (
+            self.use == AGENT and not self.agent,
+            "use: agent needs `agent`: a function such as my_agent.py:run, or a command such as "
+            "`$ python my_agent.py`",
+        )
+        yield (
+            self.use.startswith(OPENENV) and not re.match(r"https?://[^/]", self.use.removeprefix(OPENENV)),
+            f"use: openenv: needs a server's address, openenv:http://host:port; got {self.use!r}",
+        )
+        yield (
+            self.use not in (SINGLE_TURN, TOOLS, AGENT) and ":" not in self.use,
+            "use must be single_turn, tools, agent, or a class of your own such as my_env.py:MyEnv; got "
+            f"{self.use!r}",
+        )

@@ -118,7 +118,6 @@ def _explain(item: Any) -> str:
 
 
 def _similar(loc: tuple[Any, ...]) -> str:
-    """Suggest the field that was probably meant."""
     section: Any = RunConfig
     for part in loc[:-1]:
         if part in section.model_fields:  # else it is a name of the user's, or a place in a list

@@ -6,13 +6,13 @@ all, complete.
 
 from collections.abc import Mapping
 from itertools import combinations
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
 from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
-from tidemill.common.config.section import PathText, Section
-from tidemill.common.config.servers import LocalServersConfig, ServersConfig
+from tidemill.common.config.section import PathText, Rules, Section
+from tidemill.common.config.servers import ServersConfig
 
 KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
 
@@ -105,26 +105,20 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
         """Whether its results are kept in Redis."""
         return self.kind in ("judge", "model", "teacher") if self.cache is None else self.cache
 
-    @model_validator(mode="after")
-    def _has_one_kind(self) -> Self:
+    def rules(self) -> Rules:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"a reward needs exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}"
-            )
-        if self.teacher is not None:
-            self._check_teacher()
-        return self
-
-    def _check_teacher(self) -> None:
-        if self.failure_value is not None:
-            raise ValueError(
-                "on_failure: a number cannot stand for a teacher's logprobs; take drop_sample or drop_group"
-            )
-        if self.weight < 0:
-            raise ValueError(
-                f"the weight of a teacher is at least 0, got {self.weight:g}; 0 only measures it"
-            )
+        yield (
+            len(given) != 1,
+            f"a reward needs exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}",
+        )
+        yield (
+            self.teacher and self.failure_value is not None,
+            "on_failure: a number cannot stand for a teacher's logprobs; take drop_sample or drop_group",
+        )
+        yield (
+            self.teacher and self.weight < 0,
+            f"the weight of a teacher is at least 0, got {self.weight:g}; 0 only measures it",
+        )
 
 
 DEFAULT_FUNCTION = "gsm8k"
@@ -205,74 +199,66 @@ class RewardConfig(RewardLimits, FunctionConfig):
         if not isinstance(rewards, dict):
             return tree
         limits = {name: tree[name] for name in RewardLimits.model_fields if name in tree}
-        return {**tree, "rewards": {name: _with_limits(reward, limits) for name, reward in rewards.items()}}
+        filled = {n: {**limits, **r} if isinstance(r, dict) else r for n, r in rewards.items()}
+        return {**tree, "rewards": filled}
 
-    @model_validator(mode="after")
-    def _is_one_way(self) -> "RewardConfig":
-        if self.rewards and self.function:
-            raise ValueError("give either function, for one reward, or rewards, for several by name")
-        if self.rewards:
-            for name in FunctionConfig.model_fields:
-                if getattr(self, name) != FunctionConfig.model_fields[name].get_default(
-                    call_default_factory=True
-                ):
-                    raise ValueError(f"{name} belongs to one of the rewards: rewards.<name>.{name}")
+    def rules(self) -> Rules:
+        yield (
+            self.rewards and self.function,
+            "give either function, for one reward, or rewards, for several by name",
+        )
+        default = FunctionConfig()
+        for name in FunctionConfig.model_fields:
+            yield (
+                self.rewards and getattr(self, name) != getattr(default, name),
+                f"{name} belongs to one of the rewards: rewards.<name>.{name}",
+            )
         for lane, what in (("train", "training"), ("eval", "evaluation")):
-            if not any(lane in reward.lanes for reward in self.rewards.values()) and self.rewards:
-                raise ValueError(f"no reward is for {what}: give one of them lanes with {lane} in it")
-        self._check_teachers()
-        if self.group_kwargs and not self.group:
-            raise ValueError("group_kwargs are given, but no group function")
-        return self
-
-    def _check_teachers(self) -> None:
-        """No data source has two teachers: a sample carries the logprobs of one."""
+            yield (
+                self.rewards and not any(lane in reward.lanes for reward in self.rewards.values()),
+                f"no reward is for {what}: give one of them lanes with {lane} in it",
+            )
         for (name, one), (other, two) in combinations(self.teachers.items(), 2):
             shared = set(one.applies_to) & set(two.applies_to)
-            if shared or not one.applies_to or not two.applies_to:
-                raise ValueError(
-                    f"rewards.{name} and rewards.{other} are both teachers of "
-                    f"{', '.join(sorted(shared)) or 'all data sources'}, and a sample has one teacher: give "
-                    "each data sources of its own in applies_to"
-                )
+            yield (
+                shared or not one.applies_to or not two.applies_to,
+                f"rewards.{name} and rewards.{other} are both teachers of "
+                f"{', '.join(sorted(shared)) or 'all data sources'}, and a sample has one teacher: give each "
+                "data sources of its own in applies_to",
+            )
+        yield self.group_kwargs and not self.group, "group_kwargs are given, but no group function"
 
 
-def _with_limits(reward: Any, limits: dict[str, Any]) -> Any:
-    if not isinstance(reward, dict):
-        return reward
-    return {**limits, **reward}
-
-
-def check_servers(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> None:
-    """See that there is what rewards name, and that one server can do what they want of it.
-
-    Raises:
-        ValueError: it is not so.
-    """
+def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> Rules:
+    """There is what rewards name, and one server can do what they want of it."""
     for name, reward in config.named.items():
         wanted = reward.servers or reward.router
-        if wanted and wanted not in servers:
-            field = f"{reward.kind}.servers" if reward.servers else "router"
-            raise ValueError(
-                f"reward.rewards.{name}.{field} names {wanted!r}; the section servers has "
-                f"{', '.join(servers) or 'none'}"
-            )
-        if reward.judge is not None and not servers[wanted].model:
-            raise ValueError(f"servers.{wanted} needs the name of its model: the judge {name} asks it")
-    for name, one in servers.items():
-        if one.local is not None and not one.local.command:
-            _check_local(name, one.local, config.asking(name))
-
-
-def _check_local(name: str, local: LocalServersConfig, asking: Mapping[str, NamedRewardConfig]) -> None:
-    kinds = {(reward.kind, reward.model and reward.model.head) for reward in asking.values()}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"servers.{name}.local would have to be different servers for {' and '.join(sorted(asking))}: "
-            "give each a section of its own"
+        field = f"{reward.kind}.servers" if reward.servers else "router"
+        yield (
+            wanted and wanted not in servers,
+            f"reward.rewards.{name}.{field} names {wanted!r}; the section servers has "
+            f"{', '.join(servers) or 'none'}",
         )
-    kind = next(iter(kinds))[0] if kinds else "function"
-    if kind in ("judge", "function") and local.engine == "transformers":
-        raise ValueError(f"servers.{name}.local.engine: what a {kind} asks is served by vllm")
-    if kind != "model" and local.engine == "auto" and local.shares_rollout_gpus:
-        raise ValueError(f"servers.{name}.local: shares_rollout_gpus needs engine: transformers")
+        yield (
+            reward.judge and not servers[wanted].model,
+            f"servers.{wanted} needs the name of its model: the judge {name} asks it",
+        )
+    for name, one in servers.items():
+        local, asking = one.local, config.asking(name)
+        if local is None or local.command:
+            continue
+        kinds = {(reward.kind, reward.model and reward.model.head) for reward in asking.values()}
+        kind = next(iter(kinds))[0] if kinds else "function"
+        yield (
+            len(kinds) > 1,
+            f"servers.{name}.local would have to be different servers for {' and '.join(sorted(asking))}: "
+            "give each a section of its own",
+        )
+        yield (
+            kind in ("judge", "function") and local.engine == "transformers",
+            f"servers.{name}.local.engine: what a {kind} asks is served by vllm",
+        )
+        yield (
+            kind != "model" and local.engine == "auto" and local.shares_rollout_gpus,
+            f"servers.{name}.local: shares_rollout_gpus needs engine: transformers",
+        )

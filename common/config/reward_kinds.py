@@ -1,11 +1,11 @@
 """Kinds of rewards: judges, reward models, and code that is run."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator
 
-from tidemill.common.config.section import PathText, Range, Section, Template
+from tidemill.common.config.section import PathText, Range, Rules, Section, Template
 
 Label = Annotated[str, StringConstraints(pattern=r"\S")]
 SCORE = "score"
@@ -33,17 +33,13 @@ class VerdictConfig(Section):
     function: PathText = ""
     """`path.py:name` of a function from the judge's words to a number, or a dict with `score`."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.function and (self.regex or self.json_field or self.choices):
-            raise ValueError(
-                "function reads the words itself: give no regex, json_field or choices beside it"
-            )
-        if self.regex and self.json_field:
-            raise ValueError("give regex or json_field, not both")
-        if self.to_unit and self.range is None:
-            raise ValueError("to_unit needs a range")
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.function and (self.regex or self.json_field or self.choices),
+            "function reads the words itself: give no regex, json_field or choices beside it",
+        )
+        yield self.regex and self.json_field, "give regex or json_field, not both"
+        yield self.to_unit and self.range is None, "to_unit needs a range"
 
     @field_validator("regex")
     @classmethod
@@ -111,14 +107,12 @@ class RewardModelConfig(AskingConfig):
     max_tokens: int = Field(0, ge=0, le=1 << 20)
     """Longer inputs lose their beginning; 0 refuses what the model cannot take, and never cuts."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.head == "token" and self.input != "ids" and self.token_reward not in ("last", "all_mean"):
-            raise ValueError(
-                f"token_reward: {self.token_reward} needs input: ids, because only then is it known which "
-                "tokens are the completion's; or take last or all_mean"
-            )
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.head == "token" and self.input != "ids" and self.token_reward not in ("last", "all_mean"),
+            f"token_reward: {self.token_reward} needs input: ids, because only then is it known which tokens "
+            "are the completion's; or take last or all_mean",
+        )
 
 
 class TeacherConfig(AskingConfig):
@@ -144,11 +138,11 @@ class TeacherConfig(AskingConfig):
         """Whether it reads another prompt than the policy did."""
         return bool(self.prompt_column or self.template)
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.prompt_column and self.template:
-            raise ValueError("give prompt_column or template, not both: each is the prompt of the teacher")
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.prompt_column and self.template,
+            "give prompt_column or template, not both: each is the prompt of the teacher",
+        )
 
 
 class SandboxConfig(Section):

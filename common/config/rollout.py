@@ -1,8 +1,8 @@
 """The `rollout` section: how completions are generated."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.section import Section
@@ -28,7 +28,13 @@ ENGINES = {
     "transformers": EngineTraits("transformers:TransformersEngine", leaves_gpu=False),
     "simulated": EngineTraits("simulated:SimulatedEngine", loads_model=False),
 }
-"""By `rollout.engine`. Nothing else compares with these names."""
+"""By `rollout.engine`. Nothing else compares with these names: a new engine is its file and its row."""
+
+
+def _known(name: str) -> str:
+    if name not in ENGINES:
+        raise ValueError(f"input should be one of {', '.join(ENGINES)}; got {name!r}")
+    return name
 
 
 class SamplingConfig(Section):
@@ -81,8 +87,8 @@ class SimulatedConfig(Section):
 class RolloutConfig(Section):
     """How the rollout service turns tickets into trajectories."""
 
-    engine: Literal["vllm", "transformers", "simulated"] = "vllm"
-    """What generates: vLLM, plain transformers (no GPU library needed), or delays."""
+    engine: Annotated[str, AfterValidator(_known)] = "vllm"
+    """What generates: `vllm`, `transformers` (plain, no GPU library needed), or `simulated` (delays)."""
     gpus: tuple[int, ...] = ()
     """GPUs of this machine for its rollout workers, dealt out in turn, `vllm.tensor_parallel_size` to each;
     empty takes GPUs that nobody has (`tidemill up`), of CUDA_VISIBLE_DEVICES where that is set."""
@@ -111,5 +117,4 @@ class RolloutConfig(Section):
 
     @property
     def engine_traits(self) -> EngineTraits:
-        """What is known of the engine."""
         return ENGINES[self.engine]

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
-from tidemill.common.config.reward import RewardConfig, check_servers
+from tidemill.common.config.reward import RewardConfig, server_rules
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
-from tidemill.common.config.section import PathText, Rules, Section, refuse_broken
+from tidemill.common.config.section import PathText, Rules, Section
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
@@ -117,19 +117,18 @@ class RunConfig(Section):
     streams: StreamsConfig = StreamsConfig()
     expect: ExpectConfig = ExpectConfig()
 
+    def rules(self) -> Rules:
+        yield from self._size_rules()
+        yield from self._group_rules()
+        yield from self._source_rules()
+        yield from self._environment_rules()
+        yield from self._comparison_rules()
+        yield from self._teacher_rules()
+        yield from self._filter_rules()
+        yield from server_rules(self.reward, self.servers)
+
     @model_validator(mode="after")
-    def _sections_fit(self) -> "RunConfig":
-        for rules in (
-            self._size_rules,
-            self._group_rules,
-            self._source_rules,
-            self._environment_rules,
-            self._comparison_rules,
-            self._teacher_rules,
-            self._filter_rules,
-        ):
-            refuse_broken(rules())
-        check_servers(self.reward, self.servers)
+    def _spare_truth(self) -> "RunConfig":
         if all(reward.environment for reward in self.reward.named.values()):
             self.data.without_truth()
         return self
@@ -143,17 +142,14 @@ class RunConfig(Section):
         return environment.max_tokens or self.model.max_model_len
 
     def group_size(self, source: str) -> int:
-        """Completions of a group of the source that has this name."""
         own = next((item.group_size for item in self.data.sources if item.name == source), None)
         return own or self.trainer.group_size
 
     @property
     def largest_group_size(self) -> int:
-        """Completions of the largest groups."""
         return max(self._group_sizes().values())
 
     def sampling_of(self, source: SourceConfig) -> SamplingConfig:
-        """How completions of a source are sampled."""
         return SamplingConfig.model_validate(self.rollout.sampling.model_dump() | source.sampling)
 
     def turn_reward_weight(self, data_source: str, source: str = "") -> float:

@@ -2,19 +2,35 @@
 
 import glob
 from collections.abc import Iterator, Mapping
+from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo, model_validator
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads `off` as false."""
+
+
+Rules = Iterator[tuple[object, str]]
+"""What fields have to fit: what is truthy where they do not, and the reason."""
 
 
 class Section(BaseModel):
     """A part of the run's one YAML file. Unknown fields are errors; values never change after start."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def rules(self) -> Rules:
+        """What has to hold between fields, checked when all of them are right by themselves."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _rules_hold(self) -> Self:
+        if reason := next((reason for is_broken, reason in self.rules() if is_broken), ""):
+            raise ValueError(reason)
+        return self
 
 
 def resolved(value: str, info: ValidationInfo) -> str:
@@ -59,14 +75,13 @@ def _ascends(given: tuple[float, float]) -> tuple[float, float]:
 
 Range = Annotated[tuple[float, float], AfterValidator(_ascends)]
 """Lowest and highest value."""
-Rules = Iterator[tuple[object, str]]
-"""What fields have to fit: what is truthy where they do not, and the reason."""
 
 
-def refuse_broken(rules: Rules) -> None:
-    """Raise ValueError with the reason of the first rule that is broken."""
-    if reason := next((reason for is_broken, reason in rules if is_broken), ""):
-        raise ValueError(reason)
+def read_table(name: str) -> dict[str, Any]:
+    """A table that stands beside the code, by names."""
+    text = resources.files(__package__).joinpath(f"{name}.yml").read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.safe_load(text)
+    return table
 
 
 def filled_in(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """The `servers` section: models behind HTTP, which judges, reward models, teachers and functions name."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from tidemill.common.config.section import Section, resolved
+from tidemill.common.config.section import Rules, Section, resolved
 
 
 class LimitsConfig(Section):
@@ -20,7 +20,6 @@ class LimitsConfig(Section):
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is any limit."""
         return bool(self.concurrency or self.requests_per_minute or self.tokens_per_minute)
 
 
@@ -33,7 +32,6 @@ class PricesConfig(Section):
     """A million tokens of answers."""
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """What so many tokens cost."""
         return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
 
 
@@ -59,13 +57,13 @@ class LocalServersConfig(Section):
     start_timeout_s: float = Field(600.0, gt=0.0, le=86_400.0)
     """A server that is not healthy this long after its start is started again."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.gpus and self.shares_rollout_gpus:
-            raise ValueError("give gpus of its own, or shares_rollout_gpus, not both")
-        if self.shares_rollout_gpus and (self.engine == "vllm" or self.command):
-            raise ValueError("shares_rollout_gpus needs engine: transformers, which takes turns by itself")
-        return self
+    def rules(self) -> Rules:
+        is_sharing = self.shares_rollout_gpus
+        yield is_sharing and self.gpus, "give gpus of its own, or shares_rollout_gpus, not both"
+        yield (
+            is_sharing and (self.engine == "vllm" or self.command),
+            "shares_rollout_gpus needs engine: transformers, which takes turns by itself",
+        )
 
 
 class ServersConfig(Section):
@@ -109,8 +107,5 @@ class ServersConfig(Section):
             return tree
         return {**tree, "model": resolved(tree["model"], info)}
 
-    @model_validator(mode="after")
-    def _local_servers_have_a_model(self) -> Self:
-        if self.local is not None and not self.model:
-            raise ValueError("local servers need a model: its folder or hub name")
-        return self
+    def rules(self) -> Rules:
+        yield self.local and not self.model, "local servers need a model: its folder or hub name"

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.diagnostics import Ranges
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import Rules, Section
 
 
 class LoraConfig(Section):
@@ -79,15 +79,13 @@ class EvaluationConfig(Section):
         """The k below `samples` for which pass@k is estimated."""
         return [k for k in PASS_K if k < self.samples]
 
-    @model_validator(mode="after")
-    def _k_has_samples(self) -> "EvaluationConfig":
+    def rules(self) -> Rules:
         name = self.keep_best.rpartition("/")[2]
-        if name not in ("", *BEST_METRICS) and int(name.removeprefix("pass_at_")) not in self.pass_k:
-            raise ValueError(
-                f"keep_best is {self.keep_best!r}: with samples {self.samples}, pass@k is estimated for k in "
-                f"{self.pass_k}"
-            )
-        return self
+        yield (
+            name not in ("", *BEST_METRICS) and int(name.removeprefix("pass_at_")) not in self.pass_k,
+            f"keep_best is {self.keep_best!r}: with samples {self.samples}, pass@k is estimated for k in "
+            f"{self.pass_k}",
+        )
 
 
 class SimulatedPolicyConfig(Section):
@@ -190,76 +188,65 @@ class TrainerConfig(Section):
     logger_project: str = Field("tidemill", min_length=1, max_length=128)
     """Project (MLflow: experiment) of the run in the trackers; the run has its own id there."""
 
-    @model_validator(mode="after")
-    def _ranks_can_share(self) -> "TrainerConfig":
-        if self.policy == "simulated" and self.num_ranks > 1:
-            raise ValueError(
-                f"num_ranks is {self.num_ranks}, but policy: simulated works on one rank only; leave it out, "
-                "or set num_ranks to 1"
-            )
-        if self.num_ranks % (self.shard_ranks or 1):
-            raise ValueError(
-                f"num_ranks is {self.num_ranks}, which shard_ranks {self.shard_ranks} does not divide: every "
-                "copy of the model is split over as many ranks"
-            )
-        return self
+    def rules(self) -> Rules:
+        is_simulated = self.policy == "simulated"
+        yield (
+            is_simulated and self.num_ranks > 1,
+            f"num_ranks is {self.num_ranks}, but policy: simulated works on one rank only; leave it out, or "
+            "set num_ranks to 1",
+        )
+        yield (
+            self.num_ranks % (self.shard_ranks or 1),
+            f"num_ranks is {self.num_ranks}, which shard_ranks {self.shard_ranks} does not divide: every "
+            "copy of the model is split over as many ranks",
+        )
+        yield from self._ratio_rules()
+        if self.lora is None:
+            return
+        algorithm, reference = self.algorithm, self.algorithm.reference
+        yield is_simulated, "lora needs a model, and policy: simulated has none; take policy transformers"
+        yield (
+            algorithm.needs_values and algorithm.value.model == "own",
+            "with lora the value head sits on the policy: algorithm.value.model: own would train a whole "
+            "second model beside a few adapters; leave it out",
+        )
+        yield (
+            reference.model == "updated",
+            "with lora the reference is the model with its adapters off, which stays as it was: "
+            "algorithm.reference.model can be frozen or off, not updated",
+        )
+        yield (
+            reference.model == "frozen" and reference.dtype != "float32",
+            "with lora the reference is the model itself with its adapters off, and no copy: leave "
+            "algorithm.reference.dtype out",
+        )
 
-    @model_validator(mode="after")
-    def _ratio_can_move(self) -> "TrainerConfig":
-        algorithm = self.algorithm
-        if (
-            algorithm.importance.normalise
-            and self.updates_per_step > 1
-            and not algorithm.loss_traits.has_ratio
-        ):
-            raise ValueError(
-                "algorithm.importance.normalise needs weights that stay as they are during a step, and loss: "
-                f"{algorithm.loss} takes those of the current policy, which moves with each of "
-                f"{self.updates_per_step} updates; take one, or loss ppo"
-            )
-        if self.passes > 1 and not algorithm.loss_traits.has_ratio:
-            raise ValueError(
-                f"passes is {self.passes}, but algorithm.loss: {algorithm.loss} has no ratio to the policy "
-                "that sampled: nothing would say how far later passes have moved from it. Take a loss with a "
-                "ratio, such as ppo, or one pass"
-            )
-        if self.updates_per_step > 1 or algorithm.old_logprobs == "rollout":
-            return self
-        for name, is_set in (
+    def _ratio_rules(self) -> Rules:
+        """What follows from how often a step moves the policy."""
+        algorithm, has_ratio = self.algorithm, self.algorithm.loss_traits.has_ratio
+        yield (
+            algorithm.importance.normalise and self.updates_per_step > 1 and not has_ratio,
+            "algorithm.importance.normalise needs weights that stay as they are during a step, and loss: "
+            f"{algorithm.loss} takes those of the current policy, which moves with each of "
+            f"{self.updates_per_step} updates; take one, or loss ppo",
+        )
+        yield (
+            self.passes > 1 and not has_ratio,
+            f"passes is {self.passes}, but algorithm.loss: {algorithm.loss} has no ratio to the policy that "
+            "sampled: nothing would say how far later passes have moved from it. Take a loss with a ratio, "
+            "such as ppo, or one pass",
+        )
+        is_always_one = self.updates_per_step == 1 and algorithm.old_logprobs == "recompute"
+        for name, bounds_ratio in (
             (f"loss: {algorithm.loss}", algorithm.loss_traits.is_idle_at_one),
             ("dual_clip", isinstance(algorithm.dual_clip, float)),
         ):
-            if is_set:
-                raise ValueError(
-                    f"algorithm.{name} bounds the ratio to the old logprobs, which is always 1 with one "
-                    "update a step and `old_logprobs: recompute`; take `old_logprobs: rollout`, or several "
-                    "mini_batches or passes"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_fit(self) -> "TrainerConfig":
-        reference = self.algorithm.reference
-        if self.lora is None:
-            return self
-        if self.policy == "simulated":
-            raise ValueError("lora needs a model, and policy: simulated has none; take policy transformers")
-        if self.algorithm.needs_values and self.algorithm.value.model == "own":
-            raise ValueError(
-                "with lora the value head sits on the policy: algorithm.value.model: own would train a whole "
-                "second model beside a few adapters; leave it out"
+            yield (
+                is_always_one and bounds_ratio,
+                f"algorithm.{name} bounds the ratio to the old logprobs, which is always 1 with one update "
+                "a step and `old_logprobs: recompute`; take `old_logprobs: rollout`, or several mini_batches "
+                "or passes",
             )
-        if reference.model == "updated":
-            raise ValueError(
-                "with lora the reference is the model with its adapters off, which stays as it was: "
-                "algorithm.reference.model can be frozen or off, not updated"
-            )
-        if reference.model == "frozen" and reference.dtype != "float32":
-            raise ValueError(
-                "with lora the reference is the model itself with its adapters off, and no copy: leave "
-                "algorithm.reference.dtype out"
-            )
-        return self
 
     @property
     def tile_tokens(self) -> int:

@@ -1,19 +1,13 @@
 """What a run has written to its streams, wherever it is now: in Redis, in the archive, or in both."""
 
-from tidemill.common.history.groups import GroupCursor, MissingRecordsError, RecordedGroup
-from tidemill.common.history.history import History, Record, StreamSummary
-from tidemill.common.streams.selection import ALL, Selection, StreamName, texts_of, time_of
-
-__all__ = [
-    "ALL",
-    "GroupCursor",
-    "History",
-    "MissingRecordsError",
-    "Record",
-    "RecordedGroup",
-    "Selection",
-    "StreamName",
-    "StreamSummary",
-    "texts_of",
-    "time_of",
-]
+from tidemill.common.history.groups import GroupCursor as GroupCursor
+from tidemill.common.history.groups import MissingRecordsError as MissingRecordsError
+from tidemill.common.history.groups import RecordedGroup as RecordedGroup
+from tidemill.common.history.history import History as History
+from tidemill.common.history.history import Record as Record
+from tidemill.common.history.history import StreamSummary as StreamSummary
+from tidemill.common.streams.selection import ALL as ALL
+from tidemill.common.streams.selection import Selection as Selection
+from tidemill.common.streams.selection import StreamName as StreamName
+from tidemill.common.streams.selection import texts_of as texts_of
+from tidemill.common.streams.selection import time_of as time_of

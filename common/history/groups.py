@@ -194,7 +194,6 @@ class TicketOutcomes:
         return ticket in self.trained or ticket in self.dropped
 
     def add(self, message: Commit | Ticket) -> None:
-        """Take in what a commit or a ticket tells."""
         if isinstance(message, Commit):
             self.trained.update((ticket, message.step) for ticket in message.groups)
             self.dropped.update((ticket, message.step) for ticket, _ in dropped_groups(message))
@@ -203,7 +202,6 @@ class TicketOutcomes:
 
     @classmethod
     async def read(cls, history: History) -> "TicketOutcomes":
-        """From all commits and tickets of a run."""
         outcomes = cls()
         async for commit in history.messages(StreamName.COMMITS, Commit):
             outcomes.add(commit)

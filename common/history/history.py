@@ -110,15 +110,12 @@ class History:
         return await self._numbered(StreamName.PROMPTS.of(lane), Ticket, ticket)
 
     async def commit(self, step: int) -> Commit | None:
-        """The commit of a step."""
         return await self._numbered(StreamName.COMMITS, Commit, step)
 
     async def manifest(self, version: int) -> WeightManifest | None:
-        """The announcement of a version."""
         return await self._numbered(StreamName.WEIGHTS, WeightManifest, version)
 
     async def _numbered(self, stream: StreamName, kind: type[M], number: int) -> M | None:
-        """The message whose entry id is its number."""
         return await self._first(stream, kind, Selection(entry_id_of(number), entry_id_of(number)))
 
     async def _first(self, stream: StreamName, kind: type[M], selection: Selection) -> M | None:
@@ -188,7 +185,6 @@ class History:
         return replace(selection, steps=None, tickets=span)
 
     def _manifest(self, stream: StreamName) -> Manifest:
-        """What is archived of a stream now."""
         if self.run_dir is None:
             return Manifest(Path())
         manifest = Manifest.load(stream_folder(self.run_dir, stream))

@@ -32,7 +32,6 @@ def document_of(line: bytes) -> dict[str, Any]:
 
 
 def commit_of(document: dict[str, Any]) -> Commit:
-    """The commit of a line."""
     return codec.decode_payload(b64decode(document["commit"]), Commit)
 
 

@@ -94,7 +94,6 @@ def _fields(row: Row | None) -> dict[str, Any] | None:
 
 
 def _ask(program: Program, request: Any, what: str) -> Answer:
-    """The answer of a program that checks `what`."""
     command = run_own(program, json.dumps(request, default=str))
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)

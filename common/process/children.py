@@ -102,7 +102,6 @@ def frame_of(tree: dict[str, Any]) -> bytes:
 
 
 def content_of(body: bytes) -> dict[str, Any]:
-    """What a frame holds, without its length."""
     tree: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
     return tree
 

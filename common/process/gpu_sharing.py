@@ -10,9 +10,6 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import re
-import shutil
-import subprocess
 import tempfile
 import time
 import weakref
@@ -71,7 +68,6 @@ class _Lock:
         return True
 
     def drop(self) -> None:
-        """Give the lock back, if it is held."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -97,6 +93,8 @@ class GpuLock:
         """Stand in line, then wait until the holder gives the lock back or dies."""
         try:
             for line, lock in zip(self._lines, self._held, strict=True):
+                # The holder hands the lock over when somebody stands in line. The place is given up with the
+                # lock in hand only, or the next one could be served first.
                 await _taken(line)
                 await _taken(lock)
                 line.drop()
@@ -149,7 +147,6 @@ class GpuGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process may use the GPU now."""
         return self._is_open
 
     def start(self) -> "asyncio.Task[None]":
@@ -209,7 +206,7 @@ class GpuGate:
                 await self._hold()
                 await self._sleep()
             finally:
-                self._is_open = False
+                self._is_open = False  # first: nobody may enter once another process may have the GPU
                 self._lock.release()
 
     async def _hold(self) -> None:
@@ -240,35 +237,3 @@ class GpuGate:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-TOOL = "nvidia-smi"
-TOOL_TIMEOUT_S = 30.0
-_OTHERS = ("/dev/kfd", "/dev/dxg")
-"""Devices behind which there are GPUs that the tool does not know."""
-
-
-def count_gpus() -> int | None:
-    """Their number; None where it cannot be told."""
-    if shutil.which(TOOL) is not None:
-        listed = _asked("-L")
-        return None if listed is None else len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
-    if any(Path(device).exists() for device in _OTHERS):
-        return None
-    return sum(device.name[6:].isdigit() for device in Path("/dev").glob("nvidia*"))
-
-
-def smallest_gpu_bytes() -> float | None:
-    """Memory of the GPU that has the least; None where it cannot be told, or there is none."""
-    listed = _asked("--query-gpu=memory.total", "--format=csv,noheader,nounits") if shutil.which(TOOL) else ""
-    found = [float(line) for line in (listed or "").split() if line.isdigit()]
-    return min(found) * (1 << 20) if found else None
-
-
-def _asked(*arguments: str) -> str | None:
-    """What the tool writes; None where it fails."""
-    try:
-        result = subprocess.run([TOOL, *arguments], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return None if result.returncode else result.stdout

@@ -70,13 +70,11 @@ class Heartbeat:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the last beat is recent."""
         # A beat from the future was sent before the server's clock was set back, and none came since.
         return -GONE_AFTER_S < self.age_s < GONE_AFTER_S
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last beat."""
         return (self.read_at or time.time()) - self.at
 
 

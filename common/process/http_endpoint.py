@@ -51,11 +51,9 @@ class HttpEndpoint:
         self._last_beat = time.monotonic()
 
     def is_healthy(self) -> bool:
-        """Whether the loop turned recently."""
         return time.monotonic() - self._last_beat < STALLED_AFTER_S
 
     def close(self) -> None:
-        """Stop serving and free the port."""
         self._server.shutdown()
         self._server.server_close()
 

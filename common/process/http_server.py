@@ -7,6 +7,7 @@ A request's head is bounded by h11 (httptools has no bound), the connections by 
 import asyncio
 import contextlib
 import ipaddress
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MAX_CONNECTIONS = 4096
 HEAD_S = 30.0
 MAX_HEAD_BYTES = 32 << 10
+BACKLOG = 2048
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Listen at an address of IPv4 or IPv6; port 0 takes a free one. Raises OSError: not there.
+
+    Accepted connections send at once. asyncio sees to that only for sockets that name their protocol, which
+    those of `create_server` do not; an answer in two parts would wait 40 ms for the client's acknowledgement.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted ones inherit it
+    return listener
 
 
 class BoundedProtocol(H11Protocol):
@@ -66,7 +80,6 @@ def is_loopback(host: str) -> bool:
 
 
 def server_config(app: Any, **more: Any) -> uvicorn.Config:
-    """What uvicorn runs `app` with."""
     quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
     return uvicorn.Config(
         app, http=BoundedProtocol, h11_max_incomplete_event_size=MAX_HEAD_BYTES, **(quiet | more)

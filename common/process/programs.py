@@ -25,7 +25,7 @@ class Program(StrEnum):
     REWARD = "tidemill.services.reward"
     TRAINER_CHECK = "tidemill.services.trainer.check"
     """Loads and tries a user's own advantage and loss."""
-    TRAINER_MEMORY = "tidemill.services.trainer.policy.memory.report"
+    TRAINER_MEMORY = "tidemill.services.trainer.policy.memory.fit"
     """Computes what a run takes of GPUs and hosts."""
     REWARD_CHECK = "tidemill.services.reward.check"
     """Loads every reward, and calls those that are functions."""

@@ -106,7 +106,6 @@ class ServiceContext:
         self.consumer_name = f"{self.name}.{secrets.token_hex(4)}"
 
     def fail(self, error: BaseException) -> None:
-        """Drain and then end with `error`."""
         self.failure = self.failure or error
         self.stopping.set()
 
@@ -222,7 +221,7 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
         context.collectors, context.registered = endpoint.collectors, registered
         context.lease_keeper = LeaseKeeper(lambda: Broker(make_client(redis_url())))
         context.reporters.append(context.lease_keeper.report)
-        _handle_signals(context)
+        _handle_signals(context)  # before anything is waited for: a stop must end that too
         if role == TRAINER:
             await context.unless_stopping(check_sole_trainer(broker, keys, run_dir))
         async with _heartbeat(context, endpoint):
@@ -318,6 +317,7 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
     try:
         yield
     finally:
+        # The keeper before the watch of the loop, whose end would look to it like a loop that stands still.
         if context.lease_keeper:
             context.lease_keeper.stop()
         for task in tasks:
@@ -325,4 +325,4 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
         await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(remove_heartbeat(context.broker, context.keys, beat), 2.0)
-        endpoint.close()
+        endpoint.close()  # last: metrics can be read as long as anything is counted

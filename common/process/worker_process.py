@@ -67,7 +67,7 @@ class WorkerProcess:
         self.waiting[number] = answer
         try:
             self.send({"id": number, **frame})
-            if self._end_reason:
+            if self._end_reason:  # after it waits: an end before that has failed only those that waited then
                 self.fail(self._end_reason)
             yield number, answer
         finally:

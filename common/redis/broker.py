@@ -237,7 +237,6 @@ class Broker:
         )
 
     async def info(self, section: str) -> dict[str, str]:
-        """One section of the server's INFO."""
         return _parse_info(await self.execute("INFO", section))
 
     async def memory(self) -> "MemoryUse":
@@ -309,7 +308,6 @@ class Broker:
 
 @cache
 def _script(name: str) -> tuple[str, str]:
-    """Source and SHA1 of a script."""
     source = _SCRIPTS.joinpath(f"{name}.lua").read_text(encoding="utf-8")
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 

@@ -118,7 +118,6 @@ class _ToServer:
 
     @property
     def is_current(self: Any) -> bool:
-        """Whether no other server was found since."""
         return bool((self.host, self.port) == self._server.address)
 
     async def connect(self: Any) -> None:
@@ -247,7 +246,6 @@ class RoundTrips:
         return begun
 
     def end(self, begun: float) -> None:
-        """It was answered, or it failed."""
         now = time.monotonic()
         self._num_under_way -= 1
         if not self._num_under_way:

@@ -120,11 +120,9 @@ class ClusterClient(Client):
         return replies
 
     def ask(self, command: Command) -> asyncio.Future[list[Any]] | None:
-        """As `Client.ask`."""
         return self._client_of([command]).ask(command)
 
     def disconnect(self) -> None:
-        """Drop all idle connections."""
         for client in self._clients.values():
             client.disconnect()
 

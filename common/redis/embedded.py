@@ -61,7 +61,6 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def start(self) -> None:
@@ -84,6 +83,7 @@ class EmbeddedRedis:
         command += ["--maxmemory-policy", "noeviction", "--logfile", str(log_path.resolve())]
         command += ["--client-output-buffer-limit", *OUTPUT_LIMIT, *self.options]
         # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
+        # The server inherits the lock, and holds it until it has written its data, also when we are gone.
         with locked(self.data_dir / "server.lock", SERVED.format(self.data_dir)) as lock:
             self._process = subprocess.Popen(
                 command, start_new_session=True, stdin=subprocess.DEVNULL, pass_fds=(lock,)

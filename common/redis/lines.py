@@ -157,7 +157,6 @@ class Line(asyncio.Protocol):
         self._flush_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The server has closed the connection."""
         self.fail(redis_errors.ConnectionError(str(exc or "") or "Connection closed by server."))
 
     def fail(self, error: redis_errors.RedisError) -> None:
@@ -208,18 +207,15 @@ class PlainLine:
 
     @property
     def is_usable(self) -> bool:
-        """As `Line.is_usable`."""
         return self.error is None and getattr(self._connection, "is_current", True)
 
     def exchange(
         self, unit: Sequence[Command], is_atomic: bool = False, goes_with_next: bool = False
     ) -> asyncio.Future[list[Any]]:
-        """As `Line.exchange`."""
         # Shielded: a cancelled caller must leave no answer unread, or the next one takes it for its own.
         return asyncio.shield(self._start(self._exchange(unit, is_atomic)))
 
     def fail(self, error: redis_errors.RedisError) -> None:
-        """As `Line.fail`."""
         if self.error is None:
             self.error = error
             self._start(self._connection.disconnect(nowait=True))
@@ -283,7 +279,6 @@ class Client:
         return line.exchange([command], goes_with_next=True) if line and line.is_usable else None
 
     async def execute_command(self, *command: Any, is_blocking: bool = False) -> Any:
-        """One command; its error is raised."""
         (reply,) = await self.exchange([command], is_blocking=is_blocking)
         if isinstance(reply, Exception):
             raise reply

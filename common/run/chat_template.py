@@ -17,8 +17,6 @@ class RenderError(Exception):
 
 
 class ChatTemplate:
-    """The template of one model folder."""
-
     def __init__(self, source: str, settings: Mapping[str, Any]) -> None:
         self._source = source
         self._tokens = {
@@ -36,7 +34,8 @@ class ChatTemplate:
         Raises:
             ConfigError: tokenizer_config.json or the file cannot be read.
         """
-        settings = _settings_of(folder / "tokenizer_config.json")
+        file_of_settings = folder / "tokenizer_config.json"
+        settings = read_json(file_of_settings) if file_of_settings.is_file() else {}
         path = Path(file) if file else folder / "chat_template.jinja"
         if file or path.is_file():
             try:
@@ -72,9 +71,12 @@ class ChatTemplate:
             raise RenderError(f"the chat template cannot be rendered here ({error})") from None
 
 
-def _settings_of(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        ConfigError: it is missing, damaged, or something else.
+    """
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

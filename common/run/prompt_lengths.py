@@ -116,7 +116,6 @@ def _count_used(config: RunConfig, rows: Sequence[Row], fetches: bool) -> int:
 
 
 def _fetch_tokenizer(name: str) -> Path:
-    """The folder of a hub model's tokenizer."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

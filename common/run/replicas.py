@@ -3,17 +3,10 @@
 Times are those of the Redis server, so that machines need not agree on theirs.
 """
 
-import hmac
-import ipaddress
-import os
 from urllib.parse import urlsplit
-
-import structlog
 
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
-
-log = structlog.get_logger(__name__)
 
 TTL_S = 10.0
 """A replica that is silent this long is gone."""
@@ -56,48 +49,3 @@ def is_address(url: str) -> bool:
         )
     except ValueError:
         return False
-
-
-MODEL_TOKEN_VARIABLE = "TIDEMILL_MODEL_TOKEN"  # the variable's name, not a token
-MIN_TOKEN_CHARS = 16
-LOOPBACK = ("127.", "::1", "localhost")
-
-
-def model_token() -> str:
-    """The token of this process's environment; empty where there is none."""
-    return os.environ.get(MODEL_TOKEN_VARIABLE, "")
-
-
-def key_for(url: str, is_registered: bool, api_key_env: str) -> str:
-    """What to show a server: the run's token to one that registered, else the key that the config names.
-
-    Without a token, servers of the run are on this machine: who registers from elsewhere gets no key.
-    """
-    if is_registered and (model_token() or not _is_here(url)):
-        return model_token()
-    return os.environ.get(api_key_env, "") if api_key_env else ""
-
-
-def _is_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def is_shown(authorization: str, token: str) -> bool:
-    """Whether a request's header shows the token."""
-    scheme, _, shown = authorization.partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), token.encode())
-
-
-def complaint(host: str, token: str) -> str:
-    """What is wrong with listening on `host` with this token; empty where nothing is."""
-    if token and len(token) < MIN_TOKEN_CHARS:
-        problem = f"{MODEL_TOKEN_VARIABLE} has {len(token)} characters; expected at least {MIN_TOKEN_CHARS}"
-    elif not token and not host.startswith(LOOPBACK):
-        problem = f"--host {host} lets everybody in who reaches it: {MODEL_TOKEN_VARIABLE} is not set"
-    else:
-        return ""
-    return f"{problem}. Make one with `openssl rand -base64 24`, and give it to the reward workers too."

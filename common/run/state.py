@@ -25,6 +25,7 @@ class UnknownRunError(ConfigError):
 
 async def publish_config(broker: Broker, keys: Keys, config: "RunConfig") -> None:
     """Make the resolved config known, so that a worker needs only the address and the run id."""
+    # The config first: who finds the run in the list finds its config.
     await broker.execute("SET", keys.config, config.model_dump_json())
     await broker.execute("SADD", RUNS, keys.run_id)
 
@@ -79,12 +80,10 @@ async def has_finished(broker: Broker, keys: Keys, steps: int) -> bool:
 
 
 async def run_exists(broker: Broker, keys: Keys) -> bool:
-    """Whether this Redis holds anything of the run."""
     return bool(await broker.execute("EXISTS", keys.config, keys.commits, keys.prompts()))
 
 
 async def known_runs(broker: Broker) -> list[str]:
-    """Ids of all runs this Redis has seen."""
     return sorted(raw.decode() for raw in await broker.execute("SMEMBERS", RUNS))
 
 
@@ -112,7 +111,6 @@ RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
 
 
 def runs_dir() -> Path:
-    """The folder of all runs on this machine."""
     return Path(os.environ.get(RUNS_DIR_VARIABLE, "runs")).resolve()
 
 

@@ -51,8 +51,6 @@ NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class ClaimStore:
-    """The files of one run."""
-
     def __init__(
         self, run_dir: Path, least_bytes: int = 0, url: str = "", max_bytes: int | None = None
     ) -> None:
@@ -85,6 +83,7 @@ class ClaimStore:
         name = f"{sample.ticket}-{sample.index}-{digest}"
         pointer = f"{self.url}/{name}" if self.url else name
         claim = Claim(pointer=pointer, num_bytes=len(payload), digest=digest)
+        # Before the claim leaves this call: an entry that is published with it must find the payload.
         self._write(name, payload)
         without: dict[str, Any] = {
             "prompt_ids": NO_IDS,
@@ -223,7 +222,6 @@ async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) ->
 
 
 def with_fault(claim: Trajectory, fault: str) -> Trajectory:
-    """The claim as a failed sample."""
     return claim.model_copy(update={"fault": fault})
 
 

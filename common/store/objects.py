@@ -39,7 +39,6 @@ class Objects:
         self._error = error
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """A part of an object, all of it."""
         data = self._do(path, lambda: self._obstore.get_range(self._store, path, start=start, length=length))
         if len(data) != length:
             raise self._error(f"the object {path} ends before byte {start + length:,}.")

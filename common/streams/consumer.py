@@ -78,12 +78,14 @@ class Consumer(Generic[M]):
         # An outage may have just ended, and leases do not tell: the others have to renew first.
         self.takeover.be_patient()
         self._renewal = asyncio.create_task(self._renew_forever(), name=f"renew {self.label}")
+        # Before the keeper is told: one that was made long ago would look as if its loop stood still.
         self.renewed_at = time.monotonic()
         if self._lease_keeper:
             self._lease_keeper.add(self)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        # Before the renewal ends, or the keeper would take its place.
         if self._lease_keeper:
             self._lease_keeper.remove(self)
         if self._renewal:
@@ -198,7 +200,6 @@ class Consumer(Generic[M]):
         self.held.pop(delivery.entry_id, None)
 
     async def bury(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
-        """Move a message to the dead-letter stream, as one unit."""
         (done,) = await self._complete([delivery], [codec.encode_payload(letter)], self.dead_key)
         if done:
             metrics.DEAD_LETTERS.labels(self.label).inc()
@@ -231,6 +232,7 @@ class Consumer(Generic[M]):
         args = [self.group, self.name, int(self.lease_s * 1000) + 1, taken_off, NOBODY, *ids]
         with self._settling_all(ids):
             await self._script("hand_back", args, None)
+        # After the answer: a call that fails has given nothing back, and they are still renewed.
         for entry_id in ids:
             self.held.pop(entry_id, None)
         metrics.HANDED_BACK.labels(self.label).inc(len(ids))
@@ -252,7 +254,7 @@ class Consumer(Generic[M]):
 
     async def leave(self) -> None:
         """Hand everything back and remove this consumer from the group, if nothing is pending for it."""
-        self._ahead.clear()
+        self._ahead.clear()  # they are among those that are held, and go back with them
         await self.hand_back(list(self.held.values()))
         # One unit: Redis may lose an acknowledgement; what is pending again must not go with the consumer.
         for name in (self.name, NOBODY):
@@ -435,5 +437,4 @@ class Consumer(Generic[M]):
 
 
 def _in_parts(items: Sequence[T]) -> Iterable[Sequence[T]]:
-    """The items, in parts that one call takes."""
     return (items[i : i + MAX_IN_ONE_CALL] for i in range(0, len(items), MAX_IN_ONE_CALL))

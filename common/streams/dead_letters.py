@@ -61,7 +61,6 @@ class LettersAbout:
         self._first = "-"
 
     async def has(self, entry_id: str) -> bool:
-        """Whether the dead letters hold this entry."""
         async for entry in scan(self._broker, self._dead_key, DeadLetter, self._first, SCAN_BATCH):
             self._first = f"({entry.entry_id}"
             if isinstance(entry, Entry) and entry.message.origin == self._origin:

@@ -22,8 +22,6 @@ Fields = dict[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[M]):
-    """A decoded entry of a stream."""
-
     entry_id: str
     message: M
 

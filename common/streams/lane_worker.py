@@ -75,13 +75,16 @@ class LaneWorker(ABC, Generic[M]):
 
     async def run(self) -> None:
         """Fetch and work until the service stops, then finish or hand back what is held."""
+        # The consumer outlives the tasks: it renews the leases of what they still work on.
         async with self.consumer, self._tasks:
             while not self.context.stopping.is_set():
                 if (free := self.num_free) <= 0:
+                    # Nothing is awaited between the look and this, so no slot can become free unseen.
                     self._slot_freed.clear()
                     await self.context.unless_stopping(self._slot_freed.wait())
                     continue
                 deliveries = []
+                # The dead ones go before work begins: each is settled while its lease is surely held.
                 for entry in await self.fetch(free):
                     if isinstance(entry, Garbled):
                         await self.bury(entry, entry.error)
@@ -115,6 +118,7 @@ class LaneWorker(ABC, Generic[M]):
         lease_s = self.consumer.lease_s
         done, late = await asyncio.wait(self._reading, timeout=lease_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
+            # Given back before the wait: others may reach the store, and need not wait out these leases.
             await self.consumer.hand_back(list(self._reading.values()))
             await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
             self._stop_reading()
@@ -132,12 +136,12 @@ class LaneWorker(ABC, Generic[M]):
         """Work on a message in a task, which ends with the message's lease: another worker has it then."""
         task = self._tasks.create_task(work)
         self.running.add(task)
+        # Before anything is awaited: a renewal that finds the lease gone must find the task too.
         delivery.on_lost = task.cancel
         task.add_done_callback(self.running.discard)
         return task
 
     def free_slot(self) -> None:
-        """A slot is free again."""
         self._slot_freed.set()
 
     async def bury(self, entry: Delivery[M] | Garbled, error: str, attempts: int = 1) -> bool:
@@ -170,5 +174,6 @@ class LaneWorker(ABC, Generic[M]):
             if late:
                 await asyncio.wait(late)
                 log.info("handing back", lane=self.lane.value, count=len(late))
+        # Publish before leaving: `leave` hands back what is held, and finished work would be done again.
         await self.flush()
         await self.consumer.leave()

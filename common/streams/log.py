@@ -230,12 +230,10 @@ async def read_newest(broker: Broker, key: str, message_type: type[M]) -> Entry[
 
 
 async def has_entry(broker: Broker, key: str, entry_id: str) -> bool:
-    """Whether the stream holds this entry now."""
     return bool(await broker.execute("XRANGE", key, entry_id, entry_id))
 
 
 async def length(broker: Broker, key: str) -> int:
-    """Entries in the stream now."""
     return int(await broker.execute("XLEN", key))
 
 
@@ -265,10 +263,10 @@ def _by_name(flat: Sequence[Any]) -> dict[bytes, Any]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-async def ensure_group(broker: Broker, key: str, group: str, position: str = "0") -> None:
+async def ensure_group(broker: Broker, key: str, group: str) -> None:
     """Create the consumer group, and the stream, unless they are there."""
     try:
-        await broker.execute("XGROUP", "CREATE", key, group, position, "MKSTREAM")
+        await broker.execute("XGROUP", "CREATE", key, group, "0", "MKSTREAM")
     except redis_errors.ResponseError as error:
         if not str(error).startswith("BUSYGROUP"):
             raise
@@ -281,8 +279,6 @@ def is_without_group(error: redis_errors.ResponseError) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """Where a consumer group stands."""
-
     pending: int
     last_delivered: str
     consumers: int

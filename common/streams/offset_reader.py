@@ -39,7 +39,6 @@ class Trail:
         return [rung for rung in self.rungs if id_order(rung[0]) <= id_order(self._sure_to)]
 
     def follow(self, entry_id: str, raw: list[bytes]) -> None:
-        """The reader has passed an entry."""
         self._num_passed += 1
         if self._num_passed % self._stride:
             return

@@ -45,21 +45,17 @@ class Selection:
         return replace(self, first_id="-", last_id="+") == ALL
 
     def has_id(self, entry_id: str) -> bool:
-        """Whether the id lies in the range."""
         return id_order(self.first_id) <= id_order(entry_id) <= id_order(self.last_id)
 
     def takes(self, record: Entry[Message] | Garbled) -> bool:
-        """Whether an entry is selected."""
         if isinstance(record, Garbled):
             return self.is_by_id and self.has_id(record.entry_id)
         return self.matches(record.entry_id, record.message)
 
     def beyond(self, position: str) -> "Selection":
-        """What is selected after an entry."""
         return replace(self, first_id=max(self.first_id, id_after(position), key=id_order))
 
     def matches(self, entry_id: str, message: Message) -> bool:
-        """Whether an entry is selected."""
         if not self.has_id(entry_id):
             return False
         if self.index is not None and getattr(message, "index", None) != self.index:

@@ -69,7 +69,6 @@ class _AllBatched(Collector):
         self.all: list[Batched[Any]] = []
 
     def describe(self) -> Iterable[Metric]:
-        """It has no metrics of its own."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -103,7 +102,6 @@ class ChildMetrics(Collector):
         self._folder.cleanup()
 
     def collect(self) -> Iterable[Metric]:
-        """The sum of all processes."""
         # prometheus_client gives no types to these two calls.
         reader: Any = MultiProcessCollector(None, path=self._folder.name)  # type: ignore[no-untyped-call]
         theirs = {family.name: family for family in reader.collect() if family.type in ADDABLE}

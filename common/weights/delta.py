@@ -82,7 +82,6 @@ class Record:
 
     @property
     def window(self) -> int:
-        """Which window of the tensor it lies in."""
         return self.start // WINDOW
 
     @property

@@ -42,7 +42,6 @@ class WeightServer:
         return bytes(answer.content)
 
     def read_all(self, path: str) -> bytes:
-        """A small file."""
         return bytes(self._get(path, {}).content)
 
     def close(self) -> None:

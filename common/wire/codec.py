@@ -72,12 +72,10 @@ M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> dict[bytes, bytes]:
-    """The fields of a stream entry for `message`."""
     return {VERSION_FIELD: schema_of(message), PAYLOAD_FIELD: encode_payload(message)}
 
 
 def schema_of(message: Message) -> bytes:
-    """The schema of a stream entry for `message`."""
     return SCHEMA_WITH_NEEDS if _needs(message) else SCHEMA
 
 

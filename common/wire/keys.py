@@ -110,15 +110,12 @@ class Keys:
         return f"{PREFIX}:{{{self.run_id}}}:{name}"
 
     def prompts(self, lane: Lane = Lane.TRAIN) -> str:
-        """Stream of tickets."""
         return self._key(StreamName.PROMPTS, lane)
 
     def trajectories(self, lane: Lane = Lane.TRAIN) -> str:
-        """Stream of trajectories: an immutable log."""
         return self._key(StreamName.TRAJECTORIES, lane)
 
     def scores(self, lane: Lane = Lane.TRAIN) -> str:
-        """Stream of scores, referring to trajectories by key."""
         return self._key(StreamName.SCORES, lane)
 
     def progress(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
@@ -177,17 +174,14 @@ class Keys:
 
     @property
     def weights(self) -> str:
-        """Stream of weight manifests."""
         return self._key(StreamName.WEIGHTS)
 
     @property
     def commits(self) -> str:
-        """Stream of commits, one a step."""
         return self._key(StreamName.COMMITS)
 
     @property
     def dead(self) -> str:
-        """Stream of dead letters."""
         return self._key(StreamName.DEAD)
 
     @property

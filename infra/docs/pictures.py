@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from infra.docs.pages import REPO
-from tidemill.common.run.plots import plot_learning_curve
+from tidemill.services.console.status.plots import plot_learning_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

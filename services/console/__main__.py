@@ -23,7 +23,8 @@ def print_version(is_asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", "-V", is_eager=True, callback=print_version, help="Say which it is.")
+        bool,
+        typer.Option("--version", "-V", is_eager=True, callback=print_version, help="Print the version"),
     ] = False,
 ) -> None:
     """What goes before any command."""

@@ -227,7 +227,8 @@ def show_dead(options: ShowDeadOptions) -> None:
     entries = chosen(options, read_run(options, read))
     if options.ids:
         (entry,) = entries
-        show(_dead_json(entry, with_content=True), dead_tree(entry, options.with_hex), options.as_json)
+        record, tree = _dead_json(entry, with_content=True), dead_tree(entry, options.with_hex)
+        show(record, tree, options.as_json, json_indent=2)
         return
     shown = entries[-options.limit :] if options.limit else entries
     counts = Counter(entry.content.origin[:40] for entry in entries)
@@ -235,8 +236,9 @@ def show_dead(options: ShowDeadOptions) -> None:
     older = [note(f"... and {left_out:,} older ones; --limit 0 shows all", "dim")] if left_out else []
     total = ", ".join(f"{count:,} from {origin}" for origin, count in sorted(counts.items()))
     tree = part("", dead_table(shown), older, note(total, "dim"))
-    nothing = note("no dead letters" + (" that fit" if options.is_narrow else ""))
-    show([_dead_json(entry) for entry in shown], tree if entries else part("", nothing), options.as_json)
+    if not entries:
+        tree = part("", note("no dead letters" + (" that fit" if options.is_narrow else "")))
+    show([_dead_json(entry) for entry in shown], tree, options.as_json, json_indent=2)
 
 
 def chosen(choice: DeadChoice, entries: Sequence[DeadEntry]) -> list[DeadEntry]:

@@ -488,7 +488,7 @@ class GrepOptions(SelectionOptions):
 
     pattern: str = argument("A regular expression of Python.", metavar="PATTERN")
     streams: list[str] = option("--stream", _GREP_TEXT, [])
-    ignore_case: bool = option("--ignore-case", "A is a.", False, short=["-i"])
+    ignore_case: bool = option("--ignore-case", "Ignore case.", False, short=["-i"])
     limit: int = option("-n", "Stop after so many; 0: never.", 0, min=0)
 
 

@@ -31,7 +31,6 @@ SHOWN = 200
 
 
 def check(request: Any) -> Answer:
-    """Check the environment of a config."""
     config = RunConfig.model_validate(request["config"])
     return {"played": run_main(_check(config, request["row"]))}
 

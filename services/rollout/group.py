@@ -10,6 +10,7 @@ ticket next. After the last delivery it is published as failed, where enough oth
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -35,23 +36,13 @@ VERSION_FIELD = "version"
 """Field of the progress hash that holds the version at which the group was started."""
 
 
-class SampleCounts:
-    """The metrics of one lane."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._gathered: Batched[tuple[int, int, float]] = Batched(self._book)
-
-    def observe(self, sample: Trajectory) -> None:
-        seconds = sample.finished_at - sample.started_at
-        self._gathered.add((len(sample.prompt_ids), len(sample.completion_ids), seconds))
-
-    def _book(self, samples: Sequence[tuple[int, int, float]]) -> None:
-        prompts, completions, seconds = zip(*samples, strict=True)
-        metrics.TRAJECTORIES_PUBLISHED.labels(self._lane).inc(len(samples))
-        metrics.PROMPT_TOKENS.labels(self._lane).inc(sum(prompts))
-        metrics.COMPLETION_TOKENS.labels(self._lane).inc(sum(completions))
-        metrics.GENERATION_SECONDS.labels(self._lane).observe_many(seconds)
+def _count(lane: Lane, samples: Sequence[tuple[int, int, float]]) -> None:
+    """Count published samples of a lane in the metrics: tokens of prompt and completion, and seconds."""
+    prompts, completions, seconds = zip(*samples, strict=True)
+    metrics.TRAJECTORIES_PUBLISHED.labels(lane).inc(len(samples))
+    metrics.PROMPT_TOKENS.labels(lane).inc(sum(prompts))
+    metrics.COMPLETION_TOKENS.labels(lane).inc(sum(completions))
+    metrics.GENERATION_SECONDS.labels(lane).observe_many(seconds)
 
 
 class GroupGenerator:
@@ -69,7 +60,7 @@ class GroupGenerator:
         self.player, self.config = player, context.config
         self.broker, self.keys, self.worker, self.lane = context.broker, context.keys, context.name, lane
         self.consumer, self.engine, self.follower = consumer, engine, follower
-        self.counts = SampleCounts(lane)
+        self._published: Batched[tuple[int, int, float]] = Batched(partial(_count, lane))
         self.num_turns = self.num_playing = 0
         self._asked: set[str] = set()
 
@@ -202,7 +193,8 @@ class GroupGenerator:
         )
         published = await self._checked_in(sample)
         await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)
-        self.counts.observe(sample)
+        seconds = sample.finished_at - sample.started_at
+        self._published.add((len(sample.prompt_ids), len(sample.completion_ids), seconds))
 
     async def _checked_in(self, sample: Trajectory) -> Trajectory:
         """The sample, or a claim to it where it is large; the sample too where it cannot be put there."""

@@ -23,7 +23,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.weights.remote import open_remote
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.rollout.engines.engine import Engine, WeightUpdate
-from tidemill.services.rollout.weight_versions import LocalVersions, Versions, WeightDownload, find_route
+from tidemill.services.rollout.weight_versions import LocalVersions, WeightDownload, find_route
 
 log = structlog.get_logger(__name__)
 
@@ -48,9 +48,7 @@ class WeightFollower:
         """Raises ConfigError: the address of weights is of no known kind, or needs a library."""
         self.context, self.engine, run_id = context, engine, context.keys.run_id
         remote = open_remote(context.config.weights.url, run_id)
-        self._versions: Versions = (
-            WeightDownload(remote, run_id) if remote else LocalVersions(context.run_dir)
-        )
+        self._versions = WeightDownload(remote, run_id) if remote else LocalVersions(context.run_dir)
         spread_s = SPREAD_S_PER_GROUP * context.config.trainer.groups_per_step
         self._spread_s = min(LONGEST_SPREAD_S, spread_s)
         self._arrived = asyncio.Condition()

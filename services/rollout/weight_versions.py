@@ -70,12 +70,13 @@ class LocalVersions:
         return verified_files(self.folder, manifest)
 
 
-class WeightDownload:
+class WeightDownload(LocalVersions):
     """Brings versions of one run into the cache of this machine."""
 
     def __init__(self, remote: Remote, run_id: str, cache: Path | None = None) -> None:
         cache = cache or Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "tidemill").resolve()
-        self._remote, self.folder = remote, cache / run_id
+        super().__init__(cache / run_id)
+        self._remote = remote
 
     def manifest(self, version: int) -> WeightManifest:
         """What the other side says of a version.
@@ -83,7 +84,7 @@ class WeightDownload:
         Raises:
             WeightsError: it says something else, or does not answer.
         """
-        if (known := read_manifest(self.folder, version)) is not None:
+        if (known := super().manifest(version)) is not None:
             return known
         path = f"{WEIGHTS_FOLDER}/{version_name(version)}/{MANIFEST_FILE}"
         try:
@@ -101,8 +102,9 @@ class WeightDownload:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "download.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
+                # Looked at under the lock: another worker of this machine may just have brought them.
                 try:
-                    return verified_files(self.folder, manifest)
+                    return super().files(manifest)
                 except WeightsError:
                     self._download(manifest)
                 self._prune(manifest)
@@ -173,9 +175,6 @@ class WeightDownload:
                 retire_folder(folder / version_name(version))
 
 
-Versions = LocalVersions | WeightDownload
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """A full version's files, or none, and the deltas since then, oldest first."""
@@ -184,7 +183,7 @@ class Route:
     deltas: Sequence[Sequence[Path]]
 
 
-def find_route(versions: Versions, wanted: WeightManifest, held: WeightManifest | None) -> Route:
+def find_route(versions: LocalVersions, wanted: WeightManifest, held: WeightManifest | None) -> Route:
     """From the weights of `held`, where the chain of `wanted` goes through them; else from its full version.
 
     Deltas are fetched and checked on the way, and what is returned leads to `wanted`: of a route from a full

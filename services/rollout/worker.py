@@ -46,7 +46,6 @@ class RolloutWorker(LaneWorker[Ticket]):
 
     @property
     def num_free(self) -> int:
-        """Groups that may be started."""
         return self.max_groups - len(self.running)
 
     async def fetch(self, count: int) -> list[Delivery[Ticket] | Garbled]:
@@ -75,7 +74,6 @@ class RolloutWorker(LaneWorker[Ticket]):
         return is_buried
 
     def report(self, beat: Heartbeat) -> None:
-        """Add this lane to the process's heartbeat."""
         beat.counts[f"groups_{self.lane}"] = len(self.running)
 
     def _count(self) -> None:

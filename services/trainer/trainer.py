@@ -352,7 +352,7 @@ class Trainer:
                 await asyncio.to_thread(verified_files, self.context.run_dir, part)
         except WeightsError:
             return None
-        self.weights.continue_from(newest.message)
+        self.weights.last = newest.message
         return newest.message
 
     def _must_evaluate(self, version: int) -> bool:

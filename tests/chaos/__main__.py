@@ -2,7 +2,6 @@
 
     make chaos                            # one seed, 21 kills
     make chaos ARGS="--seeds 5"           # five seeds, one after the other
-    make chaos ARGS="--sessions"          # sessions, their environments and server killed too
     make chaos ARGS="--tight"             # Redis keeps what is in flight; recovery from the archive
     make chaos ARGS="--seed 7 --kills 40 --set trainer.steps=90"
 
@@ -24,14 +23,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from benchmarks.report import print_result
-from tests.chaos.driver import Driver, Outcome, torment
-from tests.chaos.faults import KILLS, SESSION_KILLS, plan
-from tests.chaos.report import REFRESH_S, ChaosProgress, print_faults, result
-from tests.support.servers import free_port
-from tidemill.common.config import RunConfig, load_config
+from tests.chaos.driver import torment
+from tests.chaos.faults import plan
+from tests.chaos.report import print_faults, result
+from tidemill.common.config import load_config
 from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 ARITH = Path(__file__).resolve().parents[2] / "examples/arith/config.yaml"
@@ -44,52 +41,17 @@ OVERRIDES = (
 )
 TIGHT = ("streams.archive.segment_mb=0.002", "trainer.checkpoint_every=25")
 """The smallest files: nothing waits to be archived. Few checkpoints: many steps are replayed."""
-SESSIONS = (
-    f"rollout.environment.use={Path(__file__).with_name('sums.py')}:Sums",
-    "rollout.environment.max_turns=2",
-    "rollout.environment.processes=2",
-    "rollout.environment.call_timeout_s=20",
-    "model.max_model_len=128",
-    "reward={workers: 2, rewards: {environment: {environment: true}}}",
-)
-"""Two turns at most, in processes of environments that ask a server; their own reward is the score."""
 
 
-async def run_seed(config: RunConfig, seed: int, num_kills: int, folder: Path, console: Console) -> Outcome:
-    """One run under chaos, with its progress and its table."""
-    kills = KILLS if config.rollout.environment.is_single_turn else SESSION_KILLS
-    faults = plan(seed, num_kills, config.trainer.steps, kills=kills)
-    progress = ChaosProgress(console, config.trainer.steps, len(faults))
-    drawing: list[asyncio.Task[None]] = []
-
-    async def draw(driver: Driver) -> None:
-        while True:
-            progress.update(driver)
-            await asyncio.sleep(REFRESH_S)
-
-    with progress.shown():
-        try:
-            outcome = await torment(
-                folder,
-                config,
-                faults,
-                seed,
-                load_policy,
-                progress.tell,
-                lambda driver: drawing.append(asyncio.create_task(draw(driver))),
-            )
-        finally:
-            for task in drawing:
-                task.cancel()
-    print_faults(outcome)
-    return outcome
+def print_line(text: str) -> None:
+    """Progress, beside the last line on stdout."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def main(
     seed: Annotated[int, typer.Option(help="first seed of the faults")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="so many runs, with one seed after the other")] = 1,
     kills: Annotated[int, typer.Option(min=1, help="kill -9 so many times in each run")] = 21,
-    sessions: Annotated[bool, typer.Option("--sessions", help="play sessions with an environment")] = False,
     tight: Annotated[bool, typer.Option("--tight", help="trim at once, recover from the archive")] = False,
     config: Annotated[Path, typer.Option(help="the run's config")] = ARITH,
     overrides: Annotated[
@@ -98,26 +60,20 @@ def main(
     keep: Annotated[Path | None, typer.Option(help="keep the runs' folders below this one")] = None,
 ) -> None:
     """Kill the processes of a whole run at random, and prove that its history is whole."""
-    console = Console(stderr=True)
     folder = keep or Path(tempfile.mkdtemp(prefix="tidemill-chaos-"))
     outcomes = []
     try:
         for number in range(seed, seed + seeds):
             name = f"chaos-{number}"
-            address = f"rollout.environment.options.address=http://127.0.0.1:{free_port()}"
-            of_sessions = (*SESSIONS, address) if sessions else ()
-            settings = [
-                *OVERRIDES,
-                *(TIGHT if tight else ()),
-                *of_sessions,
-                *(overrides or ()),
-                f"run_id={name}",
-                f"seed={number}",
-            ]
+            own = [f"run_id={name}", f"seed={number}"]
+            settings = [*OVERRIDES, *(TIGHT if tight else ()), *(overrides or ()), *own]
             home = folder / name
             home.mkdir(parents=True)
             run_config = load_config(config, settings)
-            outcomes.append(asyncio.run(run_seed(run_config, number, kills, home, console)))
+            faults = plan(number, kills, run_config.trainer.steps)
+            outcome = asyncio.run(torment(home, run_config, faults, number, load_policy, print_line))
+            print_faults(outcome)
+            outcomes.append(outcome)
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)

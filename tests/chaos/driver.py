@@ -5,13 +5,12 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.archive import Archive
 from tests.chaos.archiver import ArchiverKiller, disagreements
-from tests.chaos.environments import EnvironmentProcesses, misjudged, num_faults
-from tests.chaos.faults import LONGEST_LAG_S, LOSSES, SESSION_KILLS, Fault, Kind
+from tests.chaos.faults import KILLS, LONGEST_LAG_S, LOSSES, Fault, Kind
 from tests.chaos.fleet import Fleet
 from tests.chaos.recovery import TRAINER, Event, RecoveryWatch
 from tests.chaos.replay import CheckpointCopies, ReplayResult, replay
@@ -45,23 +44,16 @@ class Outcome:
     disagreements: list[str]
     """Entries in which the streams and what was archived of them differ."""
     num_archiver_kills: int
-    num_faults: int = 0
-    """Plays of sessions that ended in a fault of their environment."""
-    misjudged: list[str] = field(default_factory=list)
-    """Scores of sessions that no environment gave."""
-    left_over: list[int] = field(default_factory=list)
-    """Processes of environments that outlived the fleet."""
 
     @property
     def num_kills(self) -> int:
         """`kill -9` of every kind."""
-        return sum(event.kind in SESSION_KILLS for event in self.watch.events)
+        return sum(event.kind in KILLS for event in self.watch.events)
 
     @property
     def is_good(self) -> bool:
         """Whether history is whole, and every version is what undisturbed training makes."""
-        is_whole = self.verdict.is_clean and self.replay.matches and not self.disagreements
-        return is_whole and not self.misjudged and not self.left_over
+        return self.verdict.is_clean and self.replay.matches and not self.disagreements
 
 
 class Driver:
@@ -74,7 +66,6 @@ class Driver:
         self.watch = RecoveryWatch(self.archive, fleet.keys)
         self.checkpoints = CheckpointCopies(fleet.run_dir, fleet.folder / "checkpoint-copies")
         self.archiver = ArchiverKiller(fleet, random.Random(seed))
-        self.environments = EnvironmentProcesses(fleet)
         self.num_done = 0
         self._leaving: set[str] = set()
         self._started = time.time()
@@ -112,7 +103,6 @@ class Driver:
             self.watch.look_for_recovery()
             await self.watch.look_for_loaded(self.fleet.broker)
             await asyncio.to_thread(self.checkpoints.follow)
-            self.environments.look()
             await asyncio.sleep(POLL_S)
 
     async def _torment(self) -> None:
@@ -132,10 +122,6 @@ class Driver:
             await self.archive.compare()
         elif fault.kind in LOSSES:
             await self._lose(fault.kind)
-        elif fault.kind is Kind.ENVIRONMENT:
-            worker, died_at = await self.environments.kill(self.rng, STUCK_S)
-            event = self._note(fault.kind, f"of {worker}", died_at)
-            event.note = "its sessions are played again"
         elif fault.kind is Kind.JOIN:
             self._note(fault.kind, self.fleet.join(fault.role), time.time())
         elif fault.kind is Kind.LEAVE:
@@ -149,9 +135,7 @@ class Driver:
             victim = self.rng.choice(await self._victims(fault.kind.value))
             version = await self._exact_version()
             died_at = self.fleet.kill(victim)
-            event = self._note(fault.kind, victim, died_at, version)
-            if fault.kind is Kind.SERVER:
-                event.note = "the sessions that it held are played again"
+            self._note(fault.kind, victim, died_at, version)
 
     async def _lose(self, kind: Kind) -> None:
         """Redis loses writes that services took for done."""
@@ -209,14 +193,12 @@ async def torment(
     seed: int,
     load: Callable[[RunConfig], Policy],
     tell: Tell = lambda _: None,
-    show: Callable[[Driver], None] = lambda _: None,
     is_forked: bool = False,
 ) -> Outcome:
     """Do a whole run under chaos, and prove what its history is."""
     started = time.monotonic()
     async with Fleet(folder, config, is_forked) as fleet:
         driver = Driver(fleet, faults, seed, tell)
-        show(driver)
         try:
             await driver.run()
         except BaseException:
@@ -224,7 +206,6 @@ async def torment(
                 tell(f"--- {name}\n{fleet.log_of(name)[-2000:]}")
             raise
         differing = await disagreements(fleet, driver.archive)
-    left_over = await driver.environments.left_over()
     wall_s = time.monotonic() - started
     archive = driver.archive
     verdict = judge(archive, config.trainer.group_size, config.trainer.max_staleness)
@@ -234,6 +215,5 @@ async def torment(
         len(copy.lost) for copy in (archive.tickets, archive.trajectories, archive.scores, archive.commits)
     )
     return Outcome(
-        seed, driver.watch, verdict, replayed, wall_s, lost, differing, driver.archiver.num_kills,
-        num_faults(archive), misjudged(archive, config), left_over,
+        seed, driver.watch, verdict, replayed, wall_s, lost, differing, driver.archiver.num_kills
     )  # fmt: skip

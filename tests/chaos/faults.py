@@ -6,19 +6,12 @@ killed while the first one is still starting.
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Kind(StrEnum):
     """What is done. All but the last two are `kill -9` of something that is started again."""
-
-    ENVIRONMENT = "environment"
-    """A process in which a rollout worker's environments run."""
-
-    SERVER = "environment server"
-    """The server that environments ask, with all that it knows of their sessions."""
 
     ROLLOUT = "rollout"
     REWARD = "reward"
@@ -38,8 +31,6 @@ class Kind(StrEnum):
 LOSSES = (Kind.TAIL, Kind.FAILOVER, Kind.POWER)
 """What loses writes that services took for done."""
 KILLS = (Kind.ROLLOUT, Kind.REWARD, Kind.TRAINER, Kind.REDIS, *LOSSES)
-SESSION_KILLS = (*KILLS, Kind.ENVIRONMENT, Kind.SERVER)
-"""Of a run that plays sessions."""
 LONGEST_DELAY_S = 3.0
 STEPS_PER_MOVE = 12
 LONGEST_LAG_S = 1.0
@@ -59,16 +50,10 @@ class Fault:
     is_term: bool = False
 
 
-def plan(
-    seed: int,
-    num_kills: int,
-    steps: int,
-    longest_delay_s: float = LONGEST_DELAY_S,
-    kills: Sequence[Kind] = KILLS,
-) -> list[Fault]:
+def plan(seed: int, num_kills: int, steps: int, longest_delay_s: float = LONGEST_DELAY_S) -> list[Fault]:
     """Faults in the order in which they happen; each kind of kill comes equally often, up to one."""
     rng = random.Random(seed)
-    kinds = [kills[i % len(kills)] for i in range(num_kills)]
+    kinds = [KILLS[i % len(KILLS)] for i in range(num_kills)]
     rng.shuffle(kinds)
     last = max(0, steps - QUIET_STEPS)
     faults = [_at(kind, rng.uniform(0, last), rng.uniform(0, longest_delay_s)) for kind in kinds]

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import urlsplit
 
 from tests.chaos.mortal_redis import MortalRedis
 from tests.support.preloaded import Process, start_module, start_plain
@@ -49,15 +48,6 @@ class Member:
         return self.process.poll() is None
 
 
-def environment_servers(config: RunConfig) -> list[ServiceSpec]:
-    """The server of the run's environments, where they have one, at the address that they are given."""
-    address = urlsplit(str(config.rollout.environment.options.get("address", "")))
-    if address.port is None:
-        return []
-    command = (sys.executable, "-m", "tests.chaos.sums_server", str(address.port))
-    return [ServiceSpec("environment-server", "environment server", command)]
-
-
 class Fleet:
     """Redis with its append-only file, one trainer, and workers that come and go."""
 
@@ -82,7 +72,7 @@ class Fleet:
         self.broker = await Broker.connect(self.redis.url)
         RunFolder(self.folder, self.keys.run_id).create(self.config)  # as `tidemill up` does first
         await publish_config(self.broker, self.keys, self.config)
-        for spec in (*environment_servers(self.config), *service_specs(self.config)):
+        for spec in service_specs(self.config):
             self._start(spec)
         self._keeper = asyncio.create_task(self._keep(), name="keeper")
         return self

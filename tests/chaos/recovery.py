@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.archive import Archive
-from tests.chaos.faults import KILLS, SESSION_KILLS, Kind
+from tests.chaos.faults import KILLS, Kind
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import group_status, id_order
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
@@ -105,7 +105,7 @@ class RecoveryWatch:
 def summary(watches: Sequence[RecoveryWatch]) -> dict[str, Any]:
     """Median and maximum of every kind, in seconds; for workers also of what is left without the loading."""
     found: dict[str, Any] = {}
-    for kind in SESSION_KILLS:
+    for kind in KILLS:
         events = [event for watch in watches for event in watch.recovered(kind)]
         if times := [event.recovered_s for event in events if event.recovered_s is not None]:
             found[kind.value] = _median_and_max(times)

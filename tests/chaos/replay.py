@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tests.chaos.archive import Archive
+from tests.support.training import pending_groups
 from tidemill.common.config import RunConfig
 from tidemill.common.process.activity import Activity
 from tidemill.common.wire.messages import Commit
@@ -60,12 +61,11 @@ async def replay(
     config: RunConfig,
     load: Callable[[RunConfig], Policy],
     checkpoints: CheckpointCopies,
-    on_step: Callable[[int], None] = lambda _: None,
 ) -> ReplayResult:
     """Train every commit that stands, from version 0 on, with one policy that nothing disturbs."""
     torch.set_num_threads(config.trainer.num_threads or torch.get_num_threads())
     policy = await asyncio.to_thread(load, config)
-    thread, groups = PolicyThread(), _groups(archive)
+    thread, groups = PolicyThread(), pending_groups(archive.trajectories.messages, archive.scores.messages)
     runner = StepRunner(config, policy, thread, Activity("replay"))
     doubtful = _doubtful_tickets(archive)
     result, at = ReplayResult(0, [], []), 0
@@ -84,20 +84,7 @@ async def replay(
         result.num_compared += 1
         if await thread.call(policy.digest) != commit.digest:
             result.different.append(commit.version)
-        on_step(commit.version)
     return result
-
-
-def _groups(archive: Archive) -> dict[int, PendingGroup]:
-    """Complete groups from what stands; the first entry of a key wins."""
-    groups: dict[int, PendingGroup] = {}
-    for sample in archive.trajectories.messages:
-        group = groups.setdefault(sample.ticket, PendingGroup(sample.ticket, sample.step, {}, {}))
-        group.trajectories.setdefault(sample.index, sample)
-    for score in archive.scores.messages:
-        if score.ticket in groups:
-            groups[score.ticket].scores.setdefault(score.index, score)
-    return groups
 
 
 def _doubtful_tickets(archive: Archive) -> set[int]:

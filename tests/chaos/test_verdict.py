@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 
 from tests.chaos.archive import Archive, StreamCopy
-from tests.chaos.environments import misjudged, num_faults
 from tests.chaos.faults import KILLS, Kind, plan
 from tests.chaos.verdict import judge
-from tests.support.recorded_sessions import as_session
-from tests.support.training import lose_tail, make_score
-from tests.support.trajectories import make_config, make_trajectory
+from tests.support.training import lose_tail
+from tests.support.trajectories import make_trajectory
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
@@ -59,19 +57,6 @@ def test_a_sample_that_its_commit_does_not_account_for_is_lost(archive: Archive)
     keys = ((2, 0), (3, 0), (3, 1))
     put(archive, commit_of(1, 2, 3, mini_batches=((keys,),)))
     assert judge(archive, SIZE, MAX_STALENESS).lost == 1
-
-
-def test_a_score_that_no_environment_gave_is_found(archive: Archive) -> None:
-    config = make_config(rollout={"environment": {"use": "sums.py:Sums"}})
-    played = as_session(make_trajectory(0, 0, group_size=SIZE), reward=0.75)
-    archive.trajectories.entries["1-0"] = played
-    values = {(0, 0): 0.75, (0, 1): 0.75, (1, 0): 0.0}
-    for number, (key, value) in enumerate(values.items(), 1):
-        archive.scores.entries[f"{number}-0"] = make_score(*key, value)
-    failed = make_score(1, 1, None)
-    archive.scores.entries["4-0"] = failed
-    assert [words.partition(" has")[0] for words in misjudged(archive, config)] == ["(0, 1)", "(1, 0)"]
-    assert misjudged(archive, make_config()) == [] and num_faults(archive) == 1
 
 
 def test_a_sample_in_two_commits_is_duplicated(archive: Archive) -> None:

@@ -54,7 +54,9 @@ def judge(archive: Archive, group_size: int, max_staleness: int) -> Verdict:
     verdict.duplicated = sum(count > 1 for count in trained.values())
     verdict.dead = len(archive.dead.entries)
     verdict.gaps = sorted(set(range(max(steps, default=-1) + 1)) - steps)
-    records = known_trajectories(archive)
+    records: dict[TrajectoryKey, list[Trajectory]] = {}  # those that stand come first, then lost ones
+    for sample in (*archive.trajectories.messages, *archive.trajectories.lost.values()):
+        records.setdefault(sample.key, []).append(sample)
     for commit in commits:
         for key in commit.trained_keys:
             staleness = [_staleness(record, commit.step) for record in records.get(key, [])]
@@ -66,14 +68,6 @@ def judge(archive: Archive, group_size: int, max_staleness: int) -> Verdict:
                 )
             verdict.max_staleness = max(verdict.max_staleness, *staleness, 0)
     return verdict
-
-
-def known_trajectories(archive: Archive) -> dict[TrajectoryKey, list[Trajectory]]:
-    """Every record of a key: the one that stands first, then those that Redis has lost."""
-    records: dict[TrajectoryKey, list[Trajectory]] = {}
-    for sample in (*archive.trajectories.messages, *archive.trajectories.lost.values()):
-        records.setdefault(sample.key, []).append(sample)
-    return records
 
 
 def _settled(commit: Commit) -> list[int]:

@@ -1,6 +1,6 @@
 """`make compose-test`: images, docker-compose.yml and .env as operators use them, on a real Docker engine.
 
-Needs root, Docker 20.10 or newer, Compose, 15 GB of disk and 15 minutes; without a registry also debootstrap.
+Needs root, Docker 20.10 or newer, Compose, a registry, 15 GB of disk and 15 minutes.
 Builds the CPU images, does a run of arith on one machine while containers are scaled and killed and Redis is
 restarted, and another run that a second node joins over the head's address. Ends with 0 if nothing was lost
 and nothing was trained twice, 1 if something was, 2 if this machine lacks something.
@@ -34,13 +34,12 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [options.only] if options.only else sorted(SCENARIOS)
     try:
-        with Docker(options.work / "engine") as docker:
-            docker.compose_command()
-            images = make_images(docker, options.work)
-            results = []
-            for name in chosen:
-                print(f"scenario: {name}", flush=True)
-                results.append(SCENARIOS[name](docker, images, options.work, options.steps))
+        docker, results = Docker(), []
+        docker.compose_command()
+        make_images(docker)
+        for name in chosen:
+            print(f"scenario: {name}", flush=True)
+            results.append(SCENARIOS[name](docker, options.work, options.steps))
     except MissingError as error:
         print(f"compose-test: {error}", file=sys.stderr)
         return 2

@@ -1,14 +1,9 @@
-"""A Docker engine and Compose: the ones of this machine, or an engine of the test's own."""
+"""The Docker engine and the Compose of this machine."""
 
-import os
 import shutil
 import subprocess
-import time
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-START_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 1800.0
 
 
@@ -17,75 +12,33 @@ class MissingError(Exception):
 
 
 class Docker:
-    """`docker` commands on one engine; an engine that was started here is stopped at the end."""
+    """`docker` commands on this machine's engine."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.env = dict(os.environ)
-        self._engine: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> "Docker":
-        if shutil.which("docker") is None:
-            raise MissingError("docker is not on PATH: install Docker (Debian: docker.io)")
-        if self.succeeds("version"):
-            return self
-        self._start_engine()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._engine is not None:
-            self._engine.terminate()
-            self._engine.wait(START_TIMEOUT_S)
-
-    def __call__(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S, **options: Any) -> str:
+    def __call__(self, *arguments: str) -> str:
         """Run one docker command; returns what it printed."""
-        return run(["docker", *arguments], self.env, timeout_s, **options)
+        return run(["docker", *arguments])
 
     def succeeds(self, *arguments: str) -> bool:
-        ended = subprocess.run(["docker", *arguments], env=self.env, capture_output=True, timeout=60)
-        return ended.returncode == 0
-
-    def has_image(self, name: str) -> bool:
-        return self.succeeds("image", "inspect", name)
+        return subprocess.run(["docker", *arguments], capture_output=True, timeout=60).returncode == 0
 
     def compose_command(self) -> list[str]:
-        """`docker compose`, or the older `docker-compose`."""
+        """`docker compose`, or the older `docker-compose`.
+
+        Raises:
+            MissingError: there is no Docker, no engine that answers, or no Compose.
+        """
+        if shutil.which("docker") is None or not self.succeeds("version"):
+            raise MissingError("no Docker engine answers: install Docker (Debian: docker.io) and start it")
         if self.succeeds("compose", "version"):
             return ["docker", "compose"]
         if found := shutil.which("docker-compose"):
             return [found]
         raise MissingError("no Compose: install the plugin of Docker, or docker-compose 1.29 or newer")
 
-    def _start_engine(self) -> None:
-        """No engine answers: start one with a folder and a socket of its own."""
-        if os.geteuid() != 0 or shutil.which("dockerd") is None:
-            raise MissingError("no Docker engine answers, and starting one takes root and dockerd")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        socket = self.folder / "docker.sock"
-        command = [
-            "dockerd",
-            "--data-root",
-            str(self.folder / "data"),
-            "--exec-root",
-            str(self.folder / "exec"),
-        ]
-        command += ["--pidfile", str(self.folder / "dockerd.pid"), "-H", f"unix://{socket}"]
-        with open(self.folder / "dockerd.log", "ab") as log:
-            self._engine = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        self.env["DOCKER_HOST"] = f"unix://{socket}"
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.succeeds("version"):
-            if time.monotonic() > deadline or self._engine.poll() is not None:
-                tail = (self.folder / "dockerd.log").read_text(errors="replace")[-1500:]
-                raise MissingError(f"the Docker engine did not start:\n{tail}")
-            time.sleep(0.2)
 
-
-def run(command: list[str], env: dict[str, str], timeout_s: float = COMMAND_TIMEOUT_S, **options: Any) -> str:
+def run(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S, **options: Any) -> str:
     """Run a command; an error ends the test with what it said."""
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, **options)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **options)
     if ended.returncode:
         said = (ended.stdout + ended.stderr)[-3000:]
         raise RuntimeError(f"{' '.join(command)}: exit code {ended.returncode}\n{said}")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from infra.make_env import filled
 from tests.compose.docker import Docker, run
-from tests.compose.images import Images
+from tests.compose.images import TAG
 from tests.support.preloaded import REPO
 
 POLL_S = 1.0
@@ -20,13 +20,12 @@ T = TypeVar("T")
 class Project:
     """Compose commands for one node; `settings` go into its .env."""
 
-    def __init__(self, docker: Docker, name: str, env_file: Path, images: Images, *profiles: str) -> None:
+    def __init__(self, docker: Docker, name: str, env_file: Path, *profiles: str) -> None:
         self.docker, self.name, self.env_file = docker, name, env_file
-        self._left_out = images.left_out
         self._command = [*docker.compose_command(), "-p", name, "--env-file", str(env_file)]
         self._command += ["-f", str(REPO / "docker-compose.yml")]
         self._profiles = [part for profile in profiles for part in ("--profile", profile)]
-        self.set(**images.settings)
+        self.set(TIDEMILL_TAG=TAG)
 
     def set(self, **settings: str) -> None:
         """Change settings of the node's .env."""
@@ -34,11 +33,11 @@ class Project:
 
     def compose(self, *arguments: str, timeout_s: float = 600.0) -> str:
         """Run one Compose command."""
-        return run([*self._command, *self._profiles, *arguments], self.docker.env, timeout_s, cwd=REPO)
+        return run([*self._command, *self._profiles, *arguments], timeout_s, cwd=REPO)
 
     def up(self, services: tuple[str, ...]) -> None:
-        """Start services that have an image."""
-        self.compose("up", "-d", *(name for name in services if name not in self._left_out))
+        """Start services."""
+        self.compose("up", "-d", *services)
 
     def scale(self, service: str, count: int) -> None:
         """As an operator does it, while everything runs."""

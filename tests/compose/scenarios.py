@@ -12,7 +12,6 @@ import yaml
 
 from infra.make_env import node_settings, read_settings, write_head
 from tests.compose.docker import Docker
-from tests.compose.images import Images
 from tests.compose.project import Project, wait_for
 from tests.support.preloaded import REPO
 
@@ -64,9 +63,9 @@ class Result:
         return bool(report["ok"]) and report["lost"] == 0 and report["duplicated_in_training"] == 0
 
 
-def one_machine(docker: Docker, images: Images, work: Path, steps: int) -> Result:
+def one_machine(docker: Docker, work: Path, steps: int) -> Result:
     """A run from `up` to its end; meanwhile rewards are scaled, a container is killed and Redis restarted."""
-    node = _head(docker, "tidemill-one", images, work, steps, "127.0.0.1", "all")
+    node = _head(docker, "tidemill-one", work, steps, "127.0.0.1", "all")
     try:
         node.up((*HEAD_SERVICES, "rollout", "reward"))
         _reach(node, 2)
@@ -94,17 +93,17 @@ def one_machine(docker: Docker, images: Images, work: Path, steps: int) -> Resul
         node.down()
 
 
-def two_nodes(docker: Docker, images: Images, work: Path, steps: int) -> Result:
+def two_nodes(docker: Docker, work: Path, steps: int) -> Result:
     """A second node joins over the head's address; it works alone for a while, then beside the head."""
     address = _bridge_address(docker)
-    head = _head(docker, "tidemill-head", images, work, steps, address, "all")
+    head = _head(docker, "tidemill-head", work, steps, address, "all")
     node = None
     try:
         head.up((*HEAD_SERVICES, "rollout", "reward"))
         _reach(head, 2)
         head.compose("stop", "rollout", "reward")
         alone_from = int(head.status()["version"])
-        node = _node(docker, images, work, head, address)
+        node = _node(docker, work, head, address)
         node.up(("rollout", "reward"))
         alone_until = _reach(head, alone_from + ALONE_STEPS)
         head.up(("rollout", "reward"))
@@ -127,14 +126,12 @@ def two_nodes(docker: Docker, images: Images, work: Path, steps: int) -> Result:
         head.down()
 
 
-def _head(
-    docker: Docker, name: str, images: Images, work: Path, steps: int, bind: str, *profiles: str
-) -> Project:
+def _head(docker: Docker, name: str, work: Path, steps: int, bind: str, *profiles: str) -> Project:
     folder = work / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_head(folder)
-    project = Project(docker, name, folder / ".env", images, *profiles)
+    project = Project(docker, name, folder / ".env", *profiles)
     project.set(
         TIDEMILL_RUN_ID=name,
         TIDEMILL_DATA=str(_data(folder, steps)),
@@ -146,7 +143,7 @@ def _head(
     return project
 
 
-def _node(docker: Docker, images: Images, work: Path, head: Project, address: str) -> Project:
+def _node(docker: Docker, work: Path, head: Project, address: str) -> Project:
     """The .env that make_env.py prints; a network of its own, from which no container of the head is seen."""
     folder = work / "tidemill-node"
     shutil.rmtree(folder, ignore_errors=True)
@@ -154,7 +151,7 @@ def _node(docker: Docker, images: Images, work: Path, head: Project, address: st
     lines = node_settings(head.env_file.parent, address, ["rollout", "reward"]).splitlines()
     own_network = [line for line in lines if not line.startswith(("COMPOSE_FILE=", "TIDEMILL_METRICS_PORT="))]
     (folder / ".env").write_text("\n".join(own_network) + "\n")
-    project = Project(docker, "tidemill-node", folder / ".env", images, "rollout", "reward")
+    project = Project(docker, "tidemill-node", folder / ".env", "rollout", "reward")
     project.down()
     return project
 

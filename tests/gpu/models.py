@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.pytest_part import DRY_VARIABLE
+from benchmarks.gpu.runner import DRY_VARIABLE
 from tests.support.models import run_config, tiny_model
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_kernels
 from tests.support.models import PIECES, run_config
-from tests.support.probes import score
+from tests.support.parity import score
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest

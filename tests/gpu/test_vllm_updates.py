@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_two_gpus
-from tests.support.models import run_config
-from tests.support.probes import score
+from tests.support.models import run_config, save_weights
+from tests.support.parity import score
 from tests.support.versions import Chain
 from tidemill.common.errors import WeightsMismatchError
 from tidemill.common.weights.delta import write_whole
@@ -31,7 +31,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """Version 0 in bfloat16, as trainers publish it."""
     folder = tmp_path_factory.mktemp("run")
     policy = make_gpu_policy(gpu_model(folder / "model"), dtype="bfloat16")
-    policy.save_weights(folder / "model")
+    save_weights(policy, folder / "model")
     chain = Chain(folder)
     chain.full(0, folder / "model" / "model.safetensors")
     return chain

@@ -52,7 +52,7 @@ class Fleet:
     world: World
     members: dict[str, Member] = field(default_factory=dict)
     outcome: str = ""
-    last_words: list[str] = field(default_factory=list)
+    exit_errors: list[str] = field(default_factory=list)
     """Errors in plain words with which processes ended by themselves."""
     crashes: list[str] = field(default_factory=list)
     """Tracebacks of what is no `TidemillError`."""
@@ -94,7 +94,7 @@ class Fleet:
         cause = first_cause(error) if error is not None else None
         if isinstance(cause, TidemillError):
             code = cause.exit_code
-            self.last_words.append(f"{process.role}: {type(cause).__name__}: {cause}")
+            self.exit_errors.append(f"{process.role}: {type(cause).__name__}: {cause}")
         elif cause is not None:
             self.crashes.append(f"{process.name}: {''.join(traceback.format_exception(cause))}")
         self.world.tell(

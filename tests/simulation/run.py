@@ -57,7 +57,7 @@ class Verdict:
 
 def run(schedule: Schedule, is_traced: bool = False) -> Verdict:
     """Run it in a folder of its own, which is gone afterwards, and so is all that never ended."""
-    with _folder() as folder, _without_last_words():
+    with _folder() as folder, _without_complaints():
         verdict = Verdict(schedule)
         _freeze()
         _live(schedule, folder, verdict, is_traced)
@@ -138,7 +138,7 @@ def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> No
 
 
 @contextlib.contextmanager
-def _without_last_words() -> Iterator[None]:
+def _without_complaints() -> Iterator[None]:
     """Coroutines that never ended complain when they are thrown away."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:

@@ -1,6 +1,6 @@
 """Finds the shortest schedule that fails in the same way: fewer faults, plainer faults, a plainer config."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tests.simulation.run import Verdict, run
@@ -9,14 +9,13 @@ from tests.simulation.schedule import Fault, Schedule, Setup
 MOST_RUNS = 120
 
 
-def shrink(verdict: Verdict, on_run: Callable[[Schedule], None] = lambda _: None) -> Verdict:
+def shrink(verdict: Verdict) -> Verdict:
     """The smallest failing schedule that can be reached by leaving things out, one after the other."""
     best, kind, num_runs, is_smaller = verdict, kind_of(verdict), 0, True
     while is_smaller and num_runs < MOST_RUNS:
         is_smaller = False
         for candidate in _smaller(best.schedule):
             num_runs += 1
-            on_run(candidate)
             found = run(candidate)
             if kind_of(found) == kind:
                 best, is_smaller = found, True

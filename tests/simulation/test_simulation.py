@@ -10,10 +10,10 @@ import pytest
 
 import tidemill.common.redis.broker
 from tests.simulation.generate import schedule_of
+from tests.simulation.memory_redis import TRUSTED
 from tests.simulation.run import run
 from tests.simulation.schedule import Fault, Schedule, Setup
 from tests.simulation.shrink import shrink
-from tests.simulation.stand_in import TRUSTED
 from tests.support.preloaded import REPO
 from tests.support.waiting import PATIENCE_S
 from tidemill.common.streams.consumer import Consumer
@@ -122,7 +122,7 @@ def test_a_failing_schedule_is_shrunk_to_the_fault_that_matters(monkeypatch: pyt
     assert shrunk.problem and not shrunk.schedule.faults
 
 
-def test_the_files_of_tests_that_trust_the_stand_in_are_there() -> None:
+def test_the_files_of_tests_that_trust_the_redis_in_memory_are_there() -> None:
     assert {path.stem for path in (REPO / "tests" / "contract").rglob("test_*.py")} >= TRUSTED
 
 

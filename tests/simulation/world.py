@@ -92,12 +92,12 @@ class World:
         """SIGKILL: nothing of it runs any more."""
         if not process.is_dead:
             self.tell(process.name, "is killed")
-            self._bury(process, -9, None)
+            self._note_end(process, -9, None)
 
     def end(self, process: Process, code: int) -> None:
         """It ends itself at once, as a second SIGTERM has it do."""
         if not process.is_dead:
-            self._bury(process, code, None)
+            self._note_end(process, code, None)
 
     def freeze(self, process: Process) -> None:
         """It stands still; its connections stay open."""
@@ -119,7 +119,7 @@ class World:
         if process.is_dead:
             return
         if number not in process.signals:
-            self._bury(process, -number, None)
+            self._note_end(process, -number, None)
             return
         callback, args, context = process.signals[number]
         self.loop.call_soon(callback, *args, context=context)
@@ -131,11 +131,11 @@ class World:
             if process.is_dead:
                 return
             error = None if task.cancelled() else task.exception()
-            self._bury(process, 1 if error or task.cancelled() else task.result(), error)
+            self._note_end(process, 1 if error or task.cancelled() else task.result(), error)
 
         task.add_done_callback(ended)
 
-    def _bury(self, process: Process, code: int, error: BaseException | None) -> None:
+    def _note_end(self, process: Process, code: int, error: BaseException | None) -> None:
         process.is_dead, process.code = True, code
         self.loop.drop(process)
         self.cluster.disconnect(process)

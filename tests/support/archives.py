@@ -24,10 +24,10 @@ def run_folder(folder: Path, keys: Keys) -> Path:
     return folder / keys.run_id
 
 
-async def fill(broker: Broker, key: str, tickets: Sequence[int], size: int = 2, garbled: bool = True) -> None:
-    """Append groups of trajectories, and after each an entry that nobody can decode."""
+async def fill(broker: Broker, key: str, tickets: Sequence[int], garbled: bool = True) -> None:
+    """Append groups of two trajectories, and after each an entry that nobody can decode."""
     for ticket in tickets:
-        for index in range(size):
+        for index in range(2):
             message = make_trajectory(ticket, index, step=ticket // 4, finished_at=1000.0 + ticket)
             payload = codec.encode_payload(message)
             await broker.execute("XADD", key, "*", VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, payload)

@@ -1,24 +1,32 @@
 """Consumers for tests: made, filled with messages, and looked at."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, Delivery, Entry, Garbled
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from tidemill.common.wire.messages import DeadLetter, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
+from tidemill.common.wire.messages import (
+    Commit,
+    DeadLetter,
+    SamplingParams,
+    Score,
+    ScoreStatus,
+    Ticket,
+    Trajectory,
+)
 
 LEASE_S = 3600.0
 """Far longer than any test: leases end because a test ages them, never because it is slow."""
 
 
 def make_consumer(
-    broker: Broker, keys: Keys, name: str = "a", lease_s: float = LEASE_S
+    broker: Broker, keys: Keys, name: str = "a", lease_s: float = LEASE_S, **more: Any
 ) -> Consumer[Trajectory]:
-    return Consumer(
-        broker, keys.trajectories(), REWARD_GROUP, name, Trajectory, lease_s=lease_s, dead_key=keys.dead
-    )
+    name_of_key = (keys.trajectories(), REWARD_GROUP, name, Trajectory)
+    return Consumer(broker, *name_of_key, lease_s=lease_s, dead_key=keys.dead, **more)
 
 
 def make_rollout(broker: Broker, keys: Keys, name: str = "a") -> Consumer[Ticket]:
@@ -38,6 +46,10 @@ def make_ticket(number: int = 0, group_size: int = 4) -> Ticket:
 
 def make_score(ticket: int) -> Score:
     return Score(ticket=ticket, index=0, status=ScoreStatus.OK, value=float(ticket))
+
+
+def make_commit(step: int, digest: str = "") -> Commit:
+    return Commit(step=step, version=step + 1, mini_batches=(), groups=(step,), digest=digest)
 
 
 def make_letter(entry: Garbled, worker: str = "a") -> DeadLetter:

@@ -35,13 +35,13 @@ def samples_of(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN, name: str = 
     return Consumer(broker, key, REWARD_GROUP, name, Trajectory, lease_s=1.0, dead_key=keys.dead)
 
 
-async def bury_next(consumer: Consumer[Any], keys: Keys, error: str = "it raised") -> None:
+async def bury_next(consumer: Consumer[Any], keys: Keys) -> None:
     """Take one message and bury it, as a worker does that cannot process it."""
     (entry,) = await consumer.fetch(1, 1.0)
     message = entry.message if isinstance(entry, Delivery) else None
     origin = keys.name_of(consumer.key)
     letter = dead_letter(
-        origin, entry.entry_id, entry.fields, error, "rollout-0", message=message, attempts=5
+        origin, entry.entry_id, entry.fields, "it raised", "rollout-0", message=message, attempts=5
     )
     assert await consumer.bury(entry, letter)
 

@@ -44,14 +44,14 @@ def loss_of(tokens: Tokens, **algorithm: Any) -> LossTerms:
     return policy_loss(tokens, config, find_loss(config))
 
 
-def rectangle(seed: int, spread: float = 0.6) -> SimpleNamespace:
+def rectangle(seed: int) -> SimpleNamespace:
     """Random logprobs of 4 sequences; masks of 7, 5, 1 and 0 tokens."""
     rng = np.random.default_rng(seed)
     mask_BT = np.arange(MAX_COMPLETION)[None] < np.array([8, 5, 1, 0])[:, None]
     mask_BT[0, 3] = False
 
     def logprobs() -> np.ndarray:
-        return rng.normal(-1.5, spread, mask_BT.shape).astype(np.float32)
+        return rng.normal(-1.5, 0.6, mask_BT.shape).astype(np.float32)
 
     return SimpleNamespace(
         current=logprobs(),

@@ -3,10 +3,12 @@
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import (
@@ -23,6 +25,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.policy import Policy, UpdateResult
+from tidemill.services.trainer.policy.state import PolicyState, ShardReader
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 MAX_COMPLETION = 14
@@ -186,3 +189,24 @@ def _varlen_attention(
         for a, b in pairwise(boundaries)
     ]
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+
+def read_policy_state(folder: Path) -> PolicyState:
+    """All of a saved state, whatever the number of ranks that wrote it."""
+    reader = ShardReader(folder)
+    return PolicyState({name: reader.read(name) for name in reader.shapes}, reader.values)
+
+
+def load_state(policy: Policy, state: PolicyState) -> None:
+    """Have a policy continue from a state, by way of a folder."""
+    with TemporaryDirectory() as folder:
+        state.write(Path(folder))
+        policy.load_state(Path(folder))
+
+
+def save_weights(policy: Policy, folder: Path) -> Path:
+    """Write what a policy publishes as one file, with safetensors' own function."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in policy.named_parameters_for_export()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder / "model.safetensors"

@@ -58,19 +58,11 @@ def prepared(
     policy: Any, config: TrainerConfig, samples: list[Sample], proximal: bool = True
 ) -> list[Sample]:
     """With what the policy computes beforehand; values are their own returns but for half a point."""
-    tokens = policy.precompute(samples)
-    done = [
-        replace(
-            sample,
-            reference_logprobs=item.reference_logprobs,
-            proximal_logprobs=item.proximal_logprobs if proximal else None,
-            start_logprobs=item.start_logprobs,
-            entropies=item.entropies,
-            values=item.values,
-            returns=None if item.values is None else item.values + 0.5,
-        )
-        for sample, item in zip(samples, tokens, strict=True)
-    ]
+    done = []
+    for sample, found in zip(samples, policy.precompute(samples), strict=True):
+        kept = {name: values for name, values in found.items() if proximal or name != "proximal_logprobs"}
+        returns = {"returns": found["values"] + 0.5} if "values" in found else {}
+        done.append(replace(sample, **kept, **returns))
     return with_statistics(done, config.algorithm)
 
 

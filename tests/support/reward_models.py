@@ -31,20 +31,20 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def tiny_classifier(path: Path, num_labels: int = 1, seed: int = 0, **changes: Any) -> Path:
+def tiny_classifier(path: Path, num_labels: int = 1, **changes: Any) -> Path:
     """A Llama with a score for each sequence."""
-    return _saved(path, seed, LlamaForSequenceClassification, _llama(num_labels, changes))
+    return _saved(path, LlamaForSequenceClassification, _llama(num_labels, changes))
 
 
-def tiny_token_scorer(path: Path, num_labels: int = 1, seed: int = 0, **changes: Any) -> Path:
+def tiny_token_scorer(path: Path, num_labels: int = 1, **changes: Any) -> Path:
     """A Llama with a score for each token."""
-    return _saved(path, seed, LlamaForTokenClassification, _llama(num_labels, changes))
+    return _saved(path, LlamaForTokenClassification, _llama(num_labels, changes))
 
 
-def tiny_encoder(path: Path, num_labels: int = 1, seed: int = 0, **changes: Any) -> Path:
+def tiny_encoder(path: Path, num_labels: int = 1, **changes: Any) -> Path:
     """A BERT, which looks in both directions and pools its first token."""
     config = BertConfig(num_labels=num_labels, **(SHAPE | changes))
-    return _saved(path, seed, BertForSequenceClassification, config)
+    return _saved(path, BertForSequenceClassification, config)
 
 
 def _llama(num_labels: int, changes: dict[str, Any]) -> LlamaConfig:
@@ -52,8 +52,8 @@ def _llama(num_labels: int, changes: dict[str, Any]) -> LlamaConfig:
     return LlamaConfig(num_labels=num_labels, **(SHAPE | special | changes))
 
 
-def _saved(path: Path, seed: int, kind: Any, config: Any) -> Path:
-    torch.manual_seed(seed)
+def _saved(path: Path, kind: Any, config: Any) -> Path:
+    torch.manual_seed(0)
     model: PreTrainedModel = kind(config)
     model.eval().save_pretrained(path)
     write_tokenizer(path, chat_template=CHAT_TEMPLATE)

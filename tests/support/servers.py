@@ -38,9 +38,9 @@ def server_version(executable: str) -> tuple[int, int]:
 class RedisServer:
     """A server on a loopback port of its own, with `infra/redis/redis.conf` and what a test adds to it."""
 
-    def __init__(self, folder: Path, *options: str, executable: str = "", sentinel: bool = False) -> None:
+    def __init__(self, folder: Path, *options: str, sentinel: bool = False) -> None:
         self.folder, self.options, self.is_sentinel = folder, list(options), sentinel
-        self.executable = executable or newest_server()
+        self.executable = newest_server()
         self.port = 0
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -49,9 +49,9 @@ def make_prompts(count: int = 7) -> PromptSource:
     return PromptSource(rows, seed=0, shuffle=True)
 
 
-def make_plan(config: RunConfig, prompts: PromptSource | None = None) -> PromptPlan:
+def make_plan(config: RunConfig) -> PromptPlan:
     """The plan of a run on one source without a name."""
-    return PromptPlan([prompts or make_prompts()], config)
+    return PromptPlan([make_prompts()], config)
 
 
 def make_context(broker: Broker, keys: Keys, config: RunConfig, folder: Path = Path()) -> ServiceContext:
@@ -233,15 +233,23 @@ def assert_trained_once(commits: list[Commit], groups: int) -> None:
     assert [len(commit.groups) for commit in commits] == [groups] * len(commits)
 
 
+def pending_groups(samples: Iterable[Trajectory], scores: Iterable[Score]) -> dict[int, PendingGroup]:
+    """Groups of what streams hold; the first entry of a key wins."""
+    groups: dict[int, PendingGroup] = {}
+    for sample in samples:
+        group = groups.setdefault(sample.ticket, PendingGroup(sample.ticket, sample.step, {}, {}))
+        group.trajectories.setdefault(sample.index, sample)
+    for score in scores:
+        if score.ticket in groups:
+            groups[score.ticket].scores.setdefault(score.index, score)
+    return groups
+
+
 async def replayed_digests(broker: Broker, keys: Keys, config: RunConfig, policy: Policy) -> list[str]:
     """Train all commits once more, undisturbed, from a fresh policy on what the streams hold now."""
     runner = StepRunner(config, policy, PolicyThread(), Activity("replay"))
-    groups: dict[int, PendingGroup] = {}
-    for sample in await messages(broker, keys.trajectories(), Trajectory):
-        group = groups.setdefault(sample.ticket, PendingGroup(sample.ticket, sample.step, {}, {}))
-        group.trajectories.setdefault(sample.index, sample)
-    for score in await messages(broker, keys.scores(), Score):
-        groups[score.ticket].scores.setdefault(score.index, score)
+    samples = await messages(broker, keys.trajectories(), Trajectory)
+    groups = pending_groups(samples, await messages(broker, keys.scores(), Score))
     digests = []
     for commit in await commits_of(broker, keys):
         await runner.replay(commit, groups)

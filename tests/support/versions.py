@@ -13,15 +13,17 @@ from tidemill.common.weights.digest import digest_of
 from tidemill.common.wire.messages import WeightFile, WeightManifest
 
 FULL_FILE = "model.safetensors"
+RANKS = 2
+"""Each writes a file of a delta."""
 
 
 class Chain:
     """The versions of one run; `tensors` are those of the newest one, flat."""
 
-    def __init__(self, run_dir: Path, seed: int = 0) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.manifests = run_dir, dict[int, WeightManifest]()
         self.tensors: dict[str, tuple[TensorInfo, Bits]] = {}
-        self.random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(0)
         self.term = 1
 
     @property
@@ -48,17 +50,17 @@ class Chain:
         (folder / FULL_FILE).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
         return self._publish(version, [FULL_FILE])
 
-    def delta(self, version: int, share: float = 0.01, ranks: int = 2) -> WeightManifest:
+    def delta(self, version: int, share: float = 0.01) -> WeightManifest:
         """The next version: about `share` of all values get others."""
         parent, folder = self.newest, self._folder(version)
-        writers = [DeltaWriter(folder / delta_name(rank, ranks)) for rank in range(ranks)]
+        writers = [DeltaWriter(folder / delta_name(rank, RANKS)) for rank in range(RANKS)]
         for number, (info, bits) in enumerate(self.tensors.values()):
             changed = np.flatnonzero(self.random.random(len(bits)) < share)
             # A step of some hundred places in the last bits: as large as training's, and never infinite.
             bits[changed] ^= self.random.integers(1, 1 << 6, len(changed)).astype(bits.dtype) << 16 * (
                 bits.itemsize == 4
             )
-            writers[number % ranks].add(info, changed, bits[changed])
+            writers[number % RANKS].add(info, changed, bits[changed])
         files = [writer.write().name for writer in writers]
         base = parent.base if parent.is_delta else parent.version
         return self._publish(

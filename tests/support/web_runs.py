@@ -31,7 +31,7 @@ CONTROLS = "\x00\x1b[31mred\x07\x7f\x85"
 LONG = "a very long completion " * 4348
 """100,004 characters."""
 HOSTILE = (SCRIPT, RIGHT_TO_LEFT, CONTROLS, LONG)
-GROUP_SIZE = 4
+GROUP_SIZE, NUM_GROUPS = 4, 6
 
 
 def write_folder(runs: Path, keys: Keys, model: Path | None = None) -> RunConfig:
@@ -44,19 +44,17 @@ def write_folder(runs: Path, keys: Keys, model: Path | None = None) -> RunConfig
     return config
 
 
-async def write_run(
-    broker: Broker, keys: Keys, config: RunConfig, num_groups: int = 6, texts: Sequence[str] = HOSTILE
-) -> None:
+async def write_run(broker: Broker, keys: Keys, config: RunConfig, texts: Sequence[str] = HOSTILE) -> None:
     """Groups of four, two to a step, all but the last two trained; one score failed, one letter is dead."""
     await publish_config(broker, keys, config)
-    await update_state(broker, keys, status="running", version=(num_groups - 2) // 2, warnings=[])
-    tickets = range(num_groups)
+    await update_state(broker, keys, status="running", version=(NUM_GROUPS - 2) // 2, warnings=[])
+    tickets = range(NUM_GROUPS)
     await append_numbered(broker, keys.prompts(), [(t, make_ticket(t)) for t in tickets])
     for ticket in tickets:
         made = [completion(ticket, index, texts[index % len(texts)]) for index in range(GROUP_SIZE)]
         await append(broker, keys.trajectories(), *made)
         await append(broker, keys.scores(), *(score_of(ticket, index) for index in range(GROUP_SIZE)))
-    steps = range((num_groups - 2) // 2)
+    steps = range((NUM_GROUPS - 2) // 2)
     await append_numbered(broker, keys.commits, [(step, commit_of(step)) for step in steps])
     letter = DeadLetter(
         origin="trajectories", entry_id="1-1", fields={"v": b"1.0", "p": b"\xff"}, error=SCRIPT, ticket=1

@@ -55,11 +55,11 @@ def after_training(
     monkeypatch.setattr(StepRunner, "run", train_and_act)
 
 
-def assert_each_once(commits: list[Commit], steps: int, size: int = SIZE) -> None:
+def assert_each_once(commits: list[Commit], steps: int) -> None:
     """Every step has its commit and all its places, and no sample was trained twice."""
     assert [commit.step for commit in commits] == list(range(steps))
     trained = [key for commit in commits for key in commit.trained_keys]
-    assert len(trained) == len(set(trained)) == steps * GROUPS * size
+    assert len(trained) == len(set(trained)) == steps * GROUPS * SIZE
 
 
 async def assert_trained_once(broker: Broker, keys: Keys, steps: int) -> list[Commit]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.history.records import GroupRecord, SampleRecord, read_groups
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.state import METRICS_FILE, read_records
 from tidemill.common.streams.selection import Range, Selection, StreamName
 from tidemill.common.wire.messages import Commit, Lane
+from tidemill.services.console.records.joins import GroupRecord, SampleRecord, read_groups
 from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.run.history import RunAccess, open_history
 

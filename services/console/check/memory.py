@@ -12,7 +12,7 @@ from rich.text import Text
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import compute_memory
-from tidemill.common.process.gpu_sharing import count_gpus, smallest_gpu_bytes
+from tidemill.services.console.processes.gpus import count_gpus, smallest_gpu_bytes
 
 GIB = 1 << 30
 Machine = dict[str, Any]

@@ -4,15 +4,13 @@ Reads the small JSON files only. The services load the model with their own libr
 """
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tidemill.common.config import DataConfig, ModelConfig, RunConfig, is_path
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.chat_template import RenderError
+from tidemill.common.run.chat_template import RenderError, read_json
 from tidemill.common.run.dataset import Row
 from tidemill.common.run.model_config import overridden
 from tidemill.common.run.prompt_lengths import TOKENIZER_FILE, Ruler
@@ -85,18 +83,6 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
             "tokens; lower model.max_model_len."
         )
     return facts
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}.") from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}.") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold a JSON object, got {type(tree).__name__}.")
-    return tree
 
 
 CHECKED_AT_START = "prompt lengths are checked when the trainer starts"

@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidemill.common.config import RunConfig, load_config, override_config
-from tidemill.common.config.idle import idle_settings
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
-from tidemill.common.process.gpu_sharing import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.process.vllm_machine import check_machine
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
+from tidemill.services.console.check.idle import idle_settings
 from tidemill.services.console.check.memory import Machine, check_memory
 from tidemill.services.console.check.model_folder import (
     ModelFacts,
@@ -27,6 +26,7 @@ from tidemill.services.console.check.model_folder import (
     check_teachers,
     inspect_model,
 )
+from tidemill.services.console.processes.gpus import count_gpus
 from tidemill.services.console.processes.specs import find_overlaps, named_gpus
 from tidemill.services.console.run.folder import connected
 

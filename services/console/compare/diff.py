@@ -357,7 +357,7 @@ def _compare_steps(a: DiffedStep, b: DiffedStep, tolerance: float, result: RunDi
 def show_diff(options: DiffOptions) -> int:
     names, result = run_main(_diff(options))
     record = {"run_a": names[0], "run_b": names[1], **result.as_dict()}
-    show(record, diff_tree(names, result), options.as_json)
+    show(record, diff_tree(names, result), options.as_json, json_indent=2)
     return 1 if result.differences else 0
 
 

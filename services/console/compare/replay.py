@@ -118,7 +118,7 @@ def replay_steps(options: ReplayOptions) -> int:
     steps = parse_steps(options.steps)
     results = read_run(options, lambda access: _replay(access, options, steps))
     trees = [child for result in results for child in result_tree(result, options.shows_all).children]
-    show(results, part("", trees), options.as_json)
+    show(results, part("", trees), options.as_json, json_indent=2)
     return 0 if all(result["equal"] for result in results) else 1
 
 

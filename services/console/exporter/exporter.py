@@ -183,17 +183,12 @@ class Exporter:
             ConfigError: the port cannot be had.
             BrokerError: Redis refuses this client.
         """
-        stopping = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
         endpoint = HttpEndpoint(port, host, [REGISTRY, _Whole(self._lock)], {"/sd": self._discover})
         log.info("serving", url=f"http://{host}:{endpoint.port}/metrics", run=self.keys.run_id)
         following = asyncio.create_task(self._follow(endpoint))
-        stopped = asyncio.create_task(stopping.wait())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, following.cancel)
         try:
-            await asyncio.wait({following, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            following.cancel()
-            stopped.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
         finally:

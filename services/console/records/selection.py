@@ -7,10 +7,10 @@ from datetime import datetime
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Selection, StreamName
-from tidemill.common.history.records import ends
 from tidemill.common.streams.selection import Range
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.options import SelectionOptions
+from tidemill.services.console.records.joins import ends
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])\w*\s+ago", re.IGNORECASE)
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}

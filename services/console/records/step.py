@@ -9,12 +9,12 @@ import numpy as np
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.history.groups import advantages_of, dropped_groups, left_out
-from tidemill.common.history.records import STAGES, StepRecord, read_step
-from tidemill.common.history.sessions import SessionFacts
 from tidemill.common.process.activity import times_of
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.options import StepOptions
+from tidemill.services.console.records.joins import STAGES, StepRecord, read_step
 from tidemill.services.console.records.selection import span_of
+from tidemill.services.console.records.sessions import SessionFacts
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table

@@ -17,8 +17,6 @@ from rich.text import Text
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Record, Selection, StreamName, StreamSummary
-from tidemill.common.history.records import near_tickets
-from tidemill.common.history.sessions import num_completion_tokens, session_facts
 from tidemill.common.streams import group_status, last_id
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after
 from tidemill.common.streams.selection import said_in, texts_in
@@ -33,7 +31,9 @@ from tidemill.common.wire.messages import (
     WeightManifest,
 )
 from tidemill.services.console.options import EntryOptions, GrepOptions, TailOptions, ViewOptions
+from tidemill.services.console.records.joins import near_tickets
 from tidemill.services.console.records.selection import parse_sample, parse_stream, selection_of
+from tidemill.services.console.records.sessions import num_completion_tokens, session_facts
 from tidemill.services.console.records.trace import session_parts
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import number, plural, printable, sample_name, size
@@ -54,7 +54,7 @@ def _show_list(view: ViewOptions) -> None:
         source = note(f"run {access.run_id}, read from {access.source}", "dim")
         return extents, part("", table(map(_extent_row, extents)), source)
 
-    show(*read_run(view, read), view.as_json)
+    show(*read_run(view, read), view.as_json, json_indent=2)
 
 
 async def _extent(history: History, summary: StreamSummary) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.files import aside_file, publish_file
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP
-from tidemill.common.history.records import SampleFacts, StepRecord, read_samples
 from tidemill.common.streams.selection import tickets_of
 from tidemill.common.wire.messages import Commit, Lane, TrajectoryKey, WeightManifest
 from tidemill.services.console.options import TimelineOptions
+from tidemill.services.console.records.joins import SampleFacts, StepRecord, read_samples
 from tidemill.services.console.run.folder import nearest
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import sample_name, size

@@ -7,8 +7,13 @@ import numpy as np
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
-from tidemill.common.history.records import GroupRecord, Place, SampleRecord, read_group
-from tidemill.common.history.sessions import (
+from tidemill.common.streams.selection import texts_in
+from tidemill.common.wire.arrays import Float64
+from tidemill.common.wire.messages import Score, Ticket, Trajectory
+from tidemill.services.console.options import TraceOptions
+from tidemill.services.console.records.joins import GroupRecord, Place, SampleRecord, read_group
+from tidemill.services.console.records.selection import parse_lane, parse_sample, span_of
+from tidemill.services.console.records.sessions import (
     SessionFacts,
     TurnRecord,
     calls_of,
@@ -17,11 +22,6 @@ from tidemill.common.history.sessions import (
     session_facts,
     text_of,
 )
-from tidemill.common.streams.selection import texts_in
-from tidemill.common.wire.arrays import Float64
-from tidemill.common.wire.messages import Score, Ticket, Trajectory
-from tidemill.services.console.options import TraceOptions
-from tidemill.services.console.records.selection import parse_lane, parse_sample, span_of
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, number, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table

@@ -20,7 +20,7 @@ from tidemill.common.wire.messages import Lane
 from tidemill.services.console.exports.archive import archive_rest
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import service_environment, service_specs
-from tidemill.services.console.processes.supervisor import Supervisor
+from tidemill.services.console.processes.supervisor import Ending, Supervisor
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.run.local_redis import open_redis
 
@@ -89,24 +89,17 @@ class SandboxRun:
     @contextlib.asynccontextmanager
     async def _workers(self, env: dict[str, str], guard: Guard) -> AsyncIterator[None]:
         """Keep the workers alive; when one cannot do its work, what runs inside ends with that error."""
-        inside = asyncio.current_task()
-        keeping = asyncio.create_task(self._supervisor.run(env, guard))
-        failed = False
 
-        def ended(_: asyncio.Task[object]) -> None:
-            nonlocal failed
-            failed = inside is not None and inside.cancel()
+        async def keep() -> None:
+            outcome = await self._supervisor.run(env, guard)
+            if outcome.ending is Ending.FAILED:
+                is_mistake = outcome.exit_code == ConfigError.exit_code
+                raise (ConfigError if is_mistake else TidemillError)(outcome.reason)
 
-        keeping.add_done_callback(ended)
         try:
-            yield
-        except asyncio.CancelledError:
-            if not failed:
-                raise
-            outcome = keeping.result()
-            kind = ConfigError if outcome.exit_code == ConfigError.exit_code else TidemillError
-            raise kind(outcome.reason) from None
-        finally:
-            keeping.remove_done_callback(ended)
-            self._supervisor.stop()
-            await asyncio.gather(keeping, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(keep())
+                yield
+                self._supervisor.stop()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None

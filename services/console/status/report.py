@@ -28,7 +28,6 @@ from tidemill.common.history import History, StreamName
 from tidemill.common.history.groups import TicketOutcomes, dropped_groups, left_out
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.plots import plot_learning_curve
 from tidemill.common.run.state import (
     EVALUATION,
     METRICS_FILE,
@@ -49,6 +48,7 @@ from tidemill.services.console.run.folder import (
     nearest,
 )
 from tidemill.services.console.run.history import MissingHistoryError, open_history
+from tidemill.services.console.status.plots import plot_learning_curve
 from tidemill.services.console.text.formats import printable_block
 from tidemill.services.console.text.tree import Node, jsonable, part, print_tree
 

@@ -134,10 +134,12 @@ def print_tree(console: Console, tree: Node, is_full: bool = False) -> None:
             console.print(_text(item, is_full), soft_wrap=True)
 
 
-def show(record: Any, tree: Node, as_json: bool, is_full: bool = False) -> None:
+def show(
+    record: Any, tree: Node, as_json: bool, is_full: bool = False, json_indent: int | None = None
+) -> None:
     """What a command prints: the record for programs, or its tree for people."""
     if as_json:
-        print(json.dumps(jsonable(record), indent=2))
+        print(json.dumps(jsonable(record), indent=json_indent))
     else:
         print_tree(terminal(), tree, is_full)
 

@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tidemill.common.errors import TidemillError
-from tidemill.common.history.records import GroupRecord, SampleRecord, read_group, read_trajectories
-from tidemill.common.history.sessions import num_completion_tokens
 from tidemill.common.wire.messages import Lane, Trajectory
 from tidemill.common.wire.segments import Segment
+from tidemill.services.console.records.joins import GroupRecord, SampleRecord, read_group, read_trajectories
+from tidemill.services.console.records.sessions import num_completion_tokens
 from tidemill.services.console.records.trace import group_json, group_tree
 from tidemill.services.console.web.groups import (
     EXTRA_STATES,

@@ -16,12 +16,12 @@ from urllib.parse import urlencode
 
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.history.groups import dropped_groups, left_out
-from tidemill.common.history.records import KnownPlaces
-from tidemill.common.history.sessions import num_completion_tokens
 from tidemill.common.streams.entries import Entry, id_after
 from tidemill.common.streams.selection import Range
 from tidemill.common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
+from tidemill.services.console.records.joins import KnownPlaces
 from tidemill.services.console.records.selection import parse_range
+from tidemill.services.console.records.sessions import num_completion_tokens
 from tidemill.services.console.status.snapshot import StepPoint
 
 MAX_TEXT_CHARACTERS = 1200

@@ -29,8 +29,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.common.errors import ConfigError, TidemillError
-from tidemill.common.process.http_server import host_of, is_loopback, server_config
-from tidemill.common.process.listening import listen
+from tidemill.common.process.http_server import host_of, is_loopback, listen, server_config
 from tidemill.common.process.programs import run_main
 from tidemill.services.console.options import WebOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing

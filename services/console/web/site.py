@@ -15,7 +15,8 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tidemill.common.errors import BrokerError
-from tidemill.common.history import History, sessions
+from tidemill.common.history import History
+from tidemill.services.console.records import sessions
 from tidemill.services.console.text.formats import plural, share, size, took, when
 from tidemill.services.console.text.tree import MAX_CHARACTERS, gathered, jsonable, shown
 from tidemill.services.console.web import texts

@@ -14,10 +14,10 @@ from markupsafe import Markup, escape
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from tidemill.common.history.records import SampleRecord
-from tidemill.common.history.sessions import TurnRecord, calls_of, text_of
 from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import PromptFields
+from tidemill.services.console.records.joins import SampleRecord
+from tidemill.services.console.records.sessions import TurnRecord, calls_of, text_of
 from tidemill.services.console.text.formats import NOTHING
 
 log = structlog.get_logger(__name__)

@@ -4,9 +4,9 @@ import os
 import sys
 
 from tidemill.common.errors import ConfigError, TidemillError
-from tidemill.common.run.replicas import complaint, model_token
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.services.reward.model_server.options import check_model, parse_options, template_of
+from tidemill.services.reward.remote.tokens import complaint, model_token
 
 
 def main() -> int:

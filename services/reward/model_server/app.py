@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidemill.common.errors import TidemillError
 from tidemill.common.process.gpu_sharing import GpuGate
 from tidemill.common.process.http_server import is_this_machine
-from tidemill.common.run.replicas import LANE_HEADER, MODEL_TOKEN_VARIABLE, is_shown
+from tidemill.common.run.replicas import LANE_HEADER
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.model_server.batcher import Batcher
@@ -38,6 +38,7 @@ from tidemill.services.reward.model_server.requests import (
     completion,
 )
 from tidemill.services.reward.model_server.scoring_model import ScoringModel, activate
+from tidemill.services.reward.remote.tokens import MODEL_TOKEN_VARIABLE, is_shown
 
 URGENT = -1
 DOES = {

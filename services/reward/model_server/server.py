@@ -15,15 +15,14 @@ from starlette.middleware import Middleware
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, lock_files
-from tidemill.common.process.http_server import ServerInService, server_config
-from tidemill.common.process.listening import BACKLOG, listen
+from tidemill.common.process.http_server import BACKLOG, ServerInService, listen, server_config
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.replicas import model_token
 from tidemill.services.reward.model_server.app import ScoringApp, TokenGate
 from tidemill.services.reward.model_server.batcher import Batcher, BatchLimits
 from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.requests import Inputs
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
+from tidemill.services.reward.remote.tokens import model_token
 
 log = structlog.get_logger(__name__)
 

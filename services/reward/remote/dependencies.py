@@ -12,8 +12,7 @@ from starlette.routing import Route
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.heartbeats import Reporter
-from tidemill.common.process.http_server import ServerInService, is_this_machine, server_config
-from tidemill.common.process.listening import listen
+from tidemill.common.process.http_server import ServerInService, is_this_machine, listen, server_config
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.replicas import LANE_HEADER, ReplicaRegistry

@@ -21,7 +21,7 @@ import structlog
 
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.process.heartbeats import Heartbeat
-from tidemill.common.run.replicas import LANE_HEADER, ReplicaRegistry, key_for
+from tidemill.common.run.replicas import LANE_HEADER, ReplicaRegistry
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.remote.faults import (
@@ -32,6 +32,7 @@ from tidemill.services.reward.remote.faults import (
     status_fault,
 )
 from tidemill.services.reward.remote.limiter import Limiter, Permit
+from tidemill.services.reward.remote.tokens import key_for
 
 log = structlog.get_logger(__name__)
 

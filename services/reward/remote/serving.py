@@ -29,8 +29,9 @@ from tidemill.common.process.programs import Program, ending_in_words, is_illega
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.process.vllm_machine import check_machine, machine_arguments, machine_environment
 from tidemill.common.run.chat_template import ChatTemplate
-from tidemill.common.run.replicas import BEATS_PER_TTL, TTL_S, ReplicaRegistry, complaint, model_token
+from tidemill.common.run.replicas import BEATS_PER_TTL, TTL_S, ReplicaRegistry
 from tidemill.services.reward.remote.servers import HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S
+from tidemill.services.reward.remote.tokens import complaint, model_token
 
 STOP_S = 15.0
 """For the server to end by itself; then its group is killed."""

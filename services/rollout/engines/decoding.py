@@ -28,7 +28,7 @@ class SamplingBatch:
     is_greedy_B: Tensor | None
     top_k_B: Tensor | None
     top_p_B: Tensor | None
-    min_p_B: Tensor | None = None
+    min_p_B: Tensor | None
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "SamplingBatch":
@@ -38,12 +38,17 @@ class SamplingBatch:
         top_k = [row.top_k if 0 < row.top_k < vocab_size and row.temperature else vocab_size for row in rows]
         top_p = [row.top_p if row.temperature else 1.0 for row in rows]
         min_p = [row.min_p if row.temperature else 0.0 for row in rows]
+
+        def floats(values: Sequence[float]) -> Tensor:
+            # Not the default dtype: it is another one while another thread loads a model.
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
         return cls(
-            torch.tensor(temperatures, device=device),
+            floats(temperatures),
             torch.tensor(greedy, device=device) if any(greedy) else None,
             torch.tensor(top_k, device=device) if min(top_k) < vocab_size else None,
-            torch.tensor(top_p, device=device) if min(top_p) < 1.0 else None,
-            torch.tensor(min_p, device=device) if max(min_p) > 0.0 else None,
+            floats(top_p) if min(top_p) < 1.0 else None,
+            floats(min_p) if max(min_p) > 0.0 else None,
         )
 
 

@@ -188,16 +188,6 @@ def check_length(request: GenerationRequest, max_model_len: int) -> None:
         )
 
 
-def check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse ids that the model has no embedding for; inside an engine they would crash it."""
-    lowest, highest = min(token_ids), max(token_ids)
-    if lowest < 0 or highest >= vocab_size:
-        raise ValueError(
-            f"token ids must be between 0 and {vocab_size - 1}, got {lowest} to {highest}; "
-            "was the prompt tokenized with this model's tokenizer?"
-        )
-
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)

@@ -18,7 +18,7 @@ from tidemill.common.config.run import ModelConfig, is_path
 from tidemill.common.errors import ConfigError, EngineError, WeightsError
 from tidemill.common.run.model_config import exact_attention, freeze_rope, with_overrides
 from tidemill.common.weights.bits import TensorInfo
-from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_ids, check_length
+from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,12 @@ class ModelFolder:
             ValueError: the prompt is empty, holds ids outside the vocabulary, or leaves no room.
         """
         check_length(request, self.max_model_len)
-        check_ids(request.prompt_ids, self.vocab_size)
+        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        if lowest < 0 or highest >= self.vocab_size:  # the model has no embedding: it would crash
+            raise ValueError(
+                f"token ids must be between 0 and {self.vocab_size - 1}, got {lowest} to {highest}; "
+                "was the prompt tokenized with this model's tokenizer?"
+            )
 
 
 class ModelEngine(Engine):
@@ -76,17 +81,9 @@ def open_model(model: ModelConfig) -> ModelFolder:
     Raises:
         ConfigError: no such folder or hub model, no tokenizer, or a context shorter than the run's.
     """
-    is_local = _is_local(model.path)
-    if is_local:
-        # Set before the hub library is imported: reading a folder must never wait for a network.
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    hf_config, is_local = _read_config(model)
+    from transformers import AutoTokenizer, GenerationConfig
 
-    try:
-        hf_config = AutoConfig.from_pretrained(model.path, local_files_only=is_local)
-        hf_config = with_overrides(hf_config, model, local_files_only=is_local)
-    except (OSError, ValueError) as error:
-        raise ConfigError(_unusable(model.path, "its configuration cannot be read", error)) from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=is_local)
     except Exception as error:  # the tokenizer libraries raise anything, down to bare Exception
@@ -111,6 +108,20 @@ def open_model(model: ModelConfig) -> ModelFolder:
         )
     vocab_size = int(text_config.vocab_size)
     return ModelFolder(tokenizer, tuple(sorted(eos_ids)), vocab_size, model.max_model_len)
+
+
+def _read_config(model: ModelConfig) -> tuple[Any, bool]:
+    """The configuration that transformers reads, as this run has it, and whether it is read from a folder."""
+    if is_local := _is_local(model.path):
+        # Set before the hub library is imported: reading a folder must never wait for a network.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoConfig
+
+    try:
+        hf_config = AutoConfig.from_pretrained(model.path, local_files_only=is_local)
+        return with_overrides(hf_config, model, local_files_only=is_local), is_local
+    except (OSError, ValueError) as error:
+        raise ConfigError(_unusable(model.path, "its configuration cannot be read", error)) from None
 
 
 def _is_local(path: str) -> bool:
@@ -139,25 +150,22 @@ def load_model(model: ModelConfig) -> Any:
     Raises:
         ConfigError: the folder does not hold all of the model's weights.
     """
+    hf_config, is_local = _read_config(model)
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    is_local = Path(model.path).is_dir()
     try:
-        hf_config = AutoConfig.from_pretrained(model.path, local_files_only=is_local)
-        hf_config = with_overrides(hf_config, model, local_files_only=is_local)
         hf_config = freeze_rope(hf_config, model.max_model_len)
-        attention = exact_attention(hf_config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model.path,
             config=hf_config,
             dtype=getattr(torch, model.dtype),
             local_files_only=is_local,
             output_loading_info=True,
-            attn_implementation=attention,
+            attn_implementation=exact_attention(hf_config),
         )
         result, info = loaded
         result = result.to(device).eval().requires_grad_(False)

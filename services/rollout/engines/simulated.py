@@ -41,7 +41,6 @@ class SimulatedEngine(Engine):
 
     @property
     def version(self) -> int:
-        """The version of the latest update; -1 before `start`."""
         return self._changes[-1][1] if self._changes else -1
 
     async def start(self) -> None:

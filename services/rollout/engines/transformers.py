@@ -125,6 +125,7 @@ class TransformersEngine(ModelEngine):
             # Within the lock: the next batch stamps its tokens with it.
             self.version = version
         finished = time.perf_counter()
+        # Beside the next batch: nothing but the next delta asks for it.
         if files:
             self._held, self._digest = await asyncio.to_thread(self._pieces, model, files, digest)
         return WeightUpdate(version, load_s=finished - started, paused_s=finished - paused)
@@ -148,7 +149,6 @@ class TransformersEngine(ModelEngine):
         await asyncio.to_thread(self._thread.shutdown)
 
     async def _run(self) -> None:
-        """Decode what waits, batch after batch."""
         while True:
             await self._gather()
             async with self._model_in_use:
@@ -179,7 +179,6 @@ class TransformersEngine(ModelEngine):
         self._arrived.set()
 
     async def _decode(self, batch: list[_Waiting]) -> None:
-        """Decode one batch and hand each caller its completion."""
         from tidemill.services.rollout.engines.decoding import decode_batch
 
         model, eos_ids = self._running_model(), frozenset(self.folder.eos_ids)

@@ -133,13 +133,11 @@ class VllmEngine(ModelEngine):
             await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def wake(self) -> None:
-        """Move them back, and go on."""
         llm = self._running_llm()
         await (llm.wake_up() if self._moves else llm.resume_generation())
         self._updating.release()
 
     async def close(self) -> None:
-        """End vLLM's processes. Running requests fail."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
@@ -319,7 +317,6 @@ def _answered(report: str) -> list[Path]:
 def _as_generation(
     request: GenerationRequest, output: "CompletionOutput", num_cached_tokens: int | None, is_stopped: bool
 ) -> Generation:
-    """Check and convert a finished output of vLLM."""
     if output.finish_reason not in ("stop", "length", *(["abort"] if is_stopped else [])):
         raise EngineError(
             f"vLLM ended request {request.request_id} with {output.finish_reason!r}; restart this worker"

@@ -93,7 +93,6 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
 
 
 def is_cpu() -> bool:
-    """Whether vLLM computes on the CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

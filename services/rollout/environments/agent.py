@@ -95,6 +95,7 @@ class AgentProgram:
                 result = await receive(reader)
             finally:
                 writer.close()
+                # The leader waits for this, so its number cannot be another group's by now.
                 if pid:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal.SIGKILL)
@@ -109,7 +110,6 @@ class AgentProgram:
         return Closing(**result)
 
     async def close(self) -> None:
-        """End the host; the kernel ends what it has forked."""
         if self._host is not None:
             self._host.kill()
             await self._host.wait()
@@ -142,7 +142,6 @@ class AgentPlayer(Player):
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
     async def close(self) -> None:
-        """Stop listening, and end what was started."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait({self._sweeper})
@@ -171,6 +170,7 @@ class AgentPlayer(Player):
                     program.cancel()
                     await asyncio.wait({program})
         finally:
+            # After the program's end and its address's: what is still generated then is for nobody.
             await session.close()
             self._has_ended.set()
         if not session.histories.recorded:

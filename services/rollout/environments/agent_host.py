@@ -79,6 +79,7 @@ def main(descriptor: int, parent: int) -> None:
                 connection, _ = listener.accept()
                 with connection:
                     if os.fork() == 0:
+                        # Held open here, it would hide the host's end from the worker.
                         channel.close()
                         listener.close()
                         _serve(connection, program, placeholder, spec["model"])

@@ -69,7 +69,6 @@ class ObjectEnvironment(Environment):
         return await self._tools.call(name, arguments)
 
     async def reset(self, row: Row) -> Opening:
-        """Call `reset`, or `init` as SkyRL-gym has it."""
         init = getattr(self._object, "init", None) if self._takes_text else None
         where = f"{self._name}.{'init' if callable(init) else 'reset'}"
         returned = None
@@ -101,7 +100,6 @@ class ObjectEnvironment(Environment):
         await self._ask("close", "close")
 
     async def _ask(self, method: str, kind: str = "reward") -> Any:
-        """What an optional method returns."""
         with contained(f"{self._name}.{method}", kind):
             found = getattr(self._object, method, None)
             return await finished(found()) if callable(found) else None

@@ -80,7 +80,6 @@ class OpenEnvStage:
         self._kind = Kind(config.use, tools, takes_text=not tools)
 
     def kind_of(self, row: Row) -> Kind:
-        """The same for all rows."""
         return self._kind
 
     async def open(self, row: Row) -> "OpenEnvEnvironment":
@@ -130,7 +129,6 @@ class OpenEnvEnvironment(Environment):
         self._opening = Opening()
 
     async def begin(self, row: Row) -> None:
-        """Reset the environment on the server."""
         columns = {name: value for name, value in row.items() if name != PROMPT}
         answer = await self._ask("reset", {**columns, **self._options.reset})
         self._opening = Opening(added=self._text(answer.get("observation")))
@@ -140,11 +138,9 @@ class OpenEnvEnvironment(Environment):
         return self._opening
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        """The model acts by calling the tool."""
         return await self._act(dict(arguments), role={})
 
     async def step(self, text: str) -> Act:
-        """The model acts by what it says."""
         return await self._act({self._options.action_field: text}, role={"role": "user"})
 
     async def close(self) -> None:
@@ -188,7 +184,6 @@ class OpenEnvEnvironment(Environment):
         raise EnvironmentFaultError(f"{self._url}: {kind} failed with {code}: {message}", kind)
 
     def _text(self, observation: Any) -> str:
-        """What the model reads of an observation."""
         if not isinstance(observation, Mapping):
             return "" if observation is None else str(observation)
         field = self._options.observation_field
@@ -206,7 +201,6 @@ class OpenEnvEnvironment(Environment):
 
 
 def _explained(error: Mapping[str, Any]) -> str:
-    """One of the server's findings about an action."""
     return f"{'.'.join(str(part) for part in error.get('loc', ()))}: {error.get('msg')}"
 
 

@@ -56,7 +56,7 @@ def build_stage(config: EnvironmentConfig) -> Stage:
 class EnvironmentPlayer(Player):
     """Plays the sessions of one worker."""
 
-    stage: Stage
+    stage: Stage | None = None
     chat: ChatFormat
 
     def __init__(
@@ -68,22 +68,22 @@ class EnvironmentPlayer(Player):
     ) -> None:
         super().__init__(config, decode, open_chat)
         self._make_stage = make_stage
-        self._is_started = False
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Load the environment and the tokenizer. Raises ConfigError: one of them cannot be used."""
-        self.stage, self._is_started = self._make_stage(self.section), True
+        self.stage = self._make_stage(self.section)
         self.chat = await asyncio.to_thread(self.open_chat)
 
     async def close(self) -> None:
         """Close what is still open, and end what was started."""
         await asyncio.gather(*self._closing, return_exceptions=True)
-        if self._is_started:
+        if self.stage is not None:
             await self.stage.close()
 
     async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
         row = row_of(ticket)
+        assert self.stage is not None, "it was never started"
         kind = self.stage.kind_of(row)
         # The session's time includes making its environment.
         deadline = time.monotonic() + self.section.session_timeout_s
@@ -175,6 +175,7 @@ class Play:
                     generation = await ask([*recorder.ids, *context], sampling)
             except TimeoutError:
                 return "timeout"
+            # Only with the turn that followed it: what a session ends with is the model's.
             recorder.add_context(context)
             recorder.add_turn(generation, engine_s=time.monotonic() - begun)
             if (end := await self._hear(generation, recorder)) is not None:

@@ -142,6 +142,7 @@ class ProcessStage:
 
     async def close(self) -> None:
         """Let all processes close what they hold, and end them."""
+        # Forgotten first: sessions that end while their processes do must not end these once more.
         processes, self.num_sessions = list(self.num_sessions), {}
         await asyncio.gather(*(process.end(GRACE_S) for process in processes))
 
@@ -237,6 +238,7 @@ def main(descriptor: int, parent: int) -> None:
         while (frame := read_frame(frames)) is not None:
             number = frame["session"]
             if frame["op"] == "open":
+                # One thread for all of its life: many libraries want their objects used by one alone.
                 sessions[number] = SessionThread(design, send)
                 sessions[number].start()
             if (thread := sessions.get(number)) is not None:

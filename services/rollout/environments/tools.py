@@ -36,7 +36,7 @@ class ToolBox(Environment):
                 f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()[:5]
             )
             return invalid_call(f"{name}: {wrong}")
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # a tool must not end the worker that it runs in
             return invalid_call(complaint(error))
         return Act([{"content": result_text(returned)}])
 

@@ -52,7 +52,6 @@ def _line(error: BaseException) -> str:
 
 
 async def finished(returned: Any) -> Any:
-    """The value itself, or what it is when awaited."""
     return await returned if inspect.isawaitable(returned) else returned
 
 

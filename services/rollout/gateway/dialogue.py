@@ -96,7 +96,6 @@ class Answer:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Its calls of tools, in order."""
         return list(self.message.get("tool_calls", ()))
 
 

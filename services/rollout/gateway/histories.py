@@ -60,7 +60,6 @@ class RecordedHistory:
 
     @property
     def turn_ids(self) -> list[int]:
-        """Ids of the last turn."""
         return self.recorder.completion_ids[self.recorder.turns[-1].first :]
 
     def hold(self, question: Question, answer: Answer) -> None:
@@ -92,11 +91,6 @@ class Continuation:
     def ids(self) -> list[int]:
         recorder = self.history.recorder
         return recorder.prompt_ids + recorder.completion_ids[: self.num_kept] + self.context
-
-    @property
-    def num_shared(self) -> int:
-        """Recorded tokens that it goes on with."""
-        return len(self.history.recorder.prompt_ids) + self.num_kept
 
     @property
     def num_added(self) -> int:
@@ -142,6 +136,7 @@ class Histories:
         known = [
             h for h in list(self.all) if h.identities and not h.is_busy and question.tool_keys <= h.tools
         ]
+        # The longest first: what others have at their start would be forked again with every question.
         known.sort(key=lambda history: len(history.identities), reverse=True)
         for history in known:
             place = len(history.identities)
@@ -154,7 +149,7 @@ class Histories:
                 continue
             return Continuation("clean", history, len(history.recorder.completion_ids), context)
         realigned = filter(None, (self._realigned(history, question) for history in known))
-        if longest := max(realigned, key=lambda found: found.num_shared, default=None):
+        if longest := max(realigned, key=lambda found: len(found.ids) - len(found.context), default=None):
             return longest
         try:
             return self._begun(self._chat.render(question.messages, question.tools), question.tool_keys)

@@ -158,7 +158,6 @@ def limit_of(body: Body, *names: str) -> int | None:
 
 
 def stops_of(value: Any) -> tuple[str, ...]:
-    """Texts at which an answer is cut."""
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise RequestError("stop sequences must be text, or a list of texts")

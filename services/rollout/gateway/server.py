@@ -19,8 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.http_server import ServerInService, server_config
-from tidemill.common.process.listening import listen
+from tidemill.common.process.http_server import ServerInService, listen, server_config
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.gateway.apis import APIS, Api, anthropic_question
 from tidemill.services.rollout.gateway.dialogue import RequestError
@@ -110,7 +109,7 @@ class Gateway:
                 return await endpoint(self._session(request), request)
             except RequestError as error:
                 refused = error
-            except asyncio.CancelledError:
+            except asyncio.CancelledError:  # its turn was, when the session was closed
                 refused = RequestError("the session is over", "session_over", 404)
             except Exception as error:  # the session fails with it; its program must not try again
                 log.warning("a request of an agent failed", error=str(error))

@@ -239,6 +239,7 @@ class GatewaySession:
             self._running.discard(task)
             self._has_ended.set()
             self.active_at = time.monotonic()
+            # Nothing was said in it: no later question may continue it, and it is no segment.
             if not history.recorder.turns:
                 self.histories.all.remove(history)
             error = None if task.cancelled() else task.exception()
@@ -297,6 +298,7 @@ class GatewaySession:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
         found.record(generation, time.monotonic() - started)
         history.answered_at = time.monotonic()
+        # Where it was cut, the token that ends a turn is missing: what follows has to close it.
         history.is_closed = generation is whole and whole.finish == "stop"
         runs = min(self._sampling.max_tokens, self._max_model_len - len(ids))
         is_clients_limit = max_tokens == question.max_tokens and max_tokens < runs

@@ -29,7 +29,7 @@ from tidemill.services.trainer.groups.group_filter import (
     Refusal,
     TrainableGroup,
 )
-from tidemill.services.trainer.groups.samples import PrecomputedTokens, make_sample
+from tidemill.services.trainer.groups.samples import Precomputed, make_sample
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 
 log = structlog.get_logger(__name__)
@@ -88,7 +88,7 @@ class Precompute:
                 return True
         return False
 
-    def _compute(self, trajectories: Mapping[int, Trajectory]) -> dict[int, PrecomputedTokens]:
+    def _compute(self, trajectories: Mapping[int, Trajectory]) -> dict[int, Precomputed]:
         indices = sorted(trajectories)
         try:
             samples = [make_sample(trajectories[index]) for index in indices]

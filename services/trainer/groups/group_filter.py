@@ -6,7 +6,7 @@ replaced. Records, samples and what was precomputed stay together in one object 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import structlog
@@ -16,7 +16,7 @@ from tidemill.common.streams import Entry, id_order
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.messages import Score, ScoreStatus, Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
-    PrecomputedTokens,
+    Precomputed,
     Sample,
     make_sample,
     mask_of_whole_turns,
@@ -61,7 +61,7 @@ class PendingGroup:
     """Whether a token came before the version that it names was committed: it is of a lost history."""
     is_taken: bool = False
     """Whether the step in progress trains on it."""
-    precomputed: dict[int, PrecomputedTokens] = field(default_factory=dict)
+    precomputed: dict[int, Precomputed] = field(default_factory=dict)
     """What was computed of the trajectories while they waited for their scores, by index."""
     precomputed_for: int = -1
     """The step for which that was done."""
@@ -189,13 +189,8 @@ class TrainableGroup:
         """The group whose samples have what was precomputed of its records."""
         if self.source.precomputed_for < 0:
             return self
-        tokens, nothing = self.source.precomputed, PrecomputedTokens()
-        names = [item.name for item in fields(PrecomputedTokens)]
-        found = [tokens.get(sample.key[1], nothing) for sample in self.samples]
-        samples = [
-            replace(sample, **{name: getattr(item, name) for name in names})
-            for sample, item in zip(self.samples, found, strict=True)
-        ]
+        found = self.source.precomputed
+        samples = [replace(one, **found.get(one.key[1], {})) for one in self.samples]  # type: ignore[arg-type]
         return replace(self, samples=samples)
 
 

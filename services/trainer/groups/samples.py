@@ -231,20 +231,9 @@ def _turn_ends(segments: Iterable[Segment], weight: float) -> Iterator[TurnEnd]:
         start += len(segment.completion_ids)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PrecomputedTokens:
-    """What a policy computes of one trajectory before training, [T] each: fields of `Sample`. None where the
-    algorithm has no use for it."""
-
-    proximal_logprobs: Float32 | None = None
-    reference_logprobs: Float32 | None = None
-    values: Float32 | None = None
-    start_logprobs: Float32 | None = None
-    entropies: Float32 | None = None
-
-
-Composition = tuple[tuple[TrajectoryKey, ...], ...]
-"""Per micro-batch, its trajectories in order; what a Commit stores for one optimizer update."""
+Precomputed = dict[str, Float32]
+"""What a policy computes of one trajectory before training, [T] each: fields of `Sample`, by name, that the
+algorithm uses."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,8 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.policy.forward import TileScores, TokenScorer, output_head
-from tidemill.services.trainer.policy.packing import Tile
+from tidemill.services.trainer.policy.forward import output_head
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_parameters, model_tensors, whole_tensor
 
@@ -115,40 +114,6 @@ class Adapters:
         self._peft_config.save_pretrained(str(folder))
 
 
-class BaseReference:
-    """The reference model: the policy's with its adapters off. Has the methods of `ReferenceModel`."""
-
-    def __init__(self, scorer: TokenScorer, adapters: Adapters) -> None:
-        self.scorer: TokenScorer = _BaseScorer(scorer, adapters)
-
-    def is_due(self, num_steps: int) -> bool:
-        """Never: the base does not move."""
-        return False
-
-    def update(self, model: PreTrainedModel) -> None:
-        """Nothing to do."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
-
-class _BaseScorer(TokenScorer):
-    def __init__(self, scorer: TokenScorer, adapters: Adapters) -> None:
-        self._scorer, self._adapters = scorer, adapters
-
-    @property
-    def module(self) -> nn.Module:
-        return self._scorer.module
-
-    def score(
-        self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
-    ) -> TileScores:
-        with self._adapters.off():
-            return self._scorer.score(
-                tile, temperature, entropy_gradient=entropy_gradient, keep_hidden=keep_hidden
-            )
-
-
 def _delta(layer: Any) -> Tensor:
     """What an adapter adds to its layer's weight, in full: as PEFT computes it, so that it does not depend on
     the number of ranks."""
@@ -230,14 +195,14 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     forked = torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
-    with forked, _stood_in(model):
+    with forked, _with_placeholders(model):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
     return peft_config
 
 
 @contextmanager
-def _stood_in(model: PreTrainedModel) -> Iterator[None]:
+def _with_placeholders(model: PreTrainedModel) -> Iterator[None]:
     """PEFT puts adapters where the layer is. Where that is nowhere as yet, they would lose their values: a
     number in the layer's shape stands in for its weight."""
     empty = [

@@ -29,9 +29,7 @@ from tidemill.services.trainer.weights.shard_writer import ShardWriter, sum_over
 from tidemill.services.trainer.weights.store import (
     WeightState,
     export_tensors,
-    list_files,
     model_tensors,
-    save_model,
 )
 
 
@@ -61,15 +59,6 @@ class ExportsWeights(SavesState):
         merged."""
         return export_tensors(self._model, self._dtype, self._sources())
 
-    def save_weights(self, folder: Path) -> list[Path]:
-        """Write `model.safetensors`, adapters merged, and beside it a folder of the adapters alone."""
-        self._save_adapters(folder)
-        return save_model(self._model, self._dtype, folder, self._sources())
-
-    def _save_adapters(self, folder: Path) -> None:
-        if self._adapters:
-            self._adapters.save(folder / ADAPTER_FOLDER, writes=self.peers.rank == 0)
-
     def compare_weights(self) -> WeightState:
         """What the weights are now, and what has changed since the last call."""
         found = self._writer.compare(self._sources())
@@ -83,14 +72,13 @@ class ExportsWeights(SavesState):
         )
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
-        """Beside training where the version is held; weights of four bytes are written here and now."""
+        """Adapters merged, and beside them a folder of the adapters alone. Beside training where the version
+        is held; weights of four bytes are written here and now."""
+        if self._adapters:
+            self._adapters.save(folder / ADAPTER_FOLDER, writes=self.peers.rank == 0)
         if self._writer.shadow.is_held:
-            self._save_adapters(folder)
-            return self._writer.begin(folder, int(version), int(parent))
-        written: Future[tuple[WeightFile, ...]] = Future()
-        self.save_weights(folder)
-        written.set_result(list_files(folder) if self.peers.rank == 0 else ())
-        return written
+            return self._writer.begin(folder, version, parent)
+        return self._writer.write_now(self._sources(), folder, version)
 
     def finish_writing(self) -> None:
         """Wait for what is being written, of weights and of a state."""

@@ -11,7 +11,7 @@ Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import structlog
@@ -80,14 +80,14 @@ def find_scaling(model: PreTrainedModel) -> Scaling | None:
         return None
     if torch.equal(logits.to(marked[0].dtype), marked[0]):
         return PLAIN
-    if (told := told_scaling(model.config.get_text_config())) == PLAIN:
+    if (configured := configured_scaling(model.config.get_text_config())) == PLAIN:
         return None  # by how little it may be: rounding is no reason
     tolerance = 1e-4 if marked[0].dtype.itemsize > 2 else 2e-2
-    expected = told.of(marked[0].float())
-    return told if torch.allclose(logits.float(), expected, rtol=tolerance, atol=tolerance) else None
+    expected = configured.of(marked[0].float())
+    return configured if torch.allclose(logits.float(), expected, rtol=tolerance, atol=tolerance) else None
 
 
-def told_scaling(config: Any) -> Scaling:
+def configured_scaling(config: Any) -> Scaling:
     """What a model of this configuration should make of its head's output."""
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):
@@ -107,22 +107,16 @@ class TileScores:
     routing: tuple[LayerRouting, ...] = ()
 
 
-class ScoredSamples(NamedTuple):
-    """[T] for each sample, in order; None where it was not asked for."""
-
-    logprobs: list[Float32 | None]
-    entropies: list[Float32 | None]
-    values: list[Float32 | None]
+Scores = dict[str, Float32]
+"""Of one sample, [T] each: `logprobs`, and `entropies` and `values` where they are asked for."""
 
 
-def place(values_N: Tensor, tile: Tile, results: list[Float32 | None]) -> None:
+def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[Scores]) -> None:
     """Put a tile's values at the places of their tokens in their samples."""
     wide_N = values_N if values_N.dtype == torch.float64 else values_N.float()
     pieces = wide_N.cpu().split([len(row.places) for row in tile.rows])
     for row, piece in zip(tile.rows, pieces, strict=True):
-        found = results[row.sample]
-        assert found is not None
-        found[row.places] = piece.numpy()
+        results[row.sample][name][row.places] = piece.numpy()
 
 
 class TokenScorer:

@@ -15,7 +15,6 @@ from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
 if TYPE_CHECKING:
-    from tidemill.services.trainer.policy.adapters import BaseReference
     from tidemill.services.trainer.policy.forward import TokenScorer
     from tidemill.services.trainer.policy.side_models import ReferenceModel, ValueHead
 
@@ -176,7 +175,7 @@ class LeavesDevice:
     _device: torch.device
     _optimizer: AdamW
     _scorer: "TokenScorer"
-    _reference: "ReferenceModel | BaseReference | None"
+    _reference: "ReferenceModel | None"
     _value_head: "ValueHead | None"
 
     def leave(self) -> None:

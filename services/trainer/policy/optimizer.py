@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from tidemill.common.config.trainer import OptimizerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy.offload import OffloadedAdamW, host_like
-from tidemill.services.trainer.policy.state import StateSource, fill
+from tidemill.services.trainer.policy.state import ShardReader, fill
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -114,7 +114,7 @@ OPTIMIZER = "optimizer."
 
 
 @torch.no_grad()
-def load_optimizer(optimizer: AdamW, parameters: NamedParameters, source: StateSource) -> None:
+def load_optimizer(optimizer: AdamW, parameters: NamedParameters, source: ShardReader) -> None:
     """Replace the optimizer's state by what `optimizer_tensors` gave: each tensor is read into its place, so
     that no two of them are beside each other. Raises ConfigError: a tensor belongs to no parameter, or has
     another shape; nothing is changed."""

@@ -28,7 +28,7 @@ from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
+from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.weights.store import WeightState
 
@@ -67,7 +67,7 @@ class Policy(Protocol):
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
         """Logprobs of every completion token under the current weights, [T] for each sample."""
 
-    def precompute(self, samples: Sequence[Sample]) -> list[PrecomputedTokens]:
+    def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
         """What the algorithm needs of samples before they are trained, of the weights at the step's start.
 
         Those are the weights that are held, else the current ones. Rewards and advantages are not looked at.
@@ -82,9 +82,6 @@ class Policy(Protocol):
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, in the configured dtype; tied ones once."""
 
-    def save_weights(self, folder: Path) -> list[Path]:
-        """Write the weights as safetensors that engines load; return the files."""
-
     def state(self) -> PolicyState:
         """What a checkpoint needs to continue bit by bit. Accumulated gradients are not part of it."""
 
@@ -97,8 +94,8 @@ class Policy(Protocol):
     def save_state(self, folder: Path) -> None:
         """Write `state()` into a folder, here and now."""
 
-    def load_state(self, source: PolicyState | Path) -> None:
-        """Continue from a state, or from the folder it was saved in; accumulated gradients are discarded.
+    def load_state(self, folder: Path) -> None:
+        """Continue from the state that was saved in a folder; accumulated gradients are discarded.
         Raises ConfigError: the state is of another model or policy."""
 
     def compare_weights(self) -> WeightState:

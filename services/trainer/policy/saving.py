@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from tidemill.common.files import StorageError, storage_errors
 from tidemill.services.trainer.policy.state import PolicyState
-from tidemill.services.trainer.weights.shard_writer import Alone, Peers
+from tidemill.services.trainer.weights.peers import Alone, Peers
 
 WHAT = "the policy's state"
 

@@ -1,4 +1,4 @@
-"""A policy of delays: trains nothing, takes as long as it is told, and remembers what it was given.
+"""A policy of delays: trains nothing, takes as long as the config says, and remembers what it was given.
 
 Its digest is a hash chain over the keys and advantages of every micro-batch, in order: two runs have one
 digest exactly when they trained the same trajectories in the same micro-batches. So exactly-once can be
@@ -26,13 +26,13 @@ from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.tokens import denominator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
+from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.saving import SavesState
-from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.policy.state import PolicyState, ShardReader
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
-TOLD = TensorInfo("simulated", "I64", (17,))
+PROGRESS = TensorInfo("simulated", "I64", (17,))
 UNCHANGING = TensorInfo("unchanging", "U8", (4096,))
 
 
@@ -42,7 +42,6 @@ class SimulatedPolicy(HasCoefficients, SavesState):
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer
         self._max_completion_tokens = config.max_completion_tokens
-        self._needs_reference = config.trainer.algorithm.needs_reference
         self._set_coefficients(config.trainer.algorithm)
         self._num_updates = 0
         self._chain = xxhash.xxh3_128(b"simulated").digest()
@@ -86,21 +85,19 @@ class SimulatedPolicy(HasCoefficients, SavesState):
         """The rollout's own logprobs: a simulated trainer agrees with every engine."""
         return [sample.rollout_logprobs for sample in samples]
 
-    def precompute(self, samples: Sequence[Sample]) -> list[PrecomputedTokens]:
+    def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
         """Take `prepare_s` for each `group_size` samples; all three models agree with every engine."""
         time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
         algorithm = self._trainer.algorithm
-        has_values = algorithm.needs_values
-        return [
-            PrecomputedTokens(
-                proximal_logprobs=sample.rollout_logprobs if self._trainer.needs_proximal else None,
-                reference_logprobs=sample.rollout_logprobs if self._needs_reference else None,
-                values=np.zeros_like(sample.rollout_logprobs) if has_values else None,
-                start_logprobs=sample.rollout_logprobs if algorithm.needs_start_logprobs else None,
-                entropies=-sample.rollout_logprobs if algorithm.needs_start_entropies else None,
-            )
-            for sample in samples
-        ]
+        factors = {
+            "proximal_logprobs": (self._trainer.needs_proximal, 1.0),
+            "reference_logprobs": (algorithm.needs_reference, 1.0),
+            "values": (algorithm.needs_values, 0.0),
+            "start_logprobs": (algorithm.needs_start_logprobs, 1.0),
+            "entropies": (algorithm.needs_start_entropies, -1.0),
+        }
+        wanted = {name: np.float32(factor) for name, (is_needed, factor) in factors.items() if is_needed}
+        return [{name: f * sample.rollout_logprobs for name, f in wanted.items()} for sample in samples]
 
     def hold_weights(self) -> None:
         """There are none."""
@@ -111,31 +108,24 @@ class SimulatedPolicy(HasCoefficients, SavesState):
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """One tensor with the digest and the number of updates, to tell versions apart; one that never
         changes, so that deltas pay."""
-        yield TOLD.name, torch.tensor([self._num_updates, *self._chain], dtype=torch.int64)
+        yield PROGRESS.name, torch.tensor([self._num_updates, *self._chain], dtype=torch.int64)
         yield UNCHANGING.name, torch.zeros(UNCHANGING.shape, dtype=torch.uint8)
-
-    def save_weights(self, folder: Path) -> list[Path]:
-        """Write a file of about 4 kB."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / WEIGHTS_FILE
-        save_file(dict(self.named_parameters_for_export()), path, metadata={"format": "pt"})
-        return [path]
 
     def state(self) -> PolicyState:
         """The chain and the number of updates."""
-        tensors = {TOLD.name: dict(self.named_parameters_for_export())[TOLD.name]}
+        tensors = {PROGRESS.name: dict(self.named_parameters_for_export())[PROGRESS.name]}
         values = {"policy": "simulated", "updates": self._num_updates}
         return PolicyState(tensors, values | self._coefficients.as_values(self._trainer.algorithm))
 
-    def load_state(self, source: PolicyState | Path) -> None:
+    def load_state(self, folder: Path) -> None:
         """Continue the chain of a checkpoint."""
-        state = source if isinstance(source, PolicyState) else PolicyState.open(source)
-        if state.values.get("policy") != "simulated" or "simulated" not in state.tensors:
+        state = ShardReader(folder)
+        if (policy := state.values.get("policy")) != "simulated":
             raise ConfigError(
-                f"the checkpoint is of policy {state.values.get('policy')!r}, trainer.policy is simulated; "
+                f"the checkpoint is of policy {policy!r}, trainer.policy is simulated; "
                 "resume with the policy the run was started with"
             )
-        updates, *chain = state.tensors["simulated"].tolist()
+        updates, *chain = state.read("simulated").tolist()
         self._num_updates, self._chain = updates, bytes(chain)
         self._set_coefficients(self._trainer.algorithm, state.values.get("coefficients"))
         self.zero()
@@ -145,16 +135,17 @@ class SimulatedPolicy(HasCoefficients, SavesState):
         digest, now = self.digest(), np.array([self._num_updates, *self._chain], dtype=np.int64)
         before, held = self._compared
         self._compared, self._changed = (digest, now), np.flatnonzero(now != held) if before else now[:0]
-        num_elements = TOLD.num_elements + UNCHANGING.num_elements
+        num_elements = PROGRESS.num_elements + UNCHANGING.num_elements
         share = len(self._changed) / num_elements if before else -1.0
-        return WeightState(digest, digest, before, share, TOLD.num_bytes + UNCHANGING.num_bytes)
+        return WeightState(digest, digest, before, share, PROGRESS.num_bytes + UNCHANGING.num_bytes)
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         if parent < 0:
-            self.save_weights(folder)
+            tensors = dict(self.named_parameters_for_export())
+            save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         else:
             writer = DeltaWriter(folder / delta_name(0, 1))
-            writer.add(TOLD, self._changed, self._compared[1][self._changed].view(TOLD.bits_dtype))
+            writer.add(PROGRESS, self._changed, self._compared[1][self._changed].view(PROGRESS.bits_dtype))
             writer.write()
         written: Future[tuple[WeightFile, ...]] = Future()
         written.set_result(list_files(folder))

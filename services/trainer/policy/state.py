@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,14 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.weights.shadow import held_rows, rows_of
 
 PATTERN = "policy*.safetensors"
-
-
-def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
-    """First row and end of a rank's share. 5 rows over 2 ranks are (0, 3) and (3, 5)."""
-    count = -(-num_rows // size)
-    return min(num_rows, rank * count), min(num_rows, (rank + 1) * count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +44,6 @@ class Shard:
         """First row of each of those tensors."""
         first = {name: rows_of(count, self.rank, self.size)[0] for name, count in self.num_rows.items()}
         return {"first_rows": json.dumps(first, sort_keys=True)}
-
-
-class StateSource(Protocol):
-    """A state that is read tensor by tensor."""
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """See `PolicyState`."""
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, whole, by name."""
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor, or all of it; in this process's memory, or a view."""
 
 
 class _Piece(NamedTuple):
@@ -94,10 +74,16 @@ class ShardReader:
 
     @property
     def values(self) -> dict[str, Any]:
-        return PolicyState.read_values(self._folder)
+        """See `PolicyState`. Raises ConfigError: the folder holds none that are readable."""
+        try:
+            values: dict[str, Any] = json.loads((self._folder / VALUES_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(_NO_STATE.format(self._folder, error)) from error
+        return values
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, whole, by name."""
         lasts = {name: pieces[-1] for name, pieces in sorted(self._pieces.items())}
         return {
             name: (last.first + last.shape[0], *last.shape[1:]) if last.shape else ()
@@ -105,7 +91,7 @@ class ShardReader:
         }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor, or all of it."""
+        """Rows [start, stop) of a tensor, or all of it; in this process's memory."""
         parts: list[Tensor] = []
         with _naming_folder(self._folder):
             for first, file, shape in self._pieces[name]:
@@ -123,12 +109,10 @@ class ShardReader:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def fill(tensor: Tensor, source: StateSource, name: str) -> Tensor:
+def fill(tensor: Tensor, source: ShardReader, name: str) -> Tensor:
     """The tensor, with what this process holds of it read from a state: all, or its rows."""
     if isinstance(tensor, DTensor):
-        axis = tensor.device_mesh.ndim - 1  # before it come copies of the model
-        rank, size = tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis)
-        tensor.to_local().copy_(source.read(name, *rows_of(tensor.shape[0], rank, size)))
+        tensor.to_local().copy_(source.read(name, *held_rows(tensor)))
     else:
         tensor.copy_(source.read(name))
     return tensor
@@ -150,10 +134,6 @@ class PolicyState:
     shard: Shard | None = None
     """None of a whole one."""
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
     def write(self, folder: Path) -> None:
         """Write tensors and values, where there are any; the same state gives the same bytes. Tensors are on
         the disk when this returns: rank 0, which publishes the folder, may be on another machine."""
@@ -168,26 +148,6 @@ class PolicyState:
             (folder / VALUES_FILE).write_text(
                 json.dumps(self.values, sort_keys=True) + "\n", encoding="utf-8"
             )
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        tensor = self.tensors[name]
-        return tensor[start:stop] if tensor.ndim else tensor
-
-    @classmethod
-    def open(cls, folder: Path) -> "PolicyState":
-        """All of what `write` wrote, or of what ranks wrote, each its shard. Raises ConfigError: the folder
-        holds no readable state."""
-        reader = ShardReader(folder)
-        return cls({name: reader.read(name) for name in reader.shapes}, reader.values)
-
-    @staticmethod
-    def read_values(folder: Path) -> dict[str, Any]:
-        """Read `policy.json` alone. Raises ConfigError: the folder holds none that is readable."""
-        try:
-            values: dict[str, Any] = json.loads((folder / VALUES_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(_NO_STATE.format(folder, error)) from error
-        return values
 
 
 @contextmanager

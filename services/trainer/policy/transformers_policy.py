@@ -8,7 +8,7 @@ forward pass is bounded by tiles, whatever the size of the micro-batch.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ from tidemill.services.trainer.algorithm.losses.policy_loss import LossTerms, po
 from tidemill.services.trainer.algorithm.losses.registry import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import denominator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
-from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
-from tidemill.services.trainer.policy.adapters import Adapters, BaseReference
+from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
+from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
 from tidemill.services.trainer.policy.forward import (
-    ScoredSamples,
+    Scores,
     TokenScorer,
     pick_layout,
     place,
@@ -120,14 +120,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         algorithm = config.algorithm
         self._set_coefficients(algorithm)
         self._surrogate = find_loss(algorithm)
-        self._reference: ReferenceModel | BaseReference | None = None
+        self._reference: ReferenceModel | None = None
+        """With adapters there is none: the reference is the model with its adapters off."""
         if algorithm.needs_reference and adapters is None:
             self._reference = ReferenceModel(model, algorithm.reference, self._make_scorer)
         self._value_head = self._make_value_head(model)
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
         self._scorer = self._make_scorer(model, Routers(model) if algorithm.router.is_on else None)
-        if algorithm.needs_reference and adapters is not None:
-            self._reference = BaseReference(self._scorer, adapters)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
@@ -257,26 +256,27 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         head = self._value_head.named() if self._value_head else []
         return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
 
-    def precompute(self, samples: Sequence[Sample]) -> list[PrecomputedTokens]:
-        """Logprobs and values under the held weights, logprobs under the reference, as the config needs
-        them."""
-        nothing: list[Float32 | None] = [None] * len(samples)
-        start, reference = ScoredSamples(nothing, nothing, nothing), nothing
-        algorithm, needs_proximal = self._config.algorithm, self._config.needs_proximal
-        has_statistics = algorithm.needs_start_logprobs or algorithm.needs_start_entropies
-        if needs_proximal or self._value_head is not None or has_statistics:
+    def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
+        algorithm, found = self._config.algorithm, [Precomputed() for _ in samples]
+        wanted = {
+            "proximal_logprobs": ("logprobs", self._config.needs_proximal),
+            "values": ("values", self._value_head is not None),
+            "start_logprobs": ("logprobs", algorithm.needs_start_logprobs),
+            "entropies": ("entropies", algorithm.needs_start_entropies),
+        }
+        needed = {field: name for field, (name, is_needed) in wanted.items() if is_needed}
+        if needed:
             with self._held_weights():
                 start = self._score_all(samples, self._scorer, self._temperature, self._value_head)
-        if self._reference is not None:
-            reference = self._score_all(samples, self._reference.scorer, self._temperature).logprobs
-        columns = (
-            start.logprobs if needs_proximal else nothing,
-            reference,
-            start.values,
-            start.logprobs if algorithm.needs_start_logprobs else nothing,
-            start.entropies if algorithm.needs_start_entropies else nothing,
-        )
-        return [PrecomputedTokens(*items) for items in zip(*columns, strict=True)]
+            for one, scores in zip(found, start, strict=True):
+                one |= {field: scores[name] for field, name in needed.items()}
+        if algorithm.needs_reference:
+            scorer = self._reference.scorer if self._reference else self._scorer
+            with self._adapters.off() if self._adapters else nullcontext():
+                scored = self._score_all(samples, scorer, self._temperature)
+            for one, scores in zip(found, scored, strict=True):
+                one["reference_logprobs"] = scores["logprobs"]
+        return found
 
     @contextmanager
     @torch.no_grad()
@@ -297,8 +297,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
         """Logprobs of all completion tokens, trained or not. float32, [T] for each sample, in order."""
-        scored = self._score_all(samples, self._scorer, temperature).logprobs
-        return [logprobs.astype(np.float32) for logprobs in scored if logprobs is not None]
+        scored = self._score_all(samples, self._scorer, temperature)
+        return [scores["logprobs"].astype(np.float32) for scores in scored]
 
     @torch.no_grad()
     def _score_all(
@@ -307,28 +307,23 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         scorer: TokenScorer,
         temperature: float,
         head: ValueHead | None = None,
-    ) -> ScoredSamples:
-        """Of all completion tokens, [T] for each sample; values where a head is given. float32; float64 for a
-        model of that precision, so that comparisons of gradients are not rounded."""
-        lengths = [len(sample.completion_ids) for sample in samples]
+    ) -> list[Scores]:
+        """Of all completion tokens; values where a head is given. float32; float64 for a model of that
+        precision, so that comparisons of gradients are not rounded."""
         wide = np.float64 if self._dtype == torch.float64 else np.float32
-
-        def empty() -> list[Float32 | None]:
-            return [np.zeros(length, dtype=wide) for length in lengths]
-
-        nothing: list[Float32 | None] = [None] * len(samples)
-        has_entropies = self._config.algorithm.needs_start_entropies
-        found = ScoredSamples(
-            empty(), empty() if has_entropies else nothing, nothing if head is None else empty()
-        )
+        names = ["logprobs"] + ["entropies"] * self._config.algorithm.needs_start_entropies
+        names += ["values"] * (head is not None)
+        found: list[Scores] = [
+            {name: np.zeros(len(sample.completion_ids), dtype=wide) for name in names} for sample in samples
+        ]
         for lines in self._plan_scored(samples):
             tile = make_tile(lines, self.layout)
             scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
-            place(scores.logprobs_N, tile, found.logprobs)
-            if has_entropies:
-                place(scores.entropies_N, tile, found.entropies)
+            place("logprobs", scores.logprobs_N, tile, found)
+            if "entropies" in names:
+                place("entropies", scores.entropies_N, tile, found)
             if head is not None:
-                place(head(tile, scores.hidden_NH), tile, found.values)
+                place("values", head(tile, scores.hidden_NH), tile, found)
         return found
 
     def state(self) -> PolicyState:
@@ -353,10 +348,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
 
     @torch.no_grad()
-    def load_state(self, source: PolicyState | Path) -> None:
+    def load_state(self, folder: Path) -> None:
         """Read a state into this policy, tensor by tensor, on ranks each its rows; all is checked before
         anything is changed."""
-        state = ShardReader(source) if isinstance(source, Path) else source
+        state = ShardReader(folder)
         values, own = state.values, self._saved_weights()
         self._check_state(values, state.shapes, own)
         load_optimizer(self._optimizer, self._parameters, state)

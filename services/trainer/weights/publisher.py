@@ -8,7 +8,6 @@ they hear of it. Publishing again does no harm: what is there already stays.
 import errno
 import os
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import structlog
@@ -24,14 +23,6 @@ from tidemill.common.wire.messages import WeightManifest
 log = structlog.get_logger(__name__)
 
 
-class Publisher(Protocol):
-    def publish(self, manifest: WeightManifest, folder: Path) -> None:
-        """Copy a version. Raises StorageError: it did not work now; call again."""
-
-    def remove(self, version: int) -> None:
-        """Remove a version that nobody needs."""
-
-
 class ObjectPublisher:
     """Copies versions into an object store, the manifest last."""
 
@@ -39,6 +30,7 @@ class ObjectPublisher:
         self._url, self._store = url, ObjectStore(url, run_id)
 
     def publish(self, manifest: WeightManifest, folder: Path) -> None:
+        """Copy a version. Raises StorageError: it did not work now; call again."""
         target = f"{WEIGHTS_FOLDER}/{manifest.folder}"
         try:
             if self._published(target) == (manifest.digest, manifest.files):
@@ -54,7 +46,7 @@ class ObjectPublisher:
             raise StorageError(what, Path(self._url), errno.ETIMEDOUT, str(error)) from error
 
     def remove(self, version: int) -> None:
-        """See `Publisher`. What cannot be removed now stays; it costs space and nothing else."""
+        """Remove a version that nobody needs. What cannot be removed now stays, and costs space alone."""
         try:
             self._store.remove(f"{WEIGHTS_FOLDER}/{version_name(version)}")
         except WeightsError as error:
@@ -69,7 +61,7 @@ class ObjectPublisher:
         return found.digest, found.files
 
 
-def build_publisher(url: str, run_id: str) -> Publisher | None:
+def build_publisher(url: str, run_id: str) -> ObjectPublisher | None:
     """What the address asks for, or that of the environment, which wins; None where workers fetch themselves.
 
     Raises:

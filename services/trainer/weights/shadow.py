@@ -160,6 +160,11 @@ class Shadow:
     def _num_elements(self) -> int:
         return sum(part.count for part in self.parts)
 
+    def hold(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> None:
+        """Write these weights themselves, of which no copy is held: they must not change meanwhile."""
+        flats = _flats(tensors, converted).items()
+        self._held = {name: flat.to(exported_dtype(flat, self.dtype)) for name, flat in flats}
+
     def move(self, moved: Callable[[Tensor], Tensor]) -> None:
         """Hold copies in place of what is held. A file that is being written is read from either."""
         for name in list(self._held):
@@ -252,12 +257,22 @@ def held_range(tensor: Tensor) -> tuple[int, int]:
     """Which flat elements of the whole tensor this process has: rows where ranks share it, else all."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.numel()
-    mesh = tensor.device_mesh
-    rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
-    first = min(tensor.shape[0], rows * mesh.get_local_rank(mesh.ndim - 1)) * (
-        tensor.numel() // max(tensor.shape[0], 1)
-    )
-    return first, first + tensor.to_local().numel()
+    first, end = held_rows(tensor)
+    width = tensor.numel() // max(tensor.shape[0], 1)
+    return first * width, end * width
+
+
+def held_rows(tensor: DTensor) -> tuple[int, int]:
+    """Its first row in this process, and the row after its last. Before the axis of shards come copies of the
+    model."""
+    mesh, axis = tensor.device_mesh, tensor.device_mesh.ndim - 1
+    return rows_of(tensor.shape[0], mesh.get_local_rank(axis), mesh.size(axis))
+
+
+def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
+    """First row and end of a rank's share. 5 rows over 2 ranks are (0, 3) and (3, 5)."""
+    count = -(-num_rows // size)
+    return min(num_rows, rank * count), min(num_rows, (rank + 1) * count)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
-import msgpack
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,39 +22,14 @@ from tidemill.common.weights.delta import DeltaWriter, delta_name
 from tidemill.common.weights.digest import Digest
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.weights.exported import plan_export
+from tidemill.services.trainer.weights.peers import Peers, pack, unpack
 from tidemill.services.trainer.weights.shadow import Comparison, Shadow
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, list_files, whole_tensor
 
 
-class Peers(Protocol):
-    rank: int
-    size: int
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, on every rank; only in the policy's thread."""
-
-    def gather_beside(self, payload: bytes) -> list[bytes]:
-        """The same, only in the thread that writes weights."""
-
-    def gather_state(self, payload: bytes) -> list[bytes]:
-        """The same, only in the thread that writes checkpoints."""
-
-
-class Alone:
-    """Implements `Peers` where one rank trains."""
-
-    rank, size = 0, 1
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        return [payload]
-
-    gather_beside = gather_state = gather
-
-
 def sum_over_ranks(own: Digest, peers: Peers) -> Digest:
     """Of each rank's part. A call of all ranks."""
-    parts = peers.gather(msgpack.packb([own.low, own.high]))
-    return sum((Digest(*msgpack.unpackb(part)) for part in parts), Digest())
+    return sum((unpack(part, Digest) for part in peers.gather(pack(own))), Digest())
 
 
 class ShardWriter:
@@ -79,7 +52,7 @@ class ShardWriter:
         """What changed, over all ranks. Waits for what is being written: it is written from the shadow."""
         self.wait()
         own = self.shadow.compare(tensors, self._converted(tensors))
-        parts = [_decoded(part) for part in self._peers.gather(_encoded(own))]
+        parts: list[Comparison] = [unpack(part, Comparison, Digest) for part in self._peers.gather(pack(own))]
         return sum(parts[1:], parts[0])
 
     def measure(self, tensors: Mapping[str, Tensor]) -> Digest:
@@ -97,6 +70,16 @@ class ShardWriter:
         self._pending = self._thread.submit(self._write, folder, version, parent)
         return self._pending
 
+    def write_now(
+        self, tensors: Mapping[str, Tensor], folder: Path, version: int
+    ) -> Future[tuple[WeightFile, ...]]:
+        """Write wide weights, of which no copy is held, in full; they may change when this returns."""
+        self.shadow.hold(tensors, self._converted(tensors))
+        written = self.begin(folder, version, -1)
+        self.wait()
+        self.shadow.hold({}, {})
+        return written
+
     def wait(self) -> None:
         """Until nothing is being written."""
         if self._pending is not None:
@@ -113,7 +96,7 @@ class ShardWriter:
                     receipt = file.name, file.num_bytes, file.checksum
         except StorageError as error:
             receipt = (error.errno, error.reason)
-        receipts = [msgpack.unpackb(part) for part in self._peers.gather_beside(msgpack.packb(receipt))]
+        receipts = [unpack(part) for part in self._peers.gather_beside(pack(receipt))]
         for rank, failed in enumerate(receipts):
             if len(failed) == 2:
                 raise StorageError(f"the weights of version {version}, rank {rank},", folder, *failed)
@@ -166,15 +149,3 @@ def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
-
-
-def _encoded(own: Comparison) -> bytes:
-    before = own.before and (own.before.low, own.before.high)
-    counts = own.num_changed, own.num_elements, own.num_bytes
-    packed: bytes = msgpack.packb([own.digest.low, own.digest.high, before, *counts])
-    return packed
-
-
-def _decoded(part: bytes) -> Comparison:
-    low, high, before, *counts = msgpack.unpackb(part)
-    return Comparison(Digest(low, high), Digest(*before) if before else None, *counts)

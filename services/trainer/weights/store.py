@@ -17,7 +17,6 @@ from typing import Protocol
 import structlog
 import torch
 import xxhash
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -47,7 +46,7 @@ from tidemill.common.run.weight_files import (
 )
 from tidemill.common.weights.delta import ENCODING
 from tidemill.common.wire.messages import WeightFile, WeightManifest
-from tidemill.services.trainer.weights.publisher import Publisher
+from tidemill.services.trainer.weights.publisher import ObjectPublisher
 
 log = structlog.get_logger(__name__)
 
@@ -97,19 +96,15 @@ class WeightStore:
     """When the deltas since the last full version exceed this share of its bytes, the next is full."""
 
     def __init__(
-        self, run_dir: Path, config: WeightsConfig | None = None, publisher: Publisher | None = None
+        self, run_dir: Path, config: WeightsConfig | None = None, publisher: ObjectPublisher | None = None
     ) -> None:
         self.run_dir, self.folder = run_dir, run_dir / WEIGHTS_FOLDER
         self.config = config or WeightsConfig()
-        self._last: WeightManifest | None = None
+        self.last: WeightManifest | None = None
+        """The version that was written, or found whole, last."""
         self._publisher = publisher
         if leftovers := clear_aside(self.folder):
             log.info("removed unfinished weights of an earlier process", names=leftovers)
-
-    @property
-    def last(self) -> WeightManifest | None:
-        """The version that was written, or found whole, last."""
-        return self._last
 
     def write(self, version: int, policy: WeightSource) -> WeightManifest:
         """Publish the policy's weights as `version`, here and now: `begin` and `finish`."""
@@ -129,7 +124,7 @@ class WeightStore:
         """
         target = self.folder / version_name(version)
         if is_there and (standing := self.standing(version, state.digest)) is not None:
-            self.continue_from(standing)
+            self.last = standing
             return standing
         parent = self._parent(version, state)
         what = f"the weights of version {version}"
@@ -144,12 +139,13 @@ class WeightStore:
 
     def distrust(self) -> None:
         """Write the next version in full: something of what this one is made of is damaged."""
-        self._last = None
+        self.last = None
 
     def begin_again(self, manifest: WeightManifest, policy: WeightSource) -> BegunVersion:
         """Start to write a version in full, whose weights the policy still has, in place of what is there; in
         the policy's thread. Raises StorageError: as `begin`."""
         self.distrust()
+        policy.compare_weights()  # a trainer that has just started has compared nothing that could be written
         state = WeightState(manifest.digest, "", share_changed=manifest.share_changed)
         begun = self.begin(manifest.version, policy, state, is_there=False)
         assert isinstance(begun, BegunVersion), "nothing that is there counts"
@@ -174,16 +170,12 @@ class WeightStore:
         finally:
             remove_folder(begun.folder)
         self._publish(manifest)
-        self.continue_from(manifest)
+        self.last = manifest
         return manifest
 
     def _publish(self, manifest: WeightManifest) -> None:
         if self._publisher is not None:
             self._publisher.publish(manifest, self.folder / manifest.folder)
-
-    def continue_from(self, manifest: WeightManifest) -> None:
-        """Go on from a version that is on the disk."""
-        self._last = manifest
 
     def standing(self, version: int, digest: str) -> WeightManifest | None:
         """The version's manifest, where it is of these weights and all that it needs is there and whole."""
@@ -202,7 +194,7 @@ class WeightStore:
 
     def _parent(self, version: int, state: WeightState) -> WeightManifest | None:
         """The version that this one is to be a delta to; None where it is to be full."""
-        last, config = self._last, self.config
+        last, config = self.last, self.config
         if last is None or last.version != version - 1:
             return None
         base = last.base if last.is_delta else last.version
@@ -297,17 +289,6 @@ def export_tensors(
     whole = {name: whole_tensor(tensor) for name, tensor in given.items()}
     for name, tensor in revert_weight_conversion(model, whole).items():
         yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-
-
-def save_model(
-    model: PreTrainedModel, dtype: torch.dtype, folder: Path, tensors: Mapping[str, Tensor] | None = None
-) -> list[Path]:
-    """Write `model.safetensors` into the folder, nothing else; the same weights give the same bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    exported = {name: tensor.contiguous() for name, tensor in export_tensors(model, dtype, tensors)}
-    path = folder / WEIGHTS_FILE
-    save_file(exported, path, metadata={"format": "pt"})
-    return [path]
 
 
 PIECE_BYTES = 1 << 26

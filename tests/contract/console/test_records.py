@@ -17,12 +17,12 @@ from tests.support.recorded_sessions import ANSWER, QUESTION, RESULT, SECOND, as
 from tests.support.traces import problems_of
 from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import ConfigError
-from tidemill.common.history.records import STAGES, SampleFacts
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import REWARD_GROUP
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
 from tidemill.services.console.records import streams
+from tidemill.services.console.records.joins import STAGES, SampleFacts
 from tidemill.services.console.records.timeline import Stretch, Trace
 
 ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"

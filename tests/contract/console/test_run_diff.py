@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import FORK, as_session
 from tests.support.training import make_score, trainer_config
@@ -20,7 +21,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import append, trim_before
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
+from tidemill.common.wire.messages import Commit, Score, ScoreStatus, Ticket, Trajectory
 from tidemill.services.console.compare.diff import MEANINGS, Aspect, DiffedRun, RunDiff, diff_runs, diff_tree
 from tidemill.services.console.text.tree import print_tree
 
@@ -55,16 +56,7 @@ def make_run() -> Run:
     numbers = range(STEPS * GROUPS)
     keys = [(ticket, index) for ticket in numbers for index in range(SIZE)]
     tickets = {
-        n: Ticket(
-            ticket=n,
-            step=n // GROUPS,
-            min_version=n // GROUPS,
-            group_size=SIZE,
-            sampling=SamplingParams(max_tokens=8),
-            row=n,
-            prompt_ids=np.array([3, n], np.int32),
-            issued_at=float(n),
-        )
+        n: make_ticket(n, step=n // GROUPS, row=n, prompt_ids=np.array([3, n], np.int32), issued_at=float(n))
         for n in numbers
     }
     trajectories = {

@@ -29,4 +29,4 @@ async def test_books_tell_lost_from_trained_and_from_under_way(broker, keys):
     assert books.duplicated == 1
     await append(broker, keys.dead, DeadLetter(origin="prompts", entry_id="4-0", error="given up", ticket=3))
     books = await count(broker, keys)
-    assert (books.lost, books.buried) == ([], 1), "it is told, and another ticket replaces it"
+    assert (books.lost, books.dead_lettered) == ([], 1), "it is told, and another ticket replaces it"

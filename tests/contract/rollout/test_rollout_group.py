@@ -261,15 +261,24 @@ async def _has_length(broker: Broker, key: str, count: int) -> bool:
     return int(await broker.execute("XLEN", key)) == count
 
 
-class FailingPlayer:
-    """A player whose environment never works."""
+class FailingPlayer(SingleTurn):
+    """A player whose environment fails for some samples, or for all."""
 
-    async def start(self) -> None: ...
+    def __init__(self, worker: Worker, *failing: str) -> None:
+        super().__init__(worker.config, worker.engine.decode, pytest.fail)
+        self.failing = failing
 
     async def play(self, ticket: Any, name: str, ask: Any) -> Any:
-        raise EnvironmentFaultError("the board is broken")
+        if not self.failing or name.split("-")[2] in self.failing:
+            raise EnvironmentFaultError("the board is broken")
+        return await super().play(ticket, name, ask)
 
-    async def close(self) -> None: ...
+
+def loop_of(worker: Worker, player: Any = None) -> RolloutWorker:
+    """The worker's loop on what the test has fetched itself."""
+    loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, player or worker.player)
+    loop.consumer = loop.generator.consumer = worker.consumer
+    return loop
 
 
 async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_buried_at_last(
@@ -277,9 +286,7 @@ async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_bu
 ):
     await issue(broker, keys)
     async with make(streams__max_attempts=2) as worker:
-        loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, FailingPlayer())
-        delivery = await worker.fetch()
-        loop.consumer = loop.generator.consumer = worker.consumer
+        loop, delivery = loop_of(worker, FailingPlayer(worker)), await worker.fetch()
         await loop._work(delivery)
         assert not await messages(broker, keys.dead, DeadLetter)
         ((_, _, _, attempts),) = await broker.execute("XPENDING", keys.prompts(), ROLLOUT_GROUP, "-", "+", 1)
@@ -290,25 +297,13 @@ async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_bu
     assert "the board is broken" in letter.error
 
 
-class PartlyFailingPlayer(SingleTurn):
-    """A player whose environment fails for one sample."""
-
-    async def play(self, ticket: Any, name: str, ask: Any) -> Any:
-        if name.split("-")[2] == "2":
-            raise EnvironmentFaultError("the board is broken")
-        return await super().play(ticket, name, ask)
-
-
 @pytest.mark.parametrize("least", [3, 4])
 async def test_a_sample_whose_environment_fails_ends_no_other_and_the_least_group_decides(
     make, broker, keys, least
 ):
     await issue(broker, keys)
     async with make(streams__max_attempts=2, reward__min_group_size=least) as worker:
-        player = PartlyFailingPlayer(worker.context.config, worker.engine.decode, None)
-        loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, player)
-        loop.consumer = loop.generator.consumer = worker.consumer
-        delivery = await worker.fetch()
+        loop, delivery = loop_of(worker, FailingPlayer(worker, "2")), await worker.fetch()
         await loop._work(delivery)
         assert {sample.index for sample in await samples_of(broker, keys)} == {0, 1, 3}
         worker.engine.asked.clear()
@@ -324,9 +319,7 @@ async def test_a_sample_whose_environment_fails_ends_no_other_and_the_least_grou
 async def test_a_sample_that_no_reader_would_take_is_not_published_and_its_ticket_buried(make, broker, keys):
     await issue(broker, keys)
     async with make() as worker:
-        loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, worker.player)
-        loop.consumer = loop.generator.consumer = worker.consumer
-        delivery = await worker.fetch()
+        loop, delivery = loop_of(worker), await worker.fetch()
         worker.consumer.max_bytes = 100
         await loop._work(delivery)
     assert await samples_of(broker, keys) == []

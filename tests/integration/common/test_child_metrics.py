@@ -69,12 +69,8 @@ def test_parent_children_and_forks_are_added_up(children: ChildMetrics, own: Col
     assert found["tidemill_requests_running", ""] == 1, "a gauge of a process that is gone says nothing"
 
 
-def test_what_only_children_have_is_there_too(children: ChildMetrics) -> None:
+def test_what_only_children_have_is_there_too_until_they_are_forgotten(children: ChildMetrics) -> None:
     run_child(children)
     assert values(children)["tidemill_step_seconds_count", ""] == 2
-
-
-def test_closing_forgets_the_children(children: ChildMetrics) -> None:
-    run_child(children)
     children.close()
     assert not os.path.exists(children.environment["PROMETHEUS_MULTIPROC_DIR"])

@@ -15,9 +15,9 @@ from tidemill.common.process.http_server import (
     MAX_HEAD_BYTES,
     BoundedProtocol,
     ServerInService,
+    listen,
     server_config,
 )
-from tidemill.common.process.listening import listen
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tokenizers import Tokenizer, models
 
+from tests.support.checked_runs import write_run
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError, TidemillError
@@ -77,22 +77,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of three steps of one group of two; the folder of runs is the test's own."""
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     monkeypatch.setenv("TIDEMILL_RUNS_DIR", str(tmp_path / "runs"))
-    model = tmp_path / "my project" / "model"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"\0")
-    Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(model / "tokenizer.json"))
-    row = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
-    (model.parent / "train.jsonl").write_text(json.dumps(row) + "\n")
-    (model.parent / "config.yaml").write_text(
-        "model: {path: model}\n"
-        "data: {train: train.jsonl}\n"
-        "rollout: {engine: transformers}\n"
-        "reward: {function: exact_match}\n"
-        "trainer: {steps: 3, groups_per_step: 1, group_size: 2}\n"
-        "expect: {eval_gain: 0.5}\n"
-    )
-    return model.parent / "config.yaml"
+    path = write_run(tmp_path / "my project")
+    ours = "expect: {eval_gain: 0.5}\ntrainer: {steps: 3, groups_per_step: 1"
+    path.write_text(path.read_text().replace("trainer: {steps: 5, groups_per_step: 4", ours))
+    return path
 
 
 def test_a_run_from_start_to_report(config: Path, capfd: pytest.CaptureFixture[str]) -> None:

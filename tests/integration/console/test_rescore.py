@@ -4,13 +4,13 @@ import asyncio
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from tests.support.letters import make_ticket
 from tests.support.recorded import record, tidemill
 from tests.support.recorded_sessions import MESSAGES, as_session
 from tests.support.trajectories import make_config, make_trajectory
-from tidemill.common.wire.messages import SamplingParams, Score, ScoreStatus, Ticket
+from tidemill.common.wire.messages import Score, ScoreStatus, Ticket
 
 NUM_TICKETS, GROUP_SIZE = 12, 4
 REWARD = """
@@ -43,14 +43,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def recorded_ticket(ticket: int) -> Ticket:
     """Four to a step."""
-    return Ticket(
-        ticket=ticket,
-        step=ticket // 4,
-        min_version=0,
-        group_size=GROUP_SIZE,
-        sampling=SamplingParams(max_tokens=8),
-        prompt_ids=np.arange(4, dtype=np.int32),
-    )
+    return make_ticket(ticket, step=ticket // 4, group_size=GROUP_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +96,7 @@ def test_a_stretch_of_steps_a_failing_reward_and_a_name_for_the_sandbox(runs: Pa
     given = [
         "--reward",
         f"{runs / 'mine.py'}:broken",
-        "--from-step",
-        "1",
-        "--to-step",
-        "1",
-        "--into",
-        "second",
+        *["--from-step", "1", "--to-step", "1", "--into", "second"],
     ]
     done = tidemill(runs, "rescore", "base", *given)
     assert done.returncode == 0, done.stderr

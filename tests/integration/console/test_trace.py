@@ -11,7 +11,6 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.traces import problems_of
 from tests.support.training import commits_of
 from tidemill.common.archive.archiver import archive_stream, writing
 from tidemill.common.history import StreamName
@@ -98,13 +97,3 @@ def test_streams_are_listed_read_and_searched_in_the_archive(real: Any, tidemill
     assert all(not score["tries"] for score in scores if score["attempts"] == 1)
     assert {hit["field"] for hit in streams("grep", "verdict on 1")} == {"detail.judge"}
     assert len(streams("grep", r"verdict on \d+$", "-n", "3")) == 3
-
-
-def test_the_timeline_has_every_trained_sample_in_order(real: Any, tidemill: Any, tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    tidemill("timeline", "--from-step", "0", "--to-step", str(STEPS - 1), "-o", str(file), "real")
-    events = json.loads(file.read_text())["traceEvents"]
-    assert problems_of(events) == []
-    trained = {f"{ticket}.{index}" for commit in real[1] for ticket, index in commit.trained_keys}
-    assert trained <= {event["name"] for event in events if event["ph"] == "f"}
-    assert {f"step {step}" for step in range(STEPS)} <= {event["name"] for event in events}

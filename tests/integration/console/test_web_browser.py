@@ -169,10 +169,6 @@ async def test_a_group_is_read_with_keys_alone(
         await page.wait_for_url("**/groups/3*")
         await page.keyboard.press("u")
         await page.wait_for_url("**/groups")
-        await page.set_viewport_size({"width": 390, "height": 800})
-        for path in ("", "/groups", "/groups/2", "/steps", "/steps/0", "/dead"):
-            await page.goto(f"http://{base}{path}")
-            assert await page.evaluate("document.documentElement.scrollWidth") <= 390, path
 
 
 async def test_a_session_is_unfolded_turn_by_turn_and_its_tokens_say_whose_they_are(
@@ -194,7 +190,6 @@ async def test_a_session_is_unfolded_turn_by_turn_and_its_tokens_say_whose_they_
         for summary in ("Turn 0", "tool calculator"):
             await sample.locator("summary", has_text=summary).click()
         assert await page.get_by_text("391 exactly").is_visible()
-        assert await page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 async def test_on_a_small_screen_nothing_is_cut_off_without_a_hint(
@@ -204,19 +199,15 @@ async def test_on_a_small_screen_nothing_is_cut_off_without_a_hint(
     await append_numbered(broker, keys.prompts(), [(6, make_ticket(6))])
     await append(broker, keys.trajectories(), as_session(completion(6, 0, "")))
     (tmp_path / keys.run_id / "logs").mkdir()
-    (tmp_path / keys.run_id / "logs" / "a-log-with-quite-a-long-name-of-a-worker.log").write_text(
-        "word " * 400
-    )
+    long_name = "a-log-with-quite-a-long-name-of-a-worker.log"
+    (tmp_path / keys.run_id / "logs" / long_name).write_text("word " * 400)
     paths = ("", "/groups", "/groups/0", "/groups/6?shape=chat", "/steps", "/steps/0", "/dead", "/config")
     async with serving(tmp_path, redis_server.url) as base, browsing(width=390, height=800) as page:
         run = f"http://{base}run/{keys.run_id}"
         await settled(page, f"{run}/groups")
-        addresses = [run + path for path in (*paths, "/logs/a-log-with-quite-a-long-name-of-a-worker.log")]
-        for address in (
-            *addresses,
-            f"http://{base}",
-            f"http://{base}compare?run={keys.run_id}&metric=reward",
-        ):
+        addresses = [run + path for path in (*paths, f"/logs/{long_name}")]
+        compared = f"http://{base}compare?run={keys.run_id}&metric=reward"
+        for address in (*addresses, f"http://{base}", compared):
             await page.goto(address)
             await page.wait_for_timeout(50)  # one frame, in which the hints are drawn
             assert await page.evaluate(CUT_OFF) == [], address

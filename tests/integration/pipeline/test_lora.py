@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.support.late_imports import late
+from tests.support.models import read_policy_state
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
 from tests.support.training import commits_of, num_commits
@@ -11,7 +12,6 @@ from tidemill.common.config import load_config
 from tidemill.common.run.state import read_state
 from tidemill.common.run.weight_files import version_name
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
-from tidemill.services.trainer.policy.state import PolicyState
 
 late("peft", "the lora extra is not installed")
 
@@ -61,5 +61,5 @@ async def test_adapters_train_arith_and_survive_a_killed_trainer(tmp_path: Path)
     assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 0
     checkpoint = CheckpointStore(run.run_dir, keep=2).load_latest()
     assert checkpoint is not None
-    saved = PolicyState.open(checkpoint.folder).tensors
+    saved = read_policy_state(checkpoint.folder).tensors
     assert all(".lora_" in name for name in saved if not name.startswith("rng."))

@@ -1,6 +1,5 @@
 """Processes die at bad moments; the run goes on as if they had not, down to the bits of the weights."""
 
-import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,13 +13,11 @@ from tests.support.training import (
     assert_nothing_lost,
     make_plan,
     messages,
-    num_commits,
     replayed_digests,
 )
 from tests.support.waiting import wait_until
 from tidemill.common.run.state import FINISHED, read_state
 from tidemill.common.streams import group_status
-from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.policy.transformers_policy import load_policy
 
@@ -104,27 +101,6 @@ async def test_who_takes_over_half_done_groups_generates_only_what_is_missing(tm
     assert workers[half_done] == {"first", "second"}, "a half-done group was completed, not begun again"
 
 
-async def test_a_run_survives_the_death_of_redis(tmp_path: Path) -> None:
-    config = simulated_config(
-        tmp_path,
-        trainer__steps=12,
-        trainer__groups_per_step=GROUPS,
-        rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.1, "jitter": 0.5},
-    )
-    async with ServiceRun(tmp_path, config) as run:
-        for role in ("rollout", "reward", "trainer"):
-            run.start(role)
-        for num_done in (2, 6):
-            await wait_until(lambda num_done=num_done: _has_commits(run, num_done))
-            run.redis.kill()
-            await asyncio.to_thread(run.redis.start)
-        assert await run.wait("trainer") == 0, run.log_of("trainer")
-        commits = await assert_nothing_lost(run.broker, run.keys, 12 * GROUPS)
-        assert len(commits) == 12
-        for role in ("rollout", "reward"):
-            assert await run.stop(role) == 0, run.log_of(role)
-
-
 async def _issue_tickets(run: ServiceRun) -> None:
     from tidemill.services.trainer.batch.scheduler import Scheduler
 
@@ -146,7 +122,3 @@ async def _is_all_generated(run: ServiceRun, count: int) -> bool:
 
 async def _num_scores(run: ServiceRun, threshold: int) -> bool:
     return int(await run.broker.execute("XLEN", run.keys.scores())) >= threshold
-
-
-async def _has_commits(run: ServiceRun, count: int) -> bool:
-    return await num_commits(run.broker, Keys(run.keys.run_id)) >= count

@@ -4,10 +4,8 @@ than a pause."""
 import asyncio
 import resource
 from pathlib import Path
-from statistics import median
 
 import pytest
-import redis
 
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import RedisServer, SentinelPair, newest_server
@@ -144,39 +142,6 @@ async def test_where_trimming_cannot_help_the_log_says_what_to_change_and_nothin
             server.client.config_set("maxmemory", "100mb")
             assert await run.wait("trainer") == 0, run.log_of("trainer")
             assert_trained_once(await commits_of(run.broker, run.keys), GROUPS)
-
-
-async def test_memory_is_flat_over_a_long_run(tmp_path: Path) -> None:
-    """Without an archive too, once there are the commits that stay; a commit's bytes are known."""
-    steps = 150
-    config = simulated_config(tmp_path, trainer__steps=steps, trainer__checkpoint_every=5, streams__trim=True)
-    with RedisServer(tmp_path / "redis") as server:
-        async with ServiceRun(tmp_path, config, url=server.url) as run:
-            for role in SERVICES:
-                run.start(role)
-            bytes_at: list[tuple[int, int]] = []
-            commit_bytes = 0
-            while run.processes["trainer"].poll() is None:
-                version = await num_commits(run.broker, run.keys)
-                bytes_at.append((version, memory_of_run(server.client, run)))
-                await asyncio.sleep(0.05)
-            assert run.processes["trainer"].returncode == 0, run.log_of("trainer")
-            commit_bytes = server.client.memory_usage(run.keys.commits, samples=0) or 0
-            num_held = server.client.xlen(run.keys.commits)
-            assert [commit.step for commit in await all_commits(run)] == list(range(steps))
-        # Medians: between two checkpoints memory rises and falls, and a poll may meet any of it.
-        early = [value for version, value in bytes_at if 60 <= version < 105]
-        late = [value for version, value in bytes_at if version >= 105]
-        assert len(early) >= 8 and len(late) >= 8
-        assert median(late) < 1.2 * median(early), (median(early), median(late))
-        assert num_held < 60 and commit_bytes / num_held < 4000, (
-            "a commit has grown: correct docs/operations/redis.md"
-        )
-
-
-def memory_of_run(client: redis.Redis, run: ServiceRun) -> int:
-    """Bytes of all the run's keys."""
-    return sum(client.memory_usage(key, samples=0) or 0 for key in client.scan_iter())
 
 
 async def all_commits(run: ServiceRun) -> list[Commit]:

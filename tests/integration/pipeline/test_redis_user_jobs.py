@@ -113,14 +113,6 @@ async def run_code(
     return found
 
 
-async def test_code_is_run_by_users_that_may_do_nothing_else(
-    users: Users, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found = await run_code(users, "", monkeypatch, tmp_path)
-    assert found["passed"] == 1
-    assert users.refusals() == [], "a user lacks a permission that it needs"
-
-
 def test_a_reward_worker_cannot_give_the_head_a_job(
     users: Users, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

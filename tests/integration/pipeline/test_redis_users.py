@@ -39,11 +39,12 @@ from tidemill.common.config import RewardConfig, RunConfig, ServersConfig
 from tidemill.common.errors import BrokerError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
-from tidemill.common.streams import append
+from tidemill.common.streams import START, append, last_id
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Lane
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
 from tidemill.services.console.exporter.exporter import MetricsReader
+from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
 
 USERS = ("trainer", "rollout", "reward", "sandbox", "jobs", "operator", "exporter")
 SERVICES = ("trainer", "rollout", "reward")
@@ -194,89 +195,58 @@ def users_config(folder: Path) -> RunConfig:
 
 
 RUN = Keys("r1")
-WRITES = [
-    ("prompts", ("XADD", RUN.prompts(), "*", "p", "x"), {"trainer"}),
-    ("evaluation prompts", ("XADD", RUN.prompts(Lane.EVAL), "*", "p", "x"), {"trainer"}),
-    ("trajectories", ("XADD", RUN.trajectories(), "*", "p", "x"), {"rollout"}),
-    ("scores", ("XADD", RUN.scores(), "*", "p", "x"), {"reward"}),
-    ("commits", ("XADD", RUN.commits, "*", "p", "x"), {"trainer"}),
-    ("weights", ("XADD", RUN.weights, "*", "p", "x"), {"trainer"}),
-    ("dead letters", ("XADD", RUN.dead, "*", "p", "x"), {"trainer", "rollout", "reward"}),
-    ("the config", ("SET", RUN.config, "{}"), {"trainer"}),
-    ("the state", ("HSET", RUN.state, "status", "1"), {"trainer"}),
-    ("progress of groups", ("HSETNX", RUN.progress(3), "0", ""), {"rollout"}),
-    ("results of groups", ("HSET", RUN.results(3), "0", "x"), {"reward"}),
-    ("settled results", ("DEL", RUN.results(3)), {"trainer", "reward"}),
-    ("cached rewards", ("HSET", RUN.reward_cache[0], "0", "x"), {"reward"}),
-    ("rate limits", ("HSET", RUN.limits("judge"), "tokens", "1"), {"reward"}),
-    ("heartbeats of trainers", ("HSET", RUN.workers("trainer"), "a", "1"), {"trainer"}),
-    ("heartbeats of rollout", ("HSET", RUN.workers("rollout"), "a", "1"), {"rollout"}),
-    ("heartbeats of reward", ("HSET", RUN.workers("reward"), "a", "1"), {"reward"}),
-    ("heartbeats of sandboxes", ("HSET", RUN.workers("jobs.sandbox"), "a", "1"), {"sandbox"}),
-    ("heartbeats of the dead", ("HDEL", RUN.workers("reward"), "a"), {"reward", "trainer"}),
-    ("results of code", ("SET", RUN.sandbox_result("a"), "{}"), {"sandbox"}),
-    ("acknowledgements of tickets", ("XACK", RUN.prompts(), "rollout", "1-0"), {"rollout", "trainer"}),
-    ("acknowledgements of trajectories", ("XACK", RUN.trajectories(), "reward", "1-0"), {"reward"}),
-    ("trimmed trajectories", ("XTRIM", RUN.trajectories(), "MINID", "5-0"), {"trainer"}),
-    ("trimmed commits", ("XTRIM", RUN.commits, "MINID", "5-0"), {"trainer"}),
-    ("deleted streams", ("DEL", RUN.trajectories()), set()),
-    ("jobs of archiving", ("HSET", f"rq:job:{RUN.jobs_names}1", "data", "x"), {"trainer", "jobs"}),
-    ("the queue of archiving", ("RPUSH", f"rq:queue:{RUN.jobs_queue}", "x"), {"trainer", "jobs"}),
-    ("results of archiving", ("XADD", f"rq:results:{RUN.jobs_names}1", "*", "a", "b"), {"trainer", "jobs"}),
-    ("workers of archiving", ("SREM", f"rq:workers:{RUN.jobs_queue}", "x"), {"trainer", "jobs"}),
-    ("jobs of code", ("HSET", f"rq:job:{RUN.sandbox_names}1", "data", "x"), {"reward", "sandbox"}),
-    ("the queue of code", ("RPUSH", f"rq:queue:{RUN.sandbox_queue}", "x"), {"reward", "sandbox"}),
-    ("taking code", ("LMOVE", *[f"rq:queue:{RUN.sandbox_queue}"] * 2, "LEFT", "RIGHT"), {"sandbox"}),
-    ("dependents of archiving", ("SADD", f"rq:job:{RUN.jobs_names}1:dependents", "x"), {"trainer", "jobs"}),
-    ("jobs of any other name", ("HSET", "rq:job:1", "data", "x"), set()),
-    ("suspended workers", ("SET", "rq:suspended", "1"), set()),
-    ("keys outside of runs", ("SET", "something", "1"), set()),
-]
+WRITES = f"""
+    trainer: XADD {RUN.prompts()} * p x; XADD {RUN.prompts(Lane.EVAL)} * p x; XADD {RUN.commits} * p x
+    trainer: XADD {RUN.weights} * p x; SET {RUN.config} {{}}; HSET {RUN.state} status 1
+    trainer: HSET {RUN.workers("trainer")} a 1; XTRIM {RUN.trajectories()} MINID 5-0
+    trainer: XTRIM {RUN.commits} MINID 5-0
+    rollout: XADD {RUN.trajectories()} * p x; HSETNX {RUN.progress(3)} 0 x; HSET {RUN.workers("rollout")} a 1
+    reward: XADD {RUN.scores()} * p x; HSET {RUN.results(3)} 0 x; HSET {RUN.reward_cache[0]} 0 x
+    reward: HSET {RUN.limits("judge")} tokens 1; HSET {RUN.workers("reward")} a 1
+    reward: XACK {RUN.trajectories()} reward 1-0
+    sandbox: HSET {RUN.workers("jobs.sandbox")} a 1; SET {RUN.sandbox_result("a")} {{}}
+    sandbox: LMOVE rq:queue:{RUN.sandbox_queue} rq:queue:{RUN.sandbox_queue} LEFT RIGHT
+    trainer reward: DEL {RUN.results(3)}; HDEL {RUN.workers("reward")} a
+    trainer rollout: XACK {RUN.prompts()} rollout 1-0
+    trainer rollout reward: XADD {RUN.dead} * p x
+    trainer jobs: HSET rq:job:{RUN.jobs_names}1 data x; RPUSH rq:queue:{RUN.jobs_queue} x
+    trainer jobs: XADD rq:results:{RUN.jobs_names}1 * a b; SREM rq:workers:{RUN.jobs_queue} x
+    trainer jobs: SADD rq:job:{RUN.jobs_names}1:dependents x
+    reward sandbox: HSET rq:job:{RUN.sandbox_names}1 data x; RPUSH rq:queue:{RUN.sandbox_queue} x
+    : DEL {RUN.trajectories()}; HSET rq:job:1 data x; SET rq:suspended 1; SET something 1
+"""
+"""Who may, and what."""
 
 
-@pytest.mark.parametrize(("command", "users"), [row[1:] for row in WRITES], ids=[row[0] for row in WRITES])
-def test_who_may_write(admin: redis.Redis, command: tuple[Any, ...], users: set[str]) -> None:
-    expected = users | ({"operator"} if str(command[1]).startswith("tidemill:") else set())
-    assert {user for user in USERS if may(admin, user, *command)} == expected
+def test_who_may_write(admin: redis.Redis) -> None:
+    for line in WRITES.strip().splitlines():
+        users, _, commands = line.strip().partition(": ")
+        for command in map(str.split, commands.split(";")):
+            operator = {"operator"} if command[1].startswith("tidemill:") else set()
+            allowed = {user for user in USERS if may(admin, user, *command)}
+            assert allowed == set(users.split()) | operator, command
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("FLUSHALL",),
-        ("FLUSHDB",),
-        ("KEYS", "*"),
-        ("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"),
-        ("CONFIG", "GET", "requirepass"),
-        ("EVAL", "return 1", "0"),
-        ("FUNCTION", "LOAD", "x"),
-        ("FCALL", "f", "0"),
-        ("CLIENT", "LIST"),
-        ("CLIENT", "NO-EVICT", "on"),
-        ("PUBLISH", "rq:pubsub:jobs-1", "{}"),
-        ("PUBSUB", "CHANNELS"),
-        ("LATENCY", "HISTORY", "command"),
-        ("SLOWLOG", "GET"),
-        ("SCRIPT", "FLUSH"),
-        ("FUNCTION", "FLUSH"),
-        ("ACL", "SETUSER", "trainer", "+@all"),
-        ("ACL", "LIST"),
-        ("DEBUG", "SLEEP", "1"),
-        ("SHUTDOWN",),
-        ("SAVE",),
-        ("REPLICAOF", "somewhere", "6379"),
-        ("CLIENT", "KILL", "TYPE", "normal"),
-        ("MONITOR",),
-        ("MIGRATE", "host", "6379", RUN.commits, "0", "1000"),
-        ("SWAPDB", "0", "1"),
-        ("RENAME", "other", RUN.commits),
-        ("SORT", RUN.scores()),
-        ("SUBSCRIBE", "channel"),
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_nobody_may(admin: redis.Redis, command: tuple[str, ...]) -> None:
-    assert [user for user in USERS if may(admin, user, *command)] == []
+NOBODY = f"""
+    FLUSHALL; FLUSHDB; KEYS *; CONFIG SET maxmemory-policy allkeys-lru; CONFIG GET requirepass; EVAL return 0
+    FUNCTION LOAD x; FUNCTION FLUSH; FCALL f 0; CLIENT LIST; CLIENT NO-EVICT on; CLIENT KILL TYPE normal
+    PUBLISH rq:pubsub:jobs-1 x; PUBSUB CHANNELS; SUBSCRIBE channel; LATENCY HISTORY command; SLOWLOG GET
+    SCRIPT FLUSH; ACL SETUSER trainer +@all; ACL LIST; DEBUG SLEEP 1; SHUTDOWN; SAVE; MONITOR; SWAPDB 0 1
+    REPLICAOF somewhere 6379; MIGRATE host 6379 {RUN.commits} 0 1000; RENAME other {RUN.commits}
+    SORT {RUN.scores()}
+"""
+NO_WORKER = f"""
+    SCAN 0; RANDOMKEY; DBSIZE; SCRIPT LOAD return; SCRIPT EXISTS {"0" * 40}; SCRIPT KILL; WAIT 1 0
+    LCS {RUN.limits("a")} {RUN.limits("b")}; SETRANGE {RUN.limits("a")} 500000000 x; GETDEL {RUN.config}
+    COPY {RUN.config} {RUN.limits("a")}; ZUNIONSTORE {RUN.limits("a")} 1 {RUN.limits("b")}
+"""
+
+
+def test_what_nobody_may_and_what_no_worker_may(admin: redis.Redis) -> None:
+    for commands, users in ((NOBODY, USERS), (NO_WORKER, ("rollout", "reward", "sandbox", "jobs"))):
+        for command in commands.replace("\n", ";").split(";"):
+            if command.strip():
+                assert [user for user in users if may(admin, user, *command.split())] == [], command
 
 
 def test_nobody_is_let_in_without_a_password(server: RedisServer) -> None:
@@ -286,31 +256,6 @@ def test_nobody_is_let_in_without_a_password(server: RedisServer) -> None:
     for user in (*USERS, "default"):
         with pytest.raises(redis.AuthenticationError):
             redis.Redis(port=server.port, username=user, password="", protocol=2, retry=once).ping()
-
-
-WORKERS = ("rollout", "reward", "sandbox", "jobs")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("SCAN", "0"),
-        ("RANDOMKEY",),
-        ("DBSIZE",),
-        ("SCRIPT", "LOAD", "return 1"),
-        ("SCRIPT", "EXISTS", "0" * 40),
-        ("SCRIPT", "KILL"),
-        ("WAIT", "1", "0"),
-        ("LCS", RUN.limits("a"), RUN.limits("b")),
-        ("SETRANGE", RUN.limits("a"), "500000000", "x"),
-        ("GETDEL", RUN.config),
-        ("COPY", RUN.config, RUN.limits("a")),
-        ("ZUNIONSTORE", RUN.limits("a"), "1", RUN.limits("b")),
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_no_worker_may(admin: redis.Redis, command: tuple[str, ...]) -> None:
-    assert [user for user in WORKERS if may(admin, user, *command)] == []
 
 
 def test_the_operator_ends_a_script_that_does_not_end(server: RedisServer, admin: redis.Redis) -> None:
@@ -425,3 +370,24 @@ async def test_the_exporter_reads_a_run_as_a_user_that_may_write_nothing(
 def judged(rewards: dict[str, Any]) -> dict[str, Any]:
     servers = {"judge": ServersConfig(model="m")}
     return {"reward": RewardConfig.model_validate({"rewards": rewards}), "servers": servers}
+
+
+async def test_the_trainer_may_move_unexpected_entries_aside(
+    server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: dict[str, type[Message]] = {
+        RUN.prompts(): Ticket,
+        RUN.weights: WeightManifest,
+        RUN.commits: Commit,
+    }
+    with_user(monkeypatch, "trainer")
+    broker = await Broker.connect(server.url)
+    for key, kind in streams.items():
+        admin.xgroup_create(key, ROLLOUT_GROUP, mkstream=True)
+        admin.xadd(key, {"by": "hand"})
+        admin.xreadgroup(ROLLOUT_GROUP, "w", {key: ">"})
+        assert await remove_unexpected(broker, RUN, key, kind) == 1
+        assert await last_id(broker, key) == START
+    await broker.close()
+    assert refusals(admin) == []
+    assert admin.xlen(RUN.dead) == len(streams)

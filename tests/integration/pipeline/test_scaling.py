@@ -1,5 +1,6 @@
-"""Workers join and leave a run at any time, politely or not; nothing is lost and nothing comes twice."""
+"""Workers join and leave a run at any time, and Redis dies; nothing is lost and nothing comes twice."""
 
+import asyncio
 from pathlib import Path
 
 from tests.support.runs import ServiceRun, simulated_config
@@ -12,7 +13,7 @@ UPDATE_S = 0.5
 """The run must outlast the start of three workers."""
 
 
-async def test_workers_join_and_leave_during_a_run(tmp_path: Path) -> None:
+async def test_workers_join_and_leave_during_a_run_and_redis_dies(tmp_path: Path) -> None:
     config = simulated_config(
         tmp_path,
         trainer__steps=STEPS,
@@ -43,6 +44,8 @@ async def test_workers_join_and_leave_during_a_run(tmp_path: Path) -> None:
         await wait_until(lambda: _has_worked(run, "reward-2"))
         run.kill("reward-1")
         await reach(await num_commits(run.broker, run.keys) + 1)
+        run.redis.kill()
+        await asyncio.to_thread(run.redis.start)
         run.start("rollout", "rollout-3")
         run.start("reward", "reward-1")  # under the name of the one that was killed
         await wait_until(lambda: _has_worked(run, "rollout-3"))

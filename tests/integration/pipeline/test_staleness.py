@@ -5,16 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import ServiceRun, simulated_config
-from tidemill.common.streams import Entry, read_range
+from tests.support.training import messages
 from tidemill.common.wire.messages import Commit, Ticket, Trajectory
 
 STEPS, GROUPS, SIZE = 8, 4, 4
-
-
-async def _entries(run: ServiceRun, key: str, kind: type) -> list:
-    entries = await read_range(run.broker, key, kind)
-    assert all(isinstance(entry, Entry) for entry in entries)
-    return [entry.message for entry in entries]
 
 
 @pytest.mark.parametrize("order", ["in_order", "as_ready"])
@@ -39,9 +33,9 @@ async def test_no_trained_token_is_staler_than_the_bound(
         run.start("reward")
         run.start("trainer")
         assert await run.wait("trainer") == 0
-        commits: list[Commit] = await _entries(run, run.keys.commits, Commit)
-        samples: list[Trajectory] = await _entries(run, run.keys.trajectories(), Trajectory)
-        tickets: list[Ticket] = await _entries(run, run.keys.prompts(), Ticket)
+        commits = await messages(run.broker, run.keys.commits, Commit)
+        samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+        tickets = await messages(run.broker, run.keys.prompts(), Ticket)
 
     by_key = {sample.key: sample for sample in samples}
     assert len(by_key) == len(samples), "a sample was published twice"
@@ -61,23 +55,3 @@ async def test_no_trained_token_is_staler_than_the_bound(
     if max_staleness == 0:
         assert set(staleness) == {0}
     assert {sample.worker for sample in samples} == {"fast", "slow"}
-
-
-async def test_the_scheduler_never_issues_beyond_the_gate(tmp_path: Path) -> None:
-    """With nobody generating, exactly (0 + 1 + k) * B tickets are issued."""
-    from tests.support.waiting import wait_until
-
-    config = simulated_config(tmp_path, trainer__max_staleness=2, trainer__steps=50)
-    async with ServiceRun(tmp_path, config) as run:
-        run.start("trainer")
-
-        async def num_tickets() -> int:
-            return len(await read_range(run.broker, run.keys.prompts(), Ticket))
-
-        async def is_waiting() -> bool:
-            beats = await run.broker.execute("HVALS", run.keys.workers("trainer"))
-            return any(b'"wait:trajectories"' in beat for beat in beats)
-
-        await wait_until(is_waiting)
-        assert await num_tickets() == 3 * config.trainer.groups_per_step
-        assert await run.stop("trainer") == 0

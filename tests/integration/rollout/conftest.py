@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tidemill.common.process.programs import VLLM_EXTENSION
 from tidemill.common.process.vllm_machine import NO_COMPILING, machine_environment
 
 
@@ -25,6 +27,8 @@ def forked_engines() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(multiprocessing, "get_context", forking)
+        # It acts where it is imported: in the process of the engine. Other tests have imported it here.
+        patch.delitem(sys.modules, VLLM_EXTENSION.rpartition(".")[0], raising=False)
         if machine_environment(os.environ).get(NO_COMPILING) == "1":
             # Torch reads the variable when it is imported, which it is in the process that is forked.
             stack.enter_context(torch._dynamo.config.patch(disable=True))

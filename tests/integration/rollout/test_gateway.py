@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from tests.support.late_imports import late
-from tests.support.scripted_model import END, ByteChat, ScriptedModel, call_line
+from tests.support.scripted_model import ByteChat, ScriptedModel, call_line
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import SamplingParams
@@ -137,19 +137,6 @@ async def test_a_history_that_grows_is_extended_whatever_the_client_does_to_its_
         assert run.session.counts == {"clean": 2} and len(run.segments) == 1
         assert [turn.num_calls for turn in run.segments[0].turns] == [1, 1, 0]
         run.check_ids()
-
-
-async def test_a_changed_end_of_the_last_answer_is_realigned_and_what_replaces_it_is_not_trained() -> None:
-    async with opened("hello there", "fine") as run:
-        await run.say([USER])
-        await run.say([USER, {"role": "assistant", "content": "hello you"}, {"role": "user", "content": "?"}])
-        (segment,) = run.segments
-        assert run.session.counts == {"realigned": 1}
-        trained = segment.completion_ids[segment.mask].tolist()
-        assert CHAT.decode(trained) == "hello fine" and trained[-1] == END
-        whole = [*segment.prompt_ids.tolist(), *segment.completion_ids.tolist()]
-        assert whole[: len(run.model.seen[1])] == run.model.seen[1]
-        assert "hello you" in CHAT.decode(run.model.seen[1])
 
 
 async def test_other_histories_are_segments_of_their_own_and_each_is_found_again() -> None:
@@ -329,18 +316,6 @@ async def test_what_cannot_be_done_is_answered_in_words_and_not_tried_again(more
             await run.openai.chat.completions.create(**{"model": "m", "messages": [USER]} | more)
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert not run.model.seen
-
-
-@pytest.mark.parametrize("max_tokens", [5, 9])
-async def test_a_turn_cut_at_the_runs_limit_is_truncated_also_where_the_client_asked_for_as_many(
-    max_tokens: int,
-) -> None:
-    async with opened("a longer line", turn_tokens=5) as run:
-        assert (await run.say([USER], max_tokens=max_tokens)).content == "a lon"
-        assert run.session.played(None, {}).finish == "length"
-    async with opened("a longer line", turn_tokens=max_tokens + 1) as run:
-        await run.say([USER], max_tokens=max_tokens)
-        assert run.session.played(None, {}).finish == "stop"
 
 
 SCHEMA = {"name": "n", "schema": {"type": "object"}}

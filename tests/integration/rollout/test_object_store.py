@@ -16,6 +16,7 @@ from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
 from tests.support.training import assert_nothing_lost
 from tests.support.trajectories import make_trajectory
+from tests.support.venvs import BUILD, python_with
 from tests.support.versions import Chain
 from tests.support.waiting import PATIENCE_S
 from tidemill.common.errors import ConfigError, StoreError, WeightsError
@@ -32,9 +33,7 @@ from tidemill.services.rollout.weight_versions import WeightDownload, find_route
 from tidemill.services.trainer.weights.publisher import ObjectPublisher
 
 RUN = "far-away"
-VENV = Path(__file__).parents[3] / "build" / "objects"
-PIP = [VENV / "bin" / "python", "-m", "pip", "-q", "install"]
-CLIENT = VENV / "client"
+CLIENT = BUILD / "objects" / "client"
 """Apart from the server, whose dependencies are not those of the product."""
 
 pytestmark = pytest.mark.timeout(600)
@@ -43,18 +42,11 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Its address; the client and the server are installed once, apart from the product's packages."""
-    commands = [
-        [sys.executable, "-m", "venv", VENV],
-        [*PIP, "--target", CLIENT, "--no-deps", "obstore>=0.8"],
-        [*PIP, "moto[server]>=5"],
-    ]
-    for command in [] if (VENV / "bin" / "moto_server").exists() else commands:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-        if done.returncode:
-            pytest.skip(f"build/objects cannot be made: {done.stderr.strip()[-200:]}")
+    client = ["--target", CLIENT, "--no-deps", "obstore>=0.8"]
+    python = python_with("objects", "moto.server", client, ["moto[server]>=5"])
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [VENV / "bin" / "moto_server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [python.with_name("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + PATIENCE_S

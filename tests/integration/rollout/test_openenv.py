@@ -4,7 +4,6 @@ installed beside vLLM."""
 import asyncio
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from tests.support.models import run_config
 from tests.support.playing import CHAT, make_ticket
 from tests.support.scripted_model import ScriptedModel, call_line
+from tests.support.venvs import python_with
 from tests.support.waiting import wait_until
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.run import RunConfig
@@ -23,7 +23,6 @@ from tidemill.services.rollout.environments.openenv import OpenEnvStage
 from tidemill.services.rollout.environments.player import EnvironmentPlayer, build_stage
 
 ROOT = Path(__file__).parents[3]
-VENV = ROOT / "build" / "openenv"
 PROMPT_IDS = np.asarray(CHAT.render([{"role": "user", "content": "Guess."}]), np.int32)
 TICKET = make_ticket("Guess.", ground_truth="7", prompt_ids=PROMPT_IDS)
 SCHEMA = {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]}
@@ -33,21 +32,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def interpreter() -> Path:
-    """One that has the package `openenv`."""
-    python = VENV / "bin" / "python"
-    commands = [
-        [sys.executable, "-m", "venv", str(VENV)],
-        [str(python), "-m", "pip", "-q", "install", "openenv"],
-    ]
-    if not python.exists():
-        for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-            if done.returncode:
-                pytest.skip(f"openenv cannot be installed here: {done.stderr.strip()[-200:]}")
-    found = subprocess.run([python, "-c", "import openenv.core"], capture_output=True, text=True)
-    if found.returncode:
-        pytest.skip(f"build/openenv has no usable openenv: {found.stderr.strip()[-200:]}")
-    return python
+    return python_with("openenv", "openenv.core", ["openenv"])
 
 
 @pytest.fixture

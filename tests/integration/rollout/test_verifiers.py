@@ -13,13 +13,13 @@ import pytest
 
 from tests.support.playing import agent_player, make_ticket
 from tests.support.scripted_model import ScriptedModel, call_line
+from tests.support.venvs import python_with
 from tests.support.waiting import wait_until
 from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.gateway.session import GatewaySession
 
 ROOT = Path(__file__).parents[3]
-VENV = ROOT / "build" / "verifiers"
 EXAMPLE = ROOT / "examples" / "verifiers"
 HARNESS = "--env.agent.harness.id null --env.agent.runtime.type subprocess"
 CALL = call_line("doubler_double", number=7)
@@ -30,16 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def python() -> Path:
     """An interpreter that has `verifiers`, whose harnesses can install what they need."""
-    python = VENV / "bin" / "python"
-    commands: list[list[Any]] = [[sys.executable, "-m", "venv", VENV]]
-    commands.append([python, "-m", "pip", "-q", "install", "verifiers>=0.4,<0.5", "uv"])
-    if (VENV / "bin" / "vf-eval").exists():
-        commands = [[python, "-c", "import verifiers.v1"]]
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-        if done.returncode:
-            pytest.skip(f"build/verifiers cannot be made: {done.stderr.strip()[-200:]}")
-    return python
+    return python_with("verifiers", "verifiers.v1", ["verifiers>=0.4,<0.5", "uv"])
 
 
 @pytest.fixture(autouse=True)

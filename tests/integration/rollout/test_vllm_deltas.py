@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.support.models import run_config, write_tokenizer
-from tests.support.probes import score
+from tests.support.parity import expected_logprobs, score
 from tests.support.versions import Chain
 from tests.support.vllm_machine import need_vllm
 from tidemill.common.errors import WeightsMismatchError
@@ -115,9 +115,6 @@ async def assert_parity(engine: VllmEngine, chain: Chain, model: Any) -> None:
         for name, (info, bits) in chain.tensors.items()
     }
     expected = type(model).from_pretrained(None, config=model.config, state_dict=state).eval()
-    with torch.inference_mode():
-        logits_TV = expected(torch.tensor([IDS])).logits[0, NUM_PROMPT - 1 : -1]
-        targets_T1 = torch.tensor(IDS[NUM_PROMPT:])[:, None]
-        logprobs = torch.log_softmax(logits_TV, -1).gather(-1, targets_T1)[:, 0].tolist()
+    logprobs = expected_logprobs(IDS[:NUM_PROMPT], IDS[NUM_PROMPT:], ((0, 0),), {0: expected})
     scores = await score(engine, IDS[:NUM_PROMPT], IDS[NUM_PROMPT:])
     assert scores == pytest.approx(logprobs, abs=1e-5)

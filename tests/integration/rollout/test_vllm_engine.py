@@ -21,9 +21,8 @@ from prometheus_client import REGISTRY
 from transformers import LlamaForCausalLM
 
 from tests.support.models import tiny_llama, tiny_model
-from tests.support.probes import score
+from tests.support.parity import expected_logprobs, score
 from tests.support.vllm_machine import need_vllm, vllm_config
-from tests.support.vllm_parity import expected_logprobs
 from tidemill.common.errors import EngineError, WeightsError
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine

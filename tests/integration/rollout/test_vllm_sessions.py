@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.support.models import tiny_llama, tiny_model
+from tests.support.parity import expected_logprobs
 from tests.support.playing import make_ticket
 from tests.support.vllm_machine import need_vllm, vllm_config
-from tests.support.vllm_parity import expected_logprobs
 from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.common.wire.segments import Segment
 from tidemill.services.rollout.engines import build_engine

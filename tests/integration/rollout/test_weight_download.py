@@ -184,8 +184,8 @@ def test_damaged_files_of_the_cache_are_downloaded_again(server: Server, tmp_pat
     assert value_of(worker.files(manifest)) == 7.0
 
 
-def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Server) -> None:
-    written(server, 1, 7.0)
+def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Server, tmp_path: Path) -> None:
+    manifest = written(server, 1, 7.0)
     (server.runs / RUN / "config.yaml").write_text("secret")
     (server.runs / RUN / WEIGHTS_FOLDER / "v00000001" / "notes.txt").write_text("not of the manifest")
     known = f"/runs/{RUN}/weights/v00000001/model.safetensors"
@@ -202,10 +202,6 @@ def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Serv
         "/etc/passwd",
     ):
         assert server.status_of(path) == 404, path
-
-
-def test_a_wrong_token_is_said(server: Server, tmp_path: Path) -> None:
-    manifest = written(server, 1, 7.0)
     with pytest.raises(WeightsError, match="TIDEMILL_WEIGHTS_TOKEN is not the one of the server"):
         download_to(server, tmp_path / "cache", token="another-token-that-is-long").files(manifest)
 

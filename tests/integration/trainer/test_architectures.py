@@ -21,10 +21,11 @@ from tests.support.models import (
     make_samples,
     one_batch,
     run_config,
+    save_weights,
     train,
     write_tokenizer,
 )
-from tests.support.probes import score
+from tests.support.parity import score
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
 from tidemill.common.wire.messages import SamplingParams
@@ -87,7 +88,7 @@ def test_trained_weights_load_into_the_plain_model(family, tmp_path):
     assert not train(policy, [one_batch(samples)]).skipped
     make_model(family).save_pretrained(tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))
-    policy.save_weights(tmp_path)
+    save_weights(policy, tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == names
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     for sample, mine in zip(samples, policy.logprobs(samples), strict=True):
@@ -106,7 +107,7 @@ async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_tr
         run_config(tmp_path / "start", model=model, rollout={"engine": "transformers", "num_threads": 1})
     )
     await engine.start()
-    await engine.load(1, policy.save_weights(tmp_path / "trained"))
+    await engine.load(1, [save_weights(policy, tmp_path / "trained")])
     assert isinstance(engine, TransformersEngine) and engine._model is not None
     master = dict(policy._model.named_parameters())
     for name, weight in engine._model.named_parameters():
@@ -130,7 +131,7 @@ async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_tr
 async def test_the_engine_samples_from_the_distribution_that_the_trainer_scores(family, tmp_path):
     """With a cache and padding on the left, against one pass without either."""
     policy = make_policy(model=make_model(family, attention=exact_attention(make_config(family))))
-    policy.save_weights(tmp_path)
+    save_weights(policy, tmp_path)
     policy._model.config.save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     options = {"engine": "transformers", "num_threads": 1}

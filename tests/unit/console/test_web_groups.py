@@ -8,9 +8,9 @@ import pytest
 from tests.support.recorded_sessions import MESSAGES, as_session
 from tests.support.trajectories import make_trajectory
 from tests.support.web_runs import commit_of, completion, make_ticket, score_of
-from tidemill.common.history.records import SampleRecord
-from tidemill.common.history.sessions import read_session
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.services.console.records.joins import SampleRecord
+from tidemill.services.console.records.sessions import read_session
 from tidemill.services.console.text.formats import duration, took, when
 from tidemill.services.console.web import texts
 from tidemill.services.console.web.groups import (

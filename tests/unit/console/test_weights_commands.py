@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.models import make_policy, tiny_model
+from tests.support.models import make_policy, save_weights, tiny_model
 from tidemill.common.run.weight_files import read_manifest
 from tidemill.services.console.exports.weights import list_versions
 from tidemill.services.console.options import WeightsOptions
@@ -24,7 +24,7 @@ def runs(tmp_path: Path) -> Path:
         with torch.no_grad():
             policy._model.get_input_embeddings().weight[version] += 0.5
         store.write(version, policy)
-    policy.save_weights(tmp_path / "expected")
+    save_weights(policy, tmp_path / "expected")
     return tmp_path
 
 

@@ -8,10 +8,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from tidemill.common.config import ServersConfig
-from tidemill.common.run.replicas import MODEL_TOKEN_VARIABLE, complaint, key_for
 from tidemill.services.reward.model_server.__main__ import main
 from tidemill.services.reward.model_server.app import TokenGate
 from tidemill.services.reward.remote.servers import Replica, Servers
+from tidemill.services.reward.remote.tokens import MODEL_TOKEN_VARIABLE, complaint, key_for
 
 TOKEN = "0123456789abcdef-token"
 

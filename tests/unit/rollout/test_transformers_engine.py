@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.support.models import tiny_llama, tiny_model
-from tests.support.probes import score
+from tests.support.parity import expected_logprobs, score
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EngineError, WeightsError
 from tidemill.common.wire.messages import SamplingParams
@@ -74,20 +74,13 @@ async def generate_all(
     return list(zip(requests, results, strict=True))
 
 
-@torch.inference_mode()
-def forward_logprobs(
-    model: LlamaForCausalLM, prompt: list[int], completion: list[int], t: float
-) -> list[float]:
-    """Logprobs from one plain forward pass: no padding, no cache, no batch."""
-    ids_1T = torch.tensor([[*prompt, *completion]])
-    logits_TV = model(ids_1T, use_cache=False).logits[0, len(prompt) - 1 : -1] / t
-    logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
-    return logprobs_TV.gather(-1, torch.tensor(completion)[:, None])[:, 0].tolist()
+def forward_logprobs(model: LlamaForCausalLM, prompt: list[int], completion: list[int]) -> list[float]:
+    return expected_logprobs(prompt, completion, ((0, 0),), {0: model})
 
 
 def assert_parity(model: LlamaForCausalLM, request: GenerationRequest, result: Generation) -> None:
-    temperature = request.sampling.temperature or 1.0
-    expected = forward_logprobs(model, list(request.prompt_ids), result.token_ids, temperature)
+    temperature, spans = request.sampling.temperature, ((0, 0),)
+    expected = expected_logprobs(request.prompt_ids, result.token_ids, spans, {0: model}, temperature)
     assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
 
@@ -191,18 +184,6 @@ async def test_a_load_waits_for_the_running_batch_and_the_next_one_has_the_new_w
     await engine.close()
 
 
-async def test_score_follows_the_weights(
-    engine: TransformersEngine, model: LlamaForCausalLM, new_weights: Path
-) -> None:
-    prompt, completion = [3, 4, 5], [6, 7, 8, 1]
-    before = await score(engine, prompt, completion)
-    assert before == pytest.approx(forward_logprobs(model, prompt, completion, 1.0), abs=1e-4)
-    await engine.load(1, [new_weights])
-    after = await score(engine, prompt, completion)
-    assert after == pytest.approx(forward_logprobs(tiny_llama(seed=1), prompt, completion, 1.0), abs=1e-4)
-    assert after != pytest.approx(before, abs=1e-2)
-
-
 async def test_weights_that_do_not_fit_change_nothing(
     engine: TransformersEngine, new_weights: Path, tmp_path: Path
 ) -> None:
@@ -229,16 +210,20 @@ async def test_weights_that_do_not_fit_change_nothing(
     assert await score(engine, [3], [4, 5]) == before
 
 
-async def test_weights_may_come_in_several_files(
-    engine: TransformersEngine, new_weights: Path, tmp_path: Path
+async def test_what_is_computed_follows_the_weights_also_from_several_files(
+    engine: TransformersEngine, model: LlamaForCausalLM, new_weights: Path, tmp_path: Path
 ) -> None:
+    prompt, completion = [3, 4, 5], [6, 7, 8, 1]
+    before = await score(engine, prompt, completion)
+    assert before == pytest.approx(forward_logprobs(model, prompt, completion), abs=1e-4)
     tensors = load_file(new_weights)
     parts = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for part, names in zip(parts, (sorted(tensors)[::2], sorted(tensors)[1::2]), strict=True):
         save_file({name: tensors[name] for name in names}, part)
     await engine.load(4, parts)
-    expected = forward_logprobs(tiny_llama(seed=1), [3], [4, 5], 1.0)
-    assert await score(engine, [3], [4, 5]) == pytest.approx(expected, abs=1e-4)
+    after = await score(engine, prompt, completion)
+    assert after == pytest.approx(forward_logprobs(tiny_llama(seed=1), prompt, completion), abs=1e-4)
+    assert after != pytest.approx(before, abs=1e-2)
 
 
 def test_weights_in_the_published_layout_of_a_model_with_experts_are_joined(tmp_path: Path) -> None:

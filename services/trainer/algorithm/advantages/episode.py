@@ -126,6 +126,12 @@ class Episode:
         """Whether the environment rewarded single turns."""
         return any(turn.reward for turn in self.sample.turns)
 
+    @property
+    def values_A(self) -> Float64s:
+        """The value head's estimates at the trained tokens."""
+        assert self.sample.values is not None, "`Policy.precompute` comes before advantages"
+        return self.sample.values[self.sample.mask].astype(np.float64)
+
     def discounts(self, algorithm: AlgorithmConfig) -> Discount:
         """What the step from each token to the next is discounted by: `gamma`, or where that is per turn, 1
         within a turn and `gamma` from its last token on. One number, or [A]."""

@@ -50,12 +50,14 @@ ADVANTAGE_FIELD = "trainer.algorithm.advantage"
 ADVANTAGE_ARGUMENTS = ("rewards", "tickets", "samples")
 
 Groups = Sequence[Sequence[Episode]]
+Values = list[float | Float64s]
+"""Of each sample one number, or one for each of its A trained tokens."""
+Scope = Literal["group", "batch"]
+Estimator = Callable[[Groups, AlgorithmConfig], Values]
 
 
-def users_advantage(
-    reference: str,
-) -> tuple[Literal["group", "batch"], Callable[[Groups], list[float | Float64s]]]:
-    """Scope and function of a user's own advantage.
+def users_advantage(reference: str) -> "Advantage":
+    """A user's own.
 
     Raises:
         ConfigError: it cannot be loaded, does not fit, or fails on two made-up rewards.
@@ -64,7 +66,7 @@ def users_advantage(
     taken = taken_by(function)
     where = f"{ADVANTAGE_FIELD} {reference}"
 
-    def compute(groups: Groups) -> list[float | Float64s]:
+    def compute(groups: Groups) -> Values:
         parts = [[e for group in groups for e in group]] if "tickets" in taken else groups
         return [value for part in parts for value in _call(function, part, where)]
 
@@ -72,10 +74,10 @@ def users_advantage(
         trial = function(rewards=np.array([1.0, 0.0]), tickets=np.array([0, 0]), samples=[])
         made_up: Any = SimpleNamespace(completion_ids=np.zeros(3), mask=np.ones(3, np.bool_), key=(0, 0))
         _read(trial, [made_up, made_up], where)
-    return "batch" if "tickets" in taken else "group", compute
+    return Advantage("batch" if "tickets" in taken else "group", compute)
 
 
-def _call(function: Callable[..., Any], episodes: Sequence[Episode], where: str) -> list[float | Float64s]:
+def _call(function: Callable[..., Any], episodes: Sequence[Episode], where: str) -> Values:
     samples = [episode.sample for episode in episodes]
     returned = function(
         rewards=np.array([episode.reward for episode in episodes]),
@@ -85,13 +87,13 @@ def _call(function: Callable[..., Any], episodes: Sequence[Episode], where: str)
     return _read(returned, samples, where)
 
 
-def _read(returned: Any, samples: Sequence[Any], where: str) -> list[float | Float64s]:
+def _read(returned: Any, samples: Sequence[Any], where: str) -> Values:
     """What a function returned, as one number or one array [A] for each sample."""
     with contained(where):
         values = [np.asarray(value, dtype=np.float64) for value in returned]
     if len(values) != len(samples):
         raise ConfigError(f"{where} returned {len(values)} advantages for {len(samples)} rewards")
-    result: list[float | Float64s] = []
+    result: Values = []
     for value, sample in zip(values, samples, strict=True):
         if not np.isfinite(value).all():
             raise ConfigError(f"{where} returned {value} for trajectory {sample.key}; it must be finite")
@@ -104,29 +106,12 @@ def _read(returned: Any, samples: Sequence[Any], where: str) -> list[float | Flo
     return result
 
 
-Scope = Literal["group", "batch"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Estimate:
-    """The advantage of one sample: one number, or one for each of its A trained tokens.
-
-    `returns_A` are the value head's targets, where there is one.
-    """
-
-    advantage: float | Float64s
-    returns_A: Float64s | None = None
-
-
-Estimator = Callable[[Groups, AlgorithmConfig], list[Estimate]]
-
-
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """A function from groups of episodes to one estimate for each episode, in order."""
+    """A function from groups of episodes to the advantages of all episodes, in order."""
 
     scope: Scope
-    estimate: Callable[[Groups], list[Estimate]]
+    estimate: Callable[[Groups], Values]
 
 
 def find_advantage(algorithm: AlgorithmConfig) -> Advantage:
@@ -136,102 +121,76 @@ def find_advantage(algorithm: AlgorithmConfig) -> Advantage:
         ConfigError: a user's own cannot be loaded or does not take what it will be given.
     """
     if is_users_own(algorithm.advantage):
-        scope, function = users_advantage(algorithm.advantage)
-        return Advantage(scope, lambda groups: [Estimate(value) for value in function(groups)])
+        return users_advantage(algorithm.advantage)
     traits = algorithm.advantage_traits
     scope = "group" if traits.needs_values and not algorithm.value.whiten else traits.scope
     estimate = _ESTIMATORS[algorithm.advantage]
     return Advantage(scope, lambda groups: estimate(groups, algorithm))
 
 
+def _of_groups(function: Callable[[Sequence[Episode], AlgorithmConfig], Float64s]) -> Estimator:
+    """A function of one group, which gives one number for each of its episodes."""
+    return lambda groups, algorithm: [
+        float(value) for group in groups for value in function(group, algorithm)
+    ]
+
+
 def _of_rewards(function: Callable[[list[float]], Float64s]) -> Estimator:
-    """A function of a group's rewards, which gives one number for each."""
-
-    def estimate(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
-        values = [function([episode.reward for episode in group]) for group in groups]
-        return [Estimate(float(value)) for values_G in values for value in values_G]
-
-    return estimate
+    return _of_groups(lambda group, _: function(_rewards(group)))
 
 
 def _of_batch(function: Callable[[list[list[float]]], Float64s]) -> Estimator:
     """A function of the rewards of all groups of a mini-batch, which gives one number for each."""
-
-    def estimate(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
-        values_N = function([[episode.reward for episode in group] for group in groups])
-        return [Estimate(float(value)) for value in values_N]
-
-    return estimate
+    return lambda groups, _: list(map(float, function([_rewards(group) for group in groups])))
 
 
-def _opo(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
-    values = [opo([e.reward for e in group], [e.num_trained for e in group]) for group in groups]
-    return [Estimate(float(value)) for values_G in values for value in values_G]
+def _rewards(group: Sequence[Episode]) -> list[float]:
+    return [episode.reward for episode in group]
 
 
-def _remax(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
-    values = [remax([e.reward for e in group], group[0].baseline) for group in groups]
-    return [Estimate(float(value)) for values_G in values for value in values_G]
-
-
-def _gdpo(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
+def _gdpo(groups: Groups, algorithm: AlgorithmConfig) -> Values:
     weights = next(([part.weight for part in episode.parts] for group in groups for episode in group), [])
     values = [[[part.value for part in episode.parts] for episode in group] for group in groups]
-    return [Estimate(float(value)) for value in gdpo(values, weights)]
+    return list(map(float, gdpo(values, weights)))
 
 
-def _pass_at_k(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
-    k, threshold = algorithm.pass_k, algorithm.success_threshold
-    return _of_rewards(lambda rewards: pass_at_k(rewards, k, threshold))(groups, algorithm)
-
-
-def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
+def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig) -> Values:
     episodes = [episode for group in groups for episode in group]
     discounts = [episode.discounts(algorithm) for episode in episodes]
     advantages = reinforce_plus_plus([episode.token_rewards_A for episode in episodes], discounts)
     if algorithm.has_token_advantages or any(episode.has_turn_rewards for episode in episodes):
-        return [Estimate(values_A) for values_A in advantages]
+        return list(advantages)
     return _of_sequences(advantages)
 
 
-def _reinforce_plus_plus_baseline(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
-    rewards = [[episode.reward for episode in group] for group in groups]
+def _reinforce_plus_plus_baseline(groups: Groups, algorithm: AlgorithmConfig) -> Values:
     lengths = [[episode.num_trained for episode in group] for group in groups]
-    return _of_sequences(reinforce_plus_plus_baseline(rewards, lengths))
+    return _of_sequences(reinforce_plus_plus_baseline([_rewards(group) for group in groups], lengths))
 
 
-def _of_sequences(advantages: Sequence[Float64s]) -> list[Estimate]:
+def _of_sequences(advantages: Sequence[Float64s]) -> Values:
     """One number for each sequence whose tokens all have the same."""
-    return [Estimate(float(values_A[0]) if len(values_A) else 0.0) for values_A in advantages]
+    return [float(values_A[0]) if len(values_A) else 0.0 for values_A in advantages]
 
 
-def _gae(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
-    pairs = [
-        gae(episode.token_rewards_A, _values(episode), episode.discounts(algorithm), algorithm.gae_lambda)
+def _gae(groups: Groups, algorithm: AlgorithmConfig) -> Values:
+    """Not whitened: `Advantages.assign` adds values to make returns of them."""
+    return [
+        gae(episode.token_rewards_A, episode.values_A, episode.discounts(algorithm), algorithm.gae_lambda)[0]
         for group in groups
         for episode in group
     ]
-    advantages = [advantages_A for advantages_A, _ in pairs]
-    if algorithm.value.whiten:
-        advantages = whiten(advantages)
-    return [Estimate(values_A, returns_A) for values_A, (_, returns_A) in zip(advantages, pairs, strict=True)]
-
-
-def _values(episode: Episode) -> Float64s:
-    sample = episode.sample
-    assert sample.values is not None, "`Policy.precompute` comes before advantages"
-    return sample.values[sample.mask].astype(np.float64)
 
 
 _ESTIMATORS: dict[str, Estimator] = {
     "grpo": _of_rewards(grpo),
     "dr_grpo": _of_rewards(dr_grpo),
     "rloo": _of_rewards(rloo),
-    "pass_at_k": _pass_at_k,
+    "pass_at_k": _of_groups(lambda group, a: pass_at_k(_rewards(group), a.pass_k, a.success_threshold)),
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "gae": _gae,
-    "opo": _opo,
+    "opo": _of_groups(lambda group, _: opo(_rewards(group), [e.num_trained for e in group])),
     "max_rl": _of_rewards(max_rl),
     "grpo_passk": _of_rewards(grpo_passk),
     "dr_grpo_passk": _of_rewards(dr_grpo_passk),
@@ -239,7 +198,7 @@ _ESTIMATORS: dict[str, Estimator] = {
     "scale_rl": _of_batch(scale_rl),
     "gpg": _of_batch(gpg),
     "gdpo": _gdpo,
-    "remax": _remax,
+    "remax": _of_groups(lambda group, _: remax(_rewards(group), group[0].baseline)),
 }
 """By the names of `tidemill.common.config.algorithm_table`."""
 
@@ -273,10 +232,17 @@ class Advantages:
             TidemillError: an advantage is not finite.
         """
         episodes = [self._episodes(group, algorithm or self._algorithm) for group in groups]
-        estimates = iter(self._advantage.estimate(episodes))
+        values = self._advantage.estimate(episodes)
+        targets: Sequence[Float64s | None] = [None] * len(values)
+        if self._algorithm.advantage_traits.needs_values:
+            flat = [episode for group in episodes for episode in group]
+            targets = [value + episode.values_A for value, episode in zip(values, flat, strict=True)]
+            if self._algorithm.value.whiten:
+                values = list(whiten(values))  # type: ignore[arg-type]
+        assigned = iter(zip(values, targets, strict=True))
         try:
             return [
-                replace(group, samples=[self._with(sample, next(estimates)) for sample in group.samples])
+                replace(group, samples=[self._with(sample, *next(assigned)) for sample in group.samples])
                 for group in groups
             ]
         except ValueError as error:
@@ -300,14 +266,7 @@ class Advantages:
         components = score.components if score else {}
         return tuple(Part(weight, components.get(name)) for name, weight in self._weights.items())
 
-    def _with(self, sample: Sample, estimate: Estimate) -> Sample:
-        return with_teacher(_with(sample, estimate), self._algorithm.teacher)
-
-
-def _with(sample: Sample, estimate: Estimate) -> Sample:
-    advantage = estimate.advantage
-    return replace(
-        sample,
-        advantage=advantage if isinstance(advantage, float) else sample.spread(advantage),
-        returns=None if estimate.returns_A is None else sample.spread(estimate.returns_A),
-    )
+    def _with(self, sample: Sample, value: float | Float64s, returns_A: Float64s | None) -> Sample:
+        advantage = value if isinstance(value, float) else sample.spread(value)
+        returns = None if returns_A is None else sample.spread(returns_A)
+        return with_teacher(replace(sample, advantage=advantage, returns=returns), self._algorithm.teacher)

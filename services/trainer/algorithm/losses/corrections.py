@@ -75,10 +75,14 @@ def importance_weights(
 
 
 def kl_penalty(
-    logprobs_N: Tensor, reference_logprobs_N: Tensor, kl: KlConfig, ratio_N: Tensor | None = None
+    logprobs_N: Tensor,
+    reference_logprobs_N: Tensor,
+    kl: KlConfig,
+    ratio_N: Tensor | None = None,
+    limit: float = MAX_LOG_RATIO,
 ) -> Tensor:
     """The penalty of each token, with the gradients above. Shape [N]; `ratio_N` is current / old, for
-    corrected k3 (None: 1).
+    corrected k3 (None: 1). d is brought into [-limit, limit].
 
     p = 0.6 under the policy, 0.4 under the reference: d = log 1.5 = 0.4055; k1 = 0.4055, k2 = 0.0822, k3 =
     2/3 - 1 + 0.4055 = 0.0721. With 0.5 under the old policy corrected k3 is 1.2 * 0.0721 = 0.0866, its slope
@@ -92,7 +96,7 @@ def kl_penalty(
     """
     gap_N = logprobs_N - reference_logprobs_N
     # Bounded without gradient: a token beyond the bound keeps the slope that it has there.
-    d_N = gap_N.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d_N = gap_N.detach().clamp(-limit, limit)
     k3_N = torch.expm1(-d_N) + d_N
     bounded_N = k3_N if kl.bound is None else k3_N.clamp(max=kl.bound)
     if kl.estimator == "abs":
@@ -130,21 +134,15 @@ def with_slope(value_N: Tensor, slope_N: Tensor, logprobs_N: Tensor) -> Tensor:
 def teacher_kl(logprobs_N: Tensor, teacher_logprobs_N: Tensor, term: TeacherTermConfig) -> Tensor:
     """An estimate of KL(policy || teacher) at each token of the policy's own. Shape [N].
 
-    With d = logprob - teacher's, brought into [-clip, clip]: `k2` has the value d^2 / 2 and the gradient d
-    times that of the logprob, in expectation that of the reverse KL; `k3` exp(-d) - 1 + d and 1 - exp(-d)
-    times, in expectation that of KL(teacher || policy); `k1` the value d and the gradient of `k2`. A token at
-    the bound keeps the gradient of the bound, for it has most to learn.
+    As `kl_penalty`, with d = logprob - teacher's brought into [-clip, clip]: the gradient of k1 and k2 is in
+    expectation that of the reverse KL, of k3 that of KL(teacher || policy). A token at the bound keeps the
+    gradient of the bound, for it has most to learn.
 
     p = 0.5, teacher's 0.25: d = log 2; k2 has value 0.2402, gradient 0.6931, k3 0.5 - 1 + 0.6931 = 0.1931
     and 0.5. Of p = 0.25 against 0.5: 0.2402, -0.6931; 2 - 1 - 0.6931 = 0.3069, -1.
     """
-    gap_N = (logprobs_N.detach() - teacher_logprobs_N).clamp(-term.clip, term.clip)
-    slope_N = value_N = gap_N
-    if term.estimator == "k2":
-        value_N = 0.5 * gap_N.square()
-    elif term.estimator == "k3":
-        value_N, slope_N = torch.expm1(-gap_N) + gap_N, -torch.expm1(-gap_N)
-    return with_slope(value_N, slope_N, logprobs_N)
+    kl = KlConfig(estimator=term.estimator, bound=None)
+    return kl_penalty(logprobs_N, teacher_logprobs_N, kl, limit=term.clip)
 
 
 def value_loss(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float | None) -> Tensor:

@@ -37,12 +37,11 @@ from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Rat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossTerms:
-    """`loss` carries the gradient. `sums` and `maxima` are detached scalars by the names of
-    `MicroBatchMetrics`: sums over tokens, and largest values."""
+    """`loss` carries the gradient. `sums` are detached scalars by the names of `MicroBatchMetrics`: sums over
+    tokens, and largest values (`*_max`)."""
 
     loss: Tensor
     sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
     expert_counts: Sequence[Tensor] = ()
     """Tokens of each expert, [E] for each mixture layer whose routing is there."""
 
@@ -102,7 +101,7 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
     loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
     sums |= _sums(tokens, importance, result)
-    return LossTerms(loss, sums, _maxima(tokens, importance), expert_counts(tokens.routing))
+    return LossTerms(loss, sums, expert_counts(tokens.routing))
 
 
 def _weights(
@@ -167,12 +166,6 @@ def _sums(tokens: Tokens, importance: Importance, surrogate: Surrogate) -> dict[
         "raw_weight_sum": importance.raw_N.sum(),
         "raw_weight_square_sum": importance.raw_N.square().sum(),
         "mismatch_sum": gap_N.abs().sum(),
-    }
-
-
-@torch.no_grad()
-def _maxima(tokens: Tokens, importance: Importance) -> dict[str, Tensor]:
-    return {
         "weight_max": importance.weights_N.max(),
-        "mismatch_max": (tokens.logprobs_N - tokens.rollout_logprobs_N).abs().max(),
+        "mismatch_max": gap_N.abs().max(),
     }

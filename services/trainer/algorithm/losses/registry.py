@@ -14,10 +14,9 @@ import torch
 
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.algorithm.losses.covariance import clip_cov, kl_cov
 from tidemill.services.trainer.algorithm.losses.divergence import dppo_kl, dppo_tv
 from tidemill.services.trainer.algorithm.losses.sequences import gmpo, vespo
-from tidemill.services.trainer.algorithm.losses.surrogates import cispo, gspo, ppo, reinforce, sapo
+from tidemill.services.trainer.algorithm.losses.surrogates import cispo, gspo, kl_cov, ppo, reinforce, sapo
 from tidemill.services.trainer.algorithm.losses.tokens import Ratio, Surrogate, unclipped
 from tidemill.services.trainer.algorithm.users_function import contained, load_users_function
 
@@ -33,7 +32,7 @@ _BY_NAME: dict[str, SurrogateFunction] = {
     "sapo": sapo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
-    "clip_cov": clip_cov,
+    "clip_cov": ppo,
     "kl_cov": kl_cov,
     "gmpo": gmpo,
     "vespo": vespo,

@@ -85,13 +85,12 @@ def total_metrics(parts: Sequence[LossTerms]) -> MicroBatchMetrics:
     """Join the terms of tiles; the only point where the host waits for the device."""
     if not parts:
         return MicroBatchMetrics()
-    sums = torch.stack([torch.stack([value.double() for value in part.sums.values()]) for part in parts])
-    maxima = torch.stack([torch.stack([v.double() for v in part.maxima.values()]) for part in parts])
-    totals = dict(zip(parts[0].sums, sums.sum(0).tolist(), strict=True))
+    tiles = torch.stack([torch.stack([value.double() for value in part.sums.values()]) for part in parts])
+    totals = zip(parts[0].sums, tiles.sum(0).tolist(), tiles.amax(0).tolist(), strict=True)
+    values = {name: largest if name.endswith("_max") else total for name, total, largest in totals}
     layers = zip(*(part.expert_counts for part in parts), strict=True)
     counts = tuple(tuple(torch.stack(layer).sum(0).tolist()) for layer in layers)
-    largest = dict(zip(parts[0].maxima, maxima.amax(0).tolist(), strict=True))
-    return MicroBatchMetrics(**totals, **largest, expert_counts=counts)
+    return MicroBatchMetrics(**values, expert_counts=counts)
 
 
 def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:

@@ -8,13 +8,10 @@ order: they agree on the number of forward passes, and a rank with fewer adds pa
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgpack
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,12 +20,11 @@ from transformers import PreTrainedModel
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
-from tidemill.common.wire.arrays import Float32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.compiling import layers_of
-from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
+from tidemill.services.trainer.policy.forward import Scores, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.host_share import take_share
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.head import Scaling
@@ -39,8 +35,8 @@ from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, Shard
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_options
+from tidemill.services.trainer.weights.peers import Peers, pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
-from tidemill.services.trainer.weights.shard_writer import Peers
 from tidemill.services.trainer.weights.store import model_tensors
 
 
@@ -200,8 +196,8 @@ class RankPolicy(TransformersPolicy):
         for _ in range(max(map(len, plans)) - len(plan)):
             self._pass_nothing()
         self._holds_gradients = self._reduces_once
-        parts = self._ranks.gather(msgpack.packb(asdict(metrics)))
-        return sum((MicroBatchMetrics(**msgpack.unpackb(part)) for part in parts), MicroBatchMetrics())
+        parts = self._ranks.gather(pack(metrics))
+        return sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
 
     def _reduce_gradients(self, wanted: bool) -> None:
         """Whether backward passes from now on sum gradients over the ranks, or each rank keeps its own."""
@@ -242,7 +238,7 @@ class RankPolicy(TransformersPolicy):
         scorer: TokenScorer,
         temperature: float,
         head: ValueHead | None = None,
-    ) -> ScoredSamples:
+    ) -> list[Scores]:
         """This rank's share, gathered with the others'."""
         shares = split_samples(samples, self._ranks.size)
         counts = [len(self._plan_scored([samples[i] for i in share])) for share in shares]
@@ -252,35 +248,24 @@ class RankPolicy(TransformersPolicy):
             scores = scorer.score(NOTHING, temperature, keep_hidden=head is not None and head.reads_policy)
             if head is not None:
                 head(NOTHING, scores.hidden_NH)
-        nothing: list[Float32 | None] = [None] * len(samples)
-        found = ScoredSamples(list(nothing), list(nothing), nothing)
-        own = [[_packed(column[i]) for column in scored] for i in range(len(mine))]
-        for share, part in zip(shares, self._ranks.gather(msgpack.packb(own)), strict=True):
-            for i, cells in zip(share, msgpack.unpackb(part), strict=True):
-                for column, cell in zip(found, cells, strict=True):
-                    column[i] = None if cell is None else np.frombuffer(cell[1], dtype=cell[0])
+        found: list[Scores] = [{}] * len(samples)
+        for share, part in zip(shares, self._ranks.gather(pack(scored)), strict=True):
+            for i, scores in zip(share, unpack(part), strict=True):
+                found[i] = scores
         return found
 
     @property
     def peers(self) -> Peers:
         return self._ranks
 
-    def save_weights(self, folder: Path) -> list[Path]:
-        """Batched by all, written by rank 0."""
-        if self._ranks.is_leader:
-            return super().save_weights(folder)
-        self._save_adapters(folder)
-        self.join_export()
-        return []
-
     def join_export(self) -> None:
         """What rank 0 gathers in `named_parameters_for_export`."""
         for _ in self.named_parameters_for_export():
             pass
 
-    def load_state(self, source: PolicyState | Path) -> None:
+    def load_state(self, folder: Path) -> None:
         """Each rank its shard; returns when all have theirs."""
-        super().load_state(source)
+        super().load_state(folder)
         self._ranks.meet()
 
     def own_state(self) -> PolicyState:
@@ -310,10 +295,6 @@ def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) ->
         return config.sum_gradients != "micro_batch"
     num_bytes = 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     return num_bytes <= torch.cuda.get_device_properties(ranks.device).total_memory / 4
-
-
-def _packed(values: Float32 | None) -> tuple[str, bytes] | None:
-    return None if values is None else (str(values.dtype), values.tobytes())
 
 
 def split_samples(samples: Sequence[Sample], size: int) -> list[list[int]]:

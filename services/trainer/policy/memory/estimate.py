@@ -7,13 +7,13 @@ beside it, or what starting takes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.attention import head_size, layer_configs
 from tidemill.services.trainer.policy.head import GPU_ELEMENTS
-from tidemill.services.trainer.policy.memory.sizes import Model, ModelSizes
+from tidemill.services.trainer.policy.memory.sizes import ModelSizes
 from tidemill.services.trainer.policy.offload import PLACES, SLICE
 
 GIB = float(1 << 30)
@@ -29,38 +29,33 @@ PINNED = 4.0 / 3.0
 """What torch takes of a host for a pinned tensor, on average: sizes are rounded up to powers of two."""
 
 Parts = Mapping[str, float]
+NOTHING: Parts = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What one device takes, by what it is for."""
+    """What one device takes, by what it is for: the parts of its peak."""
 
-    always: Parts
-    training: Parts = field(default_factory=dict)
-    scoring: Parts = field(default_factory=dict)
-    starting: Parts = field(default_factory=dict)
-    """In place of all others."""
+    parts: Parts
+    peak: float
+    """The most at any time."""
+    running: float
+    """The most within a step."""
 
-    def as_json(self) -> dict[str, Any]:
-        return {"parts": dict(self.largest), "peak": self.peak, "running": self.running}
 
-    @property
-    def running(self) -> float:
-        """The peak of a step."""
-        return sum(self.always.values()) + max(sum(self.training.values()), sum(self.scoring.values()))
+def make_take(
+    always: Parts, training: Parts = NOTHING, scoring: Parts = NOTHING, starting: Parts = NOTHING
+) -> Take:
+    """With what is `always` there, the larger of what training and scoring take beside it; what `starting`
+    takes is in place of all others."""
+    beside: Parts = max((training, scoring), key=_total)
+    running = {**always, **beside}
+    parts: Parts = max((running, starting), key=_total)
+    return Take(parts, _total(parts), _total(running))
 
-    @property
-    def peak(self) -> float:
-        """The most at any time."""
-        return max(self.running, sum(self.starting.values()))
 
-    @property
-    def largest(self) -> Parts:
-        """The parts of the peak."""
-        if sum(self.starting.values()) > self.running:
-            return self.starting
-        is_training = sum(self.training.values()) >= sum(self.scoring.values())
-        return {**self.always, **(self.training if is_training else self.scoring)}
+def _total(parts: Parts) -> float:
+    return sum(parts.values())
 
 
 def usable(gpu_bytes: float) -> float:
@@ -78,20 +73,12 @@ def num_trained(config: RunConfig, sizes: ModelSizes) -> int:
     return sizes.parameters if lora is None else sizes.adapters_per_rank * lora.rank
 
 
-def sums_once(config: RunConfig, trained: int, gpu_bytes: float) -> bool:
-    """As `rank_policy.reduces_once`: whether a rank holds the gradients of whole layers until an update."""
-    trainer = config.trainer
-    if trainer.num_ranks == 1 or trainer.sum_gradients == "micro_batch":
-        return False
-    return trainer.sum_gradients == "update" or 4 * trained <= gpu_bytes / 4
-
-
 def trainer_take(
-    config: RunConfig, model: Model, gpu_bytes: float, num_tokens: int, recomputed: bool
+    config: RunConfig, sizes: ModelSizes, gpu_bytes: float, num_tokens: int, recomputed: bool
 ) -> Take:
     """A GPU of the trainer with forward passes of `num_tokens`, or of the longest sequence where that is
     more."""
-    trainer, sizes = config.trainer, model.sizes
+    trainer = config.trainer
     num_tokens = max(num_tokens, config.model.max_model_len)
     shards = trainer.shard_ranks or trainer.num_ranks
     trained = num_trained(config, sizes)
@@ -110,7 +97,12 @@ def trainer_take(
     scoring = {"held weights, swapped": 4.0 * trained / shards} if holds else {}
     if trainer.lora is not None:
         scoring["merged weights of an export"] = float(element_bytes(config) * sizes.parameters) / shards
-    return Take(states, training, scoring, _starting(config, sizes, shards, trained, has_critic))
+    starting = {}
+    if sizes.is_read_whole:
+        starting["whole model in float32, before it is split"] = 4.0 * sizes.parameters
+        if shards > 1 and (trainer.algorithm.needs_reference or has_critic):
+            starting["its copy"] = 4.0 * sizes.parameters
+    return make_take(states, training, scoring, starting)
 
 
 def _states(
@@ -131,7 +123,9 @@ def _states(
         parts["AdamW moments"] = min(passing, parts["AdamW moments"])
     if width == 2:
         parts["version before, for deltas"] = 2.0 * count / shards
-    if sums_once(config, trained, gpu_bytes):
+    # As `rank_policy.reduces_once` decides.
+    is_small = trainer.sum_gradients == "auto" and 4 * trained <= gpu_bytes / 4
+    if trainer.num_ranks > 1 and (is_small or trainer.sum_gradients == "update"):
         parts["gradients until an update"] = 4.0 * trained
     if algorithm.needs_reference and trainer.lora is None:
         size = 2.0 if algorithm.reference.dtype == "bfloat16" else 4.0
@@ -160,22 +154,9 @@ def _logits(sizes: ModelSizes, num_tokens: int, width: int) -> float:
     """As `head.py` states it: chunks, the head's matrix, hidden states and their gradient."""
     elements = min(num_tokens * sizes.vocabulary, GPU_ELEMENTS)
     each = 16 if sizes.has_capped_logits else 12
-    return float(each * elements + (width + 4) * sizes.head + 2 * 4 * num_tokens * sizes.hidden)
-
-
-def _starting(
-    config: RunConfig, sizes: ModelSizes, shards: int, trained: int, has_critic: bool
-) -> dict[str, float]:
-    """What is only there before the model is split. A rank reads its own shard into its place, where it is
-    known which that is; one rank halves the weights under its adapters when it has them."""
-    if not sizes.is_read_whole and (shards > 1 or config.trainer.lora is None):
-        return {}
-    parts = {"whole model in float32, before it is split": 4.0 * sizes.parameters}
-    if shards > 1 and (config.trainer.algorithm.needs_reference or has_critic):
-        parts["its copy"] = 4.0 * sizes.parameters
-    if config.trainer.lora is not None:
-        parts["adapters"] = 4.0 * trained
-    return parts
+    return float(
+        each * elements + (width + 4) * sizes.vocabulary * sizes.hidden + 2 * 4 * num_tokens * sizes.hidden
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,24 +169,21 @@ class EngineTake:
     """For the KV cache, within `gpu_memory_utilization`."""
     sequence: float
     """KV cache of a sequence of `max_model_len`."""
-
-    @property
-    def num_sequences(self) -> int:
-        """Of that length that fit at once."""
-        return max(0, int(self.room // self.sequence)) if self.sequence else 0
+    num_sequences: int
+    """Of that length that fit at once."""
 
 
-def engine_take(config: RunConfig, model: Model, gpu_bytes: float, ways: int | None = None) -> EngineTake:
-    """A GPU of a vLLM engine that `ways` GPUs hold together; null takes those of the config."""
-    vllm, sizes, width = config.rollout.vllm, model.sizes, element_bytes(config)
-    ways = ways or vllm.tensor_parallel_size
+def engine_take(config: RunConfig, sizes: ModelSizes, gpu_bytes: float, ways: int) -> EngineTake:
+    """A GPU of a vLLM engine that `ways` GPUs hold together."""
+    vllm, width = config.rollout.vllm, element_bytes(config)
     parts = {
         "weights": float(width * sizes.parameters) / ways,
         "activations and graphs": ENGINE_WORK_BYTES,
         "logits": 8.0 * config.rollout.max_num_seqs * sizes.vocabulary,
     }
     room = vllm.gpu_memory_utilization * gpu_bytes - sum(parts.values())
-    return EngineTake(parts, room, kv_bytes(model.config, config.model.max_model_len, width, ways))
+    sequence = kv_bytes(sizes.config, config.model.max_model_len, width, ways)
+    return EngineTake(parts, room, sequence, max(0, int(room // sequence)) if sequence else 0)
 
 
 def kv_bytes(config: Any, length: int, width: int, ways: int = 1) -> float:
@@ -267,4 +245,4 @@ def host_take(
     starting = {}
     if ranks and sizes.is_read_whole:
         starting["whole model in float32, of each rank"] = 4.0 * count * ranks
-    return Take(always, training, starting={**always, **starting} if starting else {})
+    return make_take(always, training, starting={**always, **starting} if starting else {})

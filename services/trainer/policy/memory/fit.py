@@ -1,17 +1,24 @@
-"""Holds what a run takes against a machine's memory, and finds what to set where it does not fit.
+"""`python -m tidemill.services.trainer.policy.memory.fit REQUEST`: whether a run fits into memory.
 
 `choose_passes` is what `auto` means on a GPU: the tokens of a forward pass and whether layers are computed
 again, tried from fast to small. `examine_fit` is what `tidemill check` says; `find_settings` looks for the
 first settings that fit, from what costs least to what changes the training.
+
+The request is JSON: `config`, a whole run's; `machines`, a list of `gpus`, `gpu_bytes` and `host_bytes`; and
+`finds`, whether settings that use all GPUs are looked for, whatever the config's are. The answer has a `Fit`
+for each machine. A process of its own, because it imports torch and transformers.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
+from itertools import product
 from typing import Any
 
 from tidemill.common.config import RunConfig
 from tidemill.common.config.trainer import DEFAULT_TILE_TOKENS, LoraConfig
+from tidemill.common.process.checks import Answer, answer_check
 from tidemill.services.trainer.policy.memory.estimate import (
     ASLEEP_BYTES,
     CONTEXT_BYTES,
@@ -24,7 +31,7 @@ from tidemill.services.trainer.policy.memory.estimate import (
     trainer_take,
     usable,
 )
-from tidemill.services.trainer.policy.memory.sizes import Model
+from tidemill.services.trainer.policy.memory.sizes import ModelSizes, read_model
 
 Settings = dict[str, Any]
 """Fields of the config, and values."""
@@ -64,27 +71,26 @@ class Fit:
     host: Take
     takes_turns: bool
     """Trainer and engines have GPUs in turn."""
-    problems: tuple[str, ...] = ()
-    settings: Settings = field(default_factory=dict)
+    problems: tuple[str, ...]
+    settings: Settings
     """What to set, where that helps."""
 
-    def as_json(self) -> dict[str, Any]:
-        """For another process."""
-        trainer, engine = self.trainer, self.engine
-        changed = {
-            "trainer": trainer and trainer.as_json(),
-            "host": self.host.as_json(),
-            "engine": engine and {**asdict(engine), "num_sequences": engine.num_sequences},
-        }
-        return {item.name: getattr(self, item.name) for item in fields(self)} | changed
+
+def trainer_room(config: RunConfig, gpu_bytes: float, takes_turns: bool, is_shared: bool) -> float:
+    """What the trainer can count on, of a GPU that it may have in turn with an engine, or share with one."""
+    if takes_turns:
+        return usable(gpu_bytes) - ASLEEP_BYTES
+    return usable(gpu_bytes) - (config.rollout.vllm.gpu_memory_utilization * gpu_bytes if is_shared else 0.0)
 
 
-def choose_passes(config: RunConfig, model: Model, gpu_bytes: float, room: float) -> tuple[int, bool, Take]:
+def choose_passes(
+    config: RunConfig, sizes: ModelSizes, gpu_bytes: float, room: float
+) -> tuple[int, bool, Take]:
     """Tokens of a forward pass, whether layers are computed again, and what that takes: the first choice that
     fits into `room`, else the smallest. What the config names is kept."""
-    found = None
-    for num_tokens, recomputed in _choices(config, model):
-        take = trainer_take(config, model, gpu_bytes, num_tokens, recomputed)
+    found: tuple[int, bool, Take] | None = None
+    for num_tokens, recomputed in _choices(config, sizes):
+        take = trainer_take(config, sizes, gpu_bytes, num_tokens, recomputed)
         if found is None or take.running < found[2].running:
             found = (num_tokens, recomputed, take)
         if take.running <= room:
@@ -93,103 +99,97 @@ def choose_passes(config: RunConfig, model: Model, gpu_bytes: float, room: float
     return found
 
 
-def _choices(config: RunConfig, model: Model) -> Iterator[tuple[int, bool]]:
+def _choices(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[int, bool]]:
     """From fast to small. A pass holds the longest sequence anyway."""
     trainer, longest = config.trainer, config.model.max_model_len
-    sizes = [trainer.micro_batch_tokens] if isinstance(trainer.micro_batch_tokens, int) else []
-    if not sizes:
+    tiles = [trainer.micro_batch_tokens] if isinstance(trainer.micro_batch_tokens, int) else []
+    if not tiles:
         size = max(DEFAULT_TILE_TOKENS, longest)
         while size >= max(SMALLEST_TILE, longest):
-            sizes.append(size)
+            tiles.append(size)
             size //= 2
     given = trainer.gradient_checkpointing
-    possible = (False, True) if model.sizes.can_recompute else (False,)
+    possible = (False, True) if sizes.can_recompute else (False,)
     for recomputed in possible if given == "auto" else (given,):
         # Half of the work of a pass is worth more than computing layers again; less is not.
-        limited = sizes[:2] if given == "auto" and not recomputed else sizes
+        limited = tiles[:2] if given == "auto" and not recomputed else tiles
         yield from ((size, recomputed) for size in limited)
 
 
-def examine_fit(config: RunConfig, model: Model, machine: Machine) -> Fit:
+def examine_fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
     """The run as it is configured, with its problems and what to set against them."""
-    fit = _fit(config, model, machine)
+    fit = _fit(config, sizes, machine)
     if not fit.problems:
         return fit
-    found = find_settings(config, model, machine, [{}, *_placements(config, model, machine)])
+    found = find_settings(config, sizes, machine, keeps_placement=True)
     if not found.problems:
         return replace(fit, settings=found.settings)
-    return replace(fit, problems=(*fit.problems, f"the closest that was found: {found.problems[0]}"))
+    return replace(fit, problems=(*fit.problems, f"the last that was tried: {found.problems[0]}"))
 
 
 def find_settings(
-    config: RunConfig, model: Model, machine: Machine, placements: Sequence[Settings] | None = None
+    config: RunConfig, sizes: ModelSizes, machine: Machine, keeps_placement: bool = False
 ) -> Fit:
-    """The run with the first settings with which it fits, else the closest, with its problems. `placements`
-    are tried in turn; null are those that use all GPUs."""
-    closest: Fit | None = None
-    for settings in _settings(config, placements or list(_placements(config, model, machine))):
-        fit = _fit(_changed(config, settings), model, machine)
-        if fit.trainer is not None:
-            chosen = (fit.tokens, fit.recomputed)
-            settings = settings | dict(zip(AUTO, chosen, strict=True))
-        changed = {
-            name: value
-            for name, value in settings.items()
-            if reduce(getattr, name.split("."), config) != value
-        }
-        fit = replace(fit, settings=changed)
+    """The run with the first settings with which it fits, else the last, with its problems: from what costs
+    least to what changes the training, with all GPUs in use; `keeps_placement` tries the config's own ranks
+    and engines first."""
+    placements: list[Settings] = [{}] if keeps_placement else []
+    placements += _placements(config, sizes, machine)
+    settings: Settings = {}
+    for remedies, placement in product(_remedies(config), placements):
+        settings = {**AUTO, **remedies, **placement}
+        fit = _fit(_changed(config, settings), sizes, machine)
         if not fit.problems:
-            return fit
-        if closest is None or (fit.trainer and closest.trainer and fit.trainer.peak < closest.trainer.peak):
-            closest = fit
-    assert closest is not None, "there is always a placement"
-    return closest
+            break
+    if fit.trainer is not None:
+        settings |= dict(zip(AUTO, (fit.tokens, fit.recomputed), strict=True))
+    given = {name: reduce(getattr, name.split("."), config) for name in settings}
+    return replace(fit, settings={n: value for n, value in settings.items() if given[n] != value})
 
 
-def _fit(config: RunConfig, model: Model, machine: Machine) -> Fit:
-    trainer, vllm = config.trainer, config.rollout.vllm
-    trains, generates = trains_on_gpus(config), config.rollout.engine_traits.reserves_gpu_memory
-    ranks, ways = trainer.num_ranks if trains else 0, vllm.tensor_parallel_size
-    engines = config.rollout.workers if generates else 0
+def _fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
+    trainer, rollout, gpu_bytes = config.trainer, config.rollout, machine.gpu_bytes
+    trains, engines = trains_on_gpus(config), num_engines(config)
+    ranks, ways = trainer.num_ranks if trains else 0, rollout.vllm.tensor_parallel_size
+    generates = rollout.engine_traits.reserves_gpu_memory
     is_crowded = machine.gpus == 1 and ranks == 1 and engines == 1 == ways
     turns = ranks > 0 and engines > 0 and takes_turns(config, is_crowded)
-    shares = generates and not turns and (config.rollout.trainer_gpus == "shared" or is_crowded)
-    engine = engine_take(config, model, machine.gpu_bytes) if generates else None
-    room = usable(machine.gpu_bytes)
-    if shares:
-        room -= vllm.gpu_memory_utilization * machine.gpu_bytes
-    if turns:
-        room -= ASLEEP_BYTES
-    tokens, recomputed, take = choose_passes(config, model, machine.gpu_bytes, room)
-    host = _fullest_host(config, model, ranks, engines, ways, turns)
-    fit = Fit(ranks, tokens, recomputed, take if trains else None, engine, engines, ways, host, turns)
-    problems = []
+    shares = generates and not turns and (rollout.trainer_gpus == "shared" or is_crowded)
+    engine = engine_take(config, sizes, gpu_bytes, ways) if generates else None
+    room = trainer_room(config, gpu_bytes, turns, shares)
+    tokens, recomputed, take = choose_passes(config, sizes, gpu_bytes, room)
+    host = _fullest_host(config, sizes, ranks, engines, ways, turns)
+    problems: list[str] = []
     if (wanted := ranks + engines * ways) > machine.gpus and not shares and not turns:
         problems.append(
             f"the run wants {wanted} GPUs ({ranks} for the trainer, {engines * ways} for engines), and there "
             f"are {machine.gpus}"
         )
-    if fit.trainer is not None and fit.trainer.peak > room:
-        problems.append(_trainer_problem(fit, fit.trainer, room, machine, shares))
-    if turns and vllm.gpu_memory_utilization * machine.gpu_bytes > machine.gpu_bytes - 2 * CONTEXT_BYTES:
+    if trains and take.peak > room:
+        again = ", which computes layers again" if recomputed else ""
+        when = "when it starts" if take.peak > take.running else f"with passes of {tokens:,} tokens{again}"
         problems.append(
-            f"rollout.vllm.gpu_memory_utilization {vllm.gpu_memory_utilization:g} leaves less than "
-            f"{_gib(2 * CONTEXT_BYTES)} GiB of {_gib(machine.gpu_bytes)} to a trainer that waits: "
-            "lower it"
+            f"the trainer takes {_gib(take.peak)} GiB of each GPU {when}, where {_gib(max(room, 0.0))} GiB "
+            f"of {_gib(gpu_bytes)} can be used{' beside the engine' if shares else ''}: {_list(take.parts)}"
+        )
+    utilization = rollout.vllm.gpu_memory_utilization
+    if turns and utilization * gpu_bytes > gpu_bytes - 2 * CONTEXT_BYTES:
+        problems.append(
+            f"rollout.vllm.gpu_memory_utilization {utilization:g} leaves less than {_gib(2 * CONTEXT_BYTES)} "
+            f"GiB of {_gib(gpu_bytes)} to a trainer that waits: lower it"
         )
     if engine is not None and engine.num_sequences < 1:
         problems.append(
             f"an engine takes {_gib(sum(engine.parts.values()))} GiB of each of its GPUs ({ways}) without a "
-            f"KV cache; rollout.vllm.gpu_memory_utilization {vllm.gpu_memory_utilization:g} leaves "
-            f"{_gib(engine.room)} GiB for it, and a sequence of {config.model.max_model_len:,} tokens takes "
-            f"{_gib(engine.sequence)}"
+            f"KV cache; rollout.vllm.gpu_memory_utilization {utilization:g} leaves {_gib(engine.room)} GiB "
+            f"for it, and a sequence of {config.model.max_model_len:,} tokens takes {_gib(engine.sequence)}"
         )
-    if machine.host_bytes is not None and fit.host.peak > machine.host_bytes:
+    if machine.host_bytes is not None and host.peak > machine.host_bytes:
         problems.append(
-            f"a host takes {_gib(fit.host.peak)} GiB of its {_gib(machine.host_bytes)}: "
-            f"{_list(fit.host.largest)}"
+            f"a host takes {_gib(host.peak)} GiB of its {_gib(machine.host_bytes)}: {_list(host.parts)}"
         )
-    return replace(fit, problems=tuple(problems))
+    own = take if trains else None
+    return Fit(ranks, tokens, recomputed, own, engine, engines, ways, host, turns, tuple(problems), {})
 
 
 def takes_turns(config: RunConfig, has_one: bool) -> bool:
@@ -198,92 +198,73 @@ def takes_turns(config: RunConfig, has_one: bool) -> bool:
     return asked == "turns" or (has_one and asked == "auto")
 
 
-def _fullest_host(config: RunConfig, model: Model, ranks: int, engines: int, ways: int, turns: bool) -> Take:
-    """Of the first host, which has ranks and on its other GPUs engines, and one that has engines alone."""
-    own = min(ranks, GPUS_OF_A_HOST)
-    beside = min(engines, (GPUS_OF_A_HOST - (0 if turns else own)) // ways)
-    hosts = [(own, beside), (0, min(engines - beside, GPUS_OF_A_HOST // ways))]
-    return max((host_take(config, model.sizes, *host, turns) for host in hosts), key=lambda take: take.peak)
-
-
 def trains_on_gpus(config: RunConfig) -> bool:
     """Whether the trainer has a model, and is not told to train it on the CPU."""
     return config.trainer.policy == "transformers" and not config.trainer.device.startswith("cpu")
 
 
-def _trainer_problem(fit: Fit, take: Take, room: float, machine: Machine, shares: bool) -> str:
-    beside = " beside the engine" if shares else ""
-    where = f"{_gib(max(room, 0.0))} GiB of {_gib(machine.gpu_bytes)} can be used{beside}"
-    if take.peak > take.running:
-        return (
-            f"each GPU of the trainer holds {_gib(take.peak)} GiB when it starts, where {where}: "
-            f"{_list(take.largest)}"
-        )
-    again = ", which computes layers again" if fit.recomputed else ""
-    return (
-        f"the trainer takes {_gib(take.peak)} GiB of each GPU with passes of {fit.tokens:,} tokens{again}, "
-        f"where {where}: {_list(take.largest)}"
-    )
+def num_engines(config: RunConfig) -> int:
+    """Of those that hold memory of GPUs."""
+    return config.rollout.workers if config.rollout.engine_traits.reserves_gpu_memory else 0
 
 
-def _settings(config: RunConfig, placements: Sequence[Settings]) -> Iterator[Settings]:
-    """From what costs least to what changes the training: passes, ranks and engines, moments on the host, the
+def _fullest_host(
+    config: RunConfig, sizes: ModelSizes, ranks: int, engines: int, ways: int, turns: bool
+) -> Take:
+    """Of the first host, which has ranks and on its other GPUs engines, and one that has engines alone."""
+    own = min(ranks, GPUS_OF_A_HOST)
+    beside = min(engines, (GPUS_OF_A_HOST - (0 if turns else own)) // ways)
+    hosts = [(own, beside), (0, min(engines - beside, GPUS_OF_A_HOST // ways))]
+    return max((host_take(config, sizes, *host, turns) for host in hosts), key=lambda take: take.peak)
+
+
+def _remedies(config: RunConfig) -> Iterator[Settings]:
+    """From what costs least to what changes the training: nothing but passes, moments on the host, the
     reference's dtype, adapters."""
     trainer, reference = config.trainer, config.trainer.algorithm.reference
-    dtype = {"trainer.algorithm.reference.dtype": "bfloat16"} if reference.model != "off" else {}
-    steps: list[Settings] = [{}]
-    if trainer.lora is None:
-        if not trainer.offload_optimizer:
-            steps.append({"trainer.offload_optimizer": True})
-        if reference.dtype == "float32" and dtype:
-            steps += [{**step, **dtype} for step in steps]
-        if trainer.algorithm.value.model != "own" and reference.model != "updated":
-            steps.append({"trainer.lora": {}} | dict.fromkeys(dtype, "float32"))
-    for step in steps:
-        yield from ({**AUTO, **step, **placement} for placement in placements)
+    yield {}
+    if trainer.lora is not None:
+        return
+    offload: Settings = {"trainer.offload_optimizer": True}
+    yield offload
+    dtype = "trainer.algorithm.reference.dtype"
+    if reference.model != "off" and reference.dtype == "float32":
+        yield {dtype: "bfloat16"}
+        yield {**offload, dtype: "bfloat16"}
+    if trainer.algorithm.value.model != "own" and reference.model != "updated":
+        yield {"trainer.lora": {}, dtype: "float32"}
 
 
-def _placements(config: RunConfig, model: Model, machine: Machine) -> Iterator[Settings]:
+def _placements(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Iterator[Settings]:
     """Ranks of the trainer and GPUs of an engine: half of the GPUs for each, then more for the trainer. On
     one GPU the engine leaves what the trainer needs."""
-    trains, generates = (
-        trains_on_gpus(config),
-        config.rollout.engine_traits.reserves_gpu_memory and config.rollout.workers > 0,
-    )
+    trains, generates = trains_on_gpus(config), num_engines(config) > 0
+    ways_field, ranks = "rollout.vllm.tensor_parallel_size", {"trainer.shard_ranks": None}
     if machine.gpus == 1:
+        workers = min(1, config.rollout.workers)
+        shared = {**ranks, "trainer.num_ranks": 1, "rollout.workers": workers, ways_field: 1}
         if takes_turns(config, has_one=True) or not (trains and generates):
-            yield _shared(config)
+            yield shared
             return
         for percent in range(80, 5, -5):
-            yield {**_shared(config), "rollout.vllm.gpu_memory_utilization": percent / 100}
-        yield {**_shared(config), "rollout.trainer_gpus": "turns"}
+            yield {**shared, "rollout.vllm.gpu_memory_utilization": percent / 100}
+        yield {**shared, "rollout.trainer_gpus": "turns"}
         return
-    ways = _ways(config, model, machine) if generates else 0
-    half, most = machine.gpus // 2, machine.gpus - ways
-    possible = sorted({n for n in (half, machine.gpus * 3 // 4, most) if 0 < n <= most})
-    for ranks in possible if trains else [0]:
-        placement: Settings = {"trainer.num_ranks": ranks, "trainer.shard_ranks": None} if ranks else {}
+    ways = _ways(config, sizes, machine) if generates else 0
+    most = machine.gpus - ways
+    possible = {n for n in (machine.gpus // 2, machine.gpus * 3 // 4, most) if 0 < n <= most}
+    for count in sorted(possible) if trains else [0]:
+        placement: Settings = {**ranks, "trainer.num_ranks": count} if count else {}
         if generates:
-            placement["rollout.vllm.tensor_parallel_size"] = ways
-            placement["rollout.workers"] = (machine.gpus - ranks) // ways
+            placement |= {ways_field: ways, "rollout.workers": (machine.gpus - count) // ways}
         yield placement
 
 
-def _shared(config: RunConfig) -> Settings:
-    """One GPU for the trainer and an engine."""
-    return {
-        "trainer.num_ranks": 1,
-        "trainer.shard_ranks": None,
-        "rollout.workers": min(1, config.rollout.workers),
-        "rollout.vllm.tensor_parallel_size": 1,
-    }
-
-
-def _ways(config: RunConfig, model: Model, machine: Machine) -> int:
+def _ways(config: RunConfig, sizes: ModelSizes, machine: Machine) -> int:
     """GPUs of an engine: the fewest with enough KV cache, else those with the most."""
-    heads = int(model.config.get_text_config().num_attention_heads)
+    heads = int(sizes.config.get_text_config().num_attention_heads)
     possible = [ways for ways in WAYS if ways < machine.gpus and heads % ways == 0]
-    counts = {ways: engine_take(config, model, machine.gpu_bytes, ways).num_sequences for ways in possible}
+    counts = {ways: engine_take(config, sizes, machine.gpu_bytes, ways).num_sequences for ways in possible}
     most = max(possible, key=counts.__getitem__)
     return next((ways for ways in possible if counts[ways] >= ENOUGH_SEQUENCES), most)
 
@@ -309,3 +290,15 @@ def _list(parts: Parts) -> str:
     total = sum(parts.values())
     shown = sorted(((value, name) for name, value in parts.items() if value >= total / 100), reverse=True)
     return ", ".join(f"{name} {_gib(value)}" for value, name in shown)
+
+
+def report(request: Any) -> Answer:
+    """The answer to one request. Raises ConfigError: the model cannot be measured."""
+    config = RunConfig.model_validate(request["config"])
+    sizes = read_model(config)
+    answer = find_settings if request["finds"] else examine_fit
+    return {"fits": [asdict(answer(config, sizes, Machine(**one))) for one in request["machines"]]}
+
+
+if __name__ == "__main__":
+    sys.exit(answer_check(report))

@@ -10,8 +10,8 @@ import torch
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import write_atomically
-from tidemill.services.trainer.policy.memory.estimate import ASLEEP_BYTES, GIB, usable
-from tidemill.services.trainer.policy.memory.fit import choose_passes
+from tidemill.services.trainer.policy.memory.estimate import GIB
+from tidemill.services.trainer.policy.memory.fit import choose_passes, num_engines, trainer_room
 from tidemill.services.trainer.policy.memory.sizes import read_model
 from tidemill.services.trainer.policy.model_loading import pick_device
 
@@ -34,20 +34,17 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
     if config.trainer.micro_batch_tokens == "auto" and (recorded := _recorded_tokens(folder)):
         config = _with_passes(config, micro_batch_tokens=recorded)
     try:
-        model = read_model(config)
+        sizes = read_model(config)
     except ConfigError as error:
         log.warning("passes are not fitted to the GPU's memory", reason=str(error))
         return config
     gpu_bytes = float(torch.cuda.get_device_properties(device).total_memory)
-    room = usable(gpu_bytes)
-    rollout = config.rollout
-    if rollout.trainer_gpus == "turns":
-        room -= ASLEEP_BYTES
-    elif rollout.trainer_gpus == "shared" and rollout.engine_traits.reserves_gpu_memory and rollout.workers:
-        room -= rollout.vllm.gpu_memory_utilization * gpu_bytes
-    tokens, recomputed, take = choose_passes(config, model, gpu_bytes, room)
-    told = log.info if take.running <= room else log.warning
-    told(
+    placed = config.rollout.trainer_gpus
+    is_shared = placed == "shared" and num_engines(config) > 0
+    room = trainer_room(config, gpu_bytes, placed == "turns", is_shared)
+    tokens, recomputed, take = choose_passes(config, sizes, gpu_bytes, room)
+    report = log.info if take.running <= room else log.warning
+    report(
         "passes are fitted to the GPU's memory",
         micro_batch_tokens=tokens,
         gradient_checkpointing=recomputed,

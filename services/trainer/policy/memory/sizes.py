@@ -41,10 +41,9 @@ class ModelSizes:
     """Of the largest layer."""
     root: int
     """Outside of the layers: embeddings, last norm, output head."""
-    head: int
-    """The matrix of the output head."""
     vocabulary: int
     hidden: int
+    """Rows and columns of the output head's matrix."""
     linears: int
     """Matrices of linear layers that are not the embeddings."""
     adapters_per_rank: int
@@ -56,10 +55,7 @@ class ModelSizes:
     """Kept of a token for the backward pass, in all layers."""
     layer_bytes: float
     """The same in the layer that keeps the most."""
-    input_bytes: float
-    """Of a token: the layers' inputs, all that is kept of them where they are computed again."""
-    rest_bytes: float
-    """Kept of a token outside of the layers: the last norm."""
+    num_layers: int
     copied_bytes: float
     """Kept whatever the number of tokens: weights in the dtype of the products."""
     router_logits: int = 0
@@ -67,23 +63,18 @@ class ModelSizes:
     is_read_whole: bool = False
     """Whether every rank reads the whole model before it is split: it is not clear which elements of its
     files a rank's shard is (`weights/pretrained.py`)."""
+    config: Any = None
+    """What they were counted of."""
 
     def kept_bytes(self, num_tokens: int, recomputed: bool) -> float:
-        """At the beginning of the backward pass, without copies; with `recomputed` layers, when the first of
-        them has been computed again."""
-        layers = self.input_bytes + self.layer_bytes if recomputed else self.layers_bytes
-        return num_tokens * (layers + self.rest_bytes)
+        """At the beginning of the backward pass, without copies; with `recomputed` layers, of which only
+        their inputs are kept, when the first of them has been computed again."""
+        inputs, last_norm = float(WIDE * self.num_layers * self.hidden), 2.0 * WIDE * self.hidden
+        layers = inputs + self.layer_bytes if recomputed else self.layers_bytes
+        return num_tokens * (layers + last_norm)
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model as the estimate knows it."""
-
-    sizes: ModelSizes
-    config: PreTrainedConfig
-
-
-def read_model(config: RunConfig) -> Model:
+def read_model(config: RunConfig) -> ModelSizes:
     """The sizes of `model.path`, of which config.json alone is read.
 
     Raises:
@@ -96,7 +87,7 @@ def read_model(config: RunConfig) -> Model:
         raise ConfigError(f"model.path: {config.model.path} has no config.json to read: {reason}") from None
     model = build_on_meta(found, attention_on_gpus(found))
     dtype, row_tokens = compute_dtype(config.model), config.model.max_model_len
-    return Model(count_sizes(model, dtype, row_tokens, config.trainer.lora), found)
+    return count_sizes(model, dtype, row_tokens, config.trainer.lora)
 
 
 def build_on_meta(config: PreTrainedConfig, attention: Any = None) -> PreTrainedModel:
@@ -134,7 +125,7 @@ def count_sizes(
     """
     text, blocks = model.config.get_text_config(), layers_of(model)
     of_text = set(model.get_decoder().modules())
-    width, hidden = dtype.itemsize, int(text.hidden_size)
+    width = dtype.itemsize
     scores = _scores(text, width, row_tokens)
     layers = [
         scores + sum(_kept(module, text, width) for module in block.modules())
@@ -164,7 +155,6 @@ def count_sizes(
         parameters=total,
         layer=max(_count(block.parameters()) for block in blocks),
         root=total - inside,
-        head=head.numel(),
         vocabulary=head.shape[0],
         hidden=head.shape[1],
         linears=sum(module.weight.numel() for module in linears.values()),
@@ -173,12 +163,12 @@ def count_sizes(
         has_capped_logits=getattr(text, "final_logit_softcapping", None) is not None,
         layers_bytes=sum(layers),
         layer_bytes=max(layers),
-        input_bytes=float(WIDE * len(layers) * hidden),
-        rest_bytes=2.0 * WIDE * hidden,
+        num_layers=len(layers),
         # In float32 a product reads the weight itself.
         copied_bytes=float(width * matrices) if width < WIDE else 0.0,
         router_logits=sum(len(next(router.parameters(), ())) for router in find_routers(model)),
         is_read_whole=bool(plan_export(model, model_tensors(model), torch.float32).converted),
+        config=model.config,
     )
 
 

@@ -20,10 +20,10 @@ from tidemill.common.config import ArchiveConfig
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import LockedError
 from tidemill.common.history import History, StreamName
-from tidemill.common.history.records import read_trajectories
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, Garbled, decoded, trim_before
 from tidemill.common.wire.messages import Commit
+from tidemill.services.console.records.joins import read_trajectories
 
 DEATHS = {
     "in the middle of a file": "widen",

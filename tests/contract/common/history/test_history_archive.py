@@ -10,9 +10,9 @@ from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.history import ALL, History, Record, Selection, StreamName
-from tidemill.common.history.records import read_group
 from tidemill.common.streams import append, id_after, trim_before
 from tidemill.common.wire.messages import Commit, Score, ScoreStatus
+from tidemill.services.console.records.joins import read_group
 
 SELECTIONS = {
     "all": ALL,

@@ -9,9 +9,8 @@ from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import make_client
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import Consumer, append
-from tidemill.common.wire.keys import REWARD_GROUP, Keys
-from tidemill.common.wire.messages import Trajectory
+from tidemill.common.streams import append
+from tidemill.common.wire.keys import Keys
 
 LEASE_S = 2.0
 
@@ -24,18 +23,8 @@ async def test_a_loop_that_stands_still_loses_no_lease_and_what_it_did_is_named(
     broker: Broker, keys: Keys, redis_server: EmbeddedRedis
 ) -> None:
     lease_keeper = LeaseKeeper(lambda: Broker(make_client(redis_server.url)))
-    mine = Consumer(
-        broker,
-        keys.trajectories(),
-        REWARD_GROUP,
-        "mine",
-        Trajectory,
-        lease_s=LEASE_S,
-        dead_key=keys.dead,
-        lease_keeper=lease_keeper,
-    )
     lease_keeper.start()
-    async with mine:
+    async with make_consumer(broker, keys, "mine", LEASE_S, lease_keeper=lease_keeper) as mine:
         await append(broker, keys.trajectories(), make_trajectory(1))
         (held,) = await mine.fetch(1, 1.0)
         hold_up_the_loop()

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.support.consumers import make_consumer, make_score
+from tests.support.consumers import make_commit, make_consumer, make_score
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
@@ -34,10 +34,6 @@ async def refusal(url: str) -> str:
     assert caught.value.exit_code == 2
     assert SECRET not in str(caught.value)
     return str(caught.value)
-
-
-def make_commit(step: int, digest: str = "") -> Commit:
-    return Commit(step=step, version=step + 1, mini_batches=(), groups=(), digest=digest)
 
 
 @pytest.mark.parametrize(

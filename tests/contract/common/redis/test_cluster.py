@@ -11,6 +11,7 @@ from redis.crc import key_slot
 from rq import Queue
 from rq.serializers import JSONSerializer
 
+from tests.support.consumers import make_consumer
 from tests.support.letters import make_ticket
 from tests.support.servers import RedisServer, free_port, newest_server
 from tests.support.trajectories import make_trajectory
@@ -18,21 +19,15 @@ from tidemill.common.errors import BrokerError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.run.state import known_runs
-from tidemill.common.streams import Consumer, OffsetReader, append, append_missing, length
-from tidemill.common.wire.keys import REWARD_GROUP, RQ_STATES, RUNS, Keys
+from tidemill.common.streams import OffsetReader, append, append_missing, length
+from tidemill.common.wire.keys import RQ_STATES, RUNS, Keys
 from tidemill.common.wire.messages import Trajectory
 
 pytestmark = pytest.mark.skipif(
     not newest_server() or shutil.which("redis-cli") is None, reason="no redis-server, or no redis-cli"
 )
-OPTIONS = [
-    "--cluster-enabled",
-    "yes",
-    "--cluster-node-timeout",
-    "1000",
-    "--cluster-replica-validity-factor",
-    "0",
-]
+OPTIONS = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"]
+OPTIONS += ["--cluster-replica-validity-factor", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +60,6 @@ def runs_apart() -> list[Keys]:
     return [third[number] for number in range(3) if number != of_runs]
 
 
-def consumer_of(broker: Broker, keys: Keys) -> Consumer[Trajectory]:
-    return Consumer(
-        broker, keys.trajectories(), REWARD_GROUP, "w", Trajectory, lease_s=60, dead_key=keys.dead
-    )
-
-
 async def test_two_runs_and_their_jobs_share_a_cluster_and_outlive_a_primary(nodes, url):
     broker, runs = await Broker.connect(url), runs_apart()
     for keys in runs:
@@ -79,7 +68,7 @@ async def test_two_runs_and_their_jobs_share_a_cluster_and_outlive_a_primary(nod
     assert await known_runs(broker) == sorted(keys.run_id for keys in runs)
 
     async def score(keys: Keys, count: int) -> None:
-        async with consumer_of(broker, keys) as consumer:
+        async with make_consumer(broker, keys) as consumer:
             await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(count)))
             while count:
                 held = await consumer.fetch(2, 0.2)

@@ -4,14 +4,13 @@ import asyncio
 
 import pytest
 
+from tests.support.consumers import make_consumer
 from tests.support.servers import SentinelPair, newest_server
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import BrokerError, UnreachableError
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, append, length
-from tidemill.common.wire.keys import REWARD_GROUP
-from tidemill.common.wire.messages import Trajectory
+from tidemill.common.streams import append, length
 
 SECRET = "correct-horse"
 
@@ -27,10 +26,7 @@ def pair(tmp_path):
 async def test_commands_and_scripts_follow_the_master(pair, keys):
     broker = await Broker.connect(pair.url)
     await append(broker, keys.trajectories(), make_trajectory(1))
-    consumer = Consumer(
-        broker, keys.trajectories(), REWARD_GROUP, "w", Trajectory, lease_s=60, dead_key=keys.dead
-    )
-    async with consumer:
+    async with make_consumer(broker, keys) as consumer:
         held = await consumer.fetch(1, 0.1)
         await wait_until(pair.is_replicated)
         pair.master.kill()
@@ -45,10 +41,7 @@ async def test_commands_and_scripts_follow_the_master(pair, keys):
 async def test_an_orderly_failover_moves_everybody_while_the_old_master_lives(pair, keys):
     """The old master goes on as a replica: writes and blocking reads must not stay with it."""
     broker = await Broker.connect(pair.url)
-    consumer = Consumer(
-        broker, keys.trajectories(), REWARD_GROUP, "w", Trajectory, lease_s=60, dead_key=keys.dead
-    )
-    async with consumer:
+    async with make_consumer(broker, keys) as consumer:
         waiting = asyncio.create_task(consumer.fetch(1, 5.0))
         await wait_until(pair.is_replicated)
         await wait_until(pair.fails_over)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis import exceptions as redis_errors
 
-from tests.support.consumers import make_consumer
+from tests.support.consumers import make_commit, make_consumer
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
@@ -17,10 +17,6 @@ from tidemill.common.run.state import read_state, update_state
 from tidemill.common.streams import Consumer, Delivery, Entry, Garbled, OffsetReader
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Lane, Score, ScoreStatus, Trajectory
-
-
-def make_commit(step: int, digest: str = "") -> Commit:
-    return Commit(step=step, version=step + 1, mini_batches=(), groups=(step,), digest=digest)
 
 
 def messages_of(entries: list[Any]) -> list[Any]:
@@ -191,8 +187,7 @@ async def test_a_group_is_created_once_and_tells_where_it_stands(broker, keys):
     await streams.ensure_group(broker, key, REWARD_GROUP)
     assert await streams.group_status(broker, key, "other") is None
     ids = await streams.append(broker, key, *map(make_trajectory, range(3)))
-    consumer = Consumer(broker, key, REWARD_GROUP, "w", Trajectory, lease_s=30.0, dead_key=keys.dead)
-    await consumer.fetch(2, 0)
+    await make_consumer(broker, keys).fetch(2, 0)
     status = await streams.group_status(broker, key, REWARD_GROUP)
     assert status is not None
     assert (status.pending, status.last_delivered, status.consumers) == (2, ids[1], 1)

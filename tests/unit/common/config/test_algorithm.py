@@ -35,7 +35,6 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
             "a whole second model",
         ),
         ({"kl": {"place": "loss"}}, {}, "needs a reference model"),
-        ({"kl": {"place": "reward"}}, {}, "set reference.model to frozen or updated"),
         ({"kl": {"place": "reward"}, **FROZEN}, FILTERED, "put the penalty into the loss"),
         ({**ROLLOUT}, FILTERED, "trainer.algorithm.old_logprobs: rollout would clip"),
         (
@@ -43,7 +42,6 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
             FILTERED,
             "bounds.seq_mean_k1 would reject",
         ),
-        ({"correction": "decoupled_geo_rs"}, FILTERED, "bounds.seq_mean_k1 would reject"),
         ({"importance": {"level": "sequence"}}, FILTERED, "importance.level: sequence would multiply"),
         (
             {"importance": {"mode": "mask", "level": "geometric", "low": 0.99, "high": 1.01}},
@@ -51,16 +49,8 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
             "importance.level: geometric would multiply",
         ),
         ({"loss": "gspo"}, {}, "importance.level: token would weigh or mask single tokens"),
-        (
-            {"loss": "gspo", "importance": {"mode": "mask"}},
-            {"trainer": {"mini_batches": 2}},
-            "take level sequence or geometric",
-        ),
-        ({"loss": "gspo", "importance": {"level": "sequence"}}, {}, "always 1 with one update a step"),
         ({"loss": "sapo"}, {}, "always 1 with one update a step"),
-        ({"loss": "dppo_tv"}, {}, "always 1 with one update a step"),
         ({"kl": {"place": "reward", "estimator": "k3+"}, **FROZEN}, {}, "is k3 with another gradient"),
-        ({"kl": {"place": "reward", "estimator": "corrected_k3"}, **FROZEN}, {}, "kl.place: loss"),
         ({"rejection": {"bounds": {"seq_mean_k1": [1.1, 2.0]}}}, {}, "bounds: seq_mean_k1"),
         ({"rejection": {"bounds": {"token_k2": 0.0}}}, {}, "bounds: token_k2"),
         ({"loss": "gspo", "rejection": {"bounds": {"token_k1": 2.0}}, **ROLLOUT}, {}, "single tokens of it"),
@@ -76,23 +66,15 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ),
         ({"loss": "gspo", "top_entropy_quantile": 0.2, **ROLLOUT}, {}, "gradient reaches all its tokens"),
         ({"top_entropy_quantile": 0.0}, {}, "top_entropy_quantile"),
-        ({"loss": "gmpo", "importance": {"mode": "off"}}, {}, "always 1 with one update a step"),
         ({"loss": "vespo"}, {}, "set `old_logprobs: rollout`"),
-        ({"loss": "kl_cov"}, {}, "always 1 with one update a step"),
-        ({"loss": "clip_cov", "covariance": {"low": 5.0}}, {}, "must be below covariance.high"),
+        ({"loss": "clip_cov", "covariance": {"low": 5.0}}, {}, "must be below high"),
         ({"dual_clip": 3.0}, {}, "always 1 with one update a step"),
         ({"dual_clip": 1.0, **ROLLOUT}, {}, "dual_clip: input should be greater than 1"),
         ({"dual_clip": 1.2, **ROLLOUT}, {}, "must exceed 1 + clip_high (1.28)"),
         ({"dual_clip": 3.0, "loss": "cispo", **ROLLOUT}, {}, "cispo has no use for it"),
-        ({"loss": "cispo"}, {}, "set `old_logprobs: rollout`"),
         ({"loss": "reinforce"}, {"trainer": {"passes": 2}}, "how far later passes have moved"),
-        ({"loss": "reinforce", **ROLLOUT}, {}, "would leave staleness uncorrected"),
         ({"importance": {"mode": "mask"}, **ROLLOUT}, {}, "would weigh every token twice"),
-        (
-            {"loss": "gspo", "advantage": "gae", **ROLLOUT},
-            {},
-            "needs one advantage for it",
-        ),
+        ({"loss": "gspo", "advantage": "gae", **ROLLOUT}, {}, "needs one advantage for it"),
         (
             {
                 "loss": "gspo",
@@ -204,7 +186,8 @@ def test_every_name_of_the_config_has_a_function_behind_it():
     for name in LOSSES:
         level = {"level": "sequence"} if LOSSES[name].level == "sequence" else {}
         old = "rollout" if LOSSES[name].weighs_by_rollout else "recompute"
-        assert find_loss(AlgorithmConfig(loss=name, importance=level, old_logprobs=old)).__name__ == name
+        found = find_loss(AlgorithmConfig(loss=name, importance=level, old_logprobs=old))
+        assert found.__name__ == ("ppo" if name == "clip_cov" else name)
 
 
 def test_the_docs_tell_of_every_name_in_the_table():

@@ -41,13 +41,6 @@ def test_without_an_address_the_variable_is_named(monkeypatch):
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", "", "redis"])
-async def test_an_address_of_the_wrong_form_is_a_broker_error(url, monkeypatch):
-    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
-    with pytest.raises(BrokerError, match="TIDEMILL_REDIS_URL"):
-        await Broker.connect(url)
-
-
 @pytest.mark.parametrize(
     "error",
     [

@@ -63,28 +63,6 @@ def test_verls_columns_are_read_from_either_format(tmp_path: Path, write: Any) -
     assert second.origin == f"{path} {'line 2' if write is write_jsonl else 'row 1'}"
 
 
-def test_a_prompt_may_be_text_and_the_truth_a_column_of_its_own(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", {"problem": "1+1=", "ground_truth": 2, "level": 3})
-    assert read_dataset(path) == [Row("1+1=", "", 2, {"level": 3}, 0, f"{path} line 1")]
-
-
-def test_the_solution_of_a_dataset_for_trl_is_its_truth_and_stays_a_column(tmp_path: Path) -> None:
-    (row,) = read_dataset(write_jsonl(tmp_path / "a.jsonl", {"prompt": "1+1?", "solution": "$2$"}))
-    assert (row.prompt, row.ground_truth, row.extra) == ("1+1?", "$2$", {"solution": "$2$"})
-
-
-def test_extra_info_wins_over_a_column_of_the_same_name(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", {**VERL, "index": 7})
-    assert read_dataset(path)[0].extra["index"] == 0
-
-
-def test_a_null_truth_is_for_rewards_that_need_none(tmp_path: Path) -> None:
-    path = write_jsonl(
-        tmp_path / "a.jsonl", {"prompt": "Write a poem.", "reward_model": {"ground_truth": None}}
-    )
-    assert read_dataset(path)[0].ground_truth is None
-
-
 def test_where_the_environment_alone_rewards_no_truth_is_asked_for(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "Win.", "level": 3})
     sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": str(path)}}
@@ -296,26 +274,34 @@ USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "co
 
 
 @pytest.mark.parametrize(
-    ("row", "prompt", "truth"),
+    ("row", "prompt", "truth", "extra"),
     [
-        ({"prompt": "1+1?", "answer": "2"}, "1+1?", "2"),
-        ({"question": "1+1?", "answer": "2"}, "1+1?", "2"),
-        ({"question": "1+1?", "answer": 2}, "1+1?", 2),
-        ({"problem": "1+1?", "solution": "so 2", "answer": "2"}, "1+1?", "so 2"),
-        ({"messages": [USER], "ground_truth": "2", "answer": "3"}, [USER], "2"),
-        ({"messages": [USER, ASSISTANT]}, [USER], "2"),
-        ({"messages": [USER, ASSISTANT], "solution": "two"}, [USER], "two"),
-        ({"prompt": [USER, ASSISTANT], "answer": "2"}, [USER, ASSISTANT], "2"),
+        ({"prompt": "1+1?", "answer": "2"}, "1+1?", "2", {"answer": "2"}),
+        ({"question": "1+1?", "answer": "2"}, "1+1?", "2", {"answer": "2"}),
+        ({"question": "1+1?", "answer": 2}, "1+1?", 2, {"answer": 2}),
+        ({"problem": "1+1=", "ground_truth": 2, "level": 3}, "1+1=", 2, {"level": 3}),
+        (
+            {"problem": "?", "solution": "so 2", "answer": "2"},
+            "?",
+            "so 2",
+            {"solution": "so 2", "answer": "2"},
+        ),
+        ({"prompt": "?", "solution": "$2$"}, "?", "$2$", {"solution": "$2$"}),  # as datasets for TRL have it
+        ({"messages": [USER], "ground_truth": "2", "answer": "3"}, [USER], "2", {"answer": "3"}),
+        ({"messages": [USER, ASSISTANT]}, [USER], "2", {}),
+        ({"messages": [USER, ASSISTANT], "solution": "two"}, [USER], "two", {"solution": "two"}),
+        ({"prompt": [USER, ASSISTANT], "answer": "2"}, [USER, ASSISTANT], "2", {"answer": "2"}),
+        # Null is for rewards that need no truth.
+        ({"prompt": "Write.", "reward_model": {"ground_truth": None}}, "Write.", None, {}),
+        ({"prompt": "?", "answer": 2, "extra_info": {"n": 0}, "n": 7}, "?", 2, {"answer": 2, "n": 0}),
     ],
 )
 def test_columns_are_found_by_the_names_that_people_use(
-    tmp_path: Path, row: dict[str, Any], prompt: Any, truth: Any
+    tmp_path: Path, row: dict[str, Any], prompt: Any, truth: Any, extra: dict[str, Any]
 ) -> None:
-    found = only(write_jsonl(tmp_path / "a.jsonl", row))
-    assert (found.prompt, found.ground_truth) == (prompt, truth)
-    assert {name: found.extra[name] for name in ("answer", "solution") if name in row} == {
-        name: row[name] for name in ("answer", "solution") if name in row
-    }
+    path = write_jsonl(tmp_path / "a.jsonl", row)
+    chat = {"prompt": prompt} if isinstance(prompt, list) else {}
+    assert read_dataset(path) == [Row(prompt, "", truth, extra | chat, 0, f"{path} line 1")]
 
 
 def test_own_names_are_mapped_also_inside_of_columns(tmp_path: Path) -> None:

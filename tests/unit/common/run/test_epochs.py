@@ -22,12 +22,9 @@ def config(data: dict[str, Any] | None = None, model: str = "m", **trainer: Any)
     return parse_config({"model": {"path": model}, "data": tree, "trainer": trainer}, "test")
 
 
-def test_an_epoch_is_its_whole_steps() -> None:
+def test_an_epoch_is_its_whole_steps_and_a_part_of_one_counts() -> None:
     resolved = with_steps(config(epochs=2, groups_per_step=3), rows(10))
     assert (resolved.trainer.steps, resolved.trainer.epochs) == (6, 2.0)  # 10 // 3 * 2
-
-
-def test_a_part_of_an_epoch_counts() -> None:
     assert with_steps(config(epochs=1.5, groups_per_step=2), rows(11)).trainer.steps == 7  # 5 * 1.5
 
 

@@ -17,27 +17,17 @@ def all_keys(keys: Keys) -> list[str]:
     public = [name for name in vars(Keys) if name[0] != "_"]  # some Pythons list `__weakref__`, others do not
     plain = [value for name in public if isinstance(value := getattr(keys, name), str)]
     beats = [keys.workers(role) for role in ROLES]
-    others = (keys.run_id, *queues(keys), *names(keys))
+    others = (keys.run_id, keys.sandbox_queue, keys.jobs_queue, keys.sandbox_names, keys.jobs_names)
     return laned + groups + beats + [key for key in plain if key not in others]
 
 
-def queues(keys: Keys) -> list[str]:
-    return [keys.sandbox_queue, keys.jobs_queue]
-
-
-def names(keys: Keys) -> list[str]:
-    return [keys.sandbox_names, keys.jobs_names]
-
-
-def test_names_of_jobs_are_apart_by_queue_and_run_and_are_such_as_rq_accepts():
-    found = [name for run_id in ("a", "b", "a.b") for name in names(Keys(run_id))]
-    assert len({*found}) == 6
-    assert all(re.fullmatch(r"(sandbox|jobs)-[0-9a-f]{16}-", name) for name in found)
-
-
-def test_queues_of_rq_carry_the_id_of_their_run():
-    assert all(name.startswith("tidemill:run-1:") for name in queues(Keys("run-1")))
-    assert len({*queues(Keys("a")), *queues(Keys("b"))}) == 4
+def test_queues_and_names_of_jobs_are_apart_by_run_and_such_as_rq_accepts():
+    runs = [Keys(run_id) for run_id in ("a", "b", "a.b")]
+    queues = {queue: keys for keys in runs for queue in (keys.sandbox_queue, keys.jobs_queue)}
+    names = {name for keys in runs for name in (keys.sandbox_names, keys.jobs_names)}
+    assert len(queues) == len(names) == 6
+    assert all(queue.startswith(f"tidemill:{keys.run_id}:") for queue, keys in queues.items())
+    assert all(re.fullmatch(r"(sandbox|jobs)-[0-9a-f]{16}-", name) for name in names)
 
 
 def test_every_key_carries_the_hash_tag_of_its_run_and_no_two_are_the_same():
@@ -53,17 +43,12 @@ def test_the_lane_of_evaluation_is_a_suffix_and_a_key_is_named_without_its_prefi
     assert Keys("r").name_of(Keys("r").scores(Lane.EVAL)) == "scores:eval"
 
 
-@pytest.mark.parametrize("run_id", ["a", "7", "gsm8k_2026-10-01.3", "A" * 100])
-def test_usual_run_ids_are_accepted(run_id):
-    assert Keys(run_id).run_id == run_id
-
-
-@pytest.mark.parametrize(
-    "run_id", ["", "-a", ".", "a b", "a:b", "a}b", "{a}", "ä", "a/b", "../a", "a" * 101, "a\n"]
-)
-def test_run_ids_that_could_leave_their_place_are_refused(run_id):
-    with pytest.raises(ConfigError, match="run id"):
-        Keys(run_id)
+def test_run_ids_that_could_leave_their_place_are_refused():
+    for run_id in ("a", "7", "gsm8k_2026-10-01.3", "A" * 100):
+        assert Keys(run_id).run_id == run_id
+    for run_id in ("", "-a", ".", "a b", "a:b", "a}b", "{a}", "ä", "a/b", "../a", "a" * 101, "a\n"):
+        with pytest.raises(ConfigError, match="run id"):
+            Keys(run_id)
 
 
 def test_key_names_are_spelled_in_one_place_only():

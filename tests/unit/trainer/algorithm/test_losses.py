@@ -43,7 +43,8 @@ def two_and_one() -> dict[str, object]:
 )
 def test_clipped_surrogate_by_hand(ratio, advantage, objective, slope):
     ratio_N = tensor(ratio).requires_grad_()
-    result = clipped_surrogate(ratio_N, tensor(advantage), clip_low=0.2, clip_high=0.28)
+    algorithm = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=None)
+    result = clipped_surrogate(ratio_N, tensor(advantage), algorithm)
     result.objective_N.sum().backward()
     assert result.objective_N.item() == pytest.approx(objective)
     assert ratio_N.grad.item() == pytest.approx(slope)
@@ -59,7 +60,8 @@ def test_clipped_surrogate_by_hand(ratio, advantage, objective, slope):
 )
 def test_the_dual_clip_bounds_bad_tokens_that_became_likely(ratio, advantage, objective, slope, is_cut):
     ratio_N = tensor(ratio).requires_grad_()
-    result = clipped_surrogate(ratio_N, tensor(advantage), 0.2, 0.28, dual_clip=3.0)
+    algorithm = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    result = clipped_surrogate(ratio_N, tensor(advantage), algorithm)
     result.objective_N.sum().backward()
     assert result.objective_N.item() == pytest.approx(objective)
     assert (ratio_N.grad.item(), result.is_dual_N.item()) == (pytest.approx(slope), is_cut)
@@ -114,7 +116,7 @@ def test_recompute_weighs_each_token_and_never_clips():
     np.testing.assert_allclose(tokens.logprobs_N.grad, [-0.5, 3.0, -6.0])
     counts = [terms.sums[name].item() for name in ("clipped_low", "clipped_high", "weights_bounded")]
     assert counts == [0, 0, 1]
-    assert (terms.sums["weight_sum"].item(), terms.maxima["weight_max"].item()) == pytest.approx((4.0, 2.0))
+    assert (terms.sums["weight_sum"].item(), terms.sums["weight_max"].item()) == pytest.approx((4.0, 2.0))
     # before the bound: 0.5 + 1.5 + 9, 0.25 + 2.25 + 81
     assert terms.sums["raw_weight_sum"].item() == pytest.approx(11.0)
     assert terms.sums["raw_weight_square_sum"].item() == pytest.approx(83.5)
@@ -131,7 +133,7 @@ def test_rollout_clips_the_ratio():
     np.testing.assert_allclose(tokens.logprobs_N.grad, [0.0, 0.0, 27.0])
     counts = [terms.sums[name].item() for name in ("clipped_low", "clipped_high", "weights_bounded")]
     assert counts == [1, 1, 0]
-    assert (terms.sums["weight_sum"].item(), terms.maxima["weight_max"].item()) == (3.0, 1.0)
+    assert (terms.sums["weight_sum"].item(), terms.sums["weight_max"].item()) == (3.0, 1.0)
 
 
 def test_decoupled_the_ratio_is_to_the_steps_start_and_the_weight_is_its_own():
@@ -224,7 +226,7 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(algorithm):
     terms = loss_of(tokens, **algorithm)
     terms.loss.backward()
     np.testing.assert_allclose(tokens.logprobs_N.grad, [-0.5, -0.5, -3.0], atol=1e-12)
-    assert terms.maxima["weight_max"].item() == 1.0
+    assert terms.sums["weight_max"].item() == 1.0
     for name in ("rollout_kl_sum", "mismatch_sum", "clipped_low", "clipped_high"):
         assert terms.sums[name].item() == 0.0
 
@@ -257,7 +259,7 @@ def test_kl_and_mismatch_compare_the_current_policy_with_the_rollout(old_logprob
     assert terms.sums["rollout_kl_sum"].item() == pytest.approx(k3)
     # |log 0.5| = 0.693, |log 1.5| = 0.405
     assert terms.sums["mismatch_sum"].item() == pytest.approx(math.log(2) + math.log(1.5))
-    assert terms.maxima["mismatch_max"].item() == pytest.approx(math.log(2))
+    assert terms.sums["mismatch_max"].item() == pytest.approx(math.log(2))
 
 
 class TestKl:

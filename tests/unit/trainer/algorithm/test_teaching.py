@@ -27,7 +27,7 @@ from tidemill.services.trainer.groups.group_filter import (
     Refusal,
     TrainableGroup,
 )
-from tidemill.services.trainer.groups.samples import Sample, Teaching, with_teaching
+from tidemill.services.trainer.groups.samples import Sample, Teaching
 from tidemill.services.trainer.metrics.step_metrics import stage_metrics, step_metrics
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.step import MiniBatch, StepResult
@@ -72,25 +72,29 @@ def group_of(*values: float | None, teacher: Any = (-0.25, -0.5, -1.0), **fields
     )
 
 
+ONE_OF_A_TOOL = {"mask": np.array([True, False, True]), "advantage": 3.0}
+
+
 @pytest.mark.parametrize(
-    ("gamma", "expected"), [(0.0, [-2 * LOG2, 2 * LOG2]), (0.5, [-LOG2, 2 * LOG2]), (1.0, [0.0, 2 * LOG2])]
+    ("rollout", "teacher", "fields", "term", "expected"),
+    [
+        ([0.5, 0.2], [0.25, 0.4], {"weight": 2.0}, {"gamma": 0.0}, [-2 * LOG2, 2 * LOG2]),
+        ([0.5, 0.2], [0.25, 0.4], {"weight": 2.0}, {"gamma": 0.5}, [-LOG2, 2 * LOG2]),
+        ([0.5, 0.2], [0.25, 0.4], {"weight": 2.0}, {"gamma": 1.0}, [0.0, 2 * LOG2]),
+        # Beside the outcome's advantage, and on the model's tokens alone.
+        ([0.5, 0.9, 0.2], [0.25, 1.0, 0.4], ONE_OF_A_TOOL, {"gamma": 1.0}, [3.0, 3.0, 3.0 + LOG2]),
+        ([0.9, 0.001], [1e-9, 0.9], {}, {"clip": 2.0}, [-2.0, 2.0]),
+    ],
 )
-def test_reverse_kl_is_a_reward_for_each_token(gamma: float, expected: list[float]) -> None:
-    sample = with_teacher(sample_of([0.5, 0.2], [0.25, 0.4], weight=2.0), TeacherTermConfig(gamma=gamma))
+def test_reverse_kl_is_a_reward_for_each_token(
+    rollout: list[float],
+    teacher: list[float],
+    fields: dict[str, Any],
+    term: dict[str, Any],
+    expected: list[float],
+) -> None:
+    sample = with_teacher(sample_of(rollout, teacher, **fields), TeacherTermConfig(**term))
     np.testing.assert_allclose(sample.advantage, expected, atol=1e-6)
-
-
-def test_it_stands_beside_the_outcomes_advantage_and_only_on_the_models_tokens() -> None:
-    mask = np.array([True, False, True])
-    given = sample_of([0.5, 0.9, 0.2], [0.25, 1.0, 0.4], mask=mask, advantage=3.0)
-    np.testing.assert_allclose(
-        with_teacher(given, TeacherTermConfig(gamma=1.0)).advantage, [3.0, 3.0, 3.0 + LOG2], atol=1e-6
-    )
-
-
-def test_a_difference_beyond_the_clip_counts_as_the_clip() -> None:
-    sample = with_teacher(sample_of([0.9, 0.001], [1e-9, 0.9]), TeacherTermConfig(clip=2.0))
-    np.testing.assert_allclose(sample.advantage, [-2.0, 2.0])
 
 
 def test_a_teacher_without_weight_or_in_the_loss_changes_no_advantage() -> None:
@@ -262,13 +266,6 @@ def test_groups_that_a_teacher_counts_for_are_not_without_a_lesson() -> None:
         update = UpdateResult(grad_norm=1.0, lr=0.1, skipped=False)
         metrics = step_metrics(5, StepResult([found], [MiniBatch(update=update)]), 0, 1.0)
         assert metrics["frac_reward_zero_std"] == expected
-
-
-def test_logprobs_take_the_place_of_sampled_tokens_only() -> None:
-    sample = replace(sample_of([0.5, 0.5], [0.5, 0.5]), mask=np.array([False, True]), teaching=None)
-    done = with_teaching(sample, "wise", np.array([-2.0], np.float32), 1.0)
-    assert done.teaching is not None
-    np.testing.assert_array_equal(done.teaching.logprobs, [0.0, -2.0])
 
 
 @pytest.mark.parametrize(

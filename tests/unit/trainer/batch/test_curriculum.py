@@ -32,9 +32,6 @@ def commit(step: int, *outcomes: Outcome, dropped: tuple[int, ...] = ()) -> Comm
 
 
 class TestDeck:
-    def test_without_outcomes_rows_come_in_the_order_of_the_source(self):
-        assert draws(deck(3, focus=0.5), 7) == [0, 1, 2, 0, 1, 2, 0]
-
     def test_what_is_always_or_never_solved_is_left_out_until_it_is_revisited(self):
         """Row 2 (place 1) is solved 9 of 10 times, row 6 (place 3) never, in epoch 1; both are back in 4."""
         found = deck(4, revisit=3)
@@ -79,16 +76,6 @@ class TestDeck:
         for row, num_scored in ((1, 4), (99, 4), (0, 0)):
             found.learn(row, 0, num_scored)
         assert not found.tried
-
-    def test_a_deck_goes_on_from_its_state(self):
-        rng = np.random.default_rng(0)
-        first = Deck(source(20, shuffle=True), CurriculumConfig(focus=0.3, revisit=2))
-        for _ in range(60):
-            first.learn(2 * first.draw(), int(rng.integers(0, 5)), 4)
-        second = Deck(source(20, shuffle=True), CurriculumConfig(focus=0.3, revisit=2))
-        second.restore(json.loads(json.dumps(first.state())))
-        assert second.state() == first.state()
-        assert draws(second, 50) == draws(first, 50)
 
 
 def reference(

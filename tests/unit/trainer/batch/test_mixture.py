@@ -13,13 +13,6 @@ def sources(mixture: Mixture, count: int) -> list[int]:
     return [mixture.place_at(number)[0] for number in range(count)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_three_to_one_puts_the_rare_source_once_into_every_four(seed: int) -> None:
-    """Its unit c + 1 may come from n > 4 c on and is due at n = 4 (c + 1)."""
-    found = sources(Mixture([3, 1], seed), 40)
-    assert all(found[start : start + 4].count(1) == 1 for start in range(0, 40, 4))
-
-
 def test_by_hand() -> None:
     """Weights 1/2, 1/3, 1/6. After 6: three, two and one. At n = 1 all may come, due at 2, 3 and 6. At n = 2
     sources 1 and 2 may (source 0 has 1 of 2 * 1/2), due at 3 and 6; at n = 3 only 0 (due 4) and 2; at n = 4
@@ -79,8 +72,3 @@ def test_when_all_sources_are_at_their_limits_the_message_says_so() -> None:
     assert Counter(sources(mixture, 5)) == {0: 2, 1: 3}
     with pytest.raises(ConfigError, match="every source has been used for all its epochs, after 5 groups"):
         mixture.place_at(5)
-
-
-def test_a_weight_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="weights above 0"):
-        Mixture([1.0, 0.0], 0)

@@ -12,9 +12,9 @@ import structlog
 
 from tidemill.common import files
 from tidemill.common.files import StorageError
-from tidemill.common.run.plots import plot_learning_curve, smooth
 from tidemill.common.run.state import read_records
 from tidemill.common.wire.messages import Commit
+from tidemill.services.console.status.plots import plot_learning_curve, smooth
 from tidemill.services.trainer.metrics.recorder import Recorder
 
 
@@ -59,11 +59,8 @@ def test_values_that_are_not_finite_are_null_and_the_line_is_strict_json(tmp_pat
 
     parsed = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert [parsed[name] for name in ("kl", "loss", "entropy", "grad_norm")] == [None] * 4
-
-
-def test_a_metric_cannot_take_the_name_of_a_field(tmp_path: Path) -> None:
     with Recorder(tmp_path) as record, pytest.raises(ValueError, match="named step, time"):
-        record.step(0, {"step": 1.0, "time": 1.0})
+        record.step(1, {"step": 1.0, "time": 1.0})
 
 
 @pytest.mark.parametrize("resume_at", [0, 1, 2, 3, 4])
@@ -165,12 +162,6 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_there_in_part(tmp_path: Pat
     record.step(1, {"reward": 0.1})
     record.close()
     assert steps_on_record(tmp_path) == [0, 1]
-
-
-def test_closing_twice_is_harmless(tmp_path: Path) -> None:
-    record = Recorder(tmp_path)
-    record.close()
-    record.close()
 
 
 def test_the_learning_curve_is_a_png(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreT
 
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
 from tests.support.models import make_policy, make_samples, run_config, write_tokenizer
-from tests.support.probes import score_plain
+from tests.support.parity import score_plain
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
 from tidemill.services.reward.model_server.scoring_model import ScoringModel

@@ -24,10 +24,14 @@ from tidemill.services.trainer.policy.memory.estimate import (
     trainer_take,
     usable,
 )
-from tidemill.services.trainer.policy.memory.fit import Machine, choose_passes, examine_fit, find_settings
-from tidemill.services.trainer.policy.memory.report import report
+from tidemill.services.trainer.policy.memory.fit import (
+    Machine,
+    choose_passes,
+    examine_fit,
+    find_settings,
+    report,
+)
 from tidemill.services.trainer.policy.memory.sizes import (
-    Model,
     ModelSizes,
     attention_on_gpus,
     build_on_meta,
@@ -81,10 +85,10 @@ def test_kept_bytes_are_those_of_a_real_model_within_a_tenth(family, changes, dt
 
 
 def test_recomputed_layers_keep_their_inputs_and_one_layer():
-    assert SIZES.kept_bytes(10, recomputed=False) == 10 * 405
-    assert SIZES.kept_bytes(10, recomputed=True) == 10 * (10 + 100 + 5)
+    assert SIZES.kept_bytes(10, recomputed=False) == 10 * (400 + 80), "layers, and the last norm"
+    assert SIZES.kept_bytes(10, recomputed=True) == 10 * (4 * 4 * 10 + 100 + 80), "inputs are float32"
     sizes = count_sizes(build_on_meta(make_config("Llama", **MANY)), torch.float32, WIDTH)
-    assert sizes.input_bytes == 4 * 64 * 4, "layers x hidden x float32"
+    assert (sizes.num_layers, sizes.hidden) == (4, 64)
     assert sizes.layers_bytes == 4 * sizes.layer_bytes
 
 
@@ -114,19 +118,19 @@ def test_what_a_conversion_of_files_mixes_up_is_read_whole():
     assert count_sizes(build_on_meta(mixed), torch.bfloat16, WIDTH).is_read_whole
 
 
+TEXT = SimpleNamespace(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
 SIZES = ModelSizes(
-    parameters=1000, layer=200, root=400, head=300, vocabulary=30, hidden=10, linears=600,
+    parameters=1000, layer=200, root=400, vocabulary=30, hidden=10, linears=600,
     adapters_per_rank=5, can_recompute=True, has_capped_logits=False,
-    layers_bytes=400.0, layer_bytes=100.0, input_bytes=10.0, rest_bytes=5.0, copied_bytes=1800.0,
+    layers_bytes=400.0, layer_bytes=100.0, num_layers=4, copied_bytes=1800.0,
+    config=SimpleNamespace(get_text_config=lambda: TEXT),
 )  # fmt: skip
 WHOLE = replace(SIZES, is_read_whole=True)
 
 
-def model_of(per_token: float = 100.0, sizes: ModelSizes = SIZES) -> Model:
-    kept = {"layers_bytes": 4 * per_token, "layer_bytes": per_token, "input_bytes": per_token / 10}
-    text = SimpleNamespace(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
-    config: Any = SimpleNamespace(get_text_config=lambda: text)
-    return Model(replace(sizes, **kept, rest_bytes=0.0), config)
+def model_of(per_token: float = 100.0, sizes: ModelSizes = SIZES) -> ModelSizes:
+    """With so many bytes in each of its four layers."""
+    return replace(sizes, layers_bytes=4 * per_token, layer_bytes=per_token)
 
 
 def config_of(trainer: Any = (), dtype: str = "bfloat16", length: int = 1024, **rollout: Any) -> RunConfig:
@@ -141,30 +145,33 @@ def config_of(trainer: Any = (), dtype: str = "bfloat16", length: int = 1024, **
     )
 
 
-def test_states_of_one_rank_by_hand():
+def test_what_a_rank_takes_by_hand():
     take = trainer_take(config_of(), model_of(), 1e9, 2048, recomputed=False)
-    assert take.always == {
+    assert take.parts == {
         "master weights": 4000,
         "gradients": 4000,
         "AdamW moments": 8000,
         "version before, for deltas": 2000,
-    }
-    assert take.training == {
-        "activations": 2048 * 400,
+        "activations": 2048 * (400 + 80),
         "gradients of one layer's activations": 2048 * 100,
         "logits": 12 * 2048 * 30 + 6 * 300 + 2 * 4 * 2048 * 10,
         "weights in the compute dtype": 1800,
     }
-    assert take.starting == {}
-    assert take.running == 18000 + sum(take.training.values()) == take.peak
+    assert take.running == sum(take.parts.values()) == take.peak
+    wide = trainer_take(config_of(dtype="float32"), model_of(), 1e9, 16, recomputed=False)
+    assert "version before, for deltas" not in wide.parts
 
 
-def test_states_of_ranks_that_hold_copies_by_hand():
-    algorithm = {"reference": {"model": "frozen", "dtype": "bfloat16"},
-                 "value": {"model": "own"}, "advantage": "gae"}  # fmt: skip
-    trainer = {"num_ranks": 8, "shard_ranks": 4, "mini_batches": 2, "algorithm": algorithm}
-    take = trainer_take(config_of(trainer), model_of(), 1e9, 16, recomputed=True)
-    assert take.always == {
+COPIES = {
+    "num_ranks": 8, "shard_ranks": 4, "mini_batches": 2,
+    "algorithm": {"reference": {"model": "frozen", "dtype": "bfloat16"},
+                  "value": {"model": "own"}, "advantage": "gae"},
+}  # fmt: skip
+
+
+def test_what_ranks_that_hold_copies_take_by_hand():
+    take = trainer_take(config_of(COPIES), model_of(), 1e9, 16, recomputed=True)
+    assert take.parts == {
         "master weights": 1000,
         "gradients": 1000,
         "AdamW moments": 2000,
@@ -173,36 +180,39 @@ def test_states_of_ranks_that_hold_copies_by_hand():
         "reference model": 500,
         "critic": 4000,
         "held weights": 1000,
+        "activations": 2 * 1024 * (160 + 100 + 80),  # of the longest sequence, and the critic's
+        "gradients of one layer's activations": 1024 * 100,
+        "logits": 12 * 1024 * 30 + 6 * 300 + 2 * 4 * 1024 * 10,
+        "gathered layers": 2 * (400 + 2 * 200),
+        "gradients being summed": 6 * 400,
     }
-    assert take.training["activations"] == 2 * 1024 * (10 + 100), "of the longest sequence, and the critic's"
-    assert take.training["gathered layers"] == 2 * (400 + 2 * 200)
-    assert take.training["gradients being summed"] == 6 * 400
-    assert take.scoring == {"held weights, swapped": 1000}
-    assert take.starting == {}, "each rank reads its own rows"
-    take = trainer_take(config_of(trainer), model_of(sizes=WHOLE), 1e9, 16, recomputed=True)
-    assert sum(take.starting.values()) == 8000, "whole, twice, on each GPU"
-    tight = trainer_take(config_of(trainer), model_of(), 15_000, 16, recomputed=True)
-    assert "gradients until an update" not in tight.always, "4000 are more than a quarter"
+    tight = trainer_take(config_of(COPIES), model_of(), 15_000, 16, recomputed=True)
+    assert "gradients until an update" not in tight.parts, "4000 are more than a quarter"
 
 
-def test_states_of_adapters_and_of_float32_by_hand():
+def test_a_model_that_is_read_whole_is_there_twice_before_it_is_split():
+    large = replace(WHOLE, parameters=10**9)
+    config = config_of({"num_ranks": 8, "algorithm": {"reference": {"model": "frozen"}}})
+    take = trainer_take(config, model_of(sizes=large), 1e9, 16, recomputed=True)
+    assert sum(take.parts.values()) == take.peak == 8 * 10**9 > take.running
+
+
+def test_what_adapters_take_by_hand():
     take = trainer_take(config_of({"lora": {"rank": 4}}), model_of(), 1e9, 16, recomputed=False)
-    assert take.always["master weights"] == 2 * 600 + 4 * 400 + 4 * 20
-    assert (take.always["gradients"], take.always["AdamW moments"]) == (80, 160)
-    assert take.scoring == {"merged weights of an export": 2000}
-    assert sum(take.starting.values()) == 4000 + 80, "halved after it is loaded"
-    shared = trainer_take(config_of({"lora": {}, "num_ranks": 4}), model_of(), 1e9, 16, recomputed=False)
-    assert shared.scoring == {"merged weights of an export": 500} and shared.starting == {}
-    assert "weights in the compute dtype" not in take.training
-    wide = trainer_take(config_of(dtype="float32"), model_of(), 1e9, 16, recomputed=False)
-    assert "version before, for deltas" not in wide.always
+    assert take.parts["master weights"] == 2 * 600 + 4 * 400 + 4 * 20
+    assert (take.parts["gradients"], take.parts["AdamW moments"]) == (80, 160)
+    assert "weights in the compute dtype" not in take.parts
+    large = replace(SIZES, parameters=10**9, linears=9 * 10**8)
+    shared = config_of({"lora": {}, "num_ranks": 4})
+    exporting = trainer_take(shared, model_of(sizes=large), 1e9, 16, recomputed=False)
+    assert exporting.parts["merged weights of an export"] == 5 * 10**8, "more than a pass takes"
 
 
 @pytest.mark.parametrize(("is_capped", "each"), [(False, 12), (True, 16)])
 def test_logits_come_in_chunks(is_capped, each):
     sizes = replace(SIZES, vocabulary=1 << 17, has_capped_logits=is_capped)
     take = trainer_take(config_of(), model_of(sizes=sizes), 1e12, 4096, recomputed=False)
-    assert take.training["logits"] == each * (1 << 28) + 6 * 300 + 8 * 4096 * 10
+    assert take.parts["logits"] == each * (1 << 28) + 6 * (1 << 17) * 10 + 8 * 4096 * 10
 
 
 def test_the_kv_cache_by_hand():
@@ -214,20 +224,22 @@ def test_the_kv_cache_by_hand():
     assert kv_bytes(windowed, 100, width=4) == (4 + 100) * 2 * 2 * 8 * 4
     unlike = make_config("Gemma4Text", global_head_dim=16, num_key_value_heads=2)  # heads of 8, and of 16
     assert kv_bytes(unlike, 100, width=2) == (4 * 8 + 100 * 16) * 2 * 2 * 2
-    engine = engine_take(config_of(vllm={"gpu_memory_utilization": 0.5}), model_of(), 4 * GIB)
+    engine = engine_take(config_of(vllm={"gpu_memory_utilization": 0.5}), model_of(), 4 * GIB, ways=1)
     assert engine.sequence == 1024 * 4 * 2 * 2 * 16 * 2
     assert engine.room == 2 * GIB - 2000 - 1.5 * GIB - 8 * 256 * 30
     assert engine.num_sequences == engine.room // engine.sequence
 
 
 def test_a_host_holds_the_model_once_for_each_rank_that_reads_it_whole():
-    assert host_take(config_of({"num_ranks": 8}), SIZES, ranks=4, engines=2).starting == {}
-    take = host_take(config_of({"num_ranks": 8}), WHOLE, ranks=4, engines=2)
-    assert sum(take.starting.values()) == 4 * 4000 + 2 * 2000 + 6 * 4 * GIB
-    assert take.training == {
+    config = config_of({"num_ranks": 8})
+    assert host_take(config, SIZES, ranks=4, engines=2).parts == {
+        "processes and their libraries": 6 * 4 * GIB,
+        "full versions that engines stage": 2 * 2000,
         "checkpoint on its way to the disk": 12 * 1000 / 8 * 4,
         "changes that engines stage": 6 * 0.3 * 1000 * 2,
     }
+    whole = host_take(config, WHOLE, ranks=4, engines=2)
+    assert whole.parts["whole model in float32, of each rank"] == 4 * 4000
 
 
 def test_passes_are_chosen_from_fast_to_small_and_what_is_set_is_kept():
@@ -258,7 +270,7 @@ def test_what_does_not_fit_is_said_with_what_to_set():
     none = examine_fit(config_of(), model_of(1e3, big), Machine(8, 2 * GIB))
     assert none.settings == {} and "the trainer takes" in none.problems[-1]
     whole = examine_fit(config_of(), model_of(1e3, replace(big, is_read_whole=True)), Machine(8, 8 * GIB))
-    assert "holds 14.9 GiB when it starts" in whole.problems[-1]
+    assert "takes 14.9 GiB of each GPU when it starts" in whole.problems[-1]
     crowded = examine_fit(config_of({"num_ranks": 8}), model_of(), machine)
     assert crowded.problems == ("the run wants 9 GPUs (8 for the trainer, 1 for engines), and there are 8",)
     at_once = config_of(trainer_gpus="shared")
@@ -276,8 +288,8 @@ def test_in_turns_each_has_the_gpu_but_for_what_the_other_leaves_there():
     assert found.trainer is not None and 0.15 * 24 * GIB < found.trainer.peak < usable(24 * GIB) - 2 * GIB
     at_once = examine_fit(config_of(trainer_gpus="shared"), model_of(1.0, big), machine)
     assert at_once.problems and not at_once.takes_turns
-    assert found.host.always["weights of engines that sleep"] == pytest.approx(2e9 * 4 / 3)
-    assert found.host.always["trainer outside of its turn"] == pytest.approx((4 + 8 + 2) * 1e9 * 4 / 3)
+    assert found.host.parts["weights of engines that sleep"] == pytest.approx(2e9 * 4 / 3)
+    assert found.host.parts["trainer outside of its turn"] == pytest.approx((4 + 8 + 2) * 1e9 * 4 / 3)
     full = examine_fit(config_of(vllm={"gpu_memory_utilization": 0.95}), model_of(1.0), machine)
     assert "leaves less than 2.0 GiB of 24.0" in full.problems[0]
     several = examine_fit(
@@ -289,11 +301,11 @@ def test_in_turns_each_has_the_gpu_but_for_what_the_other_leaves_there():
 def test_moments_on_the_host_are_counted_there_and_advised_before_what_changes_the_training():
     big = replace(SIZES, parameters=3 * 10**9)
     take = trainer_take(config_of({"offload_optimizer": True}), model_of(sizes=big), 1e12, 16, False)
-    assert take.always["AdamW moments"] == 2 * 8 * (1 << 25), "two slices of both, in place of 24e9"
+    assert take.parts["AdamW moments"] == 2 * 8 * (1 << 25), "two slices of both, in place of 24e9"
     small = trainer_take(config_of({"offload_optimizer": True}), model_of(), 1e12, 16, False)
-    assert small.always["AdamW moments"] == 8000, "never more than without"
+    assert small.parts["AdamW moments"] == 8000, "never more than without"
     host = host_take(config_of({"offload_optimizer": True, "num_ranks": 4}), SIZES, ranks=2, engines=0)
-    assert host.always["AdamW moments"] == pytest.approx(8000 / 4 * 2 * 4 / 3)
+    assert host.parts["AdamW moments"] == pytest.approx(8000 / 4 * 2 * 4 / 3)
     found = examine_fit(config_of(workers=0), model_of(1e3, big), Machine(1, 40 * GIB))
     assert found.problems and found.settings["trainer.offload_optimizer"] is True
     assert "trainer.lora" not in found.settings
@@ -304,7 +316,6 @@ def test_a_request_is_answered_from_config_json_alone():
     tree["model"]["path"] = str(MODELS / "Qwen3-0.6B")
     machines = [{"gpus": 2, "gpu_bytes": 80 * GIB, "host_bytes": None}]
     answer = report({"config": tree, "machines": machines, "finds": True})
-    assert answer["sizes"]["parameters"] == 596_049_920
     (fit,) = answer["fits"]
     assert not fit["problems"] and (fit["ranks"], fit["engines"]) == (1, 1)
     tree["model"]["path"] = str(MODELS)

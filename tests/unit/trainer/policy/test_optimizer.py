@@ -1,6 +1,8 @@
 """Learning rate, clipping and division of gradients, weight decay on matrices only, state without pickle."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,39 +21,26 @@ from tidemill.services.trainer.policy.optimizer import (
     load_optimizer,
     optimizer_tensors,
 )
-from tidemill.services.trainer.policy.state import PolicyState
 
 
-def rates(num_updates: int, **fields) -> list[float]:
-    config = OptimizerConfig(lr=0.8, **fields)
-    return [learning_rate(config, update, num_updates) for update in range(num_updates)]
-
-
-def test_constant_rate():
-    assert rates(3) == [0.8, 0.8, 0.8]
-
-
-def test_warm_up_is_linear_and_never_zero():
-    # (n + 1) / (3 + 1) of 0.8, then the peak
-    assert rates(5, warmup_steps=3) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
-
-
-def test_linear_decay_after_warm_up():
-    # 1 / 2 of 0.8; then x = 0, 1/4, 2/4, 3/4
-    assert rates(5, warmup_steps=1, schedule="linear") == pytest.approx([0.4, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_cosine_decay():
-    # x = 0, 1/4, 1/2, 3/4: 0.4 * (1 + cos(pi x))
-    expected = [0.8, 0.4 * (1 + math.sqrt(0.5)), 0.4, 0.4 * (1 - math.sqrt(0.5))]
-    assert rates(4, schedule="cosine") == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_past_the_end_the_rate_stays_at_zero(schedule):
-    config = OptimizerConfig(lr=0.8, schedule=schedule)
-    assert learning_rate(config, 9, 4) == pytest.approx(0.0)
-    assert learning_rate(config, 4, 4) == pytest.approx(0.0)
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [0.8, 0.8, 0.8]),
+        # (n + 1) / (3 + 1) of 0.8, then the peak
+        ({"warmup_steps": 3}, [0.2, 0.4, 0.6, 0.8, 0.8]),
+        # 1 / 2 of 0.8; then x = 0, 1/4, 2/4, 3/4
+        ({"warmup_steps": 1, "schedule": "linear"}, [0.4, 0.8, 0.6, 0.4, 0.2]),
+        # x = 0, 1/4, 1/2, 3/4: 0.4 * (1 + cos(pi x))
+        ({"schedule": "cosine"}, [0.8, 0.4 * (1 + math.sqrt(0.5)), 0.4, 0.4 * (1 - math.sqrt(0.5))]),
+    ],
+)
+def test_the_rate_warms_up_and_decays_as_its_schedule_says(fields, expected):
+    config, num_updates = OptimizerConfig(lr=0.8, **fields), len(expected)
+    rates = [learning_rate(config, update, num_updates) for update in range(num_updates)]
+    assert rates == pytest.approx(expected)
+    last = 0.0 if config.schedule != "constant" else 0.8
+    assert learning_rate(config, num_updates + 5, num_updates) == pytest.approx(last)
 
 
 def named(*gradients: list[float]) -> list[tuple[str, nn.Parameter]]:
@@ -69,12 +58,9 @@ def test_gradients_are_divided_and_clipped_over_all_parameters():
     assert finish_gradients(parameters, denominator=2.0, max_norm=1.0) == pytest.approx(5.0)
     assert parameters[0][1].grad.tolist() == pytest.approx([0.6])
     assert parameters[1][1].grad.tolist() == pytest.approx([0.8, 0.0])
-
-
-def test_below_the_bound_gradients_are_only_divided():
-    parameters = named([6.0], [8.0])
-    assert finish_gradients(parameters, denominator=20.0, max_norm=1.0) == pytest.approx(0.5)
-    assert parameters[0][1].grad.tolist() == pytest.approx([0.3])
+    below = named([6.0], [8.0])
+    assert finish_gradients(below, denominator=20.0, max_norm=1.0) == pytest.approx(0.5)
+    assert below[0][1].grad.tolist() == pytest.approx([0.3]), "divided alone"
 
 
 def test_no_gradient_and_zero_gradients_have_norm_zero():
@@ -103,6 +89,12 @@ def test_weight_decay_is_for_matrices_only():
     assert bias.tolist() == [1.0, 1.0]
 
 
+def held(tensors: dict[str, torch.Tensor]) -> Any:
+    """Tensors in memory, in place of those of a folder."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return SimpleNamespace(shapes=shapes, read=lambda name: tensors[name])
+
+
 def test_state_comes_back_as_it_was_and_not_as_an_alias():
     def build() -> tuple[list[tuple[str, nn.Parameter]], torch.optim.AdamW]:
         torch.manual_seed(1)
@@ -128,9 +120,7 @@ def test_state_comes_back_as_it_was_and_not_as_an_alias():
 
     others, other = build()
     step(others, other, 2)
-    load_optimizer(
-        other, others, PolicyState({f"optimizer.{name}": tensor for name, tensor in saved.items()})
-    )
+    load_optimizer(other, others, held({f"optimizer.{name}": tensor for name, tensor in saved.items()}))
     step(parameters, optimizer, 3)
     step(others, other, 3)
     for (_, mine), (_, theirs) in zip(parameters, others, strict=True):
@@ -156,7 +146,7 @@ def test_moments_beside_a_gpu_are_page_locked_after_a_resume_too():
         optimizer = build_optimizer(parameters, OptimizerConfig(), offloads=True)
         moments = {f"optimizer.p.{name}": torch.zeros(3, 2) for name in ("exp_avg", "exp_avg_sq")}
         with Pinned() as pinned:
-            load_optimizer(optimizer, parameters, PolicyState(moments))
+            load_optimizer(optimizer, parameters, held(moments))
     assert pinned.shapes == [(3, 2), (3, 2)]
     assert {moment.device.type for moment in optimizer.state[parameters[0][1]].values()} == {"cpu"}
 
@@ -166,7 +156,7 @@ def test_state_of_another_model_is_refused(key):
     parameters = [("p", nn.Parameter(torch.zeros(2)))]
     optimizer = build_optimizer(parameters, OptimizerConfig())
     with pytest.raises(ConfigError, match=key):
-        load_optimizer(optimizer, parameters, PolicyState({f"optimizer.{key}": torch.zeros(3)}))
+        load_optimizer(optimizer, parameters, held({f"optimizer.{key}": torch.zeros(3)}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

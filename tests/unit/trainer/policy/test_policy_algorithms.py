@@ -1,7 +1,7 @@
 """The policy under every algorithm: gradients whatever the split; reference model and value head."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from tests.support.losses import with_statistics
 from tests.support.models import (
     accumulate_all,
     gradients_of,
+    load_state,
     make_policy,
     make_samples,
     one_batch,
@@ -58,19 +59,10 @@ def prepared(policy: TransformersPolicy, samples: list[Sample], seed: int = 5) -
     rng = np.random.default_rng(seed)
     done = []
     for sample, tokens in zip(samples, policy.precompute(samples), strict=True):
-        has_values, size = tokens.values is not None, len(sample.mask)
-        done.append(
-            replace(
-                sample,
-                reference_logprobs=tokens.reference_logprobs,
-                proximal_logprobs=tokens.proximal_logprobs,
-                values=tokens.values,
-                start_logprobs=tokens.start_logprobs,
-                entropies=tokens.entropies,
-                advantage=rng.normal(size=size) if has_values else sample.advantage,
-                returns=rng.normal(size=size) if has_values else None,
-            )
-        )
+        made_up: dict[str, Any] = {}
+        if "values" in tokens:
+            made_up = {name: rng.normal(size=len(sample.mask)) for name in ("advantage", "returns")}
+        done.append(replace(sample, **tokens, **made_up))
     return with_statistics(done, policy._config.algorithm)
 
 
@@ -132,9 +124,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
 
 class TestReference:
     def logprobs(self, policy: TransformersPolicy, samples: list[Sample]) -> list[np.ndarray]:
-        found = [tokens.reference_logprobs for tokens in policy.precompute(samples)]
-        assert all(values is not None for values in found)
-        return found  # type: ignore[return-value]
+        return [tokens["reference_logprobs"] for tokens in policy.precompute(samples)]
 
     def test_is_the_starting_model_and_stays_it(self):
         samples = make_samples(6)
@@ -153,7 +143,7 @@ class TestReference:
         train(policy, [one_batch(prepared(policy, samples))])
         assert not any(name.startswith("reference.") for name in policy.state().tensors)
         resumed = make_policy(algorithm=FROZEN)
-        resumed.load_state(policy.state())
+        load_state(resumed, policy.state())
         for values, expected in zip(self.logprobs(resumed, samples), start, strict=True):
             np.testing.assert_array_equal(values, expected)
         assert resumed.digest() == policy.digest()
@@ -173,7 +163,7 @@ class TestReference:
             np.testing.assert_array_equal(values, expected)
         train(policy, [one_batch(prepared(policy, samples))])
         resumed = make_policy(**settings)
-        resumed.load_state(policy.state())
+        load_state(resumed, policy.state())
         for values, expected in zip(
             self.logprobs(resumed, samples), self.logprobs(policy, samples), strict=True
         ):
@@ -210,42 +200,89 @@ PPO: dict[str, Any] = {"advantage": "gae", "value": {"clip": None}}
 
 
 def with_returns(policy: TransformersPolicy, samples: list[Sample], target: float) -> list[Sample]:
-    values = [tokens.values for tokens in policy.precompute(samples)]
+    values = [tokens["values"] for tokens in policy.precompute(samples)]
     size = [np.full(len(sample.mask), target) for sample in samples]
     return [
         replace(s, values=v, returns=r, advantage=0.0) for s, v, r in zip(samples, values, size, strict=True)
     ]
 
 
-class TestValueHead:
-    def values(self, policy: TransformersPolicy, samples: list[Sample]) -> np.ndarray:
-        return np.concatenate([tokens.values for tokens in policy.precompute(samples)])
+CRITIC: dict[str, Any] = {"advantage": "gae", "value": {"model": "own", "clip": None}}
 
-    def test_starts_at_zero_and_learns_the_returns(self):
+
+def values_of(policy: TransformersPolicy, samples: list[Sample]) -> np.ndarray:
+    return np.concatenate([tokens["values"] for tokens in policy.precompute(samples)])
+
+
+@pytest.mark.parametrize("algorithm", [PPO, CRITIC], ids=["on the policy", "of its own"])
+class TestValues:
+    def test_start_at_zero_and_learn_the_returns(self, algorithm):
         samples = make_samples(8)
-        policy = make_policy(algorithm=PPO, optimizer={"lr": 0.02}, steps=60)
-        assert not self.values(policy, samples).any()
+        policy = make_policy(algorithm=algorithm, optimizer={"lr": 0.02}, steps=60)
+        start = policy.logprobs(samples)
+        assert not values_of(policy, samples).any()
         for _ in range(60):
             train(policy, [one_batch(with_returns(policy, samples, 0.7))])
-        np.testing.assert_allclose(self.values(policy, samples), 0.7, atol=0.15)
+        np.testing.assert_allclose(values_of(policy, samples), 0.7, atol=0.15)
+        if algorithm is CRITIC:
+            np.testing.assert_array_equal(policy.logprobs(samples)[0], start[0])
 
-    def test_its_gradient_is_that_of_the_loss_written_out(self):
+    def test_their_gradient_is_that_of_the_loss_written_out(self, algorithm):
         samples = make_samples(5)
-        policy = moved_policy(algorithm=PPO)
-        batch = with_returns(policy, samples, 0.7)
-        policy.accumulate(one_batch(batch))
-        head, model = policy._value_head.layer, policy._model
-        found = gradients_of(policy).clone()
+        policy = moved_policy(algorithm=algorithm)
+        policy.accumulate(one_batch(with_returns(policy, samples, 0.7)))
+        head, found = policy._value_head, gradients_of(policy).clone()
+        model = head.model if algorithm is CRITIC else policy._model
         policy.zero()
         loss = torch.zeros((), dtype=torch.float64)
         for sample in samples:
             ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
             hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
             positions = len(sample.prompt_ids) - 1 + np.flatnonzero(sample.mask)
-            loss = loss + 0.5 * 0.5 * (head(hidden[positions]).squeeze(-1) - 0.7).square().sum()
+            loss = loss + 0.5 * 0.5 * (head.layer(hidden[positions]).squeeze(-1) - 0.7).square().sum()
         loss.backward()
-        torch.testing.assert_close(found, gradients_of(policy), rtol=1e-7, atol=1e-9)
+        expected = gradients_of(policy)
+        assert expected.any()
+        torch.testing.assert_close(found[-len(expected) :], expected, rtol=1e-7, atol=1e-9)
+        assert not found[: -len(expected)].any(), "with advantages of 0 the policy has no gradient"
 
+    def test_are_in_checkpoint_and_digest_and_not_in_exported_weights(self, algorithm):
+        samples = make_samples(5)
+        policy, resumed = make_policy(algorithm=algorithm), make_policy(algorithm=algorithm)
+        for _ in range(2):
+            train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        before = policy.digest()
+        load_state(resumed, policy.state())
+        assert resumed.digest() == before != make_policy(algorithm=algorithm).digest()
+        for one in (policy, resumed):
+            train(one, [one_batch(with_returns(one, samples, 0.7))])
+        assert resumed.digest() == policy.digest() != before
+        np.testing.assert_array_equal(values_of(resumed, samples), values_of(policy, samples))
+        exported = {name for name, _ in policy.named_parameters_for_export()}
+        assert exported == {name for name, _ in make_policy().named_parameters_for_export()}
+        with torch.no_grad():
+            policy._value_head.layer.bias.add_(1.0)
+        assert policy.digest() != resumed.digest()
+        for other in (make_policy(), make_policy(algorithm=PPO if algorithm is CRITIC else CRITIC)):
+            with pytest.raises(ConfigError, match="the value head"):
+                load_state(other, policy.state())
+
+    def test_are_those_of_the_held_weights(self, algorithm):
+        samples = make_samples(5)
+        policy = make_policy(algorithm=algorithm, optimizer={"lr": 0.1}, mini_batches=2)
+        for _ in range(2):
+            train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        start = values_of(policy, samples)
+        policy.hold_weights()
+        train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        after = policy.digest()
+        np.testing.assert_array_equal(values_of(policy, samples), start)
+        assert policy.digest() == after
+        policy.release_weights()
+        assert not np.array_equal(values_of(policy, samples), start)
+
+
+class TestValueHead:
     def test_detached_it_leaves_the_policy_alone(self):
         policy = make_policy(algorithm=PPO | {"value": {"detach": True}})
         batch = with_returns(policy, make_samples(5), 0.7)
@@ -265,127 +302,23 @@ class TestValueHead:
             rates = {round(group["lr"], 9) for group in policy._optimizer.param_groups}
             assert rates == {rate, 5 * rate}
 
-    def test_is_in_checkpoint_and_digest_and_not_in_exported_weights(self):
-        samples = make_samples(5)
-        policy = make_policy(algorithm=PPO)
-        train(policy, [one_batch(with_returns(policy, samples, 0.7))])
-        before = policy.digest()
-        resumed = make_policy(algorithm=PPO)
-        resumed.load_state(policy.state())
-        assert resumed.digest() == before
-        for one in (policy, resumed):
-            train(one, [one_batch(with_returns(one, samples, 0.7))])
-        assert resumed.digest() == policy.digest() != before
-        np.testing.assert_array_equal(self.values(resumed, samples), self.values(policy, samples))
-        assert not any("value" in name for name, _ in policy.named_parameters_for_export())
-        with torch.no_grad():
-            policy._value_head.layer.bias.add_(1.0)
-        assert policy.digest() != resumed.digest()
-
-    def test_a_checkpoint_without_one_is_refused_in_plain_words(self):
-        with pytest.raises(
-            ConfigError, match="resume with the model, the adapters, the value head and the reference"
-        ):
-            make_policy(algorithm=PPO).load_state(make_policy().state())
-
-    def test_values_are_those_of_the_held_weights(self):
-        samples = make_samples(5)
-        policy = make_policy(algorithm=PPO, optimizer={"lr": 0.1}, mini_batches=2)
-        train(policy, [one_batch(with_returns(policy, samples, 0.7))])
-        start = self.values(policy, samples)
-        policy.hold_weights()
-        train(policy, [one_batch(with_returns(policy, samples, 0.7))])
-        after = policy.digest()
-        np.testing.assert_array_equal(self.values(policy, samples), start)
-        assert policy.digest() == after
-        policy.release_weights()
-        assert not np.array_equal(self.values(policy, samples), start)
-
 
 class TestCritic:
-    CRITIC: ClassVar[dict[str, Any]] = {
-        "advantage": "gae",
-        "value": {"model": "own", "clip": None},
-    }
-
-    def values(self, policy: TransformersPolicy, samples: list[Sample]) -> np.ndarray:
-        return np.concatenate([tokens.values for tokens in policy.precompute(samples)])
-
-    def test_learns_the_returns_and_leaves_the_policy_alone(self):
-        samples = make_samples(8)
-        policy = make_policy(algorithm=self.CRITIC, optimizer={"lr": 0.02}, steps=40)
-        start = policy.logprobs(samples)
-        assert not self.values(policy, samples).any()
-        for _ in range(40):
-            train(policy, [one_batch(with_returns(policy, samples, 0.7))])
-        np.testing.assert_allclose(self.values(policy, samples), 0.7, atol=0.15)
-        for then, now in zip(start, policy.logprobs(samples), strict=True):
-            np.testing.assert_array_equal(then, now)
-
-    def test_its_gradient_is_that_of_the_loss_written_out(self):
-        samples = make_samples(5)
-        policy = moved_policy(algorithm=self.CRITIC)
-        policy.accumulate(one_batch(with_returns(policy, samples, 0.7)))
-        critic = policy._value_head
-        found = gradients_of(policy).clone()
-        policy.zero()
-        loss = torch.zeros((), dtype=torch.float64)
-        for sample in samples:
-            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
-            hidden = critic.model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-            positions = len(sample.prompt_ids) - 1 + np.flatnonzero(sample.mask)
-            values = critic.layer(hidden[positions]).squeeze(-1)
-            loss = loss + 0.5 * 0.5 * (values - 0.7).square().sum()
-        loss.backward()
-        expected = gradients_of(policy)
-        assert expected.any()
-        torch.testing.assert_close(found[-len(expected) :], expected, rtol=1e-7, atol=1e-9)
-        assert not found[: -len(expected)].any(), "with advantages of 0 the policy has no gradient"
-
     def test_its_gradients_are_bounded_by_themselves(self):
         """Far returns give the critic a large gradient; the policy's update is that without a critic."""
         samples = [replace(sample, advantage=1.0) for sample in make_samples(5)]
         options: dict[str, Any] = {"optimizer": {"lr": 0.1, "eps": 1.0, "max_grad_norm": 0.01}}
         alone = make_policy(**options)
         norm = train(alone, [one_batch(samples)]).grad_norm
-        policy = make_policy(algorithm=self.CRITIC, **options)
+        policy = make_policy(algorithm=CRITIC, **options)
         far = [replace(s, advantage=1.0) for s in with_returns(policy, samples, 1e4)]
         assert train(policy, [one_batch(far)]).grad_norm == pytest.approx(norm, rel=1e-6)
         for one, other in zip(alone._model.parameters(), policy._model.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
-    def test_is_in_checkpoint_and_digest_and_not_in_exported_weights(self):
-        samples = make_samples(5)
-        policy = make_policy(algorithm=self.CRITIC)
-        for _ in range(2):
-            train(policy, [one_batch(with_returns(policy, samples, 0.7))])
-        resumed = make_policy(algorithm=self.CRITIC)
-        resumed.load_state(policy.state())
-        assert resumed.digest() == policy.digest() != make_policy(algorithm=self.CRITIC).digest()
-        for one in (policy, resumed):
-            train(one, [one_batch(with_returns(one, samples, 0.7))])
-        assert resumed.digest() == policy.digest()
-        exported = {name for name, _ in policy.named_parameters_for_export()}
-        assert exported == {name for name, _ in make_policy().named_parameters_for_export()}
-        with pytest.raises(ConfigError, match="the value head"):
-            make_policy(algorithm=PPO).load_state(policy.state())
-
-    def test_values_are_those_of_the_held_weights(self):
-        samples = make_samples(5)
-        policy = make_policy(algorithm=self.CRITIC, optimizer={"lr": 0.1}, mini_batches=2)
-        for _ in range(2):
-            train(policy, [one_batch(with_returns(policy, samples, 0.7))])
-        start = self.values(policy, samples)
-        policy.hold_weights()
-        train(policy, [one_batch(with_returns(policy, samples, 0.7))])
-        np.testing.assert_array_equal(self.values(policy, samples), start)
-        policy.release_weights()
-        assert not np.array_equal(self.values(policy, samples), start)
-
 
 def test_nothing_is_prepared_that_the_algorithm_has_no_use_for():
     (tokens,) = make_policy().precompute(make_samples(1))
-    assert (tokens.proximal_logprobs, tokens.reference_logprobs, tokens.values) == (None, None, None)
-    assert (tokens.start_logprobs, tokens.entropies) == (None, None)
+    assert tokens == {}
     (tokens,) = make_policy(mini_batches=2).precompute(make_samples(1))
-    assert tokens.proximal_logprobs is not None
+    assert tokens.keys() == {"proximal_logprobs"}

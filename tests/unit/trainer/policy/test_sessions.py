@@ -159,8 +159,7 @@ def test_what_the_environment_said_changes_no_number_of_its_own() -> None:
         policy, (sample,) = make_policy(torch.float64, algorithm=algorithm), samples_of(FORKED)
         logprobs = np.where(sample.mask, sample.rollout_logprobs, said).astype(np.float32)
         (tokens,) = policy.precompute([sample])
-        assert tokens.reference_logprobs is not None
-        reference = np.where(sample.mask, tokens.reference_logprobs, said).astype(np.float32)
+        reference = np.where(sample.mask, tokens["reference_logprobs"], said).astype(np.float32)
         changed = replace(sample, rollout_logprobs=logprobs, reference_logprobs=reference)
         sums.append((policy.accumulate(one_batch([changed])), gradients_of(policy).tolist()))
     assert sums[0] == sums[1]

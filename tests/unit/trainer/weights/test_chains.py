@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.models import make_policy
+from tests.support.models import make_policy, save_weights
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.errors import WeightsError
 from tidemill.common.files import StorageError
@@ -41,7 +41,7 @@ def assert_leads_there(run: Path, manifest: WeightManifest, policy: Transformers
     (run / "whole").mkdir()
     paths = write_whole(base, deltas, run / "whole")
     check_whole(paths, manifest)
-    policy.save_weights(run / "full")
+    save_weights(policy, run / "full")
     found = {info: bits.tolist() for path in paths for info, bits in read_safetensors(path)}
     expected = read_safetensors(run / "full" / "model.safetensors")
     assert found == {info: bits.tolist() for info, bits in expected}
@@ -149,6 +149,19 @@ def test_a_trainer_that_restarts_writes_the_same_version_again(tmp_path: Path) -
     assert not manifest.is_delta and manifest.digest == written[1].digest
     with pytest.raises(WeightsError, match="torn"):
         verified_files(tmp_path, written[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trainer_that_has_just_started_writes_a_damaged_version_again(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    written = WeightStore(tmp_path).write(0, make_policy(dtype=dtype))
+    (path,) = verified_files(tmp_path, written)
+    os.truncate(path, 100)
+    store, again = WeightStore(tmp_path), make_policy(dtype=dtype)
+    manifest = store.finish(store.begin_again(written, again))
+    assert manifest.digest == written.digest
+    assert_leads_there(tmp_path, manifest, again)
 
 
 def test_a_delta_to_weights_that_are_not_there_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -118,25 +119,6 @@ def test_only_names_of_versions_count_as_versions(tmp_path: Path) -> None:
     assert folder_versions(tmp_path / "nowhere") == []
 
 
-def test_a_torn_file_is_refused_by_its_size(tmp_path: Path) -> None:
-    manifest = WeightStore(tmp_path).write(1, Policy(1.0))
-    os.truncate(tmp_path / "weights" / manifest.folder / "b.safetensors", 50)
-    with pytest.raises(
-        WeightsError, match=r"version 1: .*b\.safetensors has 50 bytes, the manifest says \d+: it is torn"
-    ):
-        verified_files(tmp_path, manifest)
-
-
-def test_a_damaged_file_is_refused_by_its_checksum(tmp_path: Path) -> None:
-    manifest = WeightStore(tmp_path).write(1, Policy(1.0))
-    path = tmp_path / "weights" / manifest.folder / "a.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(WeightsError, match=r"a\.safetensors has checksum .* damaged"):
-        verified_files(tmp_path, manifest)
-
-
 def test_a_pruned_version_says_that_a_newer_one_is_coming(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
     manifest = store.write(1, Policy(1.0))
@@ -193,25 +175,39 @@ def test_a_link_that_leaves_the_run_is_refused(tmp_path: Path, what: str) -> Non
         verified_files(run, manifest)
 
 
-def test_a_link_loop_is_refused(tmp_path: Path) -> None:
-    manifest = WeightStore(tmp_path).write(1, Policy(1.0))
-    path = tmp_path / "weights" / manifest.folder / "a.safetensors"
+def torn(path: Path) -> None:
+    os.truncate(path, 50)
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def looped(path: Path) -> None:
     path.unlink()
     path.symlink_to(path)
-    with pytest.raises(WeightsError):
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(torn, "has 50 bytes, the manifest says"), (flipped, "has checksum .* damaged"), (looped, "")],
+)
+def test_a_damaged_file_is_refused_by_its_checksum(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    manifest = WeightStore(tmp_path).write(1, Policy(1.0))
+    damage(tmp_path / "weights" / manifest.folder / "a.safetensors")
+    with pytest.raises(WeightsError, match=message):
         verified_files(tmp_path, manifest)
 
 
-def test_a_manifest_without_files_or_with_one_twice_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:
     manifest = WeightStore(tmp_path).write(1, Policy(1.0))
-    with pytest.raises(WeightsError, match="names no files"):
-        verified_files(tmp_path, manifest.model_copy(update={"files": ()}))
-    with pytest.raises(WeightsError, match="twice"):
-        verified_files(tmp_path, manifest.model_copy(update={"files": manifest.files * 2}))
-
-
-def test_a_stored_manifest_that_cannot_be_read_is_an_error_not_an_absence(tmp_path: Path) -> None:
-    manifest = WeightStore(tmp_path).write(1, Policy(1.0))
+    for files in ((), manifest.files * 2):
+        with pytest.raises(WeightsError, match=r"no files|twice"):
+            verified_files(tmp_path, manifest.model_copy(update={"files": files}))
     (tmp_path / "weights" / manifest.folder / "manifest.json").write_text("{")
     with pytest.raises(WeightsError, match="not a weight manifest"):
         read_manifest(tmp_path, 1)

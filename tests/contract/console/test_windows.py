@@ -8,12 +8,12 @@ import pytest
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common.history import History, StreamName
-from tidemill.common.history.records import CLOCK_SPARE_S, near_tickets, read_group
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
+from tidemill.services.console.records.joins import CLOCK_SPARE_S, near_tickets, read_group
 
 NUM_TICKETS, BEGIN_S, STEP_S = 40, 1_700_000_000, 60
 

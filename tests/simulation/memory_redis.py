@@ -19,11 +19,10 @@ TRUSTED = frozenset(
         "test_consumer",
         "test_consumer_renewal",
         "test_consumer_repairs",
-        "test_consumer_settling",
         "test_dead_requeue",
         "test_evaluation",
         "test_group_samples",
-        "test_history",
+        "test_history_groups",
         "test_limiter",
         "test_reconciler",
         "test_reward_cache",
@@ -46,11 +45,11 @@ NEEDS_A_PROCESS = frozenset(
 
 
 def is_trusted(module: str, test: str) -> bool:
-    """Whether a test runs against the stand-in too."""
+    """Whether a test runs against the Redis in memory too."""
     return module.rpartition(".")[2] in TRUSTED and test not in NEEDS_A_PROCESS
 
 
-class StandIn:
+class MemoryRedis:
     """One server without a process."""
 
     def __init__(self) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 
 from tidemill.common.history.groups import advantages_of, dropped_groups, left_out, micro_batches_of
 from tidemill.common.history.history import History
-from tidemill.common.history.sessions import SessionFacts, num_completion_tokens, session_facts
 from tidemill.common.streams.entries import Entry, entry_id_of
 from tidemill.common.streams.selection import Range, Selection, StreamName
 from tidemill.common.wire.messages import (
@@ -27,6 +26,7 @@ from tidemill.common.wire.messages import (
     Try,
     WeightManifest,
 )
+from tidemill.services.console.records.sessions import SessionFacts, num_completion_tokens, session_facts
 
 MAX_LETTERS = 50
 """Dead letters that are read for one group."""

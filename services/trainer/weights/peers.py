@@ -1,0 +1,67 @@
+"""The ranks that train one model, as they exchange values: nothing is pickled."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgpack
+import numpy as np
+
+
+class Peers(Protocol):
+    rank: int
+    size: int
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, on every rank; only in the policy's thread."""
+
+    def gather_beside(self, payload: bytes) -> list[bytes]:
+        """The same, only in the thread that writes weights."""
+
+    def gather_state(self, payload: bytes) -> list[bytes]:
+        """The same, only in the thread that writes checkpoints."""
+
+
+class Alone:
+    """Implements `Peers` where one rank trains."""
+
+    rank, size = 0, 1
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    gather_beside = gather_state = gather
+
+
+def pack(value: Any) -> bytes:
+    """Numbers, text, paths, arrays, dataclasses and named tuples, and lists and maps of them, as msgpack."""
+    packed: bytes = msgpack.packb(value, default=_encode, strict_types=True)
+    return packed
+
+
+def unpack(payload: bytes, *kinds: type) -> Any:
+    """What was packed, lists as tuples; `kinds` are the classes that may be in it."""
+    by_name = {kind.__name__: kind for kind in kinds}
+
+    def decode(tree: dict[str, Any]) -> Any:
+        if "dtype" in tree:
+            return np.frombuffer(tree["data"], dtype=tree["dtype"])
+        if "path" in tree:
+            return Path(tree["path"])
+        return by_name[tree.pop("kind")](**tree) if "kind" in tree else tree
+
+    return msgpack.unpackb(payload, object_hook=decode, use_list=False)
+
+
+def _encode(value: Any) -> Any:
+    """What msgpack has no type for."""
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "data": value.tobytes()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    names = [item.name for item in fields(value)] if is_dataclass(value) else getattr(value, "_fields", ())
+    if names:
+        return {"kind": type(value).__name__} | {name: getattr(value, name) for name in names}
+    return list(value)
