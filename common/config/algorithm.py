@@ -64,47 +64,43 @@ def _known(names: Collection[str]) -> AfterValidator:
 
 
 class AlgorithmConfig(Section):
-    """Advantages and loss. Defaults: GRPO, normalised by token (DAPO), truncated importance weights."""
+    """Advantages and loss; docs/algorithms.md says what to choose. Defaults: GRPO, normalised by token
+    (DAPO), truncated importance weights."""
 
     preset: Preset | None = None
-    """Defaults of a published algorithm for the fields of this section; fields given beside it win."""
+    """Defaults of a published algorithm; fields given beside it win."""
     advantage: Annotated[PathText, _known(ADVANTAGES)] = "grpo"
-    """How much better a completion was than expected: a name of docs/algorithms.md, or `path.py:name`."""
+    """How much better a completion was than expected: a built-in name, or `path.py:name`."""
     loss: Annotated[PathText, _known(LOSSES)] = "ppo"
-    """What is made of advantages and probabilities: a name of docs/algorithms.md, or `path.py:name`."""
+    """The objective of each token: a built-in name, or `path.py:name`."""
     normalisation: Literal["sequence", "token", "constant", "prompt", "sequence_sum"] = "token"
-    """What sums over tokens are divided by: `sequence` is GRPO, `token` is DAPO, `constant` is Dr. GRPO,
-    `prompt` is ScaleRL, `sequence_sum` is LUSPO."""
+    """What sums over tokens are divided by: GRPO, DAPO, Dr. GRPO, ScaleRL, LUSPO in this order."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
-    """The ratio is clipped at 1 - clip_low. With `old_logprobs: recompute` and one update a step the ratio is
-    1, and nothing is to be clipped. `gmpo` bounds log-ratios, `dppo_tv` and `dppo_kl` how far a probability
-    has moved."""
+    """The ratio is clipped at 1 - clip_low."""
     clip_high: float = Field(0.28, ge=0.0, le=100.0)
-    """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound); see `clip_low`."""
+    """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound)."""
     dual_clip: Annotated[float, Field(gt=1.0, le=1000.0)] | Literal["auto"] | None = "auto"
-    """Bound of the ratio where the advantage is negative (dual-clip PPO, TRL's `delta`), above 1 + clip_high
-    and at most 1000. `auto` is 3 (verl's) for `ppo` and `gspo`; null is none: one bad token that became
-    likely can then outweigh all others."""
+    """Bound of the ratio where the advantage is negative, above 1 + clip_high. `auto` is 3 for `ppo` and
+    `gspo`; null is none."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """What the ratio compares with: the policy at the step's start, with `importance` correcting for
-    staleness (decoupled PPO, arXiv 2505.24298), or the rollout logprobs, with the clip alone (PPO)."""
+    """What the ratio compares with: the policy at the step's start (decoupled PPO, arXiv 2505.24298), or the
+    rollout's logprobs."""
     correction: Correction | None = None
-    """Defaults of `old_logprobs`, `importance` and `rejection` by the names of verl's rollout correction;
-    fields given beside it win."""
+    """Defaults of `old_logprobs`, `importance` and `rejection` by verl's names."""
     importance: ImportanceConfig = ImportanceConfig()
     rejection: RejectionConfig = RejectionConfig()
     off_policy_threshold: float | None = Field(None, gt=0.0, le=1e6)
-    """Off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556): tokens with a negative advantage are left
-    out of the policy's term where their sequence's mean of log(rollout / current) exceeds this."""
+    """Leaves out tokens with a negative advantage where their sequence's mean of log(rollout / current)
+    exceeds this (DeepSeek-V3.2, arXiv 2512.02556)."""
     dppo: DppoConfig = DppoConfig()
     covariance: CovarianceConfig = CovarianceConfig()
     vespo: VespoConfig = VespoConfig()
     top_entropy_quantile: float = Field(1.0, gt=0.0, le=1.0)
-    """Share of a mini-batch's tokens, those with the highest entropy, that the policy's term is over (arXiv
-    2506.01939; there 0.2). Below 1 the mini-batch waits for all its groups."""
+    """Share of a mini-batch's tokens, of highest entropy, that the policy's term is over (arXiv 2506.01939;
+    there 0.2)."""
     rollout_penalty: float = Field(0.0, ge=0.0, le=100.0)
-    """Weight of log(p / q)^2 of every trained token, with p its probability now and q at the rollout (Kimi
-    K2.5, arXiv 2602.02276; prime-rl's `kl_tau`, there 0.001)."""
+    """Weight of log(p / q)^2 of every trained token, with q at the rollout (Kimi K2.5, arXiv 2602.02276;
+    prime-rl's `kl_tau`)."""
     entropy_coefficient: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of an entropy bonus on every trained token."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
@@ -117,24 +113,22 @@ class AlgorithmConfig(Section):
     gamma: float = Field(1.0, gt=0.0, le=1.0)
     """Discount of later rewards, of `gae` and `reinforce_plus_plus`."""
     gamma_per: Literal["token", "turn"] = "token"
-    """What a discount is for: every later token, or only every later turn of a session."""
+    """Whether `gamma` discounts every later token, or every later turn of a session."""
     gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
-    """Generalised advantage estimation: 1 trusts the rewards alone, 0 the next value alone."""
+    """1 trusts the rewards alone, 0 the next value alone."""
     pass_k: int = Field(4, ge=1, le=4096)
     """k of `pass_at_k`."""
     success_threshold: float = Field(0.5, ge=-1e6, le=1e6)
-    """A reward of at least this solves its prompt: for `pass_at_k`, pass rates, `length_penalty`,
-    `data.curriculum`, and evaluations."""
+    """A reward of at least this solves its prompt."""
     overlong: OverlongConfig = OverlongConfig()
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
     filter_zero_variance: bool = False
-    """Replace groups whose rewards are all equal by fresh tickets for the same step (DAPO)."""
+    """Replace groups whose rewards are all equal (DAPO)."""
     max_filter_rounds: int | None = Field(None, ge=1, le=1_000_000)
-    """Most groups that `filter_zero_variance` lets a step generate, in multiples of `groups_per_step`; beyond
-    it the run ends (verl's `max_num_gen_batches`). null ends it after 256 groups, or eight steps' worth, of
-    which none could be trained."""
+    """The run ends where a step would need more than this times `groups_per_step` groups; null: 256 groups,
+    or eight steps' worth, of which none could be trained."""
     mask_truncated: bool = False
-    """Leave completions that hit the length limit out of the loss (DAPO's overlong filtering)."""
+    """Leave completions that hit the length limit out of the loss (DAPO)."""
 
     @model_validator(mode="before")
     @classmethod

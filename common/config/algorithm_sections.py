@@ -9,23 +9,19 @@ from tidemill.common.config.section import OFF, Rules, Section
 
 
 class ImportanceConfig(Section):
-    """Weights that correct for tokens sampled by another policy than the one that is trained: older weights,
-    and an engine that computes a little differently."""
+    """Weights that correct for tokens sampled by another policy than the old one."""
 
     mode: Annotated[Literal["auto", "truncate", "mask", "off"], OFF] = "auto"
-    """`truncate` brings weights into [low, high]; `mask` leaves out what lies outside (with `low: 0.5, high:
-    5` IcePop). `auto` is `truncate`, and `off` with `old_logprobs: rollout`, whose ratio is that weight
-    already."""
+    """`truncate` bounds weights to [low, high], `mask` leaves out what lies outside. `auto` is `truncate`, or
+    `off` with `old_logprobs: rollout`."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """One weight for each token, or one for a sequence: the product over its tokens, or their geometric
-    mean."""
+    """A weight for each token, or for a sequence: the product over its tokens, or their geometric mean."""
     low: float = Field(0.0, ge=0.0, le=1.0)
     """Smallest weight."""
     high: float = Field(2.0, ge=1.0, le=1000.0)
     """Largest weight."""
     normalise: bool = False
-    """Divide truncated weights by their mean over the mini-batch (verl's batch normalisation), which then
-    waits for all its groups."""
+    """Divide truncated weights by their mean over the mini-batch."""
 
 
 Criterion = Literal[
@@ -47,17 +43,16 @@ MAX_BOUND = 1e9
 
 
 class RejectionConfig(Section):
-    """What is left out because the old policy is too far from the one that sampled, beside the weights of
-    `importance`. With r = old / rollout: k1 is r itself, k2 = log(r)^2 / 2, k3 = r - 1 - log r."""
+    """What is left out because old policy and rollout differ too much. With r = old / rollout: k1 is r, k2 =
+    log(r)^2 / 2, k3 = r - 1 - log r."""
 
     bounds: dict[Criterion, float | tuple[float, float]] = Field(default_factory=dict)
-    """All of them have to hold. `token_` judges tokens; `seq_sum_`, `seq_mean_`, `seq_max_` (k2 and k3 only)
-    whole sequences, such as `{seq_mean_k1: [0.99, 1.01]}`. k1 has a lowest and a highest ratio, one number x
-    stands for 1 / x and x; the others have a largest value."""
+    """Each has to hold. k1 has a lowest and a highest ratio (x stands for 1 / x and x), k2 and k3 a largest
+    value."""
     veto: float | None = Field(None, gt=0.0, lt=1.0)
     """A sequence with a token whose r is below this is left out, such as 1e-4."""
     denominator: Literal["all", "kept"] = "all"
-    """Whether rejected tokens count in what sums are divided by; a rejected sequence does as a sequence."""
+    """Whether rejected tokens count in what sums are divided by."""
 
     @field_validator("bounds")
     @classmethod
@@ -92,25 +87,23 @@ class RejectionConfig(Section):
 
 
 class DppoConfig(Section):
-    """DPPO, beside its bounds `clip_low` and `clip_high` (arXiv 2602.04879)."""
+    """DPPO (arXiv 2602.04879), beside `clip_low` and `clip_high`."""
 
     max_ratio: float | None = Field(None, gt=1.0, le=1e6)
-    """A token weighs this much at most (verl's `clip_ratio_c` in `dppo_tv` and `dppo_kl`); null has no bound,
-    as in prime-rl."""
+    """Largest weight of a token (verl's `clip_ratio_c`); null has no bound."""
 
 
 class CovarianceConfig(Section):
-    """clip-cov and kl-cov (arXiv 2505.22617): the few tokens whose logprob and advantage vary together most,
-    over a mini-batch, lose their gradient or are held back. Both keep the entropy from collapsing."""
+    """clip-cov and kl-cov (arXiv 2505.22617)."""
 
     share: float = Field(2e-4, gt=0.0, le=1.0)
-    """Of all tokens of a mini-batch, and at least one (verl's `clip_cov_ratio`, `kl_cov_ratio`)."""
+    """Of a mini-batch's tokens, at least one (verl's `clip_cov_ratio`, `kl_cov_ratio`)."""
     low: float = Field(1.0, ge=-1e9, le=1e9)
-    """`clip_cov` chooses among tokens with a covariance above this (verl's `clip_cov_lb`) ..."""
+    """Lowest covariance of tokens that `clip_cov` chooses."""
     high: float = Field(5.0, ge=-1e9, le=1e9)
-    """... and below this (`clip_cov_ub`)."""
+    """Highest covariance."""
     coefficient: float = Field(1.0, gt=0.0, le=1e6)
-    """Weight of |log r| on the tokens of `kl_cov` (verl's `ppo_kl_coef`)."""
+    """Weight of |log r| on the tokens of `kl_cov` (`ppo_kl_coef`)."""
 
     def rules(self) -> Rules:
         yield self.low >= self.high, f"low ({self.low}) must be below high ({self.high})"
@@ -123,74 +116,64 @@ Exponents = tuple[
 
 
 class VespoConfig(Section):
-    """VESPO's weight W^k exp(lambda (1 - W)) of a sequence with the ratio W (arXiv 2602.10693)."""
+    """The weight W^k exp(lambda (1 - W)) of a sequence with the ratio W (arXiv 2602.10693)."""
 
     positive: Exponents = (2.0, 3.0)
-    """k and lambda where the advantage is not negative (TRL's `vespo_k_pos`, `vespo_lambda_pos`)."""
+    """k and lambda where the advantage is not negative."""
     negative: Exponents = (3.0, 2.0)
-    """The same where it is negative (`vespo_k_neg`, `vespo_lambda_neg`)."""
+    """The same where it is negative."""
 
 
 class KlConfig(Section):
     """A penalty for moving away from the reference model."""
 
     place: Annotated[Literal["off", "loss", "reward"], OFF] = "off"
-    """`loss` adds the penalty to each token's loss, `reward` takes it off each token's reward."""
+    """`loss` adds the penalty to each token's loss, `reward` subtracts it from each token's reward."""
     estimator: Literal["k1", "k2", "k3", "k3+", "corrected_k3", "abs"] = "k3"
-    """With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; `k3+` is k3 with k2's
-    gradient, `corrected_k3` k3 times the ratio, `abs` |d|. docs/algorithms.md says how their gradients differ
-    in the loss."""
+    """docs/algorithms.md has values and gradients."""
     coefficient: float = Field(0.001, gt=0.0, le=100.0)
     """Weight of the penalty (beta)."""
     bound: float | None = Field(10.0, gt=0.0, le=1e9)
-    """Largest k3 of one token (verl's); beyond it, k3 has no gradient. null leaves GRPO's formula, in which a
-    token 10 nats below the reference weighs as much as ten thousand others."""
+    """Largest k3 of one token, beyond which it has no gradient (verl's); null leaves GRPO's formula."""
 
 
 class TeacherTermConfig(Section):
-    """What is made of a teacher's logprobs (`reward.rewards.<name>.teacher`), times the teacher's
-    `weight`."""
+    """What is made of a teacher's logprobs, times its `weight`."""
 
     place: Literal["reward", "loss"] = "reward"
-    """`reward` adds -(rollout logprob - teacher logprob) to the advantage of each sampled token: reverse KL
-    as a reward per token. `loss` adds an estimate of KL(policy || teacher) to each token's loss."""
+    """`reward` adds the difference to the token's advantage, `loss` an estimate of KL(policy, teacher) to its
+    loss."""
     gamma: float = Field(0.0, ge=0.0, le=1.0)
-    """With `place: reward`: discount of what later tokens of the completion get; 0 looks at the token
-    alone."""
+    """With `place: reward`: discount of later tokens; 0 looks at the token alone."""
     clip: float = Field(20.0, gt=0.0, le=20.0)
-    """Largest difference of the two logprobs of one token, either way, in nats."""
+    """Largest difference of the two logprobs of a token, in nats."""
     estimator: Literal["k1", "k2", "k3"] = "k2"
-    """With `place: loss`, with d = logprob - teacher's: `k2` has the gradient d of the reverse KL, `k3` that
-    of the opposite KL, which grows as exp(-d): lower `clip` for it. `k1` has the value d and `k2`'s
-    gradient."""
+    """With `place: loss`; docs/algorithms.md has the gradients."""
 
 
 class ReferenceConfig(Section):
-    """The model that `kl` compares with. Without `kl` it is only measured, as the metric `kl`."""
+    """The model that `kl` compares with."""
 
     model: Annotated[Literal["off", "frozen", "updated"], OFF] = "off"
-    """`frozen` stays the starting model; `updated` follows the trained one, every `every` steps."""
+    """`frozen` stays the starting model; `updated` follows the trained one."""
     every: int = Field(100, ge=1)
     """Steps between updates of an `updated` reference."""
     mixup: float = Field(1.0, gt=0.0, le=1.0)
-    """Share of the trained model in an update: 1 copies it, less moves the reference towards it (TR-DPO,
-    arXiv 2404.09656)."""
+    """Share of the trained model in an update (TR-DPO, arXiv 2404.09656)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """How its weights are kept; `bfloat16` halves their memory."""
+    """How its weights are kept."""
 
 
 class RouterConfig(Section):
-    """Losses of a mixture model's routers, and metrics of how evenly they use the experts. Each is summed
-    over layers, and weighted and divided as the other terms of a token's loss."""
+    """Losses of a mixture model's routers, summed over layers."""
 
     balance: float = Field(0.0, ge=0.0, le=100.0)
-    """Weight of DeepSeek-V3's balance loss of each sequence (arXiv 2412.19437, eq. 17 to 20; alpha, there
-    0.0001), over the positions that predict its trained tokens. 1 a layer where experts are used alike."""
+    """Weight of DeepSeek-V3's balance loss of each sequence (arXiv 2412.19437, eq. 17 to 20; there
+    0.0001)."""
     z: float = Field(0.0, ge=0.0, le=100.0)
-    """Weight of ST-MoE's z-loss of each position (arXiv 2202.08906, eq. 5; there 0.001): the square of the
-    logits' logsumexp, against large logits."""
+    """Weight of ST-MoE's z-loss of each position (arXiv 2202.08906, eq. 5; there 0.001)."""
     measure: bool = False
-    """Record `experts/*` in the metrics also without a loss."""
+    """Record `experts/*` also without a loss."""
 
     @property
     def is_on(self) -> bool:
@@ -198,24 +181,23 @@ class RouterConfig(Section):
 
 
 class KlControlConfig(Section):
-    """A `kl.coefficient` that moves so that the KL divergence comes near a target (arXiv 1909.08593, eq. 2;
-    verl's `kl_ctrl.type=adaptive`)."""
+    """Moves `kl.coefficient` towards a target (arXiv 1909.08593, eq. 2; verl's `kl_ctrl.type=adaptive`)."""
 
     target: float | None = Field(None, gt=0.0, le=1e6)
-    """The `kl` of a step to come near, in nats a token; null leaves the coefficient as it is."""
+    """The `kl` of a step, in nats a token; null is off."""
     horizon: float = Field(10_000.0, gt=0.0, le=1e12)
-    """Samples over which the coefficient moves by its whole error, which counts as at most 20%."""
+    """Samples over which the coefficient moves by its whole error, at most 20%."""
 
 
 class EntropyControlConfig(Section):
-    """An `entropy_coefficient` that moves by steps so that the entropy stays near a target (Skywork-OR1,
-    arXiv 2505.22312; TRL's `use_adaptive_entropy`)."""
+    """Moves `entropy_coefficient` towards a target (Skywork-OR1, arXiv 2505.22312; TRL's
+    `use_adaptive_entropy`)."""
 
     target: float | None = Field(None, gt=0.0, le=100.0)
-    """The `entropy` of a step, in nats a token, at or below which the coefficient rises and is used; above it
-    falls and is not used. null leaves it as it is."""
+    """The `entropy` of a step, in nats a token, at or below which the coefficient rises and is used; null is
+    off."""
     delta: float = Field(0.005, gt=0.0, le=100.0)
-    """What the coefficient moves by after each step."""
+    """Change of the coefficient after each step."""
     low: float = Field(0.0, ge=0.0, le=100.0)
     """Smallest coefficient."""
     high: float = Field(1.0, gt=0.0, le=100.0)
@@ -229,43 +211,42 @@ class EntropyControlConfig(Section):
 
 
 class ValueConfig(Section):
-    """The value head that `advantage: gae` estimates advantages with, trained with the policy."""
+    """The value head of `advantage: gae`."""
 
     model: Literal["policy", "own"] = "policy"
-    """What it sits on: the policy's last hidden state, or that of a model of its own (a critic), which begins
-    as a copy of the policy's, and has its own moments and its own bound of the gradient norm."""
+    """It sits on the policy's last hidden state, or on a model of its own (a critic), which begins as a
+    copy."""
     lr: float | None = Field(None, gt=0.0, le=1.0)
-    """Peak learning rate of the head; null takes the policy's."""
+    """Its peak learning rate; null takes the policy's."""
     coefficient: float = Field(0.5, gt=0.0, le=100.0)
     """Weight of the value loss."""
     clip: float | None = Field(0.2, gt=0.0, le=1e6)
-    """The value may move this far from its estimate at the step's start; null does not clip."""
+    """How far the value may move from its estimate at the step's start; null does not clip."""
     detach: bool = False
-    """Keep the value loss's gradient in the head and out of the policy."""
+    """Keep the value loss's gradient out of the policy."""
     whiten: bool = True
-    """Bring the advantages of a mini-batch to mean 0 and deviation 1; it then waits for all its groups."""
+    """Bring the advantages of a mini-batch to mean 0 and deviation 1."""
 
 
 class OverlongConfig(Section):
-    """DAPO's soft punishment of completions that come near the length limit."""
+    """DAPO's penalty of completions near the length limit."""
 
     penalty: float = Field(0.0, ge=0.0, le=1e6)
-    """Taken off the reward of a completion at the limit; 0 is off."""
+    """Subtracted from the reward of a completion at the limit; 0 is off."""
     buffer_share: float = Field(0.2, gt=0.0, le=1.0)
-    """The last share of `rollout.sampling.max_tokens` (of a session: of `rollout.environment.max_tokens`),
-    over which the punishment grows from 0."""
+    """The last share of `max_tokens`, over which the penalty grows from 0."""
 
 
 class LengthPenaltyConfig(Section):
-    """What length costs, the more so the easier the prompt: weight * the group's pass rate * the completion's
-    share of the longest one in its group, taken off its reward (prime-rl's `length_penalty`)."""
+    """weight * the group's pass rate * length / the longest in the group, subtracted from the reward
+    (prime-rl's `length_penalty`)."""
 
     tokens: float = Field(0.0, ge=0.0, le=1e6)
-    """Weight of the number of tokens that the model wrote; 0 is off."""
+    """Weight of the model's tokens; 0 is off."""
     turns: float = Field(0.0, ge=0.0, le=1e6)
-    """Weight of the number of turns of a session; 0 is off."""
+    """Weight of a session's turns; 0 is off."""
     of: Literal["all", "successes"] = "all"
-    """Which completions of a group pay: `successes` leaves alone those below `success_threshold`."""
+    """Whether completions below `success_threshold` pay, too."""
 
     @property
     def is_on(self) -> bool:

@@ -22,36 +22,35 @@ class SourceConfig(Section):
     path: PathText | list[PathText]
     """File or files, as `data.train` takes them."""
     weight: float = Field(1.0, gt=0.0, le=1e6)
-    """Its share of the groups is this, divided by the sum over all sources."""
+    """Its share of the groups, relative to those of the others."""
     epochs: int | None = Field(None, ge=1, le=1_000_000)
-    """Most passes: after so many times its rows in groups, the others share its place. Null has no end."""
+    """Most passes over its rows; then the others share its place. Null has no end."""
     columns: Columns = Field(default_factory=dict)
-    """As `data.columns`, which the empty mapping takes."""
+    """As `data.columns`, which is the default."""
     data_source: str = ""
     """The `data_source` of rows that have none; empty takes the source's name."""
     environment: str = ""
-    """The `environment` of rows that have no such column: one of those that `rollout.environment.use` offers
-    by name (a dict of TRL's classes)."""
+    """The `environment` of rows without that column, where `rollout.environment.use` offers several by
+    name."""
     group_size: int | None = Field(None, ge=1, le=4096)
     """Completions of each of its groups; null takes `trainer.group_size`."""
     sampling: dict[Literal["max_tokens", "top_p", "top_k", "min_p"], float] = Field(default_factory=dict)
-    """What is sampled otherwise than `rollout.sampling` says; `max_tokens` is at most the one there. There is
-    no temperature: the trainer divides the logits of all samples by the same."""
+    """Fields of `rollout.sampling` that differ; no temperature, by which the trainer divides all logits
+    alike."""
 
 
 class CurriculumConfig(Section):
-    """Chooses prompts by how often they were solved: half the rate until now, half that of the last group.
-    `trainer.algorithm.success_threshold` says what solves a prompt. Steps that are committed decide, and
-    nothing else."""
+    """Chooses prompts by how often they were solved in committed steps
+    (`trainer.algorithm.success_threshold`)."""
 
     easy: float = Field(0.9, gt=0.0, le=1.0)
     """A prompt solved at least so often is left out (ScaleRL, arXiv 2510.13786)."""
     hard: float = Field(0.0, ge=0.0, lt=1.0)
     """A prompt solved at most so often is left out."""
     revisit: int = Field(10, ge=1, le=1_000_000)
-    """A prompt that is left out comes up again after so many epochs of its source."""
+    """Epochs of its source after which a prompt that was left out is tried again."""
     focus: float = Field(0.25, ge=0.0, le=0.9)
-    """Share of the groups that goes to prompts between `hard` and `easy` again, ahead of their turn."""
+    """Share of the groups for prompts between `hard` and `easy`, ahead of their order."""
 
     def rules(self) -> Rules:
         yield (
@@ -79,39 +78,34 @@ Train = Annotated[
 
 
 class DataConfig(Section):
-    """Datasets are JSONL, JSON, CSV or Parquet files, or sets of the Hugging Face hub (`hub:OWNER/NAME`), in
-    verl's columns or under the names that docs/data.md lists."""
+    """Files or hub datasets; docs/data.md has formats and columns."""
 
     train: Train
-    """File or files with the training prompts (`data/*.parquet` is a pattern), rows that Python code has
-    (`my_env.py:MyEnv.rows`), or a list of sources (docs/data.md)."""
+    """File, files or pattern, `hub:OWNER/NAME`, Python rows (`my_env.py:MyEnv.rows`), or a list of
+    sources."""
     eval: dict[str, PathText] = Field(default_factory=dict)
-    """Evaluation sets by name; each is scored by the rewards of the run whose `lanes` hold `eval`."""
+    """Evaluation sets by name, scored by the rewards whose `lanes` hold `eval`."""
     columns: Columns = Field(default_factory=dict)
-    """Own names of columns for `prompt`, `ground_truth`, `data_source` and `extra_info`, such as
-    `{prompt: instruction, ground_truth: meta.label}`; `meta.label` is `label` inside of `meta`. Without, a
-    prompt (text, or a list of chat messages) is `prompt`, `messages`, `question` or `problem`."""
+    """Names of your columns, such as `{prompt: instruction, ground_truth: meta.label}`."""
     system_prompt: str = ""
     """Put before the prompt where the tokenizer has a chat template."""
     prompt_suffix: str = ""
-    """Appended to every prompt text, for instance the request for an answer format."""
+    """Appended to every prompt text."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies the tokenizer's chat template where it has one."""
     max_prompt_tokens: int = Field(1024, ge=1, le=1 << 20)
-    """A longer prompt is an error that names its row; see `overlong_prompts`."""
+    """Longest prompt; see `overlong_prompts`."""
     overlong_prompts: Literal["error", "drop", "left", "right", "middle"] = "error"
-    """`drop` leaves out prompts above the limit; `left`, `right` and `middle` cut tokens off there, with the
-    chat template in place. How many is logged."""
+    """What is done with longer ones: refuse the data, leave them out, or cut tokens off at that place."""
     max_rows: int | None = Field(None, ge=1)
-    """Take only the first rows of the training set, or of each source; null takes all. Overlong prompts count
-    among them."""
+    """Take only the first rows of the training set, or of each source."""
     shuffle: bool = True
     """Visit the rows in a new seeded order each epoch."""
     stream: bool = False
-    """Keep rows on the disk, and read each when its ticket is issued: for sets that do not fit into memory.
-    Parquet then needs the package datasets (`pip install 'tidemill[datasets]'`)."""
+    """Read each row from disk when its ticket is issued; Parquet then needs `pip install
+    'tidemill[datasets]'`."""
     curriculum: CurriculumConfig | None = None
-    """Choose prompts by how often they were solved; null visits all alike, `{}` takes the defaults."""
+    """Choose prompts by how often they were solved; `{}` takes the defaults."""
 
     _needs_truth: bool = PrivateAttr(True)
 

@@ -8,12 +8,12 @@ from tidemill.common.config.section import Rules, Section, read_table
 
 
 class HealthyRange(Section):
-    """Lowest and highest healthy value; a bound that is null does not exist, and both null is no check."""
+    """A healthy range; null is no bound."""
 
     low: float | None = Field(None, ge=-1e9, le=1e9)
-    """Lowest healthy value."""
+    """Lowest value."""
     high: float | None = Field(None, ge=-1e9, le=1e9)
-    """Highest healthy value."""
+    """Highest value."""
 
     def rules(self) -> Rules:
         yield (

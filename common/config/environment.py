@@ -14,54 +14,46 @@ CallFormat = Literal["auto", "hermes", "llama3", "json"]
 
 
 class EnvironmentConfig(Section):
-    """What a rollout worker plays for each sample: a session of an environment and the model."""
+    """What answers the model, and within which limits (docs/sessions.md)."""
 
     use: PathText = SINGLE_TURN
-    """`single_turn`: one completion and no more. `tools`: the functions of `tools`. `agent`: the program of
-    `agent`. `openenv:http://host:port`: an OpenEnv server. Else a class or factory of your own,
-    `my_env.py:MyEnv` or `package.module:MyEnv`: one of TRL's or SkyRL-gym's, or ours."""
+    """`single_turn`, `tools`, `agent`, `openenv:http://host:port`, or a class or factory of yours:
+    `my_env.py:MyEnv`, `package.module:MyEnv`."""
     tools: tuple[PathText, ...] = ()
-    """Functions that the model may call, `my_tools.py:search` each: typed, with a docstring that says what
-    each argument means; plain or async."""
+    """Functions that the model may call, such as `my_tools.py:search`; typed, with a docstring."""
     agent: PathText = ""
-    """A program that plays a session against an address like OpenAI's or Anthropic's: a function,
-    `my_agent.py:run`, or a command that starts with `$ `, such as `$ python my_agent.py`."""
+    """A function, `my_agent.py:run`, or a command that starts with `$ `."""
     gateway_host: str = Field("127.0.0.1", min_length=1)
-    """The address of this machine at which agents reach the model: for those in containers, that of their
-    bridge. Any but 127.0.0.1 can be reached by others too, who then need a session's key."""
+    """Address of this machine at which agents reach the model; in containers that of their bridge."""
     structured_output: Literal["sample", "refuse"] = "sample"
-    """An agent that asks for a form of the answer (`response_format`, a forced call): sample freely, as it is
-    trained, and let the agent validate; or refuse the request."""
+    """What an agent gets that asks for a form of the answer (`response_format`, a forced call): a free
+    sample, or a refusal."""
     on_program_error: Literal["fault", "truncated"] | float = "fault"
-    """What an exception of the agent's program means, once the model has answered it: a fault, and the
-    session is played again; a truncated session, scored by what was said; or one with this number as its own
-    reward, as where the program was ended at a limit. Of classes by which frameworks say that the model was
-    wrong (docs/sessions.md), `fault` truncates too. Exceptions of the machine, such as OSError, are faults
-    always."""
+    """What an exception of the agent's program means: a fault, a truncated session, or this number as its
+    reward."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of what `use` names; of an OpenEnv server, see docs/sessions.md."""
+    """Keyword arguments of what `use` names."""
     call_format: CallFormat = "auto"
-    """How the model writes calls of tools. `auto` looks at the chat template."""
+    """How the model writes calls of tools; `auto` looks at the chat template."""
     max_turns: int = Field(16, ge=1, le=10_000)
-    """Turns of the model in one session; then it is truncated."""
+    """Most turns of a session; then it is truncated."""
     max_tokens: int = Field(0, ge=0, le=1 << 20)
-    """Completion tokens of one session, those of the environment included; then it is truncated. 0: as many
-    as `model.max_model_len` leaves."""
+    """Most completion tokens of a session, the environment's included; then it is truncated. 0: what
+    `model.max_model_len` leaves."""
     max_segments: int = Field(32, ge=1, le=10_000)
-    """Histories of one agent session: the first, and one for each that does not go on where another ended;
-    then it is truncated. The trainer reads all of them, each of up to `model.max_model_len` tokens."""
+    """Most histories of an agent's session; then it is truncated."""
     max_result_tokens: int = Field(0, ge=0, le=1 << 20)
-    """A longer answer of the environment is cut in its middle, and says so. 0: no limit of its own."""
+    """A longer answer of the environment is cut in its middle; 0 is no limit."""
     call_timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
-    """One call of the environment may take this long, in seconds; longer is a fault of it. An agent may be
-    silent for so long: before its first answer that is a fault, later the session is truncated."""
+    """Longest call of the environment, in seconds; longer is a fault. An agent that is silent so long after
+    the model's first answer is truncated."""
     session_timeout_s: float = Field(1800.0, gt=0.0, le=864_000.0)
-    """A whole session may take this long, in seconds; then it is truncated."""
+    """Longest session, in seconds; then it is truncated."""
     attempts: int = Field(6, ge=1, le=100)
-    """How often a worker plays a session whose environment fails, before it gives the ticket to another. It
-    pauses in between, 0.2 s at first and then twice as long each time, so a server may be started again."""
+    """How often a worker plays a session whose environment fails, with growing pauses, before another gets
+    the ticket."""
     processes: int = Field(8, ge=1, le=1024)
-    """Most processes of one worker in which blocking environments and tools run."""
+    """Most processes of one worker for blocking environments and tools."""
 
     @property
     def program_error_value(self) -> float | None:

@@ -23,9 +23,9 @@ class RewardLimits(Section):
     timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
     """Longest time for one attempt, in seconds."""
     max_attempts: int = Field(3, ge=1, le=100)
-    """Attempts before a score counts as failed; backoff in between."""
+    """Attempts before a score counts as failed."""
     backoff_s: float = Field(0.5, ge=0.0, le=600.0)
-    """First pause between attempts, in seconds; doubles, with jitter. A server's Retry-After is respected."""
+    """First pause between attempts, in seconds; doubles, with jitter. Retry-After is respected."""
     on_failure: Literal["drop_sample", "drop_group"] | float = "drop_sample"
     """What a failed reward means: leave the sample out, replace its group, or this number as its reward."""
 
@@ -39,16 +39,15 @@ class FunctionConfig(Section):
     """What says how a reward function is called."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of the function; of a class, those of its constructor."""
+    """Further keyword arguments of the function, or of a class's constructor."""
     style: Literal["auto", "verl", "verl_batch", "trl", "verifiers", "class"] = "auto"
-    """Whose conventions the function follows; `auto` recognises them by its signature."""
+    """Whose conventions the function follows; `auto` looks at its signature."""
     per: Literal["sample", "group"] = "sample"
-    """Whether a function that takes lists (TRL's style, verl's batch manager) is given one sample at a time
-    or a whole group at once."""
+    """What a function that takes lists gets at once."""
     tokenizer: PathText = ""
-    """Folder or hub name of what a function is given as `reward_model_tokenizer`."""
+    """Folder or hub name of the argument `reward_model_tokenizer`."""
     router: str = ""
-    """Name of the servers whose router's address a function is given as `reward_router_address`."""
+    """Name of the servers behind the argument `reward_router_address`."""
 
 
 class NamedRewardConfig(RewardLimits, FunctionConfig):
@@ -61,16 +60,15 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Its factor in the sum; 0 only logs it. Of a teacher: the coefficient of its reverse KL."""
     applies_to: list[str] = Field(default_factory=list)
-    """Data sources it scores; empty means all. Elsewhere it is left out of the sum."""
+    """Data sources that it scores; empty means all."""
     sources: list[str] = Field(default_factory=list)
     """Sources of `data.train`, and evaluation sets, that it scores; empty means all."""
     lanes: list[Literal["train", "eval"]] = Field(default=["train", "eval"], min_length=1)
-    """Where it scores: `train` (training), `eval` (evaluation) or both; elsewhere the sum is without it."""
+    """Whether it scores training, evaluation or both."""
     max_concurrent: int | None = Field(None, ge=1, le=65536)
-    """Most calls at once, in each worker and each lane: evaluation has as many of its own."""
+    """Most calls at once, in each worker and lane."""
     cache: bool | None = None
-    """Keep results in Redis, so that nothing is paid for twice; null: for judges, models and
-    teachers."""
+    """Keep results in Redis; null: those of judges, models and teachers."""
     function: PathText | None = None
     """A built-in, `path.py:name`, or `package.module:name`."""
     judge: JudgeConfig | None = None
@@ -78,11 +76,11 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     model: RewardModelConfig | None = None
     """A reward model that scores."""
     sandbox: SandboxConfig | None = None
-    """Code that is run apart from everything else."""
+    """Runs code that the model wrote."""
     environment: Literal[True] | None = None
-    """The environment's own reward of the session; else the sum of what it gave for single turns."""
+    """The environment's reward of the session; else the sum of those of turns."""
     teacher: TeacherConfig | None = None
-    """A model whose logprobs of the sampled tokens are learned from; it adds nothing to the sum."""
+    """A model whose logprobs are learned from; it adds nothing to the sum."""
 
     @property
     def kind(self) -> str:
@@ -130,29 +128,28 @@ class RewardConfig(RewardLimits, FunctionConfig):
     """How the reward service turns trajectories into scores."""
 
     function: PathText | None = None
-    """A built-in (`gsm8k`, the default, `math`, `exact_match`), `path.py:name`, or `package.module:name`."""
+    """`gsm8k` (the default), `math`, `exact_match`, `path.py:name`, or `package.module:name`."""
     rewards: dict[RewardName, NamedRewardConfig] = Field(default_factory=dict, max_length=64)
     """Several rewards by name, in place of `function`; the reward is their weighted sum."""
     group: PathText | None = None
-    """What is done to the rewards of a training group when all are there: `rank`, `normalise`,
-    `replace_failures_by_mean`, or `path.py:name`."""
+    """What changes the rewards of a whole training group: `rank`, `normalise`, `replace_failures_by_mean`, or
+    `path.py:name`."""
     group_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the group function."""
     cache_mb: int = Field(256, ge=1, le=1_048_576)
-    """Memory in Redis for results that are kept, in MiB; what was not used for longest goes first."""
+    """Memory in Redis for kept results, in MiB; the least recently used go first."""
     workers: int = Field(1, ge=0, le=1024)
     """Reward processes that `tidemill up` starts on this machine."""
     max_in_flight: int = Field(256, ge=1, le=65536)
-    """Trajectories one worker scores at once; a published score frees a slot."""
+    """Trajectories that one worker scores at once."""
     processes: int = Field(2, ge=1, le=256)
-    """Processes that run plain (not async) functions, so that they never block the loop."""
+    """Processes of one worker for plain (not async) functions."""
     threads: int = Field(16, ge=1, le=256)
-    """Most calls that each of them runs at once, in threads, where the function is measured to wait more than
-    it computes; 1 runs one at a time."""
+    """Most calls that each of them runs at once, where the function waits more than it computes."""
     min_group_size: int = Field(2, ge=1, le=4096)
     """With `drop_sample`: a group with fewer scored samples is replaced."""
     delay_s: tuple[Delay, Delay] | None = None
-    """Benchmarks only: sleep uniformly between these seconds before scoring."""
+    """Benchmarks only: sleep so many seconds, uniformly, before scoring."""
 
     @property
     def named(self) -> dict[str, NamedRewardConfig]:

@@ -20,14 +20,14 @@ class VerdictConfig(Section):
     """
 
     regex: str = ""
-    """Finds the verdict, by its last match that is no quotation: the group `score`, else the first group,
-    else all of it. `{nonce}` is the word that the template shows as `{{ nonce }}`: no completion knows it."""
+    """Its last match that is no quotation: the group `score`, else the first group, else all of it. `{nonce}`
+    is the template's `{{ nonce }}`."""
     json_field: str = ""
-    """The last JSON object in the words with this field has the verdict; `a.b` is the field `b` of `a`."""
+    """The last JSON object with this field has the verdict; `a.b` is the field `b` of `a`."""
     choices: dict[Label, float] = Field(default_factory=dict, max_length=256)
     """Words and their values, such as {A: 1, B: 0}."""
     range: Range | None = None
-    """Lowest and highest number that is a verdict; any other is none."""
+    """Lowest and highest number that is a verdict."""
     to_unit: bool = False
     """Map `range` onto 0 to 1."""
     function: PathText = ""
@@ -59,19 +59,16 @@ class AskingConfig(Section):
 
 
 class JudgeConfig(AskingConfig):
-    """A judge behind servers that speak the OpenAI API: hosted ones, or vLLM's of your own."""
+    """A judge behind servers that speak the OpenAI API."""
 
     api: Literal["chat", "completions"] = "chat"
     """`chat` sends the template's text as the user's message, `completions` as it is."""
     template: Template = Field(min_length=1)
-    """Jinja template of what the judge reads, or a file with it, relative to the config: from prompt and
-    messages (the row's own), prompt_text (what the policy read), completion, conversation (messages and all
-    that was said after them, calls of tools and their results too), ground_truth, extra, data_source, and
-    nonce, a word that is another one in every request."""
+    """Jinja template of what the judge reads, or a file with it; docs/models.md has its names."""
     system: str = ""
     """Jinja template of the system message of `chat`; empty sends none."""
     temperature: float = Field(0.0, ge=0.0, le=100.0)
-    """Of the judge's sampling."""
+    """Of its sampling."""
     max_tokens: int = Field(512, ge=1, le=1_000_000)
     """Most tokens of an answer."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
@@ -86,26 +83,25 @@ class RewardModelConfig(AskingConfig):
     head: Literal["sequence", "token"] = "sequence"
     """One score for the whole sequence (/classify), or one for every token (/pooling)."""
     input: Literal["ids", "chat", "text"] = "chat"
-    """What is sent: the policy's token ids (only where the reward model has the policy's tokenizer), the
-    row's own conversation for the reward model's chat template, or as text what the policy read and wrote."""
+    """The policy's token ids (only with the policy's tokenizer), the row's conversation for the model's chat
+    template, or text."""
     label: int = Field(0, ge=0, le=65535)
     """Which of several labels is the reward."""
     token_reward: Literal["last", "mean", "min", "sum", "all_mean"] = "last"
-    """How scores of tokens become one: those of the completion; `all_mean` counts the prompt's tokens too.
-    With `input: chat` or `text`, where the completion begins is unknown: use `last` or `all_mean`."""
+    """How scores of the completion's tokens become one; `all_mean` counts the prompt's too. Without `input:
+    ids`: `last` or `all_mean`."""
     keep_token_rewards: bool = False
-    """Keep the score of every token in the score's detail."""
+    """Keep every token's score in the detail."""
     normalise: Literal["none", "sigmoid", "standardise"] = "none"
     """`sigmoid` maps to 0 to 1; `standardise` subtracts `mean` and divides by `std`."""
     mean: float = Field(0.0, ge=-1e9, le=1e9)
-    """With `standardise`: the mean of raw scores on data of yours. Fixed, so that a score never depends on
-    what was scored before it."""
+    """With `standardise`: the fixed mean of raw scores on data of yours."""
     std: float = Field(1.0, gt=0.0, le=1e9)
     """With `standardise`: their standard deviation."""
     clip: Range | None = None
     """Lowest and highest value after normalisation."""
     max_tokens: int = Field(0, ge=0, le=1 << 20)
-    """Longer inputs lose their beginning; 0 refuses what the model cannot take, and never cuts."""
+    """Longer inputs lose their beginning; 0 never cuts, and refuses what is too long."""
 
     def rules(self) -> Rules:
         yield (
@@ -123,15 +119,12 @@ class TeacherConfig(AskingConfig):
     """
 
     prompt_column: str = ""
-    """Column of the row with the prompt that the teacher reads in place of the policy's, text or chat
-    messages: what only the teacher knows (self-distillation, arXiv 2601.19897). Empty: the policy's own
-    prompt."""
+    """Column with the prompt that the teacher reads in place of the policy's (self-distillation, arXiv
+    2601.19897)."""
     template: Template = ""
-    """Or a Jinja template of it, or a file with one, from the same as a judge's: prompt, messages,
-    ground_truth, extra, ..."""
+    """Or a Jinja template of it, as a judge's."""
     chat: bool = False
-    """Put the text of `prompt_column` or `template` into the teacher's chat template, as the user's message.
-    Messages always go into it."""
+    """Put that text into the teacher's chat template, as the user's message."""
 
     @property
     def has_own_prompt(self) -> bool:
@@ -146,7 +139,7 @@ class TeacherConfig(AskingConfig):
 
 
 class SandboxConfig(Section):
-    """Runs the Python code of a completion against the tests in its ground truth, apart from everything else.
+    """Runs Python code of a completion against tests, in a jail.
 
     The ground truth is a map or its JSON: `inputs` and `outputs` (standard input and expected output of each
     case; with `fn_name`, arguments and result of that function), `assert_case` (statements), or `test` (code,
@@ -154,18 +147,18 @@ class SandboxConfig(Section):
     """
 
     workers: int = Field(1, ge=0, le=1024)
-    """RQ workers that `tidemill up` starts on this machine; each runs one completion at a time."""
+    """RQ workers that `tidemill up` starts; each runs one completion at a time."""
     score: Literal["all", "fraction"] = "all"
     """1 only where every test passes, or the share of tests that pass."""
     max_cases: int = Field(64, ge=1, le=10_000)
     """Only the first so many tests count."""
     time_s: float = Field(6.0, gt=0.0, le=3600.0)
-    """Longest time for one test, in seconds; each of its processes has as much of the processor."""
+    """Longest time for one test, in seconds; its processes have as much CPU time each."""
     total_s: float = Field(30.0, gt=0.0, le=3600.0)
-    """Longest time for all tests of a completion together, in seconds."""
+    """Longest time for all tests of a completion, in seconds."""
     memory_mb: int = Field(512, ge=32, le=1 << 20)
     """Memory of one test, its child processes included, in MiB."""
     file_mb: int = Field(16, ge=1, le=1 << 16)
     """Largest file, and all files together, in MiB."""
     packages: bool = False
-    """Let the code import the packages that are installed beside this project, such as numpy."""
+    """Let the code import installed packages, such as numpy."""

@@ -43,13 +43,13 @@ class SamplingConfig(Section):
     max_tokens: int = Field(512, ge=1, le=1 << 20)
     """Longest completion, in tokens; with an environment, longest turn."""
     temperature: float = Field(1.0, ge=0.01, le=10.0)
-    """Softmax temperature; the trainer divides its logits by the same number."""
+    """The trainer divides its logits by the same number."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling. Below 1 the trainer's distribution differs from the sampled one."""
+    """Nucleus sampling; below 1 the sampled distribution is not the trained one."""
     top_k: int = Field(0, ge=0, le=1 << 20)
-    """Sample among the k likeliest tokens; 0 means all. Not 0: as with `top_p`."""
+    """Sample among the k likeliest tokens; 0 means all. Else as with `top_p`."""
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
-    """Leave out tokens less likely than this share of the likeliest; 0 is off. Not 0: as with `top_p`."""
+    """Leave out tokens less likely than this share of the likeliest; 0 is off. Else as with `top_p`."""
 
 
 class VllmConfig(Section):
@@ -62,22 +62,21 @@ class VllmConfig(Section):
     enforce_eager: bool = False
     """Skip graph capture: starts faster, decodes slower."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of vLLM's AsyncEngineArgs, as they are, such as `{enable_prefix_caching: false}`; on a
-    CPU `kv_cache_memory_bytes` is 1 GiB."""
+    """Further fields of vLLM's AsyncEngineArgs, such as `{enable_prefix_caching: false}`."""
 
 
 class SimulatedConfig(Section):
-    """Options of the `simulated` engine: delays in place of a model, for benchmarks and tests."""
+    """Delays in place of a model, for benchmarks and tests."""
 
     group_s: float = Field(0.0, ge=0.0, le=3600.0)
-    """Mean time to generate one completion, in seconds, however many of `max_num_seqs` run at once."""
+    """Mean time of one completion, in seconds."""
     jitter: float = Field(0.0, ge=0.0, le=1.0)
-    """Spread of that time: uniform between (1 - jitter) and (1 + jitter) times the mean."""
+    """Relative spread of that time, uniform."""
     tokens: int = Field(16, ge=1, le=1 << 20)
     """Tokens in each completion; with `sigma`, their median."""
     sigma: float = Field(0.0, ge=0.0, le=3.0)
-    """Spread of the lengths, and of the times with them: log-normal around `tokens`, cut at
-    `sampling.max_tokens`. At 0.99 one completion in a hundred is ten times the median (arXiv 2510.12633)."""
+    """Log-normal spread of lengths and times; at 0.99 one completion in a hundred is ten times the median
+    (arXiv 2510.12633)."""
     load_s: float = Field(0.0, ge=0.0, le=600.0)
     """Time one weight update takes, in seconds."""
     vocab_size: int = Field(128, ge=2, le=1 << 20)
@@ -90,26 +89,23 @@ class RolloutConfig(Section):
     engine: Annotated[str, AfterValidator(_known)] = "vllm"
     """What generates: `vllm`, `transformers` (plain, no GPU library needed), or `simulated` (delays)."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this machine for its rollout workers, dealt out in turn, `vllm.tensor_parallel_size` to each;
-    empty takes GPUs that nobody has (`tidemill up`), of CUDA_VISIBLE_DEVICES where that is set."""
+    """GPUs of this machine for its rollout workers, `vllm.tensor_parallel_size` each; empty takes free
+    ones."""
     trainer_gpus: Literal["auto", "turns", "shared"] = "auto"
-    """Whether rollout workers are on GPUs of the trainer. `turns`: the engine sleeps while the trainer
-    computes a step, and the trainer waits in the host's memory while the engine generates. `shared`: both at
-    once, and `vllm.gpu_memory_utilization` has to leave what the trainer takes. `auto` is `turns` where
-    `tidemill up` finds one GPU for the trainer and vLLM, else neither."""
+    """`turns`: engine and trainer use the same GPUs one at a time. `shared`: at once, with memory left by
+    `vllm.gpu_memory_utilization`. `auto`: `turns` where `tidemill up` finds one GPU, else neither."""
     gpu_turn_s: float = Field(5.0, ge=0.05, le=3600.0)
-    """How long a process keeps a GPU that it shares in turns while another one waits, in seconds: with
-    `trainer_gpus: turns`, and with `shares_rollout_gpus` of servers."""
+    """How long a process keeps a GPU while another waits for it, in seconds."""
     workers: int = Field(1, ge=0, le=1024)
     """Rollout processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)
-    """An engine that has work and finishes no completion for this long is started again, in seconds."""
+    """An engine with work that finishes no completion for so many seconds is started again."""
     max_groups_in_flight: int = Field(64, ge=1, le=65536)
-    """Groups one worker holds at once; a finished group frees a slot."""
+    """Groups that one worker holds at once."""
     max_num_seqs: int = Field(256, ge=1, le=65536)
-    """Most sequences that an engine decodes at once; others wait."""
+    """Most sequences that an engine decodes at once."""
     num_threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of the engine; 0 shares the cores, less one, between this machine's workers."""
+    """CPU threads of the engine; 0 divides the cores, less one, among this machine's workers."""
     sampling: SamplingConfig = SamplingConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     vllm: VllmConfig = VllmConfig()

@@ -24,15 +24,15 @@ class ModelConfig(Section):
     """The starting model: version 0 of the run."""
 
     path: PathText
-    """Folder of a Hugging Face causal language model with its tokenizer (or a hub name)."""
+    """Folder or hub name of a Hugging Face causal language model with its tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the forward pass, in the trainer and in the engine. Master weights are float32."""
+    """Precision of the forward pass, in trainer and engine. Master weights are float32."""
     max_model_len: int = Field(2048, ge=8, le=1 << 20)
-    """Prompt plus completion, in tokens; at most the model's context. Where a model has positions for short
-    and for long sequences (LongRoPE), this chooses them, in trainer and engines."""
+    """Prompt plus completion, in tokens; at most the model's context. Chooses between LongRoPE's short and
+    long positions."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the model's config.json that this run replaces, such as `{rope_scaling: {rope_type: yarn,
-    factor: 4.0}, max_position_embeddings: 32768}`: in the trainer, in engines, and in exports."""
+    """Fields of the model's config.json that this run replaces, also in exports: `{max_position_embeddings:
+    32768}`."""
 
     @field_validator("overrides")
     @classmethod
@@ -48,14 +48,14 @@ class ArchiveConfig(Section):
     """Entries are written to Parquet files in the run's folder before they are trimmed from Redis."""
 
     enabled: bool = True
-    """Trim only what is archived, and archive the rest at the end; needs
-    `python -m tidemill.services.jobs RUN_ID`, which `tidemill up` starts. Off, trimmed entries are gone."""
+    """Off, trimmed entries are gone. On, it needs `python -m tidemill.services.jobs RUN_ID`, which `tidemill
+    up` starts."""
     segment_mb: float = Field(32.0, ge=0.001, le=1024.0)
-    """Payload of one file, in MiB. Redis keeps as much of each stream beyond what the run needs."""
+    """Payload of one file, in MiB; Redis keeps as much of each stream."""
     keep_gb: float | None = Field(None, ge=0.001, le=1e6)
-    """Most GiB of the archive's files: the oldest entries beyond it are removed. Null keeps all."""
+    """Above so many GiB the oldest files are removed; null keeps all."""
     keep_days: float | None = Field(None, ge=0.001, le=1e5)
-    """Files whose newest entry is older are removed. Null keeps all."""
+    """Older files are removed; null keeps all."""
 
 
 class StreamsConfig(Section):
@@ -64,21 +64,19 @@ class StreamsConfig(Section):
     lease_s: float = Field(30.0, ge=0.2, le=3600.0)
     """A message whose holder is silent this long is taken over; holders renew at a third of it."""
     drain_s: float = Field(20.0, ge=0.0, le=3600.0)
-    """How long a stopping service finishes what it holds before it hands the rest back."""
+    """How long a stopping service works on what it holds before it hands the rest back."""
     max_attempts: int = Field(5, ge=1, le=100)
-    """Deliveries of one message before it goes to the dead-letter stream; a trajectory must have been alone
-    in its worker in the last ones, so that it is not dead-lettered for what another one did."""
+    """Deliveries of one message before it is dead-lettered; a trajectory only if it was alone in its worker
+    in the last ones."""
     max_message_mb: int = Field(64, ge=1, le=512)
-    """Larger messages are refused before they are decoded, in MiB."""
+    """Larger messages, in MiB, are refused undecoded."""
     claim_check_bytes: int = Field(0, ge=0, le=2**40)
-    """Training trajectories of so many bytes and more go to files in the run's folder, which all services
-    must share then, or to `claim_check_url`; the stream gets pointer, size and digest. 0 puts everything into
-    the stream."""
+    """Training trajectories of at least so many bytes go to files in the run's folder, or to
+    `claim_check_url`; the stream gets pointer, size and digest. 0 is off."""
     claim_check_url: str = Field("", pattern=r"^((s3|gs|az)://[^\s?#]+)?$")
-    """Where they go instead of the run's folder: `s3://bucket/folder`, an object store that every service
-    reaches, as with `weights.url`."""
+    """An object store in place of the run's folder: `s3://bucket/folder`."""
     trim: bool = True
-    """Trim what is archived and not in flight any more; without an archive, what no kept checkpoint needs."""
+    """Trim what is archived and not in flight; without an archive, what no kept checkpoint needs."""
     archive: ArchiveConfig = ArchiveConfig()
     """Files of what was in the streams."""
 
@@ -92,7 +90,7 @@ class ExpectConfig(Section):
     """What must hold at the end of the run; `tidemill up` exits with 1 otherwise."""
 
     eval_gain: float | None = Field(None, ge=-1e6, le=1e6)
-    """Final evaluation minus first evaluation is at least this."""
+    """Least gain from the first to the last evaluation."""
 
 
 FILTERED = "rollout.sampling (top_p, top_k, min_p) filters, so that rollout logprobs lie above the policy's"
@@ -111,7 +109,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     servers: dict[ServersName, ServersConfig] = Field(default_factory=dict, max_length=64)
-    """Models behind HTTP by name: judges, reward models, teachers and functions name them."""
+    """Models behind HTTP, by name."""
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     streams: StreamsConfig = StreamsConfig()

@@ -16,7 +16,7 @@ class LimitsConfig(Section):
     requests_per_minute: float = Field(0.0, ge=0.0, le=1e9)
     """Requests started in a minute."""
     tokens_per_minute: float = Field(0.0, ge=0.0, le=1e12)
-    """Tokens in a minute, of prompts and answers; estimated before a request and corrected after it."""
+    """Tokens in a minute, of prompts and answers."""
 
     @property
     def is_limited(self) -> bool:
@@ -24,7 +24,7 @@ class LimitsConfig(Section):
 
 
 class PricesConfig(Section):
-    """What the servers charge, in a currency of the user's choice."""
+    """What the servers charge, in any currency."""
 
     prompt: float = Field(0.0, ge=0.0, le=1e6)
     """A million tokens of prompts."""
@@ -41,21 +41,19 @@ class LocalServersConfig(Section):
     count: int = Field(1, ge=1, le=64)
     """How many."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """`vllm`, or `transformers`, this project's model server; `auto` takes that for reward models."""
+    """`vllm`, or `transformers` (this project's model server); `auto` takes that for reward models."""
     command: tuple[str, ...] = ()
-    """Another server: its command line, where {host}, {port} and {model} are filled in."""
+    """Another server's command line; {host}, {port} and {model} are filled in."""
     args: tuple[str, ...] = ()
-    """Further arguments of the server, such as [--enforce-eager]. vLLM on a CPU computes in float32 unless
-    a --dtype stands here."""
+    """Further arguments of the server, such as [--enforce-eager]."""
     env: dict[str, str] = Field(default_factory=dict)
     """Variables of its environment; `{index}` is its number."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this machine, dealt out in turn; empty takes some that nobody has."""
+    """GPUs of this machine; empty takes free ones."""
     shares_rollout_gpus: bool = False
-    """Server i takes turns with rollout worker i on its GPUs, `rollout.gpu_turn_s` at a time; needs `engine:
-    transformers`."""
+    """Server i and rollout worker i use the same GPUs one at a time; needs `engine: transformers`."""
     start_timeout_s: float = Field(600.0, gt=0.0, le=86_400.0)
-    """A server that is not healthy this long after its start is started again."""
+    """A server that is not healthy so many seconds after its start is started again."""
 
     def rules(self) -> Rules:
         is_sharing = self.shares_rollout_gpus
@@ -74,9 +72,9 @@ class ServersConfig(Section):
     model: str = ""
     """Name of the model in requests; empty leaves it out. Of local servers: folder or hub name."""
     api_key_env: str = Field("", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$|^$")
-    """Name of the environment variable with the servers' key; empty sends none."""
+    """Environment variable with the servers' key; empty sends none."""
     patience_s: float = Field(300.0, ge=0.0, le=86_400.0)
-    """How long a sample waits for any server that can be asked; models take minutes to load."""
+    """How long a sample waits for any usable server, in seconds."""
     limits: LimitsConfig = LimitsConfig()
     """Over all reward workers of the run."""
     prices: PricesConfig = PricesConfig()

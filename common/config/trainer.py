@@ -19,9 +19,8 @@ class LoraConfig(Section):
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732): for ranks above 64."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Names of the linear layers that get an adapter, for instance `[q_proj, v_proj]`; `all-linear` takes all
-    but the output head. They have no dropout: with it the trainer's logprobs would not be those of the model
-    that sampled."""
+    """Names of the linear layers that get an adapter, such as `[q_proj, v_proj]`; `all-linear` takes all but
+    the output head."""
 
 
 BEST_METRICS = ("score", "accuracy", "pass_at_k")
@@ -43,7 +42,7 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0.0, le=1e6)
     """Gradients are scaled down to this global norm."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up; within a step the rate moves with every update."""
+    """Steps of linear warm-up; the rate moves with every update."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after warm-up."""
 
@@ -52,27 +51,24 @@ class EvaluationConfig(Section):
     """Held-out prompts, on a lane of their own."""
 
     every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 evaluates only at the start and the end. The final model always is."""
+    """Steps between evaluations; 0 evaluates only the first and the final model."""
     at_start: bool = True
     """Evaluate the starting model."""
     samples: int = Field(1, ge=1, le=1024)
-    """Completions for each prompt; results are averaged (avg@k), and pass@k is estimated without bias for
-    k = 2, 4, 8, 10, 16, 32, 64, 100, ..."""
+    """Completions for each prompt: avg@k, and pass@k for smaller k."""
     temperature: float = Field(0.0, ge=0.0, le=10.0)
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling, of evaluation alone; 1 is off. Training has its own in `rollout.sampling`."""
+    """As in `rollout.sampling`, of evaluation alone."""
     top_k: int = Field(0, ge=0, le=1 << 20)
-    """Sample among the k likeliest tokens, in evaluation alone; 0 means all."""
+    """As there."""
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
-    """Leave out tokens less likely than this share of the likeliest, in evaluation alone; 0 is off."""
+    """As there."""
     max_prompts: int | None = Field(None, ge=1)
     """Take only the first rows of each set."""
     keep_best: str = Field("score", pattern=rf"^$|^(.+/)?({'|'.join(BEST_METRICS)}|pass_at_[0-9]+)$")
-    """The version that is best by this metric keeps its weights: `score`, `accuracy`, `pass_at_k` (k is
-    `samples`) or `pass_at_4` (2, 4, 8, 10, 16, ... below it), averaged over the datasets, or of one as
-    `DATASET/METRIC`. Empty keeps none. An evaluation in which more than 2% of a set's samples have no score
-    is no candidate: its mean is over other samples than those it would be compared with."""
+    """The version that is best by this metric keeps its weights; over all sets, or `SET/METRIC`. Empty keeps
+    none."""
 
     @property
     def pass_k(self) -> list[int]:
@@ -94,7 +90,7 @@ class SimulatedPolicyConfig(Section):
     group_s: float = Field(0.0, ge=0.0, le=3600.0)
     """Time to train on one group, in seconds."""
     prepare_s: float = Field(0.0, ge=0.0, le=3600.0)
-    """Time of the forward passes over one group that several updates a step need before it is trained."""
+    """Time of the forward passes over one group that several updates a step need."""
     update_s: float = Field(0.0, ge=0.0, le=3600.0)
     """Time of one optimizer update, in seconds."""
 
@@ -109,84 +105,71 @@ class TrainerConfig(Section):
     steps: int = Field(100, ge=1)
     """Steps of the run."""
     epochs: float | None = Field(None, gt=0.0, le=1e6)
-    """Passes over the training rows in place of `steps`, which become `rows // groups_per_step * epochs` when
-    the run starts; rows that `data` leaves out do not count."""
+    """Passes over the training rows, in place of `steps`."""
     groups_per_step: int = Field(32, ge=1, le=65536)
-    """B: groups in one step."""
+    """Groups in one step."""
     mini_batches: int = Field(1, ge=1, le=1024)
     """Optimizer updates in one step, each over its share of the groups; divides `groups_per_step`."""
     passes: int = Field(1, ge=1, le=64)
-    """Times that a step goes over its mini-batches (PPO epochs; verl's `ppo_epochs`, TRL's `num_iterations`).
-    Old logprobs stay those of the step's start, so the second pass begins when the last group is in."""
+    """Times that a step goes over its mini-batches (PPO epochs), with the old logprobs of its start."""
     group_size: int = Field(8, ge=1, le=4096)
     """Completions of each group (verl's `rollout.n`, TRL's `num_generations`)."""
     max_staleness: int = Field(1, ge=0, le=1024)
-    """k: 0 is on-policy, 1 is one step off-policy, more is asynchronous."""
+    """0 is on-policy, 1 one step off-policy, more asynchronous."""
     batch_order: Literal["in_order", "as_ready"] = "in_order"
     """`in_order` is reproducible; `as_ready` takes the first complete groups, for long tails."""
     start_early: bool = True
-    """Train on groups as they complete instead of waiting for the whole batch; same result. Advantages that
-    are normalised over a mini-batch wait for its groups all the same."""
+    """Train on groups as they complete; the result is the same."""
     policy: Literal["transformers", "simulated"] = "transformers"
     """What is trained: a Hugging Face causal language model, or delays."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
-    """Train LoRA adapters instead of the model's own weights (`pip install 'tidemill[lora]'`); null trains
-    all weights, `{}` takes the defaults."""
+    """Train LoRA adapters (`pip install 'tidemill[lora]'`); `{}` takes the defaults."""
     evaluation: EvaluationConfig = EvaluationConfig()
     diagnostics: Ranges = Field(default_factory=dict)
-    """Other healthy ranges than those of docs/metrics.md, by check: `{entropy: {low: 0.002}, clipped: {}}`
-    has no upper bound for the entropy and never warns of clipping."""
+    """Other healthy ranges than those of docs/metrics.md, by check."""
     simulated: SimulatedPolicyConfig = SimulatedPolicyConfig()
     micro_batch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
-    """Most tokens (prompt plus completion) in one forward pass, of each rank. `auto` is 16,384; on a GPU as
-    many, from there down, as fit by the estimate of `tidemill check`."""
+    """Most tokens in one forward pass of a rank. `auto` is 16,384, or less where a GPU holds less."""
     packing: bool = True
-    """Pack sequences without padding where the attention allows it; else pad rows of like length."""
+    """Pack sequences without padding where the attention allows it."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute activations in the backward pass to save memory. `auto` does on a GPU where half of
-    `micro_batch_tokens` would not fit without, by the estimate of `tidemill check`; elsewhere it does not."""
+    """Recompute activations in the backward pass. `auto`: on a GPU that would not hold them."""
     num_ranks: int = Field(1, ge=1, le=4096)
-    """Processes that train one model together, a GPU each, sharded with FSDP2. The trainer starts them on its
-    own machine; for several machines start it with torchrun."""
+    """Processes that train one model together, a GPU each (FSDP2); on several machines started by
+    torchrun."""
     shard_ranks: int | None = Field(None, ge=1)
-    """Ranks that hold one copy of the model together, the others hold further copies (HSDP): those of one
-    machine, where several train. Divides `num_ranks`; null splits one copy over all."""
+    """Ranks that hold one copy of the model together (HSDP); divides `num_ranks`. Null: all."""
     sum_gradients: Literal["auto", "update", "micro_batch"] = "auto"
-    """When ranks sum their gradients. Once an `update`, or with every `micro_batch`, which saves 4 bytes a
-    parameter on each GPU; `auto` is once where that takes at most a quarter of the memory."""
+    """When ranks sum gradients: once an `update`, or with every `micro_batch`, which saves 4 bytes a
+    parameter."""
     offload_optimizer: bool = False
-    """Keep AdamW's moments, 8 bytes a parameter, in the host's pinned memory, and bring them to the GPU slice
-    by slice in each update: 16 bytes a parameter over the bus, and the same weights bit by bit."""
+    """Keep AdamW's moments, 8 bytes a parameter, in host memory; the weights are the same bit by bit."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this machine for the trainer; empty takes the first that nobody has (`tidemill up`), of
-    CUDA_VISIBLE_DEVICES where that is set."""
+    """GPUs of this machine for the trainer; empty takes free ones."""
     compile: bool = False
-    """Compile the model with torch.compile: minutes at the start, faster steps. Where that fails, a warning
-    says why, and the run goes on without."""
+    """Compile the model with torch.compile: minutes at the start, faster steps."""
     liger: Literal["auto", "on", "off"] = "auto"
-    """Liger's fused kernels (`pip install 'tidemill[liger]'`, GPUs only). `auto` uses them where they are."""
+    """Liger's fused kernels (`pip install 'tidemill[liger]'`, GPUs only)."""
     device: str = "auto"
     """`auto` takes the first GPU, else the CPU."""
     num_threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of torch; 0 leaves the library's default, and ranks share those of their host."""
+    """CPU threads of torch; 0 leaves the library's default."""
     deterministic: bool = False
-    """Use deterministic kernels, so that replayed steps are bit-identical on the same hardware."""
+    """Deterministic kernels: replayed steps are bit-identical on the same hardware."""
     keep_weights: int = Field(3, ge=2, le=1000)
     """Versions kept in the weights folder."""
     checkpoint_every: int = Field(10, ge=0)
-    """Steps between checkpoints; the last step is always kept. 0 keeps no other, except where the run is
-    stopped or Redis runs low on memory: Redis then holds the whole run, and a crash replays all its steps."""
+    """Steps between checkpoints; the last step always has one. With 0 a crash replays all steps."""
     keep_checkpoints: int = Field(2, ge=1, le=1000)
     """Checkpoints kept."""
     reissue_after_s: float = Field(15.0, gt=0.0, le=86_400.0)
-    """A ticket that no stream holds any more is issued again after this time without progress."""
+    """A ticket that no stream holds is issued again after so many seconds without progress."""
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
-    """What gets every metric besides metrics.jsonl: events in the run's folder, or trackers (`pip install
-    'tidemill[wandb]'` and so on), whose addresses and keys come from their own environment variables."""
+    """What gets every metric besides metrics.jsonl (`pip install 'tidemill[wandb]'` and so on)."""
     logger_project: str = Field("tidemill", min_length=1, max_length=128)
-    """Project (MLflow: experiment) of the run in the trackers; the run has its own id there."""
+    """Project (MLflow: experiment) of the run in the trackers."""
 
     def rules(self) -> Rules:
         is_simulated = self.policy == "simulated"

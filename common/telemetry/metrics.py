@@ -31,24 +31,20 @@ RUN_INFO = gauge("run_info", "1; labels say which run and role this process serv
 
 LOOP_LAG_SECONDS = histogram(
     "loop_lag_seconds",
-    "How late the event loop woke a probe that slept: work that holds up everything else",
+    "How late the event loop woke a sleeping probe",
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
 )
 
 REDIS_RETRIES = counter("redis_retries_total", "Redis commands repeated after a passing error")
 REDIS_WAIT = counter(
     "redis_wait_seconds_total",
-    "Pauses before commands were repeated, because Redis was away (redis) or full (memory)",
+    "Pauses because Redis was away (redis) or full (memory)",
     ["cause"],
 )
-REDIS_SECONDS = short_time("redis_seconds", "Time of one Redis command that does not block, as it was felt")
+REDIS_SECONDS = short_time("redis_seconds", "Time of one Redis command that does not block")
 REDIS_MAY_EVICT = gauge("redis_may_evict", "1 while the maxmemory-policy lets Redis delete keys")
-REDIS_EVICTED_KEYS = counter(
-    "redis_evicted_keys_total", "Keys that Redis has deleted to make room, which it must never do"
-)
-REDIS_MEMORY_SHARE = gauge(
-    "redis_memory_share", "Memory of Redis in use over its maxmemory; 0 without a limit"
-)
+REDIS_EVICTED_KEYS = counter("redis_evicted_keys_total", "Keys that Redis has deleted to make room")
+REDIS_MEMORY_SHARE = gauge("redis_memory_share", "Memory in use over maxmemory; 0 without a limit")
 
 DELIVERIES = counter("deliveries_total", "Messages received through a consumer group", ["stream"])
 RECLAIMED = counter("reclaimed_total", "Messages taken over from a silent consumer", ["stream"])
@@ -65,7 +61,7 @@ GROUPS_IN_FLIGHT = gauge("groups_in_flight", "Groups this rollout worker holds",
 GROUP_SLOTS = gauge("group_slots", "Groups this rollout worker can hold", ["lane"])
 REQUESTS_RUNNING = gauge("requests_running", "Completions the engine works on")
 SESSIONS_HELD = gauge("sessions_held", "Sessions with an environment that this worker plays")
-SESSION_ENDS = counter("session_ends_total", "Sessions played, by how they ended: done, or a limit", ["end"])
+SESSION_ENDS = counter("session_ends_total", "Sessions, by how they ended", ["end"])
 SESSION_TURNS = histogram(
     "session_turns", "Turns of the model in one session", buckets=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 )
@@ -77,29 +73,25 @@ SESSION_SECONDS = latency(
 )
 LATER_PROMPT_TOKENS = counter(
     "session_later_prompt_tokens_total",
-    "Prompt tokens of turns two and later: from the engine's prefix cache (cached), or computed",
+    "Prompt tokens of turns after the first: cached, or computed",
     ["source"],
 )
-TOOL_CALLS = counter(
-    "environment_calls_total", "Calls of tools that models made, and those that were wrong", ["result"]
-)
+TOOL_CALLS = counter("environment_calls_total", "Calls of tools, right and wrong", ["result"])
 AGENT_WISHES = counter(
     "agent_wishes_total",
-    "Requests of agents for a form of the answer or a forced call, which is sampled freely, by field",
+    "Requests of agents for a form of the answer or a forced call, by field",
     ["field"],
 )
-ENVIRONMENT_FAULTS = counter(
-    "environment_faults_total", "Plays of a session that an environment's fault ended", ["kind"]
-)
+ENVIRONMENT_FAULTS = counter("environment_faults_total", "Plays of a session that a fault ended", ["kind"])
 WEIGHT_LOAD_SECONDS = latency("weight_load_seconds", "Time of one weight update in the engine")
 WEIGHT_PAUSE_SECONDS = latency("weight_pause_seconds", "Time generation stood still for one weight update")
 WEIGHT_DELAY_SECONDS = latency(
-    "weight_delay_seconds", "Time from the announcement of a version until this worker computed with it"
+    "weight_delay_seconds", "Time from the announcement of a version until its use here"
 )
 WEIGHT_FAILURES = counter("weight_failures_total", "Versions that could not be loaded when tried")
 WEIGHT_MISMATCHES = counter(
     "weight_mismatches_total",
-    "Updates after which an engine did not hold what the trainer committed; it loaded the full version",
+    "Updates after which an engine had other weights than committed",
 )
 
 SCORES_PUBLISHED = counter("scores_published_total", "Scores published", ["lane", "status"])
@@ -110,7 +102,7 @@ REWARD_FAILURES = counter(
 )
 REWARD_CACHE = counter(
     "reward_cache_total",
-    "Rewards looked up in the cache: hit, miss, or shared with one under way",
+    "Rewards looked up in the cache: hit, miss or shared",
     ["result"],
 )
 GROUPS_POST_PROCESSED = counter(
@@ -119,14 +111,14 @@ GROUPS_POST_PROCESSED = counter(
 SCORES_IN_FLIGHT = gauge("scores_in_flight", "Trajectories this reward worker is scoring", ["lane"])
 SCORE_SLOTS = gauge("score_slots", "Trajectories this reward worker can hold", ["lane"])
 SCORING_PROCESSES_KILLED = counter(
-    "scoring_processes_killed_total", "Processes of reward functions killed or found dead"
+    "scoring_processes_killed_total", "Processes of reward functions that were killed or died"
 )
 
 REMOTE_SECONDS = latency("remote_seconds", "Time of one answered request to a server", ["servers"])
 REMOTE_TOKENS = counter("remote_tokens_total", "Tokens that servers charged", ["servers", "kind"])
 REMOTE_COST = counter(
     "remote_cost_total",
-    "What these tokens cost, by the servers' `prices` in the config and in their currency",
+    "Cost of these tokens, by the servers' `prices`",
     ["servers"],
 )
 REMOTE_ERRORS = counter("remote_errors_total", "Requests to servers that failed", ["servers", "kind"])
@@ -153,33 +145,31 @@ REWARD_MODEL_BATCH_ROWS = histogram(
 REWARD_MODEL_TOKENS = counter("reward_model_tokens_total", "Tokens computed", ["kind"])
 REWARD_MODEL_BATCH_ERRORS = counter("reward_model_batch_errors_total", "Sequences that could not be computed")
 GPU_WAIT_SECONDS = latency("device_turn_wait_seconds", "Time this process waited for a shared device")
-SANDBOX_SECONDS = latency("sandbox_seconds", "Time from asking for a sandboxed run to its verdict")
+SANDBOX_SECONDS = latency("sandbox_seconds", "Time from request to verdict of a sandboxed run")
 SANDBOX_JOBS = counter("sandbox_jobs_total", "Sandboxed runs by how they ended", ["outcome"])
 JOB_SECONDS = latency(
     "job_seconds",
-    "Time of one job of a sandbox's RQ worker, by its queue and how it ended",
+    "Time of one RQ job, by queue and how it ended",
     ["queue", "outcome"],
 )
 
 TICKETS_ISSUED = counter("tickets_issued_total", "Tickets issued, regular and replacements", ["kind"])
 GROUPS_SETTLED = counter("groups_settled_total", "Groups that reached their end", ["outcome"])
 DUPLICATES_DROPPED = counter("duplicates_dropped_total", "Entries whose key was there already", ["stream"])
-STRAY_ENTRIES = counter("stray_entries_total", "Foreign entries moved out of a numbered stream", ["stream"])
+STRAY_ENTRIES = counter("stray_entries_total", "Unexpected entries moved out of a stream", ["stream"])
 STALENESS_VIOLATIONS = counter(
     "staleness_violations_total", "Trajectories refused because a token was too old"
 )
 TRAINER_GROUPS = gauge(
     "trainer_groups",
-    "Groups that are not trained yet: being generated, waiting for scores, or ready to be trained",
+    "Groups not trained yet: in generation, waiting for scores, or ready",
     ["state"],
 )
 TRAINED_STALENESS = histogram(
-    "trained_staleness", "Staleness of the oldest token of each trained trajectory, in steps", buckets=_AGES
+    "trained_staleness", "Staleness of each trained trajectory's oldest token, in steps", buckets=_AGES
 )
 TRAINED_SPANS = histogram("trained_spans", "Versions that produced one trained trajectory", buckets=_AGES[1:])
-TRAINED_TOKENS = counter(
-    "trained_tokens_total", "Completion tokens trained on, by their staleness in steps", ["staleness"]
-)
+TRAINED_TOKENS = counter("trained_tokens_total", "Trained completion tokens, by staleness", ["staleness"])
 STAGE_SECONDS = latency(
     "stage_seconds",
     "Where a trained trajectory spent its time: ticket (until its group began), generate, reward_queue, "
@@ -189,44 +179,34 @@ STAGE_SECONDS = latency(
 COMMITTED_VERSION = gauge("committed_version", "Number of committed steps")
 STEP_SECONDS = latency("step_seconds", "Time from one commit to the next")
 COMMIT_SECONDS = short_time("commit_seconds", "Time to make one commit durable")
-CHECKPOINT_SECONDS = latency("checkpoint_seconds", "Time to write a checkpoint, beside the next steps' work")
+CHECKPOINT_SECONDS = latency("checkpoint_seconds", "Time to write a checkpoint")
 CHECKPOINT_COPY_SECONDS = latency(
     "checkpoint_copy_seconds",
-    "Time that training stands still for a checkpoint: to copy its state to host memory",
+    "Time that training pauses to copy a checkpoint's state",
 )
 CHECKPOINT_WAIT_SECONDS = latency(
-    "checkpoint_wait_seconds", "Time that a checkpoint, and training with it, waits for the one before"
+    "checkpoint_wait_seconds", "Time that training waits for the checkpoint before"
 )
-WEIGHTS_COMPARE_SECONDS = latency(
-    "weights_compare_seconds", "Time that training stands still for one version: to find what changed"
-)
-WEIGHTS_WRITE_SECONDS = latency(
-    "weights_write_seconds", "Time to write one version, beside the next step's work"
-)
+WEIGHTS_COMPARE_SECONDS = latency("weights_compare_seconds", "Time that training pauses to compare weights")
+WEIGHTS_WRITE_SECONDS = latency("weights_write_seconds", "Time to write one version")
 WEIGHTS_BYTES = gauge("weights_bytes", "Size of the last version's files")
 WEIGHTS_SHARE_CHANGED = gauge(
-    "weights_share_changed", "Share of the weights' values that the last step changed; -1 not measured"
+    "weights_share_changed", "Share of values that the last step changed; -1 not measured"
 )
-DISK_FREE_SHARE = gauge(
-    "disk_free_share", "Share of the disk with the run's folder that is free, seen by the trainer"
-)
-RECOVERY_SECONDS = gauge(
-    "recovery_seconds", "Time from the trainer's start until it could train, replayed steps included"
-)
+DISK_FREE_SHARE = gauge("disk_free_share", "Free share of the disk with the run's folder")
+RECOVERY_SECONDS = gauge("recovery_seconds", "Time from the trainer's start until it could train")
 REPLAYED_STEPS = counter("replayed_steps_total", "Committed steps trained again after a restart")
-STEP_METRIC = gauge("step_metric", "Numbers of the last step, under the names of docs/metrics.md", ["metric"])
+STEP_METRIC = gauge("step_metric", "Numbers of the last step", ["metric"])
 EVALUATION_METRIC = gauge(
     "evaluation_metric", "Numbers of the last evaluation of each dataset", ["dataset", "metric"]
 )
 EVALUATION_SECONDS = latency("evaluation_seconds", "Time of one evaluation, all datasets together")
-UNHEALTHY = gauge("unhealthy", "1 while a number of the step is outside of its healthy range", ["check"])
+UNHEALTHY = gauge("unhealthy", "1 while a number is outside of its healthy range", ["check"])
 
 REDIS_UP = run_gauge("redis_up", "1 while Redis answers the exporter")
 REDIS_MEMORY_BYTES = run_gauge("redis_memory_bytes", "Memory of Redis in use")
 REDIS_MAX_MEMORY_BYTES = run_gauge("redis_max_memory_bytes", "Its maxmemory; 0 without a limit")
-RUN_STATUS = run_gauge(
-    "run_status", "1 for what the run is: starting, running, finished, stopped or failed", ["status"]
-)
+RUN_STATUS = run_gauge("run_status", "1 for the state of the run", ["status"])
 RUN_VERSION = run_gauge("run_version", "Committed steps of the run")
 RUN_STEPS = run_gauge("run_steps", "Steps that the run is to have")
 RUN_MAX_STALENESS = run_gauge("run_max_staleness", "The run's bound of staleness, in steps")
@@ -238,7 +218,7 @@ STREAM_LAG = run_gauge("stream_lag", "Entries that no worker of the group has ta
 STREAM_PENDING = run_gauge("stream_pending", "Entries that workers of the group hold", ["stream", "group"])
 STREAM_OLDEST_AGE_SECONDS = run_gauge(
     "stream_oldest_age_seconds",
-    "Age of the oldest entry that waits for the group (waiting) or is held by a worker (held); 0 without one",
+    "Age of the oldest entry that is waiting, or held by a worker",
     ["stream", "group", "state"],
 )
 STREAM_CONSUMERS = run_gauge("stream_consumers", "Consumers that Redis knows in a group", ["stream", "group"])
@@ -246,12 +226,12 @@ WORKERS = run_gauge("workers", "Processes of the run by role, alive or silent", 
 WORKER_VERSION = run_gauge("worker_version", "Version of the weights each rollout worker holds", ["worker"])
 WORKER_START_TIMESTAMP = run_gauge(
     "worker_start_timestamp_seconds",
-    "When each process was started; a change is a restart",
+    "When each process was started",
     ["role", "worker"],
 )
 WORKER_IDLE_SHARE = run_gauge(
     "worker_idle_share",
-    "Share of the last minute that each process has waited, by cause",
+    "Share of the last minute spent waiting, by cause",
     ["role", "worker", "cause"],
 )
 JOB_QUEUE_LENGTH = run_gauge(

@@ -36,7 +36,7 @@ def as_markdown() -> str:
 
 def _described(name: str, item: Any) -> str:
     is_made = item is tidemill.Records  # by the others only
-    shown = "" if is_made else f"```python\n{_signature(name, item)}\n```\n\n"
+    shown = "" if is_made or name == "run_async" else f"```python\n{_signature(name, item)}\n```\n\n"
     return f"{shown}{_docstring(item)}\n"
 
 

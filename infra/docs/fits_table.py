@@ -14,7 +14,7 @@ from tidemill.services.console.check.memory import GIB, as_overrides
 HEADING = "## Which models fit"
 MODELS = Path(__file__).parents[2] / "docs/operations/models"
 MAX_MODEL_LEN = 8192
-NUMBERS, GIB_EACH = (1, 8, 32), 80
+NUMBERS, GIB_EACH = (1, 8), 80
 SHORT = {
     "trainer.num_ranks": "num_ranks",
     "trainer.lora": "lora",
@@ -26,11 +26,10 @@ SHORT = {
 
 PREAMBLE = f"""{HEADING}
 
-GPUs with {GIB_EACH} GiB, by `python -m infra.docs.reference` from `docs/operations/models/`;
-`tidemill check --memory` computes yours. bfloat16, sequences of up to {MAX_MODEL_LEN:,} tokens, no
-reference model, hosts of 8 GPUs; half of the GPUs are the trainer's, and more where that is not enough.
-"needs" is GiB of a GPU at the peak, "sequences" of full length are what the KV cache of one engine holds,
-"host" is GiB of the fullest host. Where it does not fit, the largest part is named.
+GPUs with {GIB_EACH} GiB, half or more for the trainer; bfloat16, {MAX_MODEL_LEN:,} tokens, no reference
+model, hosts of 8 GPUs. GiB of a trainer's GPU and of the fullest host at the peak; "sequences" fit into the
+KV cache of one engine. Where it does not fit, the largest part is named. Generated from
+`docs/operations/models/`; `tidemill check --memory` computes yours.
 
 | model | GPUs | fits | settings | trainer needs | tokens | sequences | host |
 |---|---|---|---|---|---|---|---|
@@ -59,6 +58,6 @@ def _cells(name: str, machine: Mapping[str, Any], fit: Mapping[str, Any]) -> Ite
     yield "with LoRA" if "lora" in settings else "yes"
     yield f"`{as_overrides(settings)}`" if settings else "defaults"
     yield f"{fit['trainer']['peak'] / GIB:.0f}"
-    yield f"{fit['tokens']:,}" + (", layers again" if fit["recomputed"] else "")
+    yield f"{fit['tokens']:,}"
     yield f"{fit['engine']['num_sequences']:,}"
     yield f"{fit['host']['peak'] / GIB:.0f}"

@@ -6,22 +6,20 @@ HEADING = "## Options"
 
 PREAMBLE = f"""{HEADING}
 
-From the tables of `tidemill convert` (`python -m infra.docs.reference`).
-`*` stands for any name. Options that need none here are left out.
+From the tables of `tidemill convert` (`python -m infra.docs.reference`); `*` is any name. Listed
+are options that differ in more than their name. `convert` copies the others and names those without a
+counterpart; a config with an option of theirs is refused with our name for it.
 """
 
 
 def as_markdown() -> str:
-    """Heading, and for each project what is copied, what differs and what has no counterpart."""
+    """Heading, and for each project what differs."""
     lines = [PREAMBLE]
     for table in map(table_of, FILES):
         rows = [row for row in table.rows if not row.is_automatic]
-        lines += [f"### {table.project}", "", "Copied:", ""]
-        lines += [f"* {_theirs(row)}: {_ours(row)}" for row in rows if row.to and not row.note]
-        lines += ["", "With a difference:", ""]
+        lines += [f"### {table.project}", ""]
         lines += [f"* {_theirs(row)}: {_ours(row)}; {row.note}" for row in rows if row.to and row.note]
-        lines += ["", "Without a counterpart:", ""]
-        lines += [*(f"* {_theirs(row)}: {row.note}" for row in rows if not row.to), ""]
+        lines.append("")
     return "\n".join(lines)
 
 

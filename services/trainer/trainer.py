@@ -27,13 +27,11 @@ from functools import partial
 
 import structlog
 
-from tidemill.common.errors import WeightsError
 from tidemill.common.files import free_share
 from tidemill.common.process.activity import BOOKKEEPING, WAIT
 from tidemill.common.process.heartbeats import DAMAGED_VERSION, read_heartbeats
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.state import FINISHED, RUNNING, finish_state, update_state
-from tidemill.common.run.weight_files import read_chain, verified_files
 from tidemill.common.streams import Mark, MarkLostError, entry_id_of, id_order, last_id, read_newest
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
@@ -347,13 +345,9 @@ class Trainer:
         newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
         if newest is None or newest.message.version != self.version:
             return None
-        try:
-            for part in await asyncio.to_thread(read_chain, self.context.run_dir, newest.message):
-                await asyncio.to_thread(verified_files, self.context.run_dir, part)
-        except WeightsError:
-            return None
-        self.weights.last = newest.message
-        return newest.message
+        manifest = await asyncio.to_thread(self.weights.standing, self.version, newest.message.digest)
+        self.weights.last = manifest
+        return manifest
 
     def _must_evaluate(self, version: int) -> bool:
         """Whether an evaluation of `version` is due, and not on record for every dataset."""

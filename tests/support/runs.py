@@ -9,11 +9,15 @@ from types import TracebackType
 from typing import Any
 
 from tests.support.preloaded import Process, start_module, start_plain
+from tests.support.waiting import PATIENCE_S, wait_until
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
+from tidemill.common.streams import id_order, last_id
 from tidemill.common.wire.keys import Keys
+
+SERVICES = ("rollout", "reward", "trainer")
 
 
 class ServiceRun:
@@ -61,6 +65,24 @@ class ServiceRun:
         if error is not None:
             for log in sorted(self.folder.glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
+
+    def start_all(self) -> None:
+        """One process of each service."""
+        for role in SERVICES:
+            self.start(role)
+
+    async def reach(self, version: int, timeout_s: float = PATIENCE_S) -> None:
+        """Wait for so many commits."""
+
+        async def is_reached() -> bool:
+            return id_order(await last_id(self.broker, self.keys.commits))[0] >= version
+
+        await wait_until(is_reached, timeout_s, f"version {version}")
+
+    async def stop_all(self, *names: str) -> None:
+        """Each of these ends with exit code 0 when it is asked to."""
+        for name in names:
+            assert await self.stop(name) == 0, self.log_of(name)
 
     def start(
         self,

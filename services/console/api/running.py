@@ -125,7 +125,10 @@ async def run_async(
     on_evaluation: Callback | None = None,
     quiet: bool = False,
 ) -> RunResult:
-    """`run` for callers with a loop of their own. Cancelled, it ends the run's processes at once."""
+    """`run`, with the same arguments, for callers with a loop of their own.
+
+    Cancelled, it ends the run's processes at once.
+    """
     options = _options(config, overrides, run_id, resume, runs_dir)
     view = CallbackView(Console(highlight=False, quiet=quiet), {STEP: on_step, EVALUATION: on_evaluation})
     return await _go(config, options, view)

@@ -21,7 +21,6 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import read_config
-from tidemill.common.streams import Entry
 from tidemill.common.telemetry.logs import LEVEL_VARIABLE, configure_logs
 from tidemill.common.wire.messages import Commit
 
@@ -30,16 +29,9 @@ async def check_committed(history: History, steps: Sequence[int]) -> None:
     """Make sure that the run has made these steps. Raises ConfigError: it has no commit of one of them."""
     for step in steps:
         if await history.commit(step) is None:
-            last = await _last_step(history)
-            has = f"its commits end with step {last}" if last >= 0 else "it has no commits"
+            last = await anext(history.messages(StreamName.COMMITS, Commit, newest_first=True), None)
+            has = f"its commits end with step {last.step}" if last else "it has no commits"
             raise ConfigError(f"run {history.run_id} has no commit of step {step}: {has}.")
-
-
-async def _last_step(history: History) -> int:
-    async for record in history.scan(StreamName.COMMITS, newest_first=True):
-        if isinstance(record, Entry) and isinstance(record.message, Commit):
-            return record.message.step
-    return -1
 
 
 def main() -> int:

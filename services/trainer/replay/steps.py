@@ -21,7 +21,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import GroupCursor, History, MissingRecordsError, Selection, StreamName
 from tidemill.common.process.activity import Activity
-from tidemill.common.streams import Entry, entry_id_of
+from tidemill.common.streams import entry_id_of
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable.checkpoint import read_checkpoint
 from tidemill.services.trainer.durable.recovery import open_cursor, pending_groups, weight_difference
@@ -109,12 +109,10 @@ class StepReplay:
     async def _commits(self, first: int, last: int) -> AsyncIterator[Commit]:
         expected = first
         selection = Selection(first_id=entry_id_of(first), last_id=entry_id_of(last))
-        async for record in self.history.scan(StreamName.COMMITS, selection):
-            if not isinstance(record, Entry) or not isinstance(record.message, Commit):
-                continue
-            if record.message.step != expected:
+        async for commit in self.history.messages(StreamName.COMMITS, Commit, selection):
+            if commit.step != expected:
                 break
-            yield record.message
+            yield commit
             expected += 1
         if expected <= last:
             raise TidemillError(

@@ -72,8 +72,7 @@ async def test_trains_arith_above_its_start(name: str, redis: EmbeddedRedis, tmp
     )
     run_id = name.replace(" ", "-")
     async with ServiceRun(tmp_path, config, run_id, redis.url) as run:
-        for role in ("rollout", "reward", "trainer"):
-            run.start(role)
+        run.start_all()
         assert await run.wait("trainer") == 0, run.log_of("trainer")
         commits = await commits_of(run.broker, run.keys)
         evaluations = (await read_state(run.broker, run.keys))["evaluations"]

@@ -14,8 +14,7 @@ async def test_a_run_whose_trajectories_are_all_claims_loses_nothing_and_trains_
 ) -> None:
     config = simulated_config(tmp_path, streams__claim_check_bytes=1)
     async with ServiceRun(tmp_path, config) as run:
-        for role in ("trainer", "rollout", "reward"):
-            run.start(role)
+        run.start_all()
         assert await run.wait("trainer") == 0
         entries = await read_raw(run.broker, run.keys.trajectories(), count=4096)
         claims = [codec.decode(fields, Trajectory).claim for _, fields in entries]

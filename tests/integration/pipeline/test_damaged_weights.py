@@ -36,8 +36,7 @@ async def test_a_version_with_a_flipped_bit_is_written_again_and_nothing_is_lost
             before, seen = seen, await num_commits(run.broker, run.keys)
             return before == seen == (await newest()).version
 
-        for role in ("reward", "rollout", "trainer"):
-            run.start(role)
+        run.start_all()
         await wait_until(lambda: num_commits(run.broker, run.keys))
         run.kill("rollout")
         await wait_until(stands_still)

@@ -56,8 +56,7 @@ async def test_a_skill_is_learned_from_a_teacher_alone_and_replayed_bit_by_bit(
     config = config_of(teacher)
     async with ServiceRun(tmp_path, config, "distil") as run:
         run.start("reward.replica", "replica", arguments=("--servers", "teacher"))
-        for role in ("rollout", "reward", "trainer"):
-            run.start(role)
+        run.start_all()
         assert await run.wait("trainer") == 0, run.log_of("trainer")
         commits = await commits_of(run.broker, run.keys)
         trajectories = await entries_of(run, run.keys.trajectories(), Trajectory)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.training import assert_nothing_lost, num_commits
-from tests.support.waiting import wait_until
+from tests.support.training import assert_nothing_lost
 from tidemill.common.process.gpu_sharing import LOCKS_DIR_VARIABLE, GpuLock
 from tidemill.common.run.state import EVALUATION, METRICS_FILE, read_records
 
@@ -39,10 +38,7 @@ async def test_two_workers_and_a_trainer_take_turns_and_survive_deaths_of_the_ho
         for role, name in (("rollout", "r0"), ("rollout", "r1"), ("reward", ""), ("trainer", "")):
             run.start(role, name)
 
-        async def has_committed() -> bool:
-            return await num_commits(run.broker, run.keys) >= 1
-
-        await wait_until(has_committed, 120)
+        await run.reach(1)
         # Whoever dies gives the device back: a place in line is enough to see it.
         run.kill("r0")
         await watcher.acquire()
@@ -50,8 +46,7 @@ async def test_two_workers_and_a_trainer_take_turns_and_survive_deaths_of_the_ho
         watcher.release()
         run.start("trainer")
         assert await run.wait("trainer") == 0, run.log_of("trainer")
-        for name in ("r1", "reward"):
-            assert await run.stop(name) == 0, run.log_of(name)
+        await run.stop_all("r1", "reward")
         commits = await assert_nothing_lost(run.broker, run.keys, STEPS * GROUPS)
         await watcher.acquire()  # nobody has it
     assert [commit.step for commit in commits] == list(range(STEPS))

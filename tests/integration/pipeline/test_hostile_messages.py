@@ -75,8 +75,7 @@ async def test_a_run_comes_out_whole_among_hostile_messages(tmp_path: Path) -> N
     )
     async with ServiceRun(tmp_path, config) as run:
         await pollute(run, run.keys)
-        for role in ("rollout", "reward", "trainer"):
-            run.start(role)
+        run.start_all()
         await wait_until(lambda: "step committed" in run.log_of("trainer"))
         for key in (run.keys.trajectories(), run.keys.scores(), run.keys.dead):
             for entry in hostile_entries():

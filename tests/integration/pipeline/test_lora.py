@@ -39,8 +39,7 @@ async def test_adapters_train_arith_and_survive_a_killed_trainer(tmp_path: Path)
         ],
     )
     async with ServiceRun(tmp_path, config, "lora") as run:
-        for role in ("rollout", "reward", "trainer"):
-            run.start(role)
+        run.start_all()
 
         async def is_between_checkpoints() -> bool:
             return await num_commits(run.broker, run.keys) >= 3

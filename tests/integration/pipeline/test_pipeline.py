@@ -5,7 +5,6 @@ from pathlib import Path
 
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import assert_nothing_lost, messages, num_commits
-from tests.support.waiting import wait_until
 from tidemill.common.run.state import EVALUATION, FINISHED, METRICS_FILE, STEP, read_records, read_state
 from tidemill.common.run.weight_files import folder_versions, verified_files
 from tidemill.common.streams import group_status
@@ -35,11 +34,9 @@ async def test_a_run_with_real_models_leaves_everything_it_promises(tmp_path: Pa
         trainer__evaluation={"every": 2},
     )
     async with ServiceRun(tmp_path, config, is_forked=False) as run:
-        for role in ("rollout", "reward", "trainer"):
-            run.start(role)
+        run.start_all()
         assert await run.wait("trainer") == 0, run.log_of("trainer")
-        for role in ("rollout", "reward"):
-            assert await run.stop(role) == 0, run.log_of(role)
+        await run.stop_all("rollout", "reward")
         commits = await assert_nothing_lost(run.broker, run.keys, STEPS * GROUPS)
         samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
         manifests = await messages(run.broker, run.keys.weights, WeightManifest)
@@ -93,15 +90,10 @@ async def test_every_service_stops_when_asked_and_the_run_can_be_resumed(tmp_pat
         trainer__simulated={"group_s": 0.02},
     )
     async with ServiceRun(tmp_path, config) as run:
-        for role in ("rollout", "reward", "trainer"):
-            run.start(role)
+        run.start_all()
 
-        async def has_commits() -> bool:
-            return await num_commits(run.broker, run.keys) >= 3
-
-        await wait_until(has_commits)
-        for role in ("trainer", "rollout", "reward"):
-            assert await run.stop(role) == 0, run.log_of(role)
+        await run.reach(3)
+        await run.stop_all("trainer", "rollout", "reward")
         assert (await read_state(run.broker, run.keys))["status"] != FINISHED
         for key, group in ((run.keys.prompts(), ROLLOUT_GROUP), (run.keys.trajectories(), REWARD_GROUP)):
             status = await group_status(run.broker, key, group)
@@ -113,8 +105,7 @@ async def test_every_service_stops_when_asked_and_the_run_can_be_resumed(tmp_pat
         assert checkpoint is not None
         assert checkpoint.state.version == stopped_at
 
-        for role in ("rollout", "reward", "trainer"):
-            run.start(role)
+        run.start_all()
         assert await run.wait("trainer") == 0, run.log_of("trainer")
         assert "step replayed" not in run.log_of("trainer"), "the checkpoint of the stop made that needless"
         await assert_nothing_lost(run.broker, run.keys, 40 * GROUPS)

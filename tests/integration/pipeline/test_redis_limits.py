@@ -17,7 +17,6 @@ from tidemill.common.wire.messages import Commit
 from tidemill.services.console.status.snapshot import SnapshotReader
 
 GROUPS = 4
-SERVICES = ("rollout", "reward", "trainer")
 TOKENS = 2000
 
 pytestmark = pytest.mark.skipif(not newest_server(), reason="no redis-server")
@@ -37,13 +36,9 @@ async def test_a_run_survives_the_failover_of_a_sentinel_pair(tmp_path: Path) ->
     )
     with SentinelPair(tmp_path / "pair", down_after_ms=1000) as pair:
         async with ServiceRun(tmp_path, config, url=pair.url) as run:
-            for role in SERVICES:
-                run.start(role)
+            run.start_all()
 
-            async def has_commits() -> bool:
-                return await num_commits(run.broker, run.keys) >= 5
-
-            await wait_until(has_commits)
+            await run.reach(5)
             pair.replica.kill()  # what the master takes now never reaches it
             before = pair.master.client.xlen(run.keys.trajectories())
             await wait_until(lambda: pair.master.client.xlen(run.keys.trajectories()) > before + 8)
@@ -56,8 +51,7 @@ async def test_a_run_survives_the_failover_of_a_sentinel_pair(tmp_path: Path) ->
             commits = await commits_of(run.broker, run.keys)
             assert [commit.step for commit in commits] == list(range(steps))
             assert_trained_once(commits, GROUPS)
-            for role in ("rollout", "reward"):
-                assert await run.stop(role) == 0, run.log_of(role)
+            await run.stop_all("rollout", "reward")
 
 
 async def test_two_runs_on_one_redis_never_touch_each_other(tmp_path: Path) -> None:
@@ -78,13 +72,11 @@ async def test_two_runs_on_one_redis_never_touch_each_other(tmp_path: Path) -> N
 async def whole_run(folder: Path, run_id: str, url: str, steps: int) -> None:
     config = simulated_config(folder, trainer__steps=steps)
     async with ServiceRun(folder, config, run_id, url) as run:
-        for role in SERVICES:
-            run.start(role)
+        run.start_all()
         assert await run.wait("trainer") == 0, run.log_of("trainer")
         commits = await assert_nothing_lost(run.broker, run.keys, steps * GROUPS)
         assert len(commits) == steps
-        for role in ("rollout", "reward"):
-            assert await run.stop(role) == 0, run.log_of(role)
+        await run.stop_all("rollout", "reward")
 
 
 async def test_a_run_that_needs_trimming_goes_on_in_little_memory_and_stays_flat(tmp_path: Path) -> None:
@@ -100,8 +92,7 @@ async def test_a_run_that_needs_trimming_goes_on_in_little_memory_and_stays_flat
     with RedisServer(tmp_path / "redis", "--maxmemory", str(maxmemory)) as server:
         async with ServiceRun(tmp_path, config, url=server.url) as run:
             written = 0.0
-            for role in SERVICES:
-                run.start(role)
+            run.start_all()
             lengths: list[int] = []
             while run.processes["trainer"].poll() is None:
                 lengths.append(server.client.xlen(run.keys.trajectories()))
@@ -133,8 +124,7 @@ async def test_where_trimming_cannot_help_the_log_says_what_to_change_and_nothin
     config = simulated_config(tmp_path, trainer__steps=3, streams__trim=True, **large_messages(tmp_path))
     with RedisServer(tmp_path / "redis", "--maxmemory", "1600kb") as server:
         async with ServiceRun(tmp_path, config, url=server.url) as run:
-            for role in SERVICES:
-                run.start(role)
+            run.start_all()
             await wait_until(lambda: "Redis is full and holds only" in run.log_of("trainer"))
             await wait_until(lambda: "waiting for Redis" in run.log_of("rollout"))
             reader = await SnapshotReader.attach(run.broker, run.keys.run_id)
@@ -157,13 +147,9 @@ async def test_a_disk_that_takes_no_more_is_waited_out_and_nothing_half_written_
     steps = 12
     config = simulated_config(tmp_path, trainer__steps=steps, trainer__policy="transformers")
     async with ServiceRun(tmp_path, config) as run:
-        for role in SERVICES:
-            run.start(role)
+        run.start_all()
 
-        async def has_commits() -> bool:
-            return await num_commits(run.broker, run.keys) >= 2
-
-        await wait_until(has_commits)
+        await run.reach(2)
         trainer = run.processes["trainer"].pid
         _, hard = resource.prlimit(trainer, resource.RLIMIT_FSIZE)
         resource.prlimit(trainer, resource.RLIMIT_FSIZE, (weights_bytes(run) - 1, hard))

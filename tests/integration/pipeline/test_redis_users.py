@@ -120,8 +120,7 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
             run.kill("rollout")
             run.start("rollout", "second-rollout")
             assert await run.wait("trainer") == 0, run.log_of("trainer")
-            for name in ("second-rollout", "reward", "jobs"):
-                assert await run.stop(name) == 0, run.log_of(name)
+            await run.stop_all("second-rollout", "reward", "jobs")
             archive = await asyncio.to_thread(archive_the_rest, run)
         assert archive.returncode == 0, archive.stderr
         assert refusals(admin) == [], "a service has used a command or key that its user lacks"

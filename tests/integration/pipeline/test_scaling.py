@@ -26,24 +26,17 @@ async def test_workers_join_and_leave_during_a_run_and_redis_dies(tmp_path: Path
         streams__lease_s=1.0,
     )
     async with ServiceRun(tmp_path, config) as run:
-
-        async def reach(version: int) -> None:
-            async def is_reached() -> bool:
-                return await num_commits(run.broker, run.keys) >= version
-
-            await wait_until(is_reached, 90, f"version {version}")
-
         run.start("rollout", "rollout-1")
         run.start("reward", "reward-1")
         run.start("trainer")
-        await reach(1)
+        await run.reach(1)
         run.start("rollout", "rollout-2")
         run.start("reward", "reward-2")
         await wait_until(lambda: _has_worked(run, "rollout-2"))
         run.kill("rollout-1")
         await wait_until(lambda: _has_worked(run, "reward-2"))
         run.kill("reward-1")
-        await reach(await num_commits(run.broker, run.keys) + 1)
+        await run.reach(await num_commits(run.broker, run.keys) + 1)
         run.redis.kill()
         await asyncio.to_thread(run.redis.start)
         run.start("rollout", "rollout-3")

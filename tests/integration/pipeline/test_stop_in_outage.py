@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.training import assert_nothing_lost, num_commits
-from tests.support.waiting import wait_until
+from tests.support.training import assert_nothing_lost
 
 STEPS, GROUPS = 12, 2
 
@@ -20,21 +19,16 @@ async def test_services_stop_also_while_redis_is_away(tmp_path: Path) -> None:
     )
     roles = ("rollout", "reward", "trainer")
 
-    async def has_commits() -> bool:
-        return await num_commits(run.broker, run.keys) >= 3
-
     async with ServiceRun(tmp_path, config) as run:
-        for role in roles:
-            run.start(role)
-        await wait_until(has_commits)
+        run.start_all()
+        await run.reach(3)
         run.redis.kill()
         for role in roles:
             assert await run.stop(role, 90) in (0, 1), run.log_of(role)
             assert "Traceback" not in run.log_of(role), run.log_of(role)
         assert any("asked to stop" in run.log_of(role) for role in roles)
         run.redis.start()
-        for role in roles:
-            run.start(role)
+        run.start_all()
         assert await run.wait("trainer") == 0, run.log_of("trainer")
         commits = await assert_nothing_lost(run.broker, run.keys, STEPS * GROUPS)
         assert len(commits) == STEPS

@@ -45,8 +45,7 @@ def _config() -> RunConfig:
 async def test_engine_and_trainer_agree_after_every_in_flight_update(tmp_path: Path) -> None:
     """Max difference 1e-3 in fp32, for every version, over every trajectory of one version."""
     async with ServiceRun(tmp_path, _config(), is_forked=False) as run:
-        for role in ("trainer", "rollout", "reward"):
-            run.start(role)
+        run.start_all()
         assert await run.wait("trainer", 500) == 0
         assert await run.stop("rollout", 120) == 0
         commits = await read_range(run.broker, run.keys.commits, Commit)

@@ -110,6 +110,9 @@ async def test_a_program_that_fails_is_a_fault_in_every_attempt_and_never_a_rewa
 
 
 WRONG_MODEL = function("raising_as_frameworks_do")
+COMMAND = (
+    "import json, openai; json.loads(openai.OpenAI().responses.create(model='m', input='x').output_text)"
+)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,7 @@ WRONG_MODEL = function("raising_as_frameworks_do")
     [
         (WRONG_MODEL, {}, None, "length"),
         (WRONG_MODEL, {"on_program_error": "truncated"}, None, "length"),
+        (f'$ {sys.executable} -c "{COMMAND}"', {}, None, "length"),  # its traceback says so
         (WRONG_MODEL, {"on_program_error": -1.0}, -1.0, "stop"),
         (function("raising_once_answered"), {"on_program_error": "truncated"}, None, "length"),
         (function("exiting_once_answered"), {"on_program_error": "truncated"}, None, "length"),
@@ -129,18 +133,6 @@ async def test_a_program_that_raises_because_the_model_was_wrong_is_played_once(
         played = await started.play(TICKET, "s", ScriptedModel("nonsense").ask)
         assert played.session.reward == reward and played.finish == finish
         assert played.session.metrics == {"program_error": 1.0} and played.session.num_faults == 0
-
-
-async def test_the_traceback_of_a_command_says_whose_fault_it_is(tmp_path: Path) -> None:
-    script = tmp_path / "agent.py"
-    script.write_text(
-        "import json, openai\n"
-        "text = openai.OpenAI().responses.create(model='m', input='x').output_text\n"
-        "json.loads(text)\n"
-    )
-    async with player(f"$ {sys.executable} {script}") as agent:
-        played = await agent.play(TICKET, "s", ScriptedModel("no json").ask)
-        assert played.finish == "length" and len(played.session.turns) == 1
 
 
 @pytest.mark.parametrize("name", ["raising_once_answered", "raising_of_the_machine", "raising"])

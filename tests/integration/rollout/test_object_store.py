@@ -216,8 +216,7 @@ async def test_a_run_through_the_store_goes_by_deltas_and_claims(server: str, tm
             "TIDEMILL_CACHE_DIR": str(tmp_path / "cache"),
         }
         run.variables["reward"] = run.variables["rollout"]
-        for role in ("rollout", "reward", "trainer"):
-            run.start(role)
+        run.start_all()
         assert await run.wait("trainer") == 0, run.log_of("trainer") + run.log_of("rollout")
         await assert_nothing_lost(run.broker, run.keys, 3 * 4)
         entries = await read_raw(run.broker, run.keys.trajectories())

@@ -244,8 +244,7 @@ async def test_a_worker_without_the_trainers_folder_does_a_whole_run(server: Ser
             "TIDEMILL_WEIGHTS_URL": server.url,
             "TIDEMILL_WEIGHTS_TOKEN": TOKEN,
         }
-        for role in ("rollout", "reward", "trainer"):
-            run.start(role)
+        run.start_all()
         assert await run.wait("trainer") == 0, run.log_of("trainer") + run.log_of("rollout")
         await assert_nothing_lost(run.broker, run.keys, 3 * 4)
         state = await read_state(run.broker, run.keys)

@@ -11,6 +11,7 @@ import yaml
 
 from infra.docs.pages import FENCE, REPO
 from tidemill.common.config import RunConfig
+from tidemill.common.config.diagnostics import CHECKS
 from tidemill.services.console.check.fields import read_sections
 
 PAGES = [REPO / "docs" / f"{name}.md" for name in ("troubleshooting", "operations/sizing", "metrics")]
@@ -45,6 +46,7 @@ def texts_of_the_code() -> tuple[re.Pattern[str], ...]:
                 own = [part.value if isinstance(part, ast.Constant) else None for part in parts]
                 if sum(len(text) for text in own if isinstance(text, str)) >= LEAST_OWN:
                     found.add("".join(re.escape(text) if isinstance(text, str) else ".+" for text in own))
+    found |= {re.escape(text) for check in CHECKS.values() for text in (check.problem, check.problem_low)}
     return tuple(re.compile(pattern, re.DOTALL) for pattern in sorted(found))
 
 
