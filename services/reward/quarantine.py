@@ -82,7 +82,7 @@ class Quarantine:
                     count = self._max_together(waiting[0]) or FEW
                     together, waiting = waiting[:count], waiting[count:]
                     together = [delivery for delivery in together if not delivery.is_lost]
-                    await consumer.unpark(together)
+                    await consumer.unpark(together)  # before they start: from here on a death counts
                     for delivery in together:
                         start(delivery)
                 await self._is_alone()

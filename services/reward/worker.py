@@ -49,7 +49,7 @@ async def serve(context: ServiceContext) -> None:
             for lane in (Lane.EVAL, Lane.TRAIN):
                 worker = RewardLane(context, lane, scorer, counts, post_processing, quarantine)
                 lanes.create_task(worker.run(), name=f"lane {lane}")
-    finally:
+    finally:  # users of the servers' client end before it
         await post_processing.close()
         await reward.close()
         await dependencies.close()

@@ -19,6 +19,7 @@ def _program() -> "object":
         os.setgroups([])
         os.setgid(order["uid"])
         os.setuid(order["uid"])
+    # Limits on processes count those of a user: behind `setuid`, they are this program's alone.
     for name, limit in order["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limit)
     os.ftruncate(descriptor, 0)

@@ -182,7 +182,7 @@ class ProcessPool:
                     while len(self._crashing) > MOST_KNOWN:
                         self._crashing.popitem(last=False)
                     raise AttemptError(str(lost), is_timeout=lost.is_timeout) from None
-                if lost.num_suspects:
+                if lost.num_suspects:  # halved each time, so the one to blame is alone after a few
                     num_together = max(1, min(num_together, lost.num_suspects) // 2)
             except MainThreadError:  # the pool runs one at a time from now on; apart it has to be said
                 num_together = 1 if num_together < UNRESTRICTED else UNRESTRICTED

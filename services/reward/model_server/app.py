@@ -21,13 +21,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidemill.common.errors import ConfigError
-from tidemill.common.process.gpu_sharing import GpuGate, GpuSharingError
+from tidemill.common.errors import TidemillError
+from tidemill.common.process.gpu_sharing import GpuGate
 from tidemill.common.process.http_server import is_this_machine
 from tidemill.common.run.replicas import LANE_HEADER
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
-from tidemill.services.reward.model_server.batcher import Batcher, BusyError, ComputeError
+from tidemill.services.reward.model_server.batcher import Batcher
 from tidemill.services.reward.model_server.requests import (
     InputError,
     Inputs,
@@ -164,12 +164,8 @@ async def _answered(work: Callable[[Request], Awaitable[dict[str, Any]]], http: 
         response: Response = JSONResponse(await work(http))
     except ValidationError as error:
         response = _refusal(400, _explain(error))
-    except InputError as error:
-        response = _refusal(400, str(error))
-    except BusyError as error:
-        response = _refusal(429, str(error), error.retry_after_s)
-    except (ComputeError, GpuSharingError, ConfigError) as error:
-        response = _refusal(500, str(error))
+    except TidemillError as error:
+        response = _refusal(getattr(error, "status", 500), str(error), getattr(error, "retry_after_s", None))
     metrics.REWARD_MODEL_REQUESTS.labels(http.url.path, response.status_code).inc()
     return response
 
@@ -202,8 +198,8 @@ def _explain(error: ValidationError) -> str:
 class TokenGate:
     """Around an application; without a token it lets through what asks for this machine, but for pages.
 
-    A browser on this machine would send what any page asks it to, `/sleep` too, and says so with `Origin`; or
-    with the name of the page's own site as `Host`, where that name was made to mean this machine.
+    A browser on this machine would send what any page asks it to, and says so with `Origin`; or with the name
+    of the page's own site as `Host`, where that name was made to mean this machine.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:

@@ -73,6 +73,8 @@ def select_batch(waiting: Iterable[QueuedRow], limits: BatchLimits) -> list[Queu
 class BusyError(RewardError):
     """No room now; `retry_after_s` is when to retry."""
 
+    status = 429
+
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
@@ -143,6 +145,7 @@ class Batcher:
                 await self._arrived.wait()
             await self._fill()
             if batch := select_batch(self.waiting, self._limits):
+                # They leave the queue before they are computed: their slots are free meanwhile.
                 await self._compute([(row, self.waiting.pop(row)) for row in batch])
 
     async def _fill(self) -> None:

@@ -169,6 +169,8 @@ def completion(model: str, rows: Sequence[Sequence[int]], logprobs: Sequence[lis
 class InputError(RewardError):
     """The request can never be served as it is."""
 
+    status = 400
+
 
 class Inputs:
     """Makes rows. The tokenizer is needed for text and chats only; a model without one takes ids."""

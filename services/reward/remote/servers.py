@@ -287,6 +287,7 @@ class Servers:
     ) -> T:
         """One request to one replica that was not tried yet, if there is one."""
         try:
+            # The permit first: a request that waits for it must not count as load of a replica.
             async with self.limiter.permit(lane, tokens) as permit, self.lease(tried, deadline) as replica:
                 tried.add(replica.url)
                 started = time.monotonic()

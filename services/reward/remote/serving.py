@@ -132,7 +132,7 @@ async def serve(context: ServiceContext) -> None:
     async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as http, running(command, env) as server:
         try:
             await context.unless_stopping(announce_for_ever(server))
-        finally:
+        finally:  # before the server stops: nobody may choose it any more
             await registry.withdraw(url)
         if server.returncode is None:
             await asyncio.sleep(2 * HEALTH_INTERVAL_S)  # routers notice, and send nothing more

@@ -97,7 +97,7 @@ class RewardCache:
             return RewardOutcome(**msgpack.unpackb(found))
         metrics.REWARD_CACHE.labels("miss").inc()
         outcome = await make()
-        if outcome.is_ok:
+        if outcome.is_ok:  # a failure is worth another attempt
             payload = pack(asdict(replace(outcome, tries=[])))
             await self._broker.script("cache_put", self._keys, [digest, payload, self._max_bytes])
         return outcome

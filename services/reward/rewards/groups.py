@@ -89,6 +89,7 @@ class GroupScoring:
                 latency_s=time.monotonic() - started,
             )
         try:
+            # Stored before the group is finished: who takes over finds it there, and scores nothing again.
             payloads = await self._consumer.store_result(delivery, key, tickets, result)
             if payloads is not None:
                 scores = await self._finish(payloads)
@@ -191,7 +192,8 @@ def _changed(old: RewardOutcome, outcome: RewardOutcome) -> RewardOutcome:
     if outcome.value is None:
         return replace(old, status=ScoreStatus.FAILED, value=None, error=NO_SCORE) if old.is_ok else old
     detail = old.detail if not old.error else old.detail | {REPLACED: old.error}
-    return replace(old, status=ScoreStatus.OK, value=outcome.value, error="", on_failure="", detail=detail)
+    changed = replace(old, status=ScoreStatus.OK, value=outcome.value, detail=detail)
+    return replace(changed, error="", kind="", on_failure="")
 
 
 def _with_former(new: RewardOutcome, old: RewardOutcome) -> RewardOutcome:

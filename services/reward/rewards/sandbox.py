@@ -142,6 +142,7 @@ class SandboxReward(Reward):
         started = examined = since = time.monotonic()
         state, is_queued = "", False
         while (now := time.monotonic()) < started + limit_s:
+            # Looked for before it is queued: another worker may have asked, or this one before it was killed.
             if (result := await self._stored(job_id)) is not None:
                 return result
             if not is_queued:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.reward_worker import num_pending
 from tests.support.rewards import scorer_of
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
@@ -73,15 +74,16 @@ async def scores(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN) -> list[Sc
     ]
 
 
-async def letters(broker: Broker, keys: Keys) -> list[DeadLetter]:
+async def dead_entries(broker: Broker, keys: Keys) -> list[DeadLetter]:
     return [
         entry.message for entry in await read_range(broker, keys.dead, DeadLetter) if isinstance(entry, Entry)
     ]
 
 
-async def num_pending(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN) -> int:
-    status = await group_status(broker, keys.trajectories(lane), REWARD_GROUP)
-    return -1 if status is None else status.pending
+def make_lane(context: ServiceContext, lane: Lane, scorer: Scorer) -> RewardLane:
+    reward = context.config.reward
+    counts = WorkerMetrics(context.activity, reward, scorer.reward)
+    return RewardLane(context, lane, scorer, counts, PostProcessing(reward, scorer.reward))
 
 
 @pytest.fixture
@@ -92,14 +94,7 @@ def start(broker: Broker, keys: Keys) -> Callable[..., Any]:
         config = make_config(**sections)
         context = make_context(broker, keys, config, name)
         scorer = scorer_of(scored_by, config.reward, name)
-        worker = RewardLane(
-            context,
-            lane,
-            scorer,
-            WorkerMetrics(context.activity, config.reward, scorer.reward),
-            PostProcessing(config.reward, scorer.reward),
-        )
-        return running(worker.run(), context)
+        return running(make_lane(context, lane, scorer).run(), context)
 
     return start
 
@@ -145,7 +140,7 @@ async def test_a_heartbeat_counts_what_became_of_the_trajectories(broker: Broker
     assert "ground truth" in failed.error
 
 
-async def test_entries_that_cannot_be_decoded_are_buried_and_the_rest_goes_on(
+async def test_entries_that_cannot_be_decoded_are_dead_lettered_and_the_rest_goes_on(
     broker: Broker, keys: Keys, start: Any
 ) -> None:
     stream, reward = keys.trajectories(), GatedReward()
@@ -158,17 +153,17 @@ async def test_entries_that_cannot_be_decoded_are_buried_and_the_rest_goes_on(
     await append(broker, stream, make_trajectory(2))
     async with start(reward):
         await wait_until(lambda: _has(broker, keys, 2))
-        await wait_until(lambda: _count(letters(broker, keys), 3))
-    buried = await letters(broker, keys)
+        await wait_until(lambda: _count(dead_entries(broker, keys), 3))
+    dead = await dead_entries(broker, keys)
     assert [score.key for score in await scores(broker, keys)] == [(1, 0), (2, 0)]
-    assert {letter.origin for letter in buried} == {"trajectories"}
-    assert buried[0].fields == {"v": garbage[b"v"], "p": garbage[b"p"]}
-    assert "not msgpack" in buried[0].error
-    assert "schema 9.0" in buried[2].error
+    assert {entry.origin for entry in dead} == {"trajectories"}
+    assert dead[0].fields == {"v": garbage[b"v"], "p": garbage[b"p"]}
+    assert "not msgpack" in dead[0].error
+    assert "schema 9.0" in dead[2].error
     assert await num_pending(broker, keys) == 0
 
 
-async def test_a_trajectory_that_killed_too_many_workers_is_buried(
+async def test_a_trajectory_that_killed_too_many_workers_is_dead_lettered(
     broker: Broker, keys: Keys, start: Any
 ) -> None:
     await append(broker, keys.trajectories(), make_trajectory(1), make_trajectory(2))
@@ -186,10 +181,10 @@ async def test_a_trajectory_that_killed_too_many_workers_is_buried(
     reward.gate.set()
     async with start(reward, streams={"max_attempts": 2}):
         await wait_until(lambda: _has(broker, keys, 1))
-        (letter,) = await wait_until(lambda: letters(broker, keys))
+        (entry,) = await wait_until(lambda: dead_entries(broker, keys))
     assert [score.key for score in await scores(broker, keys)] == [(2, 0)]
-    assert (letter.ticket, letter.index, letter.attempts) == (1, 0, 2)
-    assert "delivered 2 times" in letter.error
+    assert (entry.ticket, entry.index, entry.attempts) == (1, 0, 2)
+    assert "delivered 2 times" in entry.error
     assert await num_pending(broker, keys) == 0
 
 
@@ -246,18 +241,8 @@ async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: B
             return RewardOutcome(1.0) if sample.is_evaluation else await held.score(sample)
 
     scorer = scorer_of(TrainingHangs(), config.reward)
-    counts = WorkerMetrics(context.activity, config.reward, scorer.reward)
     await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(5)])
-    lanes = [
-        RewardLane(
-            context,
-            lane,
-            scorer,
-            counts,
-            PostProcessing(config.reward, scorer.reward),
-        ).run()
-        for lane in Lane
-    ]
+    lanes = [make_lane(context, lane, scorer).run() for lane in Lane]
     async with running(asyncio.gather(*lanes), context):  # type: ignore[arg-type]
         await wait_until(lambda: len(held.started) == 2)
         await append(broker, keys.trajectories(Lane.EVAL), *[make_trajectory(ticket) for ticket in range(5)])
@@ -323,7 +308,7 @@ async def test_stopping_hands_back_what_does_not_finish_in_time(
     next_worker.gate.set()
     async with start(next_worker, name="w2", streams={"lease_s": 1.0, "max_attempts": 1}):
         await wait_until(lambda: _has(broker, keys, 3))  # at once, and the hand-back was no failed attempt
-    assert await letters(broker, keys) == []
+    assert await dead_entries(broker, keys) == []
 
 
 async def test_stopping_finishes_what_does_and_leaves_the_group(

@@ -142,15 +142,6 @@ async def test_a_replica_that_fails_in_a_row_rests_until_a_trial_succeeds(
         assert router.states()["up"] == 2
 
 
-async def test_a_replica_that_asks_for_a_pause_gets_one(stage: Stage) -> None:
-    async with servers(2) as (busy, idle), stage.over(busy, idle) as router:
-        with pytest.raises(RemoteFault):
-            async with router.lease(avoid={idle.url}):
-                raise RemoteFault(FaultKind.RATE_LIMITED, "429", retry_after_s=30.0)
-        assert router.states()["resting"] == 1
-        assert {await _leased(router) for _ in range(4)} == {idle.url}
-
-
 async def test_requests_wait_for_a_replica_and_give_up_when_patience_ends(stage: Stage) -> None:
     async with stage.over(patience_s=0.05) as router:
         with pytest.raises(RemoteFault, match="none is configured or registered") as caught:
@@ -219,20 +210,6 @@ async def test_one_failed_request_diverts_nothing_but_itself(stage: Stage) -> No
             await stage.ask(calls)
         urls = await asyncio.gather(*(stage.ask(calls) for _ in range(500)))
         assert min(Counter(urls)[server.url] for server in (stumbles, well)) > 200
-
-
-async def test_a_server_that_was_killed_and_came_back_gets_requests_again(stage: Stage) -> None:
-    async with servers(2) as (victim, well), stage.over(victim, well) as calls:
-        victim.default = well.default = answers(delay_s=0.01)
-        asking = [asyncio.create_task(stage.ask(calls)) for _ in range(100)]
-        await wait_until(lambda: len(victim.requests) > 5)
-        await victim.stop()
-        await asyncio.gather(*asking)
-        await wait_until(lambda: calls.states()["down"] == 1)
-        await victim.start()
-        await wait_until(lambda: calls.states()["up"] == 2)
-        urls = await asyncio.gather(*(stage.ask(calls) for _ in range(320)))
-        assert Counter(urls)[victim.url] > 100
 
 
 async def test_health_that_comes_back_ends_a_rest(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

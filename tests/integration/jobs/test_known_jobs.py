@@ -4,9 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 from rq import Queue
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
-from rq.webhook import Webhook
 
 from tests.support.preloaded import REPO
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -89,33 +86,12 @@ def test_no_other_function_is_called_and_nothing_imported_to_find_it(
 
 
 def test_callbacks_that_a_job_names_are_not_called(queue: Queue, server: EmbeddedRedis, loud: Path) -> None:
+    """Only the fields of a hash that are listed are read."""
     for name in ("success_callback_name", "failure_callback_name", "stopped_callback_name"):
         job = asked(queue, JobFunction.ARCHIVE, KEYS.run_id, f"/nowhere/{KEYS.run_id}", {})
         queue.connection.hset(job.key, name, "loud.f")
     work(server)
     assert not loud.exists()
-
-
-def test_addresses_that_a_job_names_are_not_called(queue: Queue, server: EmbeddedRedis) -> None:
-    """RQ's webhooks would let a job send requests from where its worker is."""
-    called = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            called.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-
-        do_POST = do_GET
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{http.server_port}/"
-        hooks = [Webhook(address, "finished"), Webhook(address, "failed")]
-        asked(queue, JobFunction.ARCHIVE, KEYS.run_id, "/nowhere", {}, webhooks=hooks)
-        work(server)
-        http.shutdown()
-    assert called == []
 
 
 def test_arguments_are_checked_before_the_function_is_called(queue: Queue, server: EmbeddedRedis) -> None:

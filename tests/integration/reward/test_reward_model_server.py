@@ -207,7 +207,7 @@ async def test_a_long_input_is_cut_where_the_request_says_so(server: httpx.Async
     assert await raw(server, **cut, truncation_side="right") == await raw(server, input=ids[:4])
 
 
-async def test_a_full_queue_says_when_to_come_again_and_evaluation_goes_first(
+async def test_a_full_queue_says_when_to_retry_and_evaluation_goes_first(
     model: ScoringModel, path: Path
 ) -> None:
     standing = StandingModel(model)
@@ -247,7 +247,7 @@ async def test_a_row_the_device_cannot_compute_fails_alone(model: ScoringModel, 
     await batcher.close()
 
 
-async def test_a_lone_row_is_computed_without_company(model: ScoringModel) -> None:
+async def test_a_lone_row_is_computed_at_once(model: ScoringModel) -> None:
     batcher = Batcher(model, LIMITS, flush_s=3600.0, max_queued_rows=8)
     batcher.start()
     async with asyncio.timeout(120):
@@ -255,7 +255,7 @@ async def test_a_lone_row_is_computed_without_company(model: ScoringModel) -> No
     await batcher.close()
 
 
-async def test_rows_that_expect_company_are_flushed_in_time(model: ScoringModel) -> None:
+async def test_rows_that_wait_to_fill_a_batch_are_flushed_in_time(model: ScoringModel) -> None:
     standing = StandingModel(model)
     standing.go.set()
     batcher = Batcher(standing, LIMITS, flush_s=0.3, max_queued_rows=8)  # type: ignore[arg-type]

@@ -12,12 +12,10 @@ import psutil
 import pytest
 
 from tests.support.runs import ServiceRun
-from tests.support.trajectories import make_config, make_trajectory
+from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.run.replicas import ReplicaRegistry
-from tidemill.common.streams import Entry, append, read_range
-from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.console.processes.specs import service_specs
 
 # Through a shell that stays, as servers have children of their own.
@@ -114,23 +112,6 @@ async def test_servers_that_the_config_has_not_are_a_mistake(run: ServiceRun) ->
     assert "has grader" in run.log_of("replica-0")
 
 
-async def test_killing_one_of_two_replicas_in_the_middle_costs_no_sample(run: ServiceRun) -> None:
-    for index in range(2):
-        start_replica(run, index)
-    await urls(run, 2)
-    run.start("reward", "w1")
-    await append(run.broker, run.keys.trajectories(), *[make_trajectory(t, text=str(t)) for t in range(300)])
-    await wait_until(lambda: _num_scores(run))
-    run.kill("replica-0")
-    await append(
-        run.broker, run.keys.trajectories(), *[make_trajectory(t, text=str(t)) for t in range(300, 400)]
-    )
-    await wait_until(lambda: _has(run, 400))
-    scores = await _scores(run)
-    assert {score.status for score in scores} == {ScoreStatus.OK}
-    assert sorted(score.key for score in scores) == [(t, 0) for t in range(400)]
-
-
 def test_the_console_starts_the_replicas_that_the_config_wants(tmp_path: Path) -> None:
     specs = [spec for spec in service_specs(make_run(tmp_path).config) if spec.role == "replica"]
     assert [spec.name for spec in specs] == ["replica-grader-0", "replica-grader-1"]
@@ -152,19 +133,6 @@ def _child(run: ServiceRun) -> int:
 
 def _is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-async def _scores(run: ServiceRun) -> list[Score]:
-    entries = await read_range(run.broker, run.keys.scores(), Score)
-    return [entry.message for entry in entries if isinstance(entry, Entry)]
-
-
-async def _num_scores(run: ServiceRun) -> int:
-    return len(await _scores(run))
-
-
-async def _has(run: ServiceRun, count: int) -> bool:
-    return len(await _scores(run)) >= count
 
 
 async def test_a_server_that_cannot_serve_its_model_ends_the_replica_with_the_reason(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_row_above_the_budget_goes_alone() -> None:
     assert lengths_of(select_batch(rows(500, 500, 5), LIMITS)) == [500]
 
 
-def test_urgent_rows_go_first_and_take_company_of_like_length_along() -> None:
+def test_urgent_rows_go_first_and_take_rows_of_like_length_along() -> None:
     urgent = rows(50, priority=-1)
     assert lengths_of(select_batch(rows(10, 10, 45) + urgent, LIMITS)) == [45, 50]
 

@@ -88,13 +88,6 @@ async def test_cancelling_ends_the_work_at_once() -> None:
         await score(ScriptedReward(asyncio.CancelledError(), RewardOutcome(1.0)))
 
 
-async def test_a_sample_says_whether_it_is_evaluation() -> None:
-    reward = ScriptedReward(RewardOutcome(1.0), RewardOutcome(1.0))
-    await score(reward, Lane.TRAIN)
-    await score(reward, Lane.EVAL)
-    assert [sample.is_evaluation for sample in reward.samples] == [False, True]
-
-
 async def test_the_delay_of_benchmarks_depends_on_the_trajectory_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,5 +24,5 @@ def test_payloads_of_before_are_read_scored_and_trained_as_single_turns() -> Non
         sample = make_sample(made)
         assert (sample.forked, sample.turns, sample.num_trained, sample.num_tokens) == ((), (), 3, 7)
         assert made.token_versions()[make_sample(made).mask].tolist() == [0, 0, 1]
-        assert RewardSample(made, Lane.TRAIN).session is None
+        assert "num_turns" not in RewardSample(made, Lane.TRAIN).fields()["extra_info"]
     assert [codec.encode_payload(made) for made in found] == payloads, "a single turn has grown"
