@@ -3,8 +3,8 @@
 from tidemill.common.streams.consumer import Consumer as Consumer
 from tidemill.common.streams.dead_letters import DONE as DONE
 from tidemill.common.streams.dead_letters import LETTER_GONE as LETTER_GONE
-from tidemill.common.streams.dead_letters import LettersAbout as LettersAbout
-from tidemill.common.streams.dead_letters import bury as bury
+from tidemill.common.streams.dead_letters import DeadLetterWriter as DeadLetterWriter
+from tidemill.common.streams.dead_letters import append_dead_letter as append_dead_letter
 from tidemill.common.streams.dead_letters import dead_letter as dead_letter
 from tidemill.common.streams.dead_letters import reappend as reappend
 from tidemill.common.streams.dead_letters import remove_entries as remove_entries

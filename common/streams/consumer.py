@@ -40,7 +40,7 @@ class Consumer(Generic[M]):
     """One member of a consumer group on one stream.
 
     `async with consumer:` creates the group where needed and renews leases in the background. A message
-    is held from `fetch` until `complete`, `publish_sample` (the last one), `bury` or `hand_back`.
+    is held from `fetch` until `complete`, `publish_sample` (the last one), `dead_letter` or `hand_back`.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class Consumer(Generic[M]):
                 await self._renewal
 
     async def fetch(self, count: int, block_s: float) -> list[Delivery[M] | Garbled]:
-        """Up to `count` messages, abandoned ones first; waits `block_s` for new ones. `bury` a `Garbled`."""
+        """Up to `count` messages, abandoned ones first; waits `block_s` for new ones. `Garbled` ones are for
+        `dead_letter`."""
         count = self._size.limit(count)
         if self._renewal is not None and self._renewal.done():
             self._renewal.result()  # without renewal every lease would be lost: end with its error
@@ -199,7 +200,7 @@ class Consumer(Generic[M]):
         await self._settle("publish_group", delivery, rest, out_key, results_key)
         self.held.pop(delivery.entry_id, None)
 
-    async def bury(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
+    async def dead_letter(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
         (done,) = await self._complete([delivery], [codec.encode_payload(letter)], self.dead_key)
         if done:
             metrics.DEAD_LETTERS.labels(self.label).inc()

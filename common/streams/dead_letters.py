@@ -46,13 +46,13 @@ def dead_letter(
     )
 
 
-async def bury(broker: Broker, dead_key: str, letter: DeadLetter) -> None:
-    """Append a letter about an entry of a log that is read by offset; a consumer has `Consumer.bury`."""
+async def append_dead_letter(broker: Broker, dead_key: str, letter: DeadLetter) -> None:
+    """Append a letter about an entry of a log that is read by offset; see also `Consumer.dead_letter`."""
     await append(broker, dead_key, letter)
     metrics.DEAD_LETTERS.labels(letter.origin).inc()
 
 
-class LettersAbout:
+class DeadLetterWriter:
     """The dead letters about one stream's entries. Each letter is read once, however often this is asked."""
 
     def __init__(self, broker: Broker, keys: Keys, key: str) -> None:
@@ -67,14 +67,14 @@ class LettersAbout:
                 self._known.add(entry.message.entry_id)
         return entry_id in self._known
 
-    async def bury_unread(self, garbled: Garbled, worker: str) -> None:
+    async def append_unread(self, garbled: Garbled, worker: str) -> None:
         """Put an entry that nobody can read into the dead letters, unless it is there already.
 
         Its log keeps the entry, which is read again after a restart, and no consumer group has it.
         """
         if not await self.has(garbled.entry_id):
             letter = dead_letter(self._origin, garbled.entry_id, garbled.fields, garbled.error, worker)
-            await bury(self._broker, self._dead_key, letter)
+            await append_dead_letter(self._broker, self._dead_key, letter)
             log.error(
                 "moved to the dead letters",
                 stream=self._origin,

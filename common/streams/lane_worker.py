@@ -87,9 +87,9 @@ class LaneWorker(ABC, Generic[M]):
                 # The dead ones go before work begins: each is settled while its lease is surely held.
                 for entry in await self.fetch(free):
                     if isinstance(entry, Garbled):
-                        await self.bury(entry, entry.error)
+                        await self.dead_letter(entry, entry.error)
                     elif reason := self.given_up(entry):
-                        await self.bury(entry, reason, entry.attempts - 1)
+                        await self.dead_letter(entry, reason, entry.attempts - 1)
                     else:
                         deliveries.append(entry)
                 await self.accept(deliveries)
@@ -144,15 +144,15 @@ class LaneWorker(ABC, Generic[M]):
     def free_slot(self) -> None:
         self._slot_freed.set()
 
-    async def bury(self, entry: Delivery[M] | Garbled, error: str, attempts: int = 1) -> bool:
+    async def dead_letter(self, entry: Delivery[M] | Garbled, error: str, attempts: int = 1) -> bool:
         """Move a message that cannot be processed to the dead letters; returns whether it was still held."""
         message = None if isinstance(entry, Garbled) else entry.message
         origin, worker = self.consumer.label, self.context.name
         letter = dead_letter(
             origin, entry.entry_id, entry.fields, error, worker, message=message, attempts=attempts
         )
-        is_buried = await self.consumer.bury(entry, letter)
-        if is_buried:
+        is_dead_lettered = await self.consumer.dead_letter(entry, letter)
+        if is_dead_lettered:
             log.error(
                 "moved to the dead letters",
                 stream=origin,
@@ -160,7 +160,7 @@ class LaneWorker(ABC, Generic[M]):
                 ticket=letter.ticket,
                 error=error,
             )
-        return is_buried
+        return is_dead_lettered
 
     async def _drain(self) -> None:
         """Let running work finish for a while, hand back the rest, and leave the group."""

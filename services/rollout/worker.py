@@ -64,14 +64,14 @@ class RolloutWorker(LaneWorker[Ticket]):
             return ""
         return f"given up after {delivery.attempts - 1} deliveries"
 
-    async def bury(self, entry: Delivery[Ticket] | Garbled, error: str, attempts: int = 1) -> bool:
+    async def dead_letter(self, entry: Delivery[Ticket] | Garbled, error: str, attempts: int = 1) -> bool:
         """Also forget the progress of a group that will never be complete."""
         # Only once the dead letter is written, under a lease that held: a worker that took the group over
         # needs its progress.
-        is_buried = await super().bury(entry, error, attempts)
-        if is_buried and isinstance(entry, Delivery):
+        is_dead_lettered = await super().dead_letter(entry, error, attempts)
+        if is_dead_lettered and isinstance(entry, Delivery):
             await self.generator.forget(entry.message.ticket)
-        return is_buried
+        return is_dead_lettered
 
     def report(self, beat: Heartbeat) -> None:
         beat.counts[f"groups_{self.lane}"] = len(self.running)
@@ -95,12 +95,12 @@ class RolloutWorker(LaneWorker[Ticket]):
             await self._hand_on(delivery, first_cause(faults))
         except* Exception as failures:
             cause = first_cause(failures)
-            await self.bury(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)
+            await self.dead_letter(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)
 
     async def _hand_on(self, delivery: Delivery[Ticket], fault: BaseException) -> None:
         """Give a ticket whose environment fails here to whoever reclaims it next; the last one buries it."""
         if delivery.attempts >= self.context.config.streams.max_attempts:
-            await self.bury(delivery, f"an environment failed: {fault}", delivery.attempts)
+            await self.dead_letter(delivery, f"an environment failed: {fault}", delivery.attempts)
             return
         log.warning("handing a group on: its environment fails", error=str(fault))
         await self.consumer.hand_back([delivery], is_counted=True)

@@ -15,9 +15,9 @@ import structlog
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import (
     START,
+    DeadLetterWriter,
     Entry,
     Garbled,
-    LettersAbout,
     OffsetReader,
     append_missing,
     entry_id_of,
@@ -157,7 +157,7 @@ class Evaluator:
         trajectories: Trajectories = {}
         scores: Scores = {}
         dead: dict[str, set[TrajectoryKey]] = {}
-        letters = LettersAbout(broker, keys, keys.scores(Lane.EVAL))
+        letters = DeadLetterWriter(broker, keys, keys.scores(Lane.EVAL))
         readers, is_exhausted = self._readers(self._letters_read), False
         while wanted - scores.keys() - set().union(*dead.values()) and not is_exhausted:
             if is_exhausted := await self._is_exhausted(tickets):
@@ -167,7 +167,7 @@ class Evaluator:
             # Scores first: the trajectory of one that is here is in the stream by then.
             for entry in await _read_all(score_reader, 0.0 if is_exhausted else BLOCK_S):
                 if isinstance(entry, Garbled):
-                    await letters.bury_unread(entry, self.context.name)
+                    await letters.append_unread(entry, self.context.name)
                 elif entry.message.key in wanted:
                     scores.setdefault(entry.message.key, entry.message)
             for entry in await _read_all(trajectory_reader):

@@ -1,4 +1,4 @@
-"""Messages that have died, as the workers that buried them leave them behind."""
+"""Messages that have died, as the workers that dead-lettered them leave them behind."""
 
 from typing import Any
 
@@ -35,15 +35,15 @@ def samples_of(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN, name: str = 
     return Consumer(broker, key, REWARD_GROUP, name, Trajectory, lease_s=1.0, dead_key=keys.dead)
 
 
-async def bury_next(consumer: Consumer[Any], keys: Keys) -> None:
-    """Take one message and bury it, as a worker does that cannot process it."""
+async def dead_letter_next(consumer: Consumer[Any], keys: Keys) -> None:
+    """Take one message and dead-letter it, as a worker does that cannot process it."""
     (entry,) = await consumer.fetch(1, 1.0)
     message = entry.message if isinstance(entry, Delivery) else None
     origin = keys.name_of(consumer.key)
     letter = dead_letter(
         origin, entry.entry_id, entry.fields, "it raised", "rollout-0", message=message, attempts=5
     )
-    assert await consumer.bury(entry, letter)
+    assert await consumer.dead_letter(entry, letter)
 
 
 async def write_letter(

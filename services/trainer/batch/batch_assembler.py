@@ -16,7 +16,7 @@ import structlog
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.service import ServiceContext, StoppedError
-from tidemill.common.streams import bury, dead_letter, has_entry
+from tidemill.common.streams import append_dead_letter, dead_letter, has_entry
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
@@ -325,7 +325,7 @@ class BatchAssembler:
         sample = oldest if step - oldest.min_version > self.trainer.max_staleness else newest
         fields, error = codec.encode(sample), f"staleness bound violated: {detail}"
         letter = dead_letter("trajectories", "", fields, error, self.context.name, message=sample)
-        await bury(self.context.broker, self.context.keys.dead, letter)
+        await append_dead_letter(self.context.broker, self.context.keys.dead, letter)
 
     async def _replace_dead(self, step: int) -> None:
         for ticket, (letter_id, error) in list(self.join.dead.items()):

@@ -16,9 +16,9 @@ import structlog
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import (
     START,
+    DeadLetterWriter,
     Entry,
     Garbled,
-    LettersAbout,
     OffsetReader,
     Trail,
     id_before,
@@ -61,7 +61,7 @@ class StreamJoin:
         self.epoch = 0
         """The reconciler's epoch in which its positions are valid."""
         self._seen_up_to: Mapping[StreamName, str] = {}
-        self._letters = LettersAbout(broker, keys, keys.scores())
+        self._letters = DeadLetterWriter(broker, keys, keys.scores())
         self._readers: dict[StreamName, OffsetReader[Any]] = {
             name: OffsetReader(broker, name.key(keys), name.message_type) for name in STREAMS
         }
@@ -129,7 +129,7 @@ class StreamJoin:
         for group in untaken:
             group.forget()
         self.complete.clear()
-        self._letters = LettersAbout(self._broker, self._keys, self._keys.scores())
+        self._letters = DeadLetterWriter(self._broker, self._keys, self._keys.scores())
         self.epoch = epoch
 
     def positions(self) -> dict[StreamName, str]:
@@ -204,7 +204,7 @@ class StreamJoin:
         if stream == TRAJECTORIES:
             log.warning("trajectory cannot be decoded", entry=entry.entry_id, error=entry.error)
         elif self._is_new(SCORES, entry.entry_id):  # no worker reads scores, so the trainer adds the letter
-            await self._letters.bury_unread(entry, "trainer")
+            await self._letters.append_unread(entry, "trainer")
 
     def _take(self, entry: Entry[Trajectory] | Entry[Score]) -> None:
         """Join an entry with its group. The first entry of a key wins; late ones of settled tickets are only

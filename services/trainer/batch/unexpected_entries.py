@@ -14,9 +14,9 @@ import structlog
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import (
     START,
+    DeadLetterWriter,
     Entry,
     Garbled,
-    LettersAbout,
     dead_letter,
     entry_id_of,
     id_before,
@@ -62,7 +62,7 @@ async def remove_unexpected(
     if not unexpected and not own and not _is_beyond(newest):
         return 0
     name = keys.name_of(key)
-    known, letters = LettersAbout(broker, keys, key), dict[str, bytes]()
+    known, letters = DeadLetterWriter(broker, keys, key), dict[str, bytes]()
     for entry in unexpected:
         fields = entry.fields if isinstance(entry, Garbled) else codec.encode(entry.message)
         letter = dead_letter(name, entry.entry_id, fields, UNEXPECTED, "trainer")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from typer.testing import Result
 
-from tests.support.letters import bury_next, make_ticket, tickets_of, write_letter
+from tests.support.letters import dead_letter_next, make_ticket, tickets_of, write_letter
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.errors import ConfigError
@@ -70,7 +70,7 @@ def test_a_letter_put_back_by_hand_leaves_the_list(dead, act, keys):
     async def die(broker: Broker) -> None:
         await append_numbered(broker, keys.prompts(), [(3, make_ticket(3))])
         async with tickets_of(broker, keys) as consumer:
-            await bury_next(consumer, keys)
+            await dead_letter_next(consumer, keys)
 
     act(die)
     (listed,) = json.loads(dead("show", "--json").output)

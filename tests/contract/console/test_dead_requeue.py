@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.letters import bury_next, make_ticket, samples_of, tickets_of, write_letter
+from tests.support.letters import dead_letter_next, make_ticket, samples_of, tickets_of, write_letter
 from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import as_session
 from tests.support.training import make_score, messages, trainer_config
@@ -38,7 +38,7 @@ async def dead_ticket(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN, **fie
     ticket = make_ticket(3, **fields)
     await append_numbered(broker, keys.prompts(lane), [(3, ticket)])
     async with tickets_of(broker, keys, lane) as consumer:
-        await bury_next(consumer, keys)
+        await dead_letter_next(consumer, keys)
     return ticket
 
 
@@ -62,7 +62,7 @@ async def test_a_dead_ticket_is_handed_out_again_under_its_own_number(broker, ke
 
 
 async def test_what_a_dead_group_has_published_is_not_generated_again(broker, keys):
-    """The worker that buried the ticket has forgotten its progress; the log has not."""
+    """The worker that dead-lettered the ticket has forgotten its progress; the log has not."""
     await append(broker, keys.trajectories(), make_trajectory(3, 1, group_size=2, spans=((7, 0),)))
     await append(broker, keys.trajectories(), make_trajectory(4, 0, group_size=2))
     await dead_ticket(broker, keys)
@@ -77,7 +77,7 @@ async def test_a_dead_trajectory_is_scored_again_and_stands_in_the_log_once(brok
     sample = as_session(make_trajectory(3, 1, group_size=2))
     await append(broker, keys.trajectories(lane), sample)
     async with samples_of(broker, keys, lane) as consumer:
-        await bury_next(consumer, keys)
+        await dead_letter_next(consumer, keys)
     assert (await put_back(broker, keys)).is_done
     async with samples_of(broker, keys, lane, "w2") as consumer:
         delivery = await taken_again(consumer)

@@ -45,7 +45,7 @@ async def letters(broker, keys: Keys) -> list[DeadLetter]:
     return await messages(broker, keys.dead, DeadLetter)
 
 
-async def test_a_score_that_nobody_can_read_is_buried_once_with_its_bytes(broker, keys):
+async def test_a_score_that_nobody_can_read_is_dead_lettered_once_with_its_bytes(broker, keys):
     for fields in (GARBAGE, NEWER):
         await write_raw(broker, keys.scores(), fields)
     for _ in range(2):  # a trainer that was started again without a checkpoint reads them again
@@ -54,10 +54,10 @@ async def test_a_score_that_nobody_can_read_is_buried_once_with_its_bytes(broker
         async with reading(join):
             await append(broker, keys.scores(), make_score(0, 0))
             await wait_until(lambda join=join: join.groups[0].scores, what="what is behind it is read")
-    buried = await letters(broker, keys)
-    assert [letter.origin for letter in buried] == ["scores", "scores"]
-    assert [letter.fields for letter in buried] == [GARBAGE, NEWER]
-    assert "schema 2.0 cannot be read" in buried[1].error
+    dead = await letters(broker, keys)
+    assert [letter.origin for letter in dead] == ["scores", "scores"]
+    assert [letter.fields for letter in dead] == [GARBAGE, NEWER]
+    assert "schema 2.0 cannot be read" in dead[1].error
 
 
 async def test_a_group_whose_score_died_is_replaced_soon_and_not_after_minutes(broker, keys):

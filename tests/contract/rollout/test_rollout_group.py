@@ -193,7 +193,9 @@ class TestWorkerLoop:
         finally:
             task.cancel()
 
-    async def test_a_group_that_the_engine_refuses_is_buried_and_leaves_nothing(self, make, broker, keys):
+    async def test_a_group_that_the_engine_refuses_is_dead_lettered_and_leaves_nothing(
+        self, make, broker, keys
+    ):
         await issue(broker, keys)
         async with make() as worker:
             worker.engine.refused = {2}
@@ -208,7 +210,7 @@ class TestWorkerLoop:
         for ticket in range(4):
             assert await broker.execute("EXISTS", keys.progress(ticket)) == 0
 
-    async def test_a_ticket_delivered_too_often_is_buried_unopened(self, make, broker, keys):
+    async def test_a_ticket_delivered_too_often_is_dead_lettered_unopened(self, make, broker, keys):
         await issue(broker, keys)
         async with make(streams__max_attempts=1, streams__lease_s=2.0) as worker:
             delivery = await worker.fetch()
@@ -281,7 +283,7 @@ def loop_of(worker: Worker, player: Any = None) -> RolloutWorker:
     return loop
 
 
-async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_buried_at_last(
+async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_dead_lettered_at_last(
     make, broker, keys
 ):
     await issue(broker, keys)
@@ -316,7 +318,9 @@ async def test_a_sample_whose_environment_fails_ends_no_other_and_the_least_grou
     assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
 
 
-async def test_a_sample_that_no_reader_would_take_is_not_published_and_its_ticket_buried(make, broker, keys):
+async def test_a_sample_that_no_reader_would_take_is_not_published_and_its_ticket_dead_lettered(
+    make, broker, keys
+):
     await issue(broker, keys)
     async with make() as worker:
         loop, delivery = loop_of(worker), await worker.fetch()

@@ -58,9 +58,7 @@ async def evaluated(evaluator: Evaluator, version: int) -> Evaluations:
     return await asyncio.wait_for(evaluator.evaluate(version), 120)
 
 
-async def bury(
-    broker: Broker, keys: Keys, ticket: int, index: int = -1, origin: str = "prompts:eval"
-) -> None:
+async def die(broker: Broker, keys: Keys, ticket: int, index: int = -1, origin: str = "prompts:eval") -> None:
     letter = DeadLetter(origin=origin, entry_id="1-0", error="refused", ticket=ticket, index=index)
     await append(broker, keys.dead, letter)
 
@@ -125,9 +123,9 @@ class TestSums:
 
     async def test_dead_tickets_and_dead_samples_are_failed_samples(self, make, publish, broker, keys):
         await publish({(0, 0): 1.0, (2, 0): 0.0, (2, 1): 1.0})
-        await bury(broker, keys, 0, 1, "trajectories:eval")
-        await bury(broker, keys, 1)
-        await bury(broker, keys, 2, origin="prompts")  # the training lane has a ticket 2 of its own
+        await die(broker, keys, 0, 1, "trajectories:eval")
+        await die(broker, keys, 1)
+        await die(broker, keys, 2, origin="prompts")  # the training lane has a ticket 2 of its own
         results = await evaluated(make(), 0)
         assert {name: (r["num_samples"], r["num_failed"]) for name, r in results.items()} == {
             "a": (1, 3),
@@ -144,7 +142,7 @@ class TestSums:
                 places.append(command[-1])
             return await execute(*command)
 
-        await bury(broker, keys, 0)
+        await die(broker, keys, 0)
         await evaluated(evaluator, 0)
         end = await last_id(broker, keys.dead)
         monkeypatch.setattr(broker, "execute", noted)
@@ -158,7 +156,7 @@ class TestInterrupted:
         first = asyncio.ensure_future(make().evaluate(0))
         await wait_until(lambda: _num_tickets(broker, keys))
         await publish({(0, 0): 1.0, (0, 1): 1.0, (1, 0): 1.0})
-        await bury(broker, keys, 2)
+        await die(broker, keys, 2)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         second = asyncio.ensure_future(evaluated(make(), 0))
@@ -214,7 +212,7 @@ class TestLosses:
     async def test_a_sample_that_no_stream_can_bring_any_more_is_a_failed_one(
         self, make, publish, broker, keys
     ):
-        """Its trajectory was damaged on the way: buried, but no one can tell whose it was."""
+        """Its trajectory was damaged on the way: it is a dead letter, but no one can tell whose it was."""
         for key, group in ((keys.prompts(EVAL), ROLLOUT_GROUP), (keys.trajectories(EVAL), REWARD_GROUP)):
             await ensure_group(broker, key, group)
         task = asyncio.ensure_future(evaluated(make(), 0))

@@ -11,7 +11,7 @@ from tests.support.training import append_at, lose_tail, make_score, outstanding
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import PATIENCE_S, wait_until
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import START, LettersAbout, append, id_order, last_id
+from tidemill.common.streams import START, DeadLetterWriter, append, id_order, last_id
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
@@ -329,12 +329,12 @@ class TestAfterRedisLostItsTail:
         """Of one answer the first entry cannot be decoded, and the second one is lost meanwhile."""
         join, was_lost = make(0), asyncio.Event()
 
-        async def bury(*_: Any) -> None:
+        async def lose(*_: Any) -> None:
             await lose_tail(broker, keys.scores(), START)
             join.reread()
             was_lost.set()
 
-        monkeypatch.setattr(LettersAbout, "bury_unread", bury)
+        monkeypatch.setattr(DeadLetterWriter, "append_unread", lose)
         garbled = ("XADD", keys.scores(), "*", "v", "1.0", "p", b"\xc1")
         fields = [part for pair in codec.encode(make_score(0, 0, 0.25)).items() for part in pair]
         await broker.pipeline([garbled, ("XADD", keys.scores(), "*", *fields)], atomic=True)

@@ -70,7 +70,7 @@ async def _append_next(run: ServiceRun, key: str, flat: list[Any]) -> None:
 
 
 BURIED = ("prompts", "prompts:eval", "trajectories", "trajectories:eval", "scores", "scores:eval")
-"""Streams whose readers bury all that they cannot read."""
+"""Streams whose readers dead-letter all that they cannot read."""
 MOVED = ("weights", "commits")
 """Streams that the trainer rids of foreign entries where they are in its way; the others are passed over."""
 
@@ -111,12 +111,12 @@ async def test_poison_and_refused_prompts_do_not_stop_the_run(tmp_path: Path) ->
         run.start("trainer")
         assert await run.wait("trainer") == 0, run.log_of("trainer")
 
-        async def num_buried() -> bool:
+        async def num_dead() -> bool:
             letters = await messages(run.broker, keys.dead, DeadLetter)
             unread = [letter for letter in letters if letter.ticket < 0 and letter.origin in BURIED]
             return len(unread) == 2 * 4 * len(BURIED)
 
-        await wait_until(num_buried, what="the poison is buried")
+        await wait_until(num_dead, what="the poison is dead-lettered")
         for role in ("rollout", "reward"):
             assert await run.stop(role) == 0, run.log_of(role)
         letters = await messages(run.broker, keys.dead, DeadLetter)
@@ -140,9 +140,9 @@ async def test_poison_and_refused_prompts_do_not_stop_the_run(tmp_path: Path) ->
 
     refused = {ticket.ticket for ticket in tickets.values() if ticket.ground_truth == "long"}
     assert refused
-    buried = [letter for letter in letters if letter.ticket >= 0]
-    assert {letter.ticket for letter in buried} == refused
-    assert {letter.origin for letter in buried} == {"prompts"}
+    dead = [letter for letter in letters if letter.ticket >= 0]
+    assert {letter.ticket for letter in dead} == refused
+    assert {letter.origin for letter in dead} == {"prompts"}
     replacements = {t.replaces: t for t in tickets.values() if t.replaces >= 0}
     assert set(replacements) == refused
     assert all(replacements[number].step == tickets[number].step for number in refused)

@@ -88,5 +88,5 @@ async def test_a_run_comes_out_whole_among_hostile_messages(tmp_path: Path) -> N
         for role in ("rollout", "reward"):
             assert run.processes[role].poll() is None, run.log_of(role)
             assert await run.stop(role) == 0, run.log_of(role)
-        buried = await run.broker.execute("XLEN", run.keys.dead)
-        assert buried > 2 * len(hostile_entries()), "the reward workers buried what they could not read"
+        dead = await run.broker.execute("XLEN", run.keys.dead)
+        assert dead > 2 * len(hostile_entries()), "the reward workers dead-lettered what they could not read"

@@ -1,4 +1,4 @@
-"""Streams as queues: what cannot be decoded is buried, and what has vanished is made again."""
+"""Streams as queues: what cannot be decoded is dead-lettered, and what has vanished is made again."""
 
 from itertools import chain
 
@@ -26,7 +26,7 @@ from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import DeadLetter
 
 
-async def test_an_entry_that_cannot_be_decoded_is_buried_with_its_bytes(broker, keys):
+async def test_an_entry_that_cannot_be_decoded_is_dead_lettered_with_its_bytes(broker, keys):
     await publish(broker, keys, 1)
     payload = b"\x80\x04\x95pickled"
     await broker.execute("XADD", keys.trajectories(), "*", "v", "1.0", "p", payload)
@@ -34,17 +34,17 @@ async def test_an_entry_that_cannot_be_decoded_is_buried_with_its_bytes(broker, 
     good, garbled = await consumer.fetch(10, 0)
     assert isinstance(good, Delivery)
     assert isinstance(garbled, Garbled)
-    assert await consumer.bury(garbled, make_letter(garbled))
+    assert await consumer.dead_letter(garbled, make_letter(garbled))
     (entry,) = await streams.read_range(broker, keys.dead, DeadLetter)
     assert isinstance(entry, Entry)
     assert entry.message.fields == {"v": b"1.0", "p": payload}
     assert entry.message.entry_id == garbled.entry_id
     assert await pending(broker, keys) == [good.entry_id]
-    assert not await consumer.bury(garbled, make_letter(garbled))
+    assert not await consumer.dead_letter(garbled, make_letter(garbled))
     assert await streams.length(broker, keys.dead) == 1
 
 
-async def test_a_garbled_entry_of_a_dead_consumer_is_buried_by_the_next_only(broker, keys):
+async def test_a_garbled_entry_of_a_dead_consumer_is_dead_lettered_by_the_next_only(broker, keys):
     await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
     await broker.execute("XADD", keys.trajectories(), "*", "v", "1.0", "p", b"torn")
     dead, rival = make_consumer(broker, keys, "dead"), make_consumer(broker, keys, "rival")
@@ -53,8 +53,8 @@ async def test_a_garbled_entry_of_a_dead_consumer_is_buried_by_the_next_only(bro
     await fall_silent(broker, keys, "dead", [found.entry_id])
     (taken,) = await rival.fetch(10, 0)
     assert isinstance(taken, Garbled)
-    assert not await dead.bury(found, make_letter(found, "dead"))
-    assert await rival.bury(taken, make_letter(taken, "rival"))
+    assert not await dead.dead_letter(found, make_letter(found, "dead"))
+    assert await rival.dead_letter(taken, make_letter(taken, "rival"))
     assert await streams.length(broker, keys.dead) == 1
 
 

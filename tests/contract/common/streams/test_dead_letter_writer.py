@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tidemill.common.streams import Garbled, LettersAbout, append
+from tidemill.common.streams import DeadLetterWriter, Garbled, append
 from tidemill.common.streams.log import length
 from tidemill.common.wire.messages import DeadLetter
 
@@ -21,16 +21,16 @@ async def test_a_burst_of_them_reads_each_letter_once(broker, keys, monkeypatch)
         return reply
 
     monkeypatch.setattr(broker, "execute", counted)
-    letters = LettersAbout(broker, keys, keys.scores())
+    letters = DeadLetterWriter(broker, keys, keys.scores())
     for _ in range(2):
         for n in range(NUM):
-            await letters.bury_unread(Garbled(f"{n}-0", {b"p": b"?"}, "no msgpack"), "trainer")
+            await letters.append_unread(Garbled(f"{n}-0", {b"p": b"?"}, "no msgpack"), "trainer")
     assert await length(broker, keys.dead) == 2 * NUM, "one letter for each"
     assert num_read == 2 * NUM
 
 
 async def test_letters_of_others_are_seen_whenever_they_come(broker, keys):
-    letters = LettersAbout(broker, keys, keys.scores())
+    letters = DeadLetterWriter(broker, keys, keys.scores())
     assert not await letters.has("1-0")
     for origin in ("scores:eval", "scores"):
         await append(broker, keys.dead, DeadLetter(origin=origin, entry_id="1-0", error=""))
