@@ -170,7 +170,7 @@ def largest_in_a_commit(ranks: Ranks, model: PreTrainedModel) -> int:
 
 
 def test_a_commit_gathers_no_weight_of_a_critic(tmp_path):
-    assert on_ranks(2, partial(largest_in_a_commit, model=model_of("critic")), tmp_path) < 128
+    assert on_ranks(2, partial(largest_in_a_commit, model=model_of("critic")), tmp_path) < 512
 
 
 IN_HALF: dict[str, dict[str, Any]] = {
