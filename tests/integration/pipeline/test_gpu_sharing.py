@@ -210,7 +210,7 @@ async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
             nonlocal unlocked
             while True:
                 was_awake = engine._engine.is_awake  # type: ignore[attr-defined]
-                with (tmp_path / "device-0").open() as lock, suppress(BlockingIOError):
+                with (tmp_path / "device-0.turn").open() as lock, suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     unlocked += was_awake and engine._engine.is_awake  # type: ignore[attr-defined]
                 await asyncio.sleep(0.01)
