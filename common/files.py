@@ -114,6 +114,7 @@ def append_durably(path: Path, data: bytes, what: str = "a file", end: int | Non
 def append_whole(file: FileIO, data: bytes, end: int | None = None, is_durable: bool = False) -> None:
     """Append all of `data` to a file that is not buffered, or nothing. Raises OSError."""
     size = os.fstat(file.fileno()).st_size
+    # Never behind the end, where `ftruncate` would fill up with zeros.
     end = size if end is None else min(end, size)
     try:
         if size > end:
@@ -124,6 +125,7 @@ def append_whole(file: FileIO, data: bytes, end: int | None = None, is_durable: 
         if is_durable:
             os.fsync(file.fileno())
     except OSError:
+        # After a failed flush too: what is reported as not written must not be read by the next start.
         os.ftruncate(file.fileno(), end)
         raise
 
@@ -189,6 +191,7 @@ def publish_folder(aside: Path, target: Path) -> None:
     _fsync_tree(aside)  # first, as in `write_atomically`: the old folder still has its name
     replaced = target.with_name(f".{target.name}.replaced")
     if target.exists():
+        # What a crash behind the swap has left.
         remove_folder(replaced)
         os.rename(target, replaced)  # a folder cannot be renamed over one that is not empty
     try:
@@ -198,6 +201,7 @@ def publish_folder(aside: Path, target: Path) -> None:
             os.rename(replaced, target)
         raise
     fsync_folder(target.parent)
+    # Only now: before the renames are on the disk, a power failure may bring the old name back.
     remove_folder(replaced)
 
 
@@ -295,11 +299,9 @@ def _aside_name(path: Path) -> Path:
 
 
 def _fsync_tree(folder: Path) -> None:
-    """Flush every file and folder below, innermost first, and open them to those who may read the run.
-
-    safetensors creates its files readable by their owner only; a rollout worker in another container may
-    be another user.
-    """
+    """Flush every file and folder below, innermost first, and open them to those who may read the run."""
+    # safetensors creates its files readable by their owner only; a rollout worker in another container may
+    # be another user.
     mode = folder.stat().st_mode & 0o666
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:

@@ -150,6 +150,7 @@ async def archive_stream(
             if building.payload_bytes < segment_bytes and not (is_last and building.entries):
                 building.close()
                 return total
+            # From here on they count as archived, and the trainer may trim them.
             last_id = building.publish(aside, folder).last_id
         total += building.entries
 
@@ -160,6 +161,7 @@ def sweep(folder: Path) -> Manifest:
         return Manifest(folder)
     clear_aside(folder)
     manifest = Manifest.load(folder)
+    # Segments that `cut_back` has replaced by a shorter one, or whose removal was noted before a crash.
     for path in set(folder.glob(f"*{SUFFIX}")) - {segment.path for segment in manifest.segments}:
         path.unlink()
     return manifest
@@ -174,6 +176,7 @@ async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIte
             num_bytes += payload_bytes(whole)
             yield whole
         first = f"({found[-1][0]}"
+        # At most twice as many as before: the next entries may be far larger than these.
         count = max(1, min(MAX_READ_COUNT, 2 * count, READ_BYTES * len(found) // num_bytes))
 
 
@@ -268,10 +271,11 @@ def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
     """Forget entries above `last_id`: Redis has lost them, and their samples are generated again. Returns how
     many.
 
-    Call within `writing`. May be repeated: it goes from the end, so what is left is always a beginning.
+    Call within `writing`. May be repeated.
     """
     gone = [s for s in Manifest.load(folder).segments if id_order(s.last_id) > id_order(last_id)]
     num_lost = sum(segment.entries for segment in gone)
+    # From the end, so that what a crash leaves is always a beginning of the stream.
     for segment in reversed(gone[1:]):
         segment.path.unlink()
     if gone:

@@ -86,6 +86,7 @@ def _details(path: Path) -> Details:
     import pyarrow.parquet as pq
 
     try:
+        # Cached by name: a segment's name has the checksum of its bytes, so it never stands for others.
         return Details(**json.loads((pq.read_metadata(path).metadata or {})[DETAILS]))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return Details()
@@ -156,13 +157,13 @@ class Manifest:
         return sum(segment.entries for segment in self.segments)
 
     def remove_first(self, num_gone: int) -> None:
-        """Remove the first segments. That they are gone is durable before their files go."""
         gone = self.segments[:num_gone]
         removed = Removed(
             gone[-1].last_id,
             self.removed.entries + sum(segment.entries for segment in gone),
             self.removed.num_bytes + sum(segment.num_bytes for segment in gone),
         )
+        # Durable before the files go: what a crash leaves of them `load` leaves out, and `sweep` removes.
         write_atomically(self.folder / REMOVED_FILE, json.dumps(asdict(removed)))
         for segment in gone:
             segment.path.unlink(missing_ok=True)

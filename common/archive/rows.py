@@ -82,6 +82,7 @@ def widen(bounds: MutableMapping[str, tuple[float, float]], table: pa.Table) -> 
     """Let the bounds hold these rows too."""
     for name, last in BOUNDED.items():
         values = [*table[name].to_pylist(), *table[last].to_pylist(), *bounds.get(name, ())]
+        # NaN and infinity say nothing: bounds that hold one would hide other rows, or none.
         if finite := [value for value in values if value is not None and math.isfinite(value)]:
             bounds[name] = (min(finite), max(finite))
 

@@ -47,6 +47,7 @@ class RecordedGroup:
         if self.trajectories.setdefault(sample.index, sample) is not sample:
             return
         first = self.scores.get(sample.index)
+        # Scores may come before their trajectory, and the first of them may be of a copy with other tokens.
         if first is not None and not first.is_of(sample.tokens_digest):
             del self.scores[sample.index]
             for score in [score for score in self.other_scores if score.index == sample.index]:
@@ -97,6 +98,7 @@ class GroupCursor:
         """
         for ticket in tickets:
             self.open.setdefault(ticket, RecordedGroup(ticket))
+        # First: trajectories tell how many samples a group has, and of which tokens a score has to be.
         missing = await self._read(self._trajectories, "trajectories", tickets)
         missing |= await self._read(self._scores, "scores", tickets)
         if missing:

@@ -195,11 +195,7 @@ class History:
         return manifest
 
     async def _forwards(self, stream: StreamName, selection: Selection) -> AsyncIterator[Record]:
-        """The archive, then Redis; and the archive again where it grew meanwhile.
-
-        Entries are trimmed only after they are archived: what a read of Redis lacks is in an archive that is
-        looked at after it.
-        """
+        """The archive, then Redis; and the archive again where it grew meanwhile."""
         position = START
         while True:
             manifest = self._manifest(stream)
@@ -213,6 +209,7 @@ class History:
                 position = manifest.last_id
             rest = selection.beyond(position)
             entries = await self._read(stream, rest)
+            # Looked at after Redis: entries are trimmed once they are archived, so what it lacked is here.
             if id_order(self._manifest(stream).last_id) > id_order(position):
                 continue
             end = entries[0].entry_id if entries else await self._first_in_redis(stream)
@@ -238,6 +235,7 @@ class History:
             if not entries:
                 break
             rest = replace(rest, last_id=id_before(entries[-1].entry_id))
+        # Looked at again: what was trimmed while Redis was read is in the archive by now.
         manifest = self._manifest(stream)
         async for record in self._archived(manifest, stream, rest, backwards=True):
             yield record

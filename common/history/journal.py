@@ -73,6 +73,7 @@ def _place_of(file: BinaryIO, step: int) -> tuple[int, int]:
         if found is None or found >= step:
             high = middle
         else:
+            # The next line begins behind this: `_next_line` reads on from the byte before.
             low, before = begin + 1, found
     return _next_line(file, low), before
 

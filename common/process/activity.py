@@ -99,6 +99,7 @@ class Activity:
         length, self._since = now - self._since, now
         waited, self._redis_since_s = redis_s - self._redis_since_s, redis_s
         if waited > 0 and (self.state.startswith(WAIT) or self.state == BOOKKEEPING):
+            # Two clocks, read one after the other: no state may come to less than nothing.
             waited = min(waited, length)
             self._book(now, WAIT_REDIS, waited)
             length -= waited

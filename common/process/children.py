@@ -54,6 +54,7 @@ def spawn(child: Child) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a process that calls `main(descriptor, parent)` of the module; returns it with our end of the
     socket."""
     ours, theirs = socket.socketpair()
+    # Closed here: while this process holds its copy, the child's end would never look closed to us.
     with theirs:
         command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), child.value]
         command += [str(ROOT), *sys.path]  # our own first, until they are there

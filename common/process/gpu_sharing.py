@@ -105,6 +105,7 @@ class GpuLock:
     def is_wanted(self) -> bool:
         """Whether another process stands in line."""
         for line in self._lines:
+            # Held for a moment only: who looks for a place in line just then looks again after POLL_S.
             is_free = line.take()
             line.drop()
             if not is_free:
@@ -172,11 +173,13 @@ class GpuGate:
                 self._num_waiting -= 1
             if not self._is_open:
                 self._raise_ended()
+            # Nothing is awaited since the look: a turn that ends sees this user, or was closed to it.
             self._num_users += 1
         try:
             yield
         finally:
             self._num_users -= 1
+            # Also where the user was cancelled, or the turn would wait for one that has left.
             await asyncio.shield(self._notify())
 
     def stay(self) -> Callable[[], None]:

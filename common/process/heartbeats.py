@@ -92,8 +92,7 @@ async def check_sole_trainer(broker: Broker, keys: Keys, run_dir: Path) -> None:
     """Wait until the trainer that spoke last is known to be gone, at most `GONE_AFTER_S`; call it before the
     first heartbeat of this one, which would replace that of the other.
 
-    The lock in the run's folder keeps a second trainer out of the same folder. With a folder of its own, on
-    this machine or another, it would take the living one's tickets for lost.
+    With a folder of its own, wherever that is, a second one would take the living one's tickets for lost.
 
     Raises:
         ConfigError: it speaks again: it is alive.
@@ -104,6 +103,7 @@ async def check_sole_trainer(broker: Broker, keys: Keys, run_dir: Path) -> None:
         return max(beats, key=lambda beat: beat.at, default=None)
 
     before = await newest()
+    # In the same folder, its lock keeps a second trainer out.
     if before is None or (before.host, before.folder) == (socket.gethostname(), folder_name(run_dir)):
         return
     if before.is_alive:
@@ -139,6 +139,7 @@ async def read_heartbeats(broker: Broker, keys: Keys, roles: Sequence[str] = ROL
         beat
         for role, reply in zip(roles, replies, strict=True)
         for name, value in zip(reply[::2], reply[1::2], strict=True)
+        # Redis users may write into the hash of their role only, so a beat must not name another one.
         if (beat := _parsed(value, now_s)) and (beat.role, beat.name) == (role, name.decode(errors="replace"))
     ]
     return sorted(beats, key=lambda beat: (beat.role, beat.name))

@@ -85,6 +85,7 @@ class LeaseKeeper:
 
     async def _run(self) -> None:
         try:
+            # Blocks this thread's own loop, on which nothing else runs.
             while not self._stopping.wait(LOOK_S):
                 self._look(time.monotonic() - self._turned_at)
                 await self._renew_late()
@@ -114,6 +115,7 @@ class LeaseKeeper:
         if not self._is_blocked:
             self._is_blocked = True
             self._num_blocked += 1
+            # The 1st time, the 2nd, the 4th, and so on: a loop that is blocked again and again fills no log.
             if self._num_blocked & (self._num_blocked - 1) == 0:
                 log.warning("the event loop is blocked; leases are renewed in its place", where=self._where)
 

@@ -133,6 +133,7 @@ class ServiceContext:
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            # Also where the stop came in the same turn: the result may be messages that are held now.
             return task.result() if task.done() else None
         finally:
             stop.cancel()
@@ -266,6 +267,7 @@ def _handle_signals(context: ServiceContext) -> None:
 
     def handle() -> None:
         if context.stopping.is_set():
+            # Not `sys.exit`: what hangs may be the clean-up that it would run.
             os._exit(130)
         log.info("stopping: finishing or handing back what is held")
         context.stopping.set()
@@ -286,6 +288,7 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
     async def forever() -> None:
         nonlocal longest_lag_s
         while True:
+            # Reporters add to it, so each beat begins anew.
             beat.counts[BLOCKING] = 0
             beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
             beat.counts["redis_ms"] = round(1000 * context.broker.round_trips.present_s, 2)
@@ -324,5 +327,6 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
+            # Redis may be away; a heartbeat that stays counts as gone after `GONE_AFTER_S`.
             await asyncio.wait_for(remove_heartbeat(context.broker, context.keys, beat), 2.0)
         endpoint.close()  # last: metrics can be read as long as anything is counted

@@ -57,7 +57,9 @@ class WorkerProcess:
         """
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(spec))
+            # Looks at the error: where every caller was cancelled, asyncio would log that nobody did.
             self._starting.add_done_callback(lambda starting: starting.cancelled() or starting.exception())
+        # A caller that is cancelled must not end the start for the others.
         await asyncio.shield(self._starting)
 
     @contextlib.contextmanager
@@ -153,6 +155,7 @@ class WorkerProcess:
             while True:
                 self.receive(await receive(reader))
         self._end_reason = await self._exit_reason()
+        # After the reason is set: a request that is made from now on finds it.
         self.fail(self._end_reason)
 
     async def _exit_reason(self) -> str:

@@ -180,6 +180,7 @@ class Broker:
         async def send() -> list[Any]:
             replies = await self.redis.exchange(commands, atomic)
             for reply in replies:
+                # Raised for the whole, which is sent again: each command must be safe to repeat.
                 is_ours = isinstance(reply, Exception) and _is_passing(reply)
                 if is_ours or isinstance(reply, redis_errors.NoPermissionError):
                     raise reply
@@ -206,6 +207,7 @@ class Broker:
                 try:
                     return await self.redis.execute_command(*call)
                 except redis_errors.NoScriptError:
+                    # Where another server answers the second call, its NoScriptError is waited out.
                     await self._load(name, source)
                     return await self.redis.execute_command(*call)
             except redis_errors.ResponseError as error:
@@ -290,7 +292,9 @@ class Broker:
                     f"Redis has been away for {away_s:.0f} s ({failure}), and this service was asked to "
                     "stop: it ends without handing back what it holds. Others take that over after one lease."
                 )
+            # Bounded: 2.0 ** 1024 raises OverflowError, and an outage of half an hour comes to that.
             longest_s = FIRST_PAUSE_S * 2.0 ** min(num_failures - 2, 16)
+            # From 0 on: all workers have lost their connections at once, and must not come back at once.
             await self._pause(failure, num_failures - 1, random.uniform(0.0, min(longest_s, LONGEST_PAUSE_S)))
 
     async def _pause(self, error: Exception, attempt: int, pause_s: float) -> None:
@@ -309,11 +313,13 @@ class Broker:
 @cache
 def _script(name: str) -> tuple[str, str]:
     source = _SCRIPTS.joinpath(f"{name}.lua").read_text(encoding="utf-8")
+    # Redis names scripts by SHA-1. Machines in FIPS mode refuse it for purposes of security.
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 def _is_passing(error: BaseException) -> bool:
     """Whether waiting can cure the error: Redis away, loading, failing over, or out of memory."""
+    # First: to redis-py wrong credentials are a ConnectionError, which would be repeated for ever.
     if isinstance(error, _FINAL) or isinstance(error.__cause__, _FINAL):
         return False
     return isinstance(error, _PASSING) or (

@@ -64,6 +64,7 @@ def make_client(url: str) -> Client:
             return _cluster_client(url, options)
         if "+sentinel:" in url:
             return _sentinel_client(url, options)
+        # No retries of redis-py's: an outage that it hides from `Broker` would give nobody time to renew.
         return Client(ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **options).make_connection)
     except ValueError:  # its text may hold a part of the password
         raise BrokerError(
@@ -139,6 +140,7 @@ def _connection_options(url: str) -> dict[str, Any]:
     """What connections to servers and to Sentinels have in common."""
     options: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        # A command that blocks is silent for as long as it waits; lines limit their answers themselves.
         "socket_timeout": None,
         "protocol": 2,
         "health_check_interval": 0,
@@ -193,6 +195,7 @@ def _cluster_client(url: str, options: dict[str, Any]) -> Client:
     nodes = _nodes(url, options)
 
     def of_slot(slot: int) -> Client:
+        # `Nodes` asks over connections that block.
         return _client_of(url, _Server(lambda: asyncio.to_thread(nodes.find, slot)), nodes.options)
 
     return ClusterClient(of_slot)
@@ -257,6 +260,7 @@ class RoundTrips:
         """A command that blocks, and began at `begun` (time.monotonic), has an answer that is not empty."""
         now = time.monotonic()
         if not self._num_under_way:  # or this time is counted anyway
+            # Of the time that it blocked, only a round trip was spent on Redis itself.
             self._cover(max(begun, now - self.present_s), now)
 
     def _cover(self, since: float, until: float) -> None:

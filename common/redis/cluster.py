@@ -83,6 +83,7 @@ class Nodes:
             (first, last): (host.decode() or asked[0], int(port))
             for first, last, (host, port, *_), *_ in reply
         }
+        # The seeds stay in the list: every node that is known may be gone one day.
         self.addresses = list(dict.fromkeys([*primaries.values(), *self._seeds]))
         for (first, last), address in primaries.items():
             if first <= slot <= last:
@@ -115,6 +116,7 @@ class ClusterClient(Client):
             if isinstance(reply, _MOVED):
                 client.disconnect()  # the next connection asks for the owner again
                 if isinstance(reply, redis_errors.AskError):
+                    # Not followed to the other node: in the middle of a move, a run's keys are on both.
                     raise redis_errors.TryAgainError(f"the slot is moved: {reply}") from None
                 raise reply
         return replies
@@ -200,6 +202,7 @@ def make_blocking_cluster_client(nodes: Nodes, run_id: str) -> BlockingRedis:
                 return super().read_response(*args, **named)
             except _MOVED as error:
                 self.disconnect()
+                # A kind of error that redis-py repeats, on a connection that asks for the owner again.
                 raise redis_errors.ConnectionError(f"the run's slot is moved: {error}") from None
 
     retry = Retry(ExponentialWithJitterBackoff(base=1, cap=10), RETRIES)

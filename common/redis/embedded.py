@@ -74,6 +74,7 @@ class EmbeddedRedis:
         log_path = self.data_dir / "redis.log"
         command = [self.executable, "--port", "0", "--unixsocket", str(self.socket)]
         command += ["--unixsocketperm", "700"]
+        # The append-only file has everything; snapshots beside it would copy the memory for nothing.
         command += ["--dir", str(self.data_dir), "--save", "", "--daemonize", "no"]
         if self.appendfsync == "no-aof":
             command += ["--appendonly", "no"]
@@ -91,6 +92,7 @@ class EmbeddedRedis:
         try:
             self._wait_until_ready(log_path)
         except BrokerError:
+            # It has a session of its own, and would go on without us.
             self.kill()
             raise
 
@@ -125,6 +127,7 @@ class EmbeddedRedis:
             try:
                 client.ping()
                 with contextlib.suppress(redis.ResponseError):  # servers before 7 do not know it
+                    # Set once it runs: with an option that it does not know, an older server would not start.
                     client.config_set("maxmemory-clients", MAX_CLIENTS_BYTES)
                 client.close()
                 return

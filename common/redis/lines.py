@@ -131,6 +131,7 @@ class Line(asyncio.Protocol):
         self._unsent += [_MULTI, *packed, _EXEC] if is_atomic else packed
         self._waiting.append(call)
         self._num_unsent += 1
+        # The server has nothing else of this connection to work on.
         if self._num_unsent == len(self._waiting) and not goes_with_next:
             self._flush()
         else:
@@ -166,12 +167,14 @@ class Line(asyncio.Protocol):
         self.error = error
         for call in self._waiting:
             if not call.future.done():
+                # One each: an exception that several tasks raise gathers the tracebacks of all.
                 call.future.set_exception(type(error)(*error.args))
         self._waiting.clear()
         self._unsent.clear()
         if self._watch is not None:
             self._watch.cancel()
         self._transport.abort()
+        # Or redis-py warns of a connection that was never closed.
         self._connection._writer = self._connection._reader = None
 
     def _flush_soon(self) -> None:
@@ -236,6 +239,7 @@ class PlainLine:
                     await self._connection.send_packed_command([_packed(one) for one in commands], False)
                     replies = [await self._reply() for _ in commands]
             except (redis_errors.RedisError, OSError, TimeoutError) as error:
+                # Answers may still be on their way, and the next call would take them for its own.
                 self.fail(redis_errors.ConnectionError(str(error) or type(error).__name__))
                 raise
         return _outcome(replies, is_atomic)
@@ -292,6 +296,7 @@ class Client:
     async def aclose(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
+            # Ended first, or it would leave a connection that nobody drops.
             await asyncio.wait({self._opening})
         self.disconnect()
         self._drop(list(self._blocking))
@@ -316,6 +321,7 @@ class Client:
                 raise
             finally:
                 self._blocking.discard(line)
+            # Only after an answer, or the next caller would read that of this one.
             self._idle.append(line)
             return replies
 

@@ -80,6 +80,7 @@ class ClaimStore:
         if len(payload) < self.least_bytes:
             return sample
         digest = xxhash.xxh3_128_hexdigest(payload)
+        # By its content: two workers that make the same sample write two files, and each entry finds its own.
         name = f"{sample.ticket}-{sample.index}-{digest}"
         pointer = f"{self.url}/{name}" if self.url else name
         claim = Claim(pointer=pointer, num_bytes=len(payload), digest=digest)
@@ -142,10 +143,12 @@ class ClaimStore:
             payload = self._objects(url).read_all(name) if url else (self.folder / name).read_bytes()
         except (OSError, StoreError, ConfigError) as error:
             cause = error.__cause__ if url else error
+            # A file that is missing together with its folder says nothing: the folder is not mounted.
             if isinstance(cause, FileNotFoundError) and (url or self.folder.is_dir()):
                 raise FileNotFoundError(_reason(error)) from None
             kind = UnreadableError if not url and self._gives_others(name) else StoreError
             raise kind(f"{self._place(claim)} cannot be read now: {_reason(error)}") from error
+        # It was there: should it vanish now, `_write` makes no empty one in its place.
         self._has_folder |= not url
         return payload
 
@@ -157,6 +160,7 @@ class ClaimStore:
             return False
         for path in others:
             with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+                # Read, not only opened: on a disk that is failing a file still opens.
                 if file.read(1):
                     return True
         return False
@@ -172,6 +176,7 @@ class ClaimStore:
         if xxhash.xxh3_128_hexdigest(payload) != claim.digest:
             raise ValueError("it does not match its digest")
         whole = codec.decode_payload(payload, Trajectory)
+        # The digest says that the bytes are those that were claimed, not that they are of this sample.
         if whole.key != message.key:
             raise ValueError(f"it is of sample {whole.key}, claimed for {message.key}")
         return whole
@@ -198,6 +203,7 @@ class ClaimStore:
             self._objects(self.url).delete(names)
             return
         for name in names:
+            # May be repeated: what a crash leaves is among the settled ones of the next trim.
             (self.folder / name).unlink(missing_ok=True)
 
     def _objects(self, url: str) -> Objects:

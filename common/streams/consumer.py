@@ -29,7 +29,9 @@ from tidemill.common.wire.messages import Message, Ticket, Trajectory
 
 log = structlog.get_logger(__name__)
 
+# One renewal may be lost, and the next one still comes a third of a lease early.
 RENEWALS_PER_LEASE = 3
+# Redis serves nobody else while a script runs, and Lua's `unpack` takes some thousands of values at most.
 MAX_IN_ONE_CALL = 512
 
 M = TypeVar("M", bound=Message)
@@ -100,6 +102,7 @@ class Consumer(Generic[M]):
         if self._renewal is not None and self._renewal.done():
             self._renewal.result()  # without renewal every lease would be lost: end with its error
         try:
+            # What others have abandoned goes first: groups wait for it, and nobody renews it.
             if taken := await self._reclaim(count) or self._take_ahead(count):
                 return taken
             command = (*self._read, count, *block_for(block_s), "STREAMS", self.key, ">")
@@ -147,6 +150,7 @@ class Consumer(Generic[M]):
             entry = (sample.index, sample.group_size, codec.schema_of(sample), payload)
         reply = await self._settle("publish_sample", delivery, entry, out_key, progress_key)
         if reply == 1:
+            # As in Redis, where the script has begun to count deliveries anew.
             delivery.attempts = 1
         elif reply == 2:
             self.held.pop(delivery.entry_id, None)
@@ -201,6 +205,7 @@ class Consumer(Generic[M]):
         self.held.pop(delivery.entry_id, None)
 
     async def dead_letter(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
+        # In one unit with the acknowledgement: no crash leaves a message both dead and pending.
         (done,) = await self._complete([delivery], [codec.encode_payload(letter)], self.dead_key)
         if done:
             metrics.DEAD_LETTERS.labels(self.label).inc()
@@ -208,6 +213,7 @@ class Consumer(Generic[M]):
 
     async def renew(self) -> None:
         """Renew every held lease now, and mark those that are lost; happens by itself in the background."""
+        # A copy: messages come and are settled while Redis is awaited.
         for part in _in_parts(list(self.held)):
             all_lost = [entry_id.encode() for entry_id in part]
             for entry_id in await self._script("renew", [self.group, self.name, *part], all_lost):
@@ -220,6 +226,7 @@ class Consumer(Generic[M]):
 
         What is lost, the loop of this consumer finds out when it turns again.
         """
+        # Copied in one step: the loop of `fetch` changes the dict meanwhile, in its own thread.
         for part in _in_parts(list(self.held)):
             with contextlib.suppress(redis_errors.ResponseError):  # without its group all is lost anyway
                 await broker.script("renew", [self.key], [self.group, self.name, *part])
@@ -230,6 +237,7 @@ class Consumer(Generic[M]):
             return
         ids = [delivery.entry_id for delivery in deliveries]
         taken_off = 0 if is_counted else 1
+        # As if they had been silent for more than a lease: the next look takes them.
         args = [self.group, self.name, int(self.lease_s * 1000) + 1, taken_off, NOBODY, *ids]
         with self._settling_all(ids):
             await self._script("hand_back", args, None)
@@ -258,6 +266,7 @@ class Consumer(Generic[M]):
         self._ahead.clear()  # they are among those that are held, and go back with them
         await self.hand_back(list(self.held.values()))
         # One unit: Redis may lose an acknowledgement; what is pending again must not go with the consumer.
+        # NOBODY is a consumer to Redis too, and stays one until it holds nothing.
         for name in (self.name, NOBODY):
             await self._script("leave", [self.group, name], None)
 
@@ -330,6 +339,7 @@ class Consumer(Generic[M]):
 
     def _hold(self, raw_id: bytes, fields: Fields, attempts: int) -> Delivery[M] | Garbled:
         entry = decoded(raw_id, fields, self.message_type, self.max_bytes)
+        # Not held: it is dead-lettered next, and where this worker dies before, its lease runs out.
         if isinstance(entry, Garbled):
             return entry
         if entry.entry_id in self.held:
@@ -344,6 +354,7 @@ class Consumer(Generic[M]):
             self.broker.num_interruptions += 1  # Redis may have given messages that never came
             return
         (reply,) = asked.result()
+        # An error, such as a group that is gone, comes again where `fetch` asks.
         if not isinstance(reply, Exception):
             self._ahead.extend(self._hold_new(reply))
 
@@ -388,14 +399,18 @@ class Consumer(Generic[M]):
             unanswered = [self._hold(*found) for found in await self._read_unanswered(count)]
             # Redis counts them as delivered once more, and nobody has begun them.
             await self.unpark([found for found in unanswered if isinstance(found, Delivery)])
+            # At once: the others leave a lease for it after an outage, and no more (`Takeover.be_patient`).
             await self.renew()
+            # As many as were asked for: there may be more.
             if len(unanswered) >= count:
                 self.takeover.ask_again()
             if unanswered:
                 return unanswered
         taken = await self.takeover.look(count)
         if taken is None:
+            # The clock has made our own leases look expired as well.
             await self.renew()
+        # Our own are among what was taken where their renewal was late: they are worked on already.
         deliveries = [self._hold(*found) for found in taken or () if found[0].decode() not in self.held]
         if deliveries:
             metrics.RECLAIMED.labels(self.label).inc(len(deliveries))
@@ -406,12 +421,10 @@ class Consumer(Generic[M]):
         """Up to `count` entries that were delivered here in an answer that was lost with its connection, as
         (id, fields, attempts): nobody else would look for them before their leases end.
 
-        Each is read by itself: Redis counts what is read as delivered once more, and that must not happen to
-        what this consumer works on. Entries that were trimmed meanwhile are acknowledged, and take no place.
-
         Raises:
             ResponseError: stream or group are gone.
         """
+        # The answer lists what is held as well; with room for that, `count` others fit.
         most = count + len(self.held)
         unanswered: dict[bytes, tuple[bytes, Fields, int]] = {}
         while True:
@@ -420,6 +433,8 @@ class Consumer(Generic[M]):
             known = {entry_id.encode() for entry_id in self.held} | unanswered.keys()
             attempts = {row[0]: int(row[3]) for row in rows if row[0] not in known}
             asked = list(attempts)[: count - len(unanswered)]
+            # Each by itself: Redis counts what is read as delivered once more, and that must not happen to
+            # what this consumer works on.
             reads = [(*self._read, 1, "STREAMS", self.key, id_before(i.decode())) for i in asked]
             replies = await self.broker.pipeline(reads)
             found = dict(entry for reply in replies if isinstance(reply, list) for entry in reply[0][1])
@@ -428,6 +443,7 @@ class Consumer(Generic[M]):
             trimmed = [i for i in asked if i in found and not found[i]]
             if not trimmed:
                 return list(unanswered.values())
+            # Trimmed while they were pending: nobody can work on them, and they would take places for ever.
             await self.broker.execute("XACK", self.key, self.group, *trimmed)
 
     async def _renew_forever(self) -> None:

@@ -68,10 +68,8 @@ class DeadLetterWriter:
         return entry_id in self._known
 
     async def append_unread(self, garbled: Garbled, worker: str) -> None:
-        """Put an entry that nobody can read into the dead letters, unless it is there already.
-
-        Its log keeps the entry, which is read again after a restart, and no consumer group has it.
-        """
+        """Put an entry that nobody can read into the dead letters, unless it is there already."""
+        # The log keeps the entry and no consumer group has it: it is read again after each restart.
         if not await self.has(garbled.entry_id):
             letter = dead_letter(self._origin, garbled.entry_id, garbled.fields, garbled.error, worker)
             await append_dead_letter(self._broker, self._dead_key, letter)
@@ -108,6 +106,7 @@ async def requeue(
         DONE, LETTER_GONE or MESSAGE_GONE.
     """
     version = "" if started_version is None else started_version
+    # As if its holder had been silent for more than a lease: the next look takes it.
     args = [letter_id, group, entry_id, int(lease_s * 1000) + 1, version, NOBODY, *published]
     return int(await broker.script("requeue", [dead_key, key, progress_key], args))
 

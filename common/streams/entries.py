@@ -52,9 +52,11 @@ class Delivery(Generic[M]):
 
 def entry_id_of(number: int) -> str:
     """Entry id of ticket, step or version `number`: appending it twice fails harmlessly. -1 has `START`."""
+    # Redis takes no entry with the id 0-0.
     return f"{number + 1}-0"
 
 
+# Milliseconds have 64 bits, so no id lies above the second.
 ENDS = {"-": (0, 0), "+": (2**64, 0)}
 """What commands take in place of the least and the greatest id."""
 
@@ -72,6 +74,7 @@ def id_before(entry_id: str) -> str:
     milliseconds, sequence = id_order(entry_id)
     if sequence:
         return f"{milliseconds}-{sequence - 1}"
+    # The sequence has 64 bits too, and begins anew with each millisecond.
     return f"{milliseconds - 1}-{2**64 - 1}" if milliseconds else START
 
 

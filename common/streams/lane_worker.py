@@ -89,6 +89,7 @@ class LaneWorker(ABC, Generic[M]):
                     if isinstance(entry, Garbled):
                         await self.dead_letter(entry, entry.error)
                     elif reason := self.given_up(entry):
+                        # This delivery was no attempt: nothing of it was begun.
                         await self.dead_letter(entry, reason, entry.attempts - 1)
                     else:
                         deliveries.append(entry)
@@ -96,12 +97,10 @@ class LaneWorker(ABC, Generic[M]):
             await self._drain()
 
     async def fetch(self, count: int) -> list[Delivery[M] | Garbled]:
-        """Up to `count` messages.
-
-        Not cancelled by a stop: what a cancelled call was given would stay pending until its lease expires.
-        """
+        """Up to `count` messages."""
         if self._reading:
             return await self.context.unless_stopping(self._take_whole()) or []
+        # Not cancelled by a stop: what a cancelled call was given would stay pending until its lease expires.
         deliveries = await self.consumer.fetch(count, self._block_s)
         self._block_s = BLOCK_S if deliveries else min(2 * self._block_s, self._longest_block_s)
         if (claims := self.context.broker.claims) is None:
@@ -110,6 +109,7 @@ class LaneWorker(ABC, Generic[M]):
             if isinstance(held, Delivery) and has_claim(held.message):
                 self._reading[self._tasks.create_task(resolved(claims, held.message))] = held
         claimed = list(self._reading.values())
+        # The others are worked on meanwhile; those in `_reading` are held and renewed like all.
         return [held for held in deliveries if held not in claimed]
 
     async def _take_whole(self) -> list[Delivery[M] | Garbled]:
@@ -164,6 +164,7 @@ class LaneWorker(ABC, Generic[M]):
 
     async def _drain(self) -> None:
         """Let running work finish for a while, hand back the rest, and leave the group."""
+        # Messages whose payloads were being read are still held: `leave` hands them back.
         self._stop_reading()
         if self.running:
             log.info("draining", lane=self.lane.value, in_flight=len(self.running))
@@ -172,6 +173,7 @@ class LaneWorker(ABC, Generic[M]):
             for task in late:
                 task.cancel()
             if late:
+                # Ended before they are handed back: another worker must not begin beside them.
                 await asyncio.wait(late)
                 log.info("handing back", lane=self.lane.value, count=len(late))
         # Publish before leaving: `leave` hands back what is held, and finished work would be done again.

@@ -98,7 +98,9 @@ class OffsetReader(Generic[M]):
         """The next entries after the position, which moves on; waits up to `block_s` for the first."""
         if not self._is_sure:
             standing = await self.trail.last_standing(self.broker, self.key)
+            # Back only: what lies above the rung is read again, and who has it already drops the copy.
             self.position = min(self.position, standing, key=id_order)
+            # After the look: where that is cancelled, the next read looks again.
             self._is_sure = True
         most = self._size.limit(count)
         command = ("XREAD", "COUNT", most, *block_for(block_s), "STREAMS", self.key, self.position)

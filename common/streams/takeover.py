@@ -79,8 +79,11 @@ class Takeover:
                 "reclaim", [self._key], args, self._check_uninterrupted
             )
         except _InterruptedLookError:
+            # `notice_interruption` has yet to see it: before the next look, what is unanswered is read.
             return []
+        # By the reading before, which the next line replaces.
         is_set_back = now_ms < self._server_ms(-spare_s)
+        # After a jump too: from now on the new time is right, or every look would find a jump.
         self._clock = (now_ms, time.monotonic())
         if not found:
             log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self._label)
@@ -88,6 +91,7 @@ class Takeover:
             return None
         place, taken = found
         self._place = EVERYWHERE if is_set_back else place.decode()
+        # Where there may be more, the next look comes at once.
         if len(taken) < most:
             self.next_at = time.monotonic() + _at_random(self._lease_s / LOOKS_PER_LEASE)
         return [(entry_id, fields_of(raw), attempts) for entry_id, raw, attempts in taken]

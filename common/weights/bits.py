@@ -95,6 +95,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        # Before it is read: eight damaged bytes may claim any length.
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
         return json.loads(file.read(length)), 8 + length
@@ -120,6 +121,7 @@ def safetensors_layout(
         offsets[info.name], start, end = end, end, end + info.num_bytes
         header[info.name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Values begin at a multiple of 8, for readers that map them with their dtype.
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: begin + at for name, at in offsets.items()}

@@ -110,6 +110,7 @@ class Record:
             return Patch(self.info, self.start, values)
         gaps = _from_planes(data[:num_gap_bytes], GAP)
         positions = np.cumsum(gaps, dtype=np.int64) + self.start
+        # The first position is `start` itself, and a gap of 0 would name an element twice.
         if gaps[0] or not gaps[1:].all() or positions[-1] >= self.end:
             raise ValueError("its positions are not ascending, or lie outside")
         return Patch(self.info, self.start, values, positions)
@@ -133,6 +134,7 @@ class DeltaWriter:
         for part, new in pairs:
             if len(part):
                 start = int(part[0])
+                # Below WINDOW, so 32 bits hold them.
                 gaps = np.diff(part, prepend=start).astype(GAP)
                 self._add(info, start, len(part), True, _planes(gaps) + _planes(new))
 
@@ -213,8 +215,10 @@ def _merged(patches: Sequence[Patch]) -> Patch:
     info, first = patches[0].info, patches[0].start // WINDOW * WINDOW
     length = min(WINDOW, info.num_elements - first)
     values, is_written = np.empty(length, info.bits_dtype), np.zeros(length, np.bool_)
+    # Oldest delta first: the last value that was written stays.
     for patch in patches:
         patch.apply(values, first)
+        # What was not written stays undefined in `values`, and is not read.
         is_written[patch.all_positions() - first] = True
     found = np.flatnonzero(is_written)
     return Patch(info, first + int(found[0]), values[found], found + first)
@@ -246,6 +250,7 @@ def write_whole(base: Sequence[Path], deltas: Sequence[Sequence[Path]], folder: 
     Raises:
         WeightsError: a file is damaged, or a delta changes what the full version does not have.
     """
+    # Never the base itself: other chains begin with it.
     copies = [Path(shutil.copyfile(path, folder / path.name)) for path in base]
     tensors: dict[str, tuple[TensorInfo, Bits]] = {}
     for path in copies if deltas else ():

@@ -115,6 +115,7 @@ class DigestSum:
 
     def _add(self, words: Any, sums: Sequence[Any], sign: int = 1) -> None:
         if _is_numpy(words):
+            # Python's integers do not wrap around by themselves.
             low, high = (sign * int(value) & _MASK for value in sums)
             self._on_host += Digest(low, high)
             return
@@ -184,6 +185,7 @@ def _as_words(bits: Any) -> Any:
 
 def _as_int64(words: Any) -> Any:
     """The words as int64, unsigned as they are."""
+    # torch's 16-bit words are signed: without the mask, large ones would count as negative.
     return words.astype(np.int64) if _is_numpy(words) else words.long() & 0xFFFF
 
 

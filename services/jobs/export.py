@@ -68,6 +68,7 @@ def export(
         _copy_model_files(source, aside)
         paths = write_whole(base, deltas, aside)
         if deltas:
+            # Files of a chain were changed here, so no checksum covers them; the digest covers all weights.
             check_whole(paths, manifest)
         _change_config(aside / "config.json", dtype, overrides or {})
         _write_index(aside, [path.name for path in paths])

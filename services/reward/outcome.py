@@ -249,6 +249,7 @@ def _number(value: Any) -> float | None:
     try:
         return float(value)
     except OverflowError:
+        # An integer beyond all floats; `_finite` refuses it by that.
         return math.inf
 
 
@@ -283,6 +284,7 @@ def _plain(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool | float):
         return value
     if isinstance(value, int):
+        # What msgpack takes as an integer on both sides.
         return value if -(2**63) <= value < 2**63 else str(value)
     if isinstance(value, dict) and depth:
         return {_text(key): _plain(item, depth - 1) for key, item in list(value.items())[:MAX_KEYS]}

@@ -74,6 +74,7 @@ class Quarantine:
         suspects = sorted(suspects, key=lambda delivery: delivery.attempts)
         await consumer.hand_back(suspects[FEW:])
         waiting = suspects[:FEW]
+        # They may wait for long: a death of this worker meanwhile is none of theirs.
         await consumer.park(waiting)
         async with self._one_at_a_time:
             self._is_open.clear()
@@ -85,6 +86,7 @@ class Quarantine:
                     await consumer.unpark(together)  # before they start: from here on a death counts
                     for delivery in together:
                         start(delivery)
+                # The last ones too: new work beside them would be counted for a death that is theirs.
                 await self._is_alone()
             finally:
                 self._is_open.set()

@@ -103,6 +103,7 @@ class RewardSample:
         if (session := trajectory.session) is not None:
             of_session = {
                 "num_turns": len(self.turn_rewards),
+                # A user's function may change what it is given, and other rewards read the same sample.
                 "messages": copy.deepcopy(self.conversation),
                 "turn_scores": self.turn_rewards,
                 "environment_reward": session.reward,

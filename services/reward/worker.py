@@ -109,6 +109,7 @@ class RewardLane(LaneWorker[Trajectory]):
         async with asyncio.TaskGroup() as tasks:
             publishing = tasks.create_task(self._publish_for_ever(), name=f"publish {self.lane}")
             await super().run()
+            # Nothing is left to publish: before the lane leaves its group, `flush` waits for all of it.
             publishing.cancel()
 
     @property
@@ -189,6 +190,7 @@ class RewardLane(LaneWorker[Trajectory]):
                 self._release()
                 if is_published:  # else the lease was lost
                     self.counts.published(self.lane, score)
+                # Last: `flush` waits for this, and the consumer hands back what it still holds after that.
                 self._finished.task_done()
 
     def _release(self) -> None:

@@ -27,6 +27,7 @@ if KEYS[2] then
   first = 5
 end
 for i = first, #ARGV, 2 do
+  -- Ascending ids above `last`: one that Redis refused would leave those before it, and nothing undoes them.
   redis.call('XADD', KEYS[1], ARGV[i], 'v', ARGV[2], 'p', ARGV[i + 1])
 end
 return 1

@@ -10,6 +10,7 @@ local total = redis.call('HINCRBY', KEYS[3], 'bytes', num_bytes)
 local dropped = 0
 while total > tonumber(ARGV[3]) do
   local oldest = redis.call('ZPOPMIN', KEYS[2])[1]
+  -- Size and set disagree where a key was deleted by hand: there is nothing more to drop.
   if not oldest then
     break
   end

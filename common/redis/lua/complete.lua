@@ -22,10 +22,12 @@ for i = 4, #ARGV, 2 do
     end
     acked[#acked + 1] = id
   end
+  -- An id that is given twice is done once.
   held[id] = false
   done[#done + 1] = is_held and 1 or 0
 end
 if #acked > 0 then
+  -- Behind all results: where the server's file ends between them, inputs come again, and none is lost.
   redis.call('XACK', KEYS[1], ARGV[1], unpack(acked))
 end
 return done

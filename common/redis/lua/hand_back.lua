@@ -6,6 +6,7 @@
 for i = 6, #ARGV do
   local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2])
   if #held == 1 then
+    -- A ticket with a published sample counts 0 deliveries (publish_sample.lua): none can be taken off.
     redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[5], 0, ARGV[i],
       'IDLE', ARGV[3], 'RETRYCOUNT', math.max(held[1][4], 1) - ARGV[4], 'JUSTID')
   end

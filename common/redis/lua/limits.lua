@@ -21,11 +21,13 @@ end
 local first_renewed = 10 + 2 * tonumber(ARGV[8])
 local first_waiting = first_renewed + tonumber(ARGV[9])
 for i = 10, first_renewed - 1, 2 do
+  -- Only where it is still there: a repeated call gives nothing back twice. A bucket that is missing is full.
   if redis.call('ZREM', KEYS[2], ARGV[i]) == 1 and redis.call('HEXISTS', KEYS[1], 'tokens') == 1 then
     redis.call('HINCRBYFLOAT', KEYS[1], 'tokens', ARGV[i + 1])
   end
 end
 for i = first_renewed, first_waiting - 1 do
+  -- XX: one whose lease has run out holds no place any more, and gets none by being renewed.
   redis.call('ZADD', KEYS[2], 'XX', now + lease_ms, ARGV[i])
 end
 if first_waiting > #ARGV then
@@ -51,6 +53,7 @@ local function bucket(name, per_minute, largest)
   local per_ms = per_minute / 60000
   local capacity = math.max(per_ms * burst_ms, largest)
   local found = redis.call('HMGET', KEYS[1], name, name .. '_at')
+  -- A clock that was set back fills nothing, and takes nothing away.
   local level = found[1] and tonumber(found[1]) + math.max(0, now - tonumber(found[2])) * per_ms or capacity
   return {name = name, per_ms = per_ms, capacity = capacity, level = math.min(level, capacity),
     floor = is_eval and 0 or capacity * share}
@@ -77,6 +80,7 @@ for i = first_waiting, #ARGV, 2 do
       wait_ms = -1
     end
     if wait_ms ~= 0 then
+      -- In order: small requests must not pass a large one again and again.
       break
     end
     redis.call('ZADD', KEYS[2], now + lease_ms, id)

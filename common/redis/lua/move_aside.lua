@@ -22,6 +22,7 @@ for i = 3, #ARGV, 2 do
     redis.call('XDEL', KEYS[1], ARGV[i])
   end
   for _, group in ipairs(groups) do
+    -- XINFO answers in a flat list that begins with the group's name. What is gone must not stay pending.
     redis.call('XACK', KEYS[1], group[2], ARGV[i])
   end
 end
@@ -50,6 +51,7 @@ if type(reply) == 'table' and reply.err then
     held[group[2]] = redis.call('XPENDING', KEYS[1], group[2], '-', '+', 1000000)
   end
   redis.call('DEL', KEYS[1])
+  -- The only way to a stream without entries, which XSETID and the groups below need.
   redis.call('XGROUP', 'CREATE', KEYS[1], '', '0', 'MKSTREAM')
   redis.call('XGROUP', 'DESTROY', KEYS[1], '')
   for _, entry in ipairs(entries) do
@@ -64,6 +66,7 @@ if type(reply) == 'table' and reply.err then
       end
     end
     for _, one in ipairs(held[group[2]]) do
+      -- FORCE, as the new group has delivered nothing. Idle times go on, so no lease begins anew.
       redis.call('XCLAIM', KEYS[1], group[2], one[2], 0, one[1],
         'IDLE', one[3], 'RETRYCOUNT', one[4], 'FORCE', 'JUSTID')
     end
@@ -71,6 +74,7 @@ if type(reply) == 'table' and reply.err then
 end
 for _, group in ipairs(groups) do
   for i = 1, #group, 2 do
+    -- A group that stands above the last id would never be given the run's own entries.
     if group[i] == 'last-delivered-id' and number(group[i + 1]) > number(last) then
       redis.call('XGROUP', 'SETID', KEYS[1], group[2], last)
     end

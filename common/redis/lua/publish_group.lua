@@ -10,6 +10,7 @@ end
 for i = 5, #ARGV do
   redis.call('XADD', KEYS[2], '*', 'v', ARGV[4], 'p', ARGV[i])
 end
+-- Behind the scores, as in complete.lua.
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
 redis.call('DEL', KEYS[3])
 redis.call('HSET', KEYS[3], 'published', 1)

@@ -5,6 +5,7 @@
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
   return 0
 end
+-- Before the letter goes: where the file ends between them, the bytes are there twice, and never not at all.
 redis.call('XADD', KEYS[2], '*', unpack(ARGV, 2))
 redis.call('XDEL', KEYS[1], ARGV[1])
 return 1

@@ -36,6 +36,7 @@ repeat
     local id = held[1]
     local entry = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id)[1]
     if entry then
+      -- XPENDING has told the deliveries before this one, and XCLAIM without JUSTID counts it.
       taken[#taken + 1] = {id, entry[2], held[4] + 1}
     else
       -- The entry was trimmed while it was held. Redis 6.2 would keep it pending for ever.

@@ -15,10 +15,12 @@ end
 redis.call('XCLAIM', KEYS[2], ARGV[2], ARGV[6], 0, ARGV[3],
   'IDLE', ARGV[4], 'RETRYCOUNT', 0, 'FORCE', 'JUSTID')
 if ARGV[5] ~= '' then
+  -- NX: what workers have noted themselves is newer than what the letter's reader knows.
   redis.call('HSETNX', KEYS[3], 'version', ARGV[5])
 end
 for i = 7, #ARGV do
   redis.call('HSETNX', KEYS[3], ARGV[i], '')
 end
+-- Last: where the file ends before it, the letter is still there and can be put back again.
 redis.call('XDEL', KEYS[1], ARGV[1])
 return 1

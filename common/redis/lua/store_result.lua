@@ -9,17 +9,20 @@ if #held == 0 then
   return 0
 end
 if redis.call('HEXISTS', KEYS[2], 'published') == 0 then
+  -- Before the result: the trainer finds what nobody finishes by this set alone.
   redis.call('SADD', KEYS[3], ARGV[4])
   if ARGV[7] ~= '' then
     redis.call('HSETNX', KEYS[2], ARGV[5], ARGV[7])
   end
   local last = redis.call('HGET', KEYS[2], 'last')
+  -- `last` is the only field that is no index.
   local num_results = redis.call('HLEN', KEYS[2]) - (last and 1 or 0)
   if num_results >= tonumber(ARGV[6]) then
     if not last then
       redis.call('HSET', KEYS[2], 'last', ARGV[3])
       last = ARGV[3]
     end
+    -- Also for the worker that takes it over: it finishes the group from the same payloads.
     if last == ARGV[3] then
       local payloads = {}
       for i = 0, tonumber(ARGV[6]) - 1 do
@@ -29,5 +32,6 @@ if redis.call('HEXISTS', KEYS[2], 'published') == 0 then
     end
   end
 end
+-- Not the last one, or a copy that came after its group was published: nothing is left to do.
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
 return 1

@@ -16,15 +16,18 @@ end
 local known = redis.call('HGET', KEYS[2], ARGV[4]) or '"0-0"'
 local ms, new_ms = number(known, '(%d+)%-'), number(ARGV[1], '^(%d+)')
 if new_ms > ms or (new_ms == ms and number(ARGV[1], '%-(%d+)') > number(known, '%-(%d+)')) then
+  -- Before the trim: entries that are gone without this note would count as lost.
   redis.call('HDEL', KEYS[2], ARGV[4])  -- as in mark.lua: HSET alone is refused by a server that is full
   redis.call('HSET', KEYS[2], ARGV[4], '"' .. ARGV[1] .. '"')
 end
 if ARGV[5] then
   local rows
   repeat
+    -- Where the group is gone this is an error, which is a table without rows.
     rows = redis.pcall('XPENDING', KEYS[1], ARGV[5], '-', '(' .. ARGV[1], 256)
     for _, held in ipairs(rows) do
       redis.call('XACK', KEYS[1], ARGV[5], held[1])
+      -- `tostring` writes large numbers with an exponent, which no key has.
       redis.call('DEL', ARGV[6] .. string.format('%.0f', number(held[1], '^(%d+)') - 1))
     end
   until #rows == 0

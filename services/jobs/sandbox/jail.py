@@ -71,6 +71,7 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -
         SandboxError: the jail could not be set up; no line of the program has run.
     """
     with contextlib.ExitStack() as stack:
+        # Files and not pipes: nobody has to read while it runs, and their size tells how much it has written.
         order, fed, calls, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(5))
         uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if _is_admin() else 0
         order.write(json.dumps(_order(source, config, uid)).encode())
@@ -100,6 +101,7 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -
         stdout, stderr = (_written(file, MAX_OUTPUT_BYTES) for file in (out, err))
         if os.fstat(order.fileno()).st_size:  # the launcher empties it when all is in place
             raise SandboxError(stderr.strip()[-500:] or f"it ended with {code}")
+        # As a shell tells a signal, which is how bubblewrap tells that of the program.
         code = code if code >= 0 else 128 - code
         return {
             "outcome": outcome or ENDINGS.get(code) or ("killed" if 128 < code <= LAST_SIGNAL else "done"),
@@ -114,6 +116,7 @@ def _order(source: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
     """What the launcher is to do. Limits are those of each process."""
     cpu_s = math.ceil(config.time_s)
     limits = {
+        # At the first SIGXCPU, which a program may ignore; at the second SIGKILL.
         "CPU": (cpu_s, cpu_s + 1),
         "AS": (config.memory_mb << 20,) * 2,
         "FSIZE": (max(config.file_mb << 20, MAX_OUTPUT_BYTES),) * 2,
@@ -150,6 +153,7 @@ def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
             files += ["--dev-bind" if path in DEVICES else "--ro-bind-try", path, path]
     files += ["--perms", "1777", "--size", str(config.file_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    # Read-only last: until then bubblewrap makes folders in the root.
     return [program, *spaces, *user, "--die-with-parent", *files, "--remount-ro", "/"]
 
 
@@ -175,6 +179,7 @@ def _follow(
         ended.register(pid, select.POLLIN)
         while True:
             has_ended = ended.poll(1000 * min(pause_s, max(0.0, deadline - time.monotonic())))
+            # Before the end: a program may write too much and end between two looks.
             if sum(os.fstat(file.fileno()).st_size for file in written) > MAX_OUTPUT_BYTES:
                 return "output"
             if has_ended:
@@ -207,12 +212,12 @@ def _group_of(pid: str) -> int:
 def _used_bytes(pid: int) -> int:
     """Memory of a process, what was moved to swap included.
 
-    Every thread tells it; the first one has none to tell when it has ended. A status's first line holds the
-    name, which the process chose: any bytes, other ends of lines among them.
+    Every thread tells it; the first one has none to tell when it has ended.
     """
     with contextlib.suppress(OSError):
         for status in [Path(f"/proc/{pid}/status"), *Path(f"/proc/{pid}/task").glob("*/status")]:
             with contextlib.suppress(OSError):
+                # Not `splitlines`: the first line has the name, any bytes that the process chose.
                 lines = status.read_bytes().split(b"\n")
                 told = [line for line in lines if line.startswith((b"VmRSS:", b"VmSwap:"))]
                 if told:

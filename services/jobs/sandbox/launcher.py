@@ -16,12 +16,14 @@ def _program() -> "object":
     with open(descriptor, "rb", closefd=False) as file:
         order = json.load(file)
     if order["uid"]:
+        # Groups before the user: who is not root any more may change neither.
         os.setgroups([])
         os.setgid(order["uid"])
         os.setuid(order["uid"])
     # Limits on processes count those of a user: behind `setuid`, they are this program's alone.
     for name, limit in order["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limit)
+    # Only now: an order that is empty says that all limits are in place.
     os.ftruncate(descriptor, 0)
     os.closerange(3, 1 << 16)
     sys.path += order["path"]

@@ -25,6 +25,7 @@ WORKER_TTL_S = 60
 
 def main(run_id: str, configs: str) -> int:
     if sys.platform == "linux":
+        # SIGTERM lets RQ finish the job under way.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     keys = Keys(run_id)

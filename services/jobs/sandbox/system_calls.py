@@ -76,7 +76,8 @@ def make_filter() -> bytes:
     if not context:
         raise OSError("libseccomp makes no filter here")
     try:
-        # Numbers of another architecture, such as x32's, do not exist either.
+        # Numbers of another architecture, such as x32's, do not exist either: libseccomp's own choice is to
+        # kill who calls one.
         library.seccomp_attr_set(context, BAD_ARCH_ATTRIBUTE, ERROR | errno.ENOSYS)
         for name in ALLOWED:
             _add(library, context, ALLOW, name)

@@ -39,6 +39,7 @@ def compute_score(
     boxed = truth if BOX in truth else f"{BOX}{{{truth}}}"
     latex, plain = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
     with _limit(limit_s):
+        # Without the library's own limits: they use the same alarm, and would take ours away.
         gold = parse(boxed, [latex], fallback_mode="no_fallback", parsing_timeout=0)
         if not gold:
             raise AttemptError(f"the ground truth {truth[:80]!r} cannot be read as a formula", is_final=True)

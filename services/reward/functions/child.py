@@ -92,6 +92,7 @@ def _read_for_ever(frames: BinaryIO, calls: "LoopCalls | ThreadCalls") -> None:
     with contextlib.suppress(OSError):
         while (frame := read_frame(frames)) is not None:
             calls.take(frame)
+    # `_exit` writes out no buffers.
     sys.stdout.flush()
     os._exit(0)  # calls may be running that nobody waits for any more
 
@@ -247,6 +248,7 @@ class LoopCalls:
             timer = self._loop.call_later(left_s, self._check_limit, number, timeout_s, self._lost_s)
             self._running[number] = self._running[number][0], timer
             return
+        # First: `_answer` finds the call gone then, and sends no second answer.
         self._break_off({"cancel": number})
         error = AttemptError(f"no result within {timeout_s:g} s (timeout_s)", is_timeout=True)
         self._send({"id": number, **failure_to_wire(error)})

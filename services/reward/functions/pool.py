@@ -201,6 +201,7 @@ class ProcessPool:
             while (process := self._find_place()) is None:
                 self._freed.clear()
                 await self._freed.wait()
+            # Within the line: the next one must not find the same place.
             process.num_taken += 1
         try:
             return await process.run(self._spec, request, timeout_s)
@@ -209,6 +210,7 @@ class ProcessPool:
             if process.is_main_only:
                 self._sizing.pin()
             self._sizing.observe(process.load, is_wanted=self._line.locked())
+            # Counted once: a call that is broken off brings no load of its own.
             process.load = None
             if not process.is_sound and not process.num_taken:
                 self._discard(process)
@@ -228,6 +230,7 @@ class ProcessPool:
         """Run a suspect beside so many others at most; who runs alone has a process that nobody used."""
         share = 1 / num_together
         async with self._line_apart:
+            # With some room: shares such as 1/3 do not add up to 1 exactly.
             while self._taken_apart + share > 1 + 1e-6:
                 self._freed_apart.clear()
                 await self._freed_apart.wait()
@@ -292,6 +295,7 @@ class ScoringProcess(WorkerProcess):
             raise AttemptError(str(error)) from None
         if self._is_async and self._watching is None:
             self._watching = asyncio.create_task(self._watch())
+        # It was idle: silence from before this call is not held against it.
         if not self._limits:
             self._beat_at = time.monotonic()
         with self.request({"call": request.to_wire(), "timeout_s": timeout_s}) as (number, answer):
@@ -330,6 +334,7 @@ class ScoringProcess(WorkerProcess):
             self._watching.cancel()
         left = {number: answer for number, answer in self.waiting.items() if not answer.done()}
         for number, answer in left.items():
+            # A call that nobody waits for any more may be to blame as well.
             suspects = len(left) + self._has_stragglers if to_blame is None else int(number == to_blame)
             answer.set_exception(ProcessLostError(reason, suspects, is_timeout))
 

@@ -130,6 +130,7 @@ class ScoringApp:
     async def _tokenize(self, http: Request) -> dict[str, Any]:
         request = TokenizeRequest.model_validate_json(await _body(http))
         self._check_name(request.model)
+        # On a thread, here and below: a long text takes a while, and others are answered meanwhile.
         (ids,) = await asyncio.to_thread(self.inputs.rows, request)
         return {"count": len(ids), "max_model_len": self.inputs.max_len, "tokens": ids}
 
@@ -174,6 +175,7 @@ async def _body(http: Request) -> bytes:
     content = bytearray()
     async for part in http.stream():
         content += part
+        # Counted as it comes: a request need not say its length.
         if len(content) > MAX_BODY_BYTES:
             raise InputError(f"the request has more than {MAX_BODY_BYTES:,} bytes: send it in parts")
     return bytes(content)

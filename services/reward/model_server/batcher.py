@@ -111,6 +111,7 @@ class Batcher:
             BusyError: the rows do not fit into the queue.
             ComputeError: the device failed on one of them.
         """
+        # An empty queue takes any request, or one that is larger than the queue could never be served.
         if self.waiting and len(self.waiting) + len(rows) > self._max_queued_rows:
             wanted_s = _num_tokens(self.waiting) / self._tokens_per_s if self._tokens_per_s else 1.0
             pause_s = min(LONGEST_RETRY_S, max(1.0, wanted_s))

@@ -136,12 +136,14 @@ class RewardDependencies:
             asking = [reward for reward in self.config.reward.named.values() if reward.router == name]
             timeout_s = max((reward.timeout_s for reward in asking), default=self.config.reward.timeout_s)
             self._proxies[name] = proxy = RouterProxy(self.servers(name), timeout_s)
+            # Nobody else finds the proxy without its address: until it has one, `start` waits for nothing.
             await proxy.start()
         return self._proxies[name].address
 
     async def close(self) -> None:
         """Close the routers, the servers' watches and the client's connections."""
         for proxy in self._proxies.values():
+            # From the outside in: proxies ask the servers, and servers use the client.
             await proxy.close()
         for servers in self._servers.values():
             await servers.close()

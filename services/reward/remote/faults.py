@@ -78,4 +78,5 @@ def retry_after(header: str) -> float:
             wanted_s = parsedate_to_datetime(header).timestamp() - time.time()
         except ValueError:
             return 0.0
+    # Python reads `nan` as a number, which `min` and `max` would pass on.
     return min(max(wanted_s, 0.0), LONGEST_RETRY_AFTER_S) if wanted_s == wanted_s else 0.0

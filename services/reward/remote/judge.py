@@ -75,6 +75,7 @@ class JudgeReward(Reward):
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         """One attempt. Raises AttemptError: no verdict; mostly a `RemoteFault`."""
+        # New for each attempt: no completion can know it.
         nonce = secrets.token_hex(NONCE_BYTES)
         messages = self._prompt.messages(sample, nonce)
         started = time.monotonic()

@@ -121,6 +121,7 @@ class Limiter:
         self._held.discard(permit.id)
         self._ended.append(permit)
         self._freed.set()
+        # For those that wait later: the one that was set stays so, for all that hold it.
         self._freed = asyncio.Event()
 
     async def _keep_up(self) -> None:
@@ -129,6 +130,7 @@ class Limiter:
         renewed = time.monotonic()
         while True:
             await _until_set(self._freed, max(0.0, renewed + renew_s - time.monotonic()))
+            # A turn for those that wait: their call takes along what has ended.
             await asyncio.sleep(0)
             while self._ended:
                 await self._call(Lane.TRAIN)

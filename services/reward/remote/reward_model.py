@@ -65,6 +65,7 @@ def model_reading(_: str, config: NamedRewardConfig, sample: RewardSample, serve
 
 
 def make_body(sample: RewardSample, config: RewardModelConfig) -> dict[str, Any]:
+    # Raw scores: a server's own sigmoid or softmax would come before `normalise`.
     body: dict[str, Any] = {"use_activation": False}
     if config.input == "ids":
         body["input"] = [
@@ -110,6 +111,7 @@ def reduce_scores(scores: list[Any], sample: RewardSample, config: RewardModelCo
 def normalise(raw: float, config: RewardModelConfig) -> float:
     value = raw
     if config.normalise == "sigmoid":
+        # `exp` raises OverflowError above 709.
         value = 1.0 / (1.0 + math.exp(-raw)) if raw > -500 else 0.0
     elif config.normalise == "standardise":
         value = (raw - config.mean) / config.std
@@ -132,6 +134,7 @@ def read_scores(answer: dict[str, Any], config: RewardModelConfig) -> list[Any]:
         labels = row if isinstance(row, list) else [row]
         if len(labels) <= config.label:
             raise ValueError(f"it has {len(labels)} labels, and label {config.label} is wanted")
+        # Here, where it is garbage from the replica, which another one may do better.
         float(labels[config.label])
     return scores
 

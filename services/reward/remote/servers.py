@@ -320,6 +320,7 @@ class Servers:
             RemoteFault: none came up within `patience_s`, or before the deadline.
         """
         replica = await self._choose(avoid, deadline or time.monotonic() + self.config.patience_s)
+        # Nothing is awaited since the choice, so the next request already sees it as load.
         replica.in_flight += 1
         in_flight = metrics.REPLICA_IN_FLIGHT.labels(self.name, replica.origin)
         in_flight.set(replica.in_flight)

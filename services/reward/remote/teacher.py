@@ -67,6 +67,7 @@ class TeacherRow:
     """One segment as the teacher reads it: `ids`, of which those at `places` are what the model sampled."""
 
     def __init__(self, prompt_ids: Ids, completion_ids: Ids, mask: Bits | Sequence[bool]) -> None:
+        # What stands behind the last sampled token has no influence on its logprob, and is not sent.
         chosen = np.flatnonzero(mask)
         self.ids = [*map(int, prompt_ids), *map(int, completion_ids[: chosen[-1] + 1 if len(chosen) else 0])]
         self.places = [len(prompt_ids) + int(place) for place in chosen]
@@ -152,6 +153,7 @@ def read_logprobs(answer: dict[str, Any], rows: Sequence[TeacherRow]) -> Float32
     Raises:
         ValueError: the answer has not one finite logprob, at most 0, for each of them.
     """
+    # Servers may give them in the order in which they were done.
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     if len(choices) != len(rows):
         raise ValueError(f"{len(choices)} choices for {len(rows)} prompts")
@@ -165,6 +167,7 @@ def read_logprobs(answer: dict[str, Any], rows: Sequence[TeacherRow]) -> Float32
             if given[place] is None:
                 raise ValueError(f"no logprob for token {place}")
             found.append(float(given[place][str(row.ids[place])]["logprob"]))
+    # A little above 0 is rounding.
     bad = [value for value in found if not math.isfinite(value) or value > 1e-3]
     if bad:
         raise ValueError(f"a logprob of {bad[0]}")

@@ -28,6 +28,7 @@ def key_for(url: str, is_registered: bool, api_key_env: str) -> str:
 def is_shown(authorization: str, token: str) -> bool:
     """Whether a request's header shows the token."""
     scheme, _, shown = authorization.partition(" ")
+    # Not `==`, whose time tells how many characters are right.
     return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), token.encode())
 
 

@@ -87,6 +87,7 @@ class RewardCache:
             metrics.REWARD_CACHE.labels("shared").inc()
         else:
             call = self._calls[digest] = asyncio.create_task(self._look_or_make(digest, make))
+            # From here on what succeeded is in Redis, and what failed is tried anew.
             call.add_done_callback(lambda _: self._calls.pop(digest))
         return await asyncio.shield(call)
 
@@ -98,6 +99,7 @@ class RewardCache:
         metrics.REWARD_CACHE.labels("miss").inc()
         outcome = await make()
         if outcome.is_ok:  # a failure is worth another attempt
+            # Attempts are of this call, and not of those that find the result.
             payload = pack(asdict(replace(outcome, tries=[])))
             await self._broker.script("cache_put", self._keys, [digest, payload, self._max_bytes])
         return outcome

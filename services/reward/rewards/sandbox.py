@@ -116,6 +116,7 @@ class SandboxReward(Reward):
         limits = self.config.model_dump(mode="json")
         text = json.dumps([self._keys.run_id, code, tests, limits], sort_keys=True, default=str)
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        # By what is run: a worker that is started again finds the job of the one before.
         job_id = self._keys.sandbox_names + digest
         job = self._jobs.get(job_id)
         if job is None:
@@ -124,6 +125,7 @@ class SandboxReward(Reward):
             job.add_done_callback(lambda job: (self._jobs.pop(job_id) and job.cancelled()) or job.exception())
         result = await asyncio.shield(job)
         if "error" in result:
+            # Or the next attempt would find this failure in place of running anything.
             await self._broker.execute("DEL", self._keys.sandbox_result(job_id))
             raise AttemptError(result["error"], is_final=result["is_final"], kind="sandbox")
         return result
@@ -180,6 +182,7 @@ class SandboxReward(Reward):
             args=arguments,
             job_id=job_id,
             timeout=int(self.config.total_s) + JOB_MARGIN_S,
+            # The job itself has written its result; RQ need not keep one.
             result_ttl=0,
             failure_ttl=FAILURE_TTL_S,
             retry=Retry(max=RQ_RETRIES),
