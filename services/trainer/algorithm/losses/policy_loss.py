@@ -7,7 +7,7 @@
 Every term is weighted and divided alike (`tokens.py`), so none depends on how an update is split into
 micro-batches. Importance weights belong to the surrogate alone, as in TRL.
 
-Shape legend: N trained tokens of a forward pass, from any number of whole sequences.
+Shape legend: N trained tokens of a forward pass, from any number of sequences.
 """
 
 from collections.abc import Sequence
