@@ -158,7 +158,7 @@ class LocalRun:
         streams = self.config.streams
         if not streams.archive.enabled or self._is_ending_at_once:
             return
-        # The run's own limit: with a lower one, entries that its services took could not be archived.
+        # The run's own limit: the size of what is asked of Redis at once follows from it.
         broker.max_bytes = streams.max_message_mb << 20
         work = archive_rest(broker, self.keys, self.folder.path, streams.archive)
         self._archiving = asyncio.create_task(work, name="archive")

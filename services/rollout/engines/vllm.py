@@ -79,7 +79,7 @@ class VllmEngine(ModelEngine):
             # Else vLLM's processes would keep the GPU's memory after a start that failed.
             await self.close()
             raise
-        # Before the first request: a label has to be a number on every token.
+        # Before the first request: vLLM's own first label is "default", and ours are numbers.
         await self._running_llm().update_weight_version("0")
         self.version = 0
 

@@ -28,7 +28,7 @@ def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
         EngineError: vLLM's processes did not come up.
     """
     check_machine("rollout.engine is vllm")
-    # Before the import: vLLM sets up its logging as it is imported.
+    # Before the import: some of it is read while vLLM's modules load.
     set_environment()
     try:
         from vllm.v1.engine.async_llm import AsyncLLM
