@@ -43,7 +43,7 @@ class Deck:
         self.prompts, self.config = prompts, config
         self.tried: dict[int, Tried] = {}
         self._position, self._num_drawn = 0, 0
-        # Exact: of floats, rounding would decide which draws are focused.
+        # Exact: with floats, rounding would decide which draws are focused.
         self._focus = Fraction(str(config.focus))
         self._between: dict[int, None] = {}
         """Places of prompts that are neither easy nor hard; the one at the front waits for longest."""

@@ -201,7 +201,7 @@ class WeightStore:
             return None
         base = last.base if last.is_delta else last.version
         is_worth_it = (
-            # A delta is to what was compared last, which need not be the version that was written last.
+            # A delta is to what was compared before, which need not be the version that was written last.
             state.before == last.digest
             and state.share_changed <= config.max_share_changed
             # A worker that starts reads the whole chain: its length is bounded here, and its bytes below.

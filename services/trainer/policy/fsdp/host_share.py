@@ -21,7 +21,7 @@ def take_share(device: torch.device, num_ranks: int, environment: Mapping[str, s
     if device.type == "cuda":
         found: Any = torch.cuda.get_device_properties(device)
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        # Of a container's cores, none may be beside the GPU: then it stays where it is.
+        # Of a container's cores, none may be beside the GPU: nothing is bound then.
         if beside := cores_beside(address) & cores:
             os.sched_setaffinity(0, beside)
 
