@@ -1,8 +1,8 @@
 """Which messages of others a consumer may take over, and when it looks for them.
 
 A message is abandoned when its holder has been silent for a lease. After an outage all look so: nobody
-could renew. A consumer that saw one, or that starts and cannot know, leaves everybody one lease to renew, and
-takes meanwhile only what was given back.
+could renew. A consumer that saw one, or that starts and cannot know, leaves everybody 1 to 1.25 leases to
+renew, and takes meanwhile only what was given back.
 """
 
 import random

@@ -1,8 +1,9 @@
 """The reward worker: takes trajectories from the consumer group, publishes one score for each.
 
-Invariant: every trajectory gets a score with a status. Only `ok` has a value; a failure is never a zero.
-Two lanes, each with its own stream, loop and slots, so that evaluation never waits behind training. A slot is
-freed when a score is published, when the lease is lost, or when the trajectory is dead-lettered.
+Invariant: every trajectory gets a score with a status, or is dead-lettered. Only `ok` has a value; a failure
+is never a zero. Two lanes, each with its own stream, loop and slots, so that evaluation never waits behind
+training. A slot is freed when a score is published, when the lease is lost, or when the trajectory is
+dead-lettered.
 """
 
 import asyncio

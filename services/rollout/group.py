@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 OF_THE_TICKET = (frozenset(Ticket.model_fields) & frozenset(Trajectory.model_fields)) - {"prompt_ids"}
 """What a trajectory has of its ticket. An environment may add to the prompt."""
-VERSION_FIELD = "version"
+STARTED_FIELD = "version"
 """Field of the progress hash that holds the version at which the group was started."""
 
 
@@ -125,7 +125,7 @@ class GroupGenerator:
         progress = self.keys.progress(ticket.ticket, self.lane)
         raw = await self.broker.execute("HGETALL", progress)
         fields = dict(zip(raw[::2], raw[1::2], strict=True))
-        started_version = int(fields.pop(VERSION_FIELD.encode(), -1))
+        started_version = int(fields.pop(STARTED_FIELD.encode(), -1))
         # Before any token is sampled: the staleness bound rests on this wait.
         version = await self.follower.reach(ticket.min_version)
         if started_version < 0:

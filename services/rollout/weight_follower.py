@@ -7,7 +7,7 @@ when the engine holds version `v` or a newer one, which is what keeps tickets fr
 
 A delta is applied to what the engine holds, where its parent is that; all deltas since then are merged and
 applied at once. A worker that holds anything else gets the full version before it and the deltas since. Where
-an engine finds that it does not hold what the trainer committed, it says so and gets the full version too.
+an engine finds that it does not hold what the manifest says, it says so and gets the full version too.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class WeightFollower:
         without one."""
         self.last_update: WeightUpdate | None = None
         self.num_mismatches = 0
-        """Updates after which the engine did not hold what the trainer committed."""
+        """Updates after which the engine did not hold what the manifest says."""
 
     async def run(self) -> None:
         """Load the newest version whenever one is announced."""

@@ -210,7 +210,7 @@ def find_route(versions: LocalVersions, wanted: WeightManifest, held: WeightMani
         digest = _digest_of(patched_tensors(read_tensors(files), route.deltas))
         if digest != Digest.parse(wanted.digest):
             raise DamagedWeightsError(
-                f"weights of version {wanted.version}: its files make {digest}, the trainer committed "
+                f"weights of version {wanted.version}: its files make {digest}, its manifest says "
                 f"{wanted.digest}; they are of another history, or damaged before they were announced."
             )
     return route

@@ -130,6 +130,7 @@ class Evaluator:
         await delete_results(self.context.broker, self.context.keys, Lane.EVAL, ())
         if not self.context.config.streams.trim:
             return
+        # The epoch before the ids: those of another server must not pass for ids of this one.
         broker, keys, epoch = self.context.broker, self.context.keys, self.trimmer.epoch
         below = {
             stream: id_after(await last_id(broker, stream.key(keys)))
@@ -147,6 +148,7 @@ class Evaluator:
         floor = entry_id_of(tickets[0].ticket - 1)
         if await remove_unexpected(broker, self.context.keys, key, Ticket, floor):
             await append_missing(broker, key, list(by_number), by_number.__getitem__)
+        # Fewer than all are appended also where a trainer before this one had issued some of them.
         first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
         return len(await read_range(broker, key, Ticket, first, last)) == len(tickets)
 
@@ -177,6 +179,7 @@ class Evaluator:
                 if keys_lost := _keys_of(letter, wanted):
                     dead[letter.entry_id] = keys_lost
             if wanted <= scores.keys() | set().union(*dead.values()):
+                # Asked only when nothing else is missing: it takes a round trip for each letter.
                 for letter_id in list(dead):
                     if not await has_entry(broker, keys.dead, letter_id):
                         del dead[letter_id]  # the operator has put the message back: wait for its samples
@@ -188,6 +191,7 @@ class Evaluator:
     ) -> tuple[OffsetReader[Score], OffsetReader[Trajectory], OffsetReader[DeadLetter]]:
         broker, keys = self.context.broker, self.context.keys
         return (
+            # From the start: an evaluation that a crash interrupted has samples there already.
             OffsetReader(broker, keys.scores(Lane.EVAL), Score),
             OffsetReader(broker, keys.trajectories(Lane.EVAL), Trajectory),
             OffsetReader(broker, keys.dead, DeadLetter, letters_read),

@@ -290,6 +290,7 @@ class StepRunner:
                 mini.micro_batches.append(batch)
 
     async def _update(self, mini: MiniBatch) -> None:
+        # Before the call: an update that is cut off leaves weights that belong to no version.
         self.has_begun = True
         with self.activity.during("update"):
             mini.update = await self.thread.call(self.policy.update, mini.sums.denominator)

@@ -49,6 +49,7 @@ class WeightApp:
 
     async def _file(self, request: Request) -> Response:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        # In constant time: how long a comparison takes would give the token away byte by byte.
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), self._token):
             return PlainTextResponse(f"the token is wrong: see {TOKEN_VARIABLE}\n", 401)
         found = await run_in_threadpool(self._find, **request.path_params)
@@ -66,6 +67,7 @@ class WeightApp:
         try:
             manifest = WeightManifest.model_validate_json((version / MANIFEST_FILE).read_bytes())
             names = [file.name for file in manifest.files]
+            # The name is the manifest's and not the request's: no path leads out of the folder.
             path = version / next(each for each in (MANIFEST_FILE, *names) if each == name)
             return FileResponse(path, stat_result=path.stat(), media_type="application/octet-stream")
         except (OSError, ValidationError, StopIteration):

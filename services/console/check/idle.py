@@ -38,6 +38,7 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     *(
         (
             f"trainer.algorithm: {options}",
+            # As a default: a closure would see the loop's last value.
             lambda s, options=options: s.loss_traits.options == options,
             f"loss is {' or '.join(name for name, row in LOSSES.items() if row.options == options)}",
         )

@@ -75,6 +75,7 @@ def examine(
         """Of the training set, or of the first source."""
         return next((found[0] for name, found in rows.items() if name.startswith("train") and found), None)
 
+    # In this order: what the first two find, rows and model, is read by those that follow.
     checks: list[Callable[[], None]] = [
         lambda: _read_rows(findings, rows),
         lambda: _look_at_model(findings),
@@ -197,6 +198,7 @@ def _check_engine(config: RunConfig) -> None:
     engine, package = config.rollout.engine, config.rollout.engine_traits.package
     if not package:
         return
+    # Looked for, not imported: that takes seconds, and needs what only the engine's process has.
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"rollout.engine is {engine}, which is not installed here: install tidemill[{package}] (on a CPU "

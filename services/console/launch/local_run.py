@@ -87,6 +87,7 @@ class LocalRun:
         # Before anything is written: readers take an archive that counts as whole in place of the streams.
         mark_whole(self.folder.path, False)
         log_to_file(self.folder.logs / "console.log")
+        # The guard is left last: it watches Redis until that has stopped.
         with Guard() as guard, self._signals():
             given, say = os.environ.get(URL_VARIABLE, ""), lambda text: self._view.event(text)
             async with open_redis(given, self.folder, guard, say, self._supervisor.fail) as (url, broker):
@@ -116,6 +117,7 @@ class LocalRun:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
+                # Once more, or the last step is missing in what is shown and judged; Redis may be away.
                 await asyncio.wait_for(self._look(reader), SHUTDOWN_TIMEOUT_S)
             self._view.show(self.snapshot, self._supervisor.statuses, 0.0)
             self._view.close()
@@ -156,12 +158,15 @@ class LocalRun:
         streams = self.config.streams
         if not streams.archive.enabled or self._is_ending_at_once:
             return
+        # The run's own limit: the size of what is asked of Redis at once follows from it.
         broker.max_bytes = streams.max_message_mb << 20
         work = archive_rest(broker, self.keys, self.folder.path, streams.archive)
         self._archiving = asyncio.create_task(work, name="archive")
         try:
             await self._archiving
+            # Last: after a crash before this line readers still look into what Redis left as well.
             mark_whole(self.folder.path, True)
+        # From `_stop`, which cancels the archiving alone: this task goes on to its report.
         except asyncio.CancelledError:
             self._view.event(f"not archived to the end; `tidemill archive {self.keys.run_id}` does the rest")
         except TidemillError as error:
@@ -171,6 +176,7 @@ class LocalRun:
         """Say how it ended; a finished run is held against what was expected of it."""
         ran_s = self._ran_before_s + time.monotonic() - self._started
         is_finished, has_failed = (outcome.ending is end for end in (Ending.FINISHED, Ending.FAILED))
+        # The trainer has written `finished`, in one unit with a look at its last commit.
         state = {} if is_finished else {"status": FAILED if has_failed else STOPPED}
         with contextlib.suppress(TimeoutError):  # Redis may be away
             state_written = update_state(broker, self.keys, ran_s=ran_s, **state)
@@ -210,6 +216,7 @@ class LocalRun:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
             numbers.append(signal.SIGHUP)
         for number in numbers:
+            # Not `signal.signal`, whose handler may run between any two steps of a task.
             loop.add_signal_handler(number, self._stop)
         try:
             yield
@@ -220,6 +227,7 @@ class LocalRun:
     def stop(self) -> None:
         """As the first Ctrl-C, from any thread; called again, as the second."""
         if self._loop is not None:
+            # The loop's objects may be touched by its own thread alone.
             self._loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:

@@ -147,6 +147,7 @@ def _check_port(port: int) -> None:
     """Find the exporter's port in use before anything starts."""
     host = os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1")
     try:
+        # Given back at once: who takes it before the exporter does is found only at its start.
         with socket.create_server((host, port)):
             pass
     except OSError as error:

@@ -72,6 +72,7 @@ class PlainView:
         """Print what is new since the last call; what a resumed run did before is not new."""
         news = sorted(_news(snapshot), key=lambda item: item[0])
         if self._shown is None:
+            # What blocks is no history: it blocks now, and is said to who resumes, too.
             self._shown = {what for _, what, _ in news if what[0] != "blocked"}
         for _, what, line in news:
             if what not in self._shown:

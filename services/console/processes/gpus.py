@@ -31,6 +31,7 @@ def smallest_gpu_bytes() -> float | None:
 def _asked(*arguments: str) -> str | None:
     """What the tool writes; None where it fails."""
     try:
+        # With a limit: where the driver hangs, the tool does not end by itself.
         result = subprocess.run([TOOL, *arguments], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None

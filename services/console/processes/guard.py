@@ -32,8 +32,10 @@ class Guard:
     def __enter__(self) -> "Guard":
         # A session of its own: the terminal's Ctrl-C and hang-up are not for it.
         self._process = subprocess.Popen(
+            # Isolated: nothing that the user has installed or set can keep it from starting.
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
+            # Else it would hold the console's output open, and a pipe behind that would see no end.
             stdout=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
@@ -68,6 +70,7 @@ class Guard:
 def main() -> None:
     """Follow the pipe to its end, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Only the end of the pipe ends it: it has to outlive the console, and what kills that.
         signal.signal(number, signal.SIG_IGN)
     watched: dict[int, str] = {}
     folders: list[str] = []
@@ -82,6 +85,7 @@ def main() -> None:
             folders.append(rest)
     for wanted in ("service", "redis"):  # services need Redis to hand back what they hold
         _stop([pid for pid, kind in watched.items() if kind == wanted])
+    # With nothing left to watch the console has ended in order, and removed them itself.
     for folder in folders if watched else ():
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -96,12 +100,14 @@ def _stop(pids: list[int]) -> None:
         time.sleep(POLL_S)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            # Also where the leader has ended: children of its group hold the number, so it is no other's.
             os.killpg(pid, signal.SIGKILL)
 
 
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
+    # A process of another user has got the number: the one that was watched is gone.
     except (ProcessLookupError, PermissionError):
         return False
     return True

@@ -83,9 +83,11 @@ def service_environment(redis_url: str, runs: Path) -> dict[str, str]:
     return {
         # A process that dies while Redis is away must not end the run for a mistake in the address.
         WAIT_VARIABLE: "300",
+        # The user's own values win over what is above, and what is below over them.
         **os.environ,
         URL_VARIABLE: redis_url,
         RUNS_DIR_VARIABLE: str(runs),
+        # The end of a log is shown as the reason of a death: nothing of it may be lost in a buffer.
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -51,6 +51,7 @@ class ServiceProcess:
         cls, spec: ServiceSpec, env: Mapping[str, str], log: Path, guard: Guard
     ) -> "ServiceProcess":
         """Start the process, with its output appended to `log`."""
+        # To append: children of the start before may still write, and neither overwrites the other.
         with log.open("ab") as output:
             log_start = output.tell()
             process = await asyncio.create_subprocess_exec(
@@ -61,6 +62,7 @@ class ServiceProcess:
                 env={**env, **spec.env},
                 start_new_session=True,
             )
+        # At once: a console that is killed before this line leaves the process unwatched.
         guard.watch(process.pid, "service")
         return cls(spec, process, log, log_start, guard)
 
@@ -187,6 +189,7 @@ class Supervisor:
         self._killed.set()
 
     def _end(self, outcome: RunOutcome) -> None:
+        # The first one stands: processes that are stopped for it end with codes of their own.
         self._outcome = self._outcome or outcome
         self._over.set()
 
@@ -196,6 +199,7 @@ class Supervisor:
             self.statuses[name].state = "stopping"
             process.terminate()
         ends: list[asyncio.Task[Any]] = [
+            # In a task that may be cancelled: `wait` leaves the keepers alone, `gather` would cancel them.
             asyncio.create_task(asyncio.wait(keepers)),
             asyncio.create_task(self._killed.wait()),
         ]
@@ -236,6 +240,7 @@ class Supervisor:
         status.state, status.pid = "stopped", 0
 
     async def _watch(self, process: ServiceProcess, status: ServiceStatus) -> int:
+        # Noted before the look at `_over`: what `_drain` does not find here is ended by that look.
         self._processes[status.name] = process
         status.state, status.pid = "running", process.pid
         if self._over.is_set():  # the run ended while it started
@@ -251,6 +256,7 @@ class Supervisor:
         is_hopeless = code == ConfigError.exit_code or is_illegal_instruction(code)
         if is_hopeless and not process.spec.is_optional:
             self.fail(_exit_reason(process, "cannot do this run", code), code)
+        # A trainer that was told to stop ends with 0 as well: its last commit decides.
         elif code == 0 and process.spec.ends_run and await self._is_finished():
             self._end(RunOutcome(Ending.FINISHED))
         return self._over.is_set()

@@ -167,9 +167,11 @@ async def read_group(
     elif lane is Lane.TRAIN and known and known.step >= 0:
         group.commit = await history.commit(known.step)
     if known is None:
+        # After the commit was found: its time is where the reading may stop.
         near = await near_tickets(history, number, number, lane, group.commit)
         ids = (near.first_id, near.last_id)
         group.samples = await _read_samples_of(history, group, KnownPlaces(ids, ids))
+        # Clocks may differ by more than the margin, and samples may still be missing: all of it is read.
         if not group.is_whole:
             group.samples = await _read_samples_of(history, group, EVERYWHERE)
     else:
@@ -208,6 +210,7 @@ async def read_groups(
             dropped = [ticket for ticket, _ in dropped_groups(commit)]
             commits |= dict.fromkeys([*commit.groups, *dropped], commit)
     if numbers := sorted({*issued, *made}):
+        # By tickets, for a score names no step.
         near = Selection(tickets=(numbers[0], numbers[-1]))
         async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
             scored[score.ticket].append(score)
@@ -250,6 +253,7 @@ def samples_of(
             sample.later_trajectories.append(trajectory)
     for score in scored:
         sample = samples.setdefault(score.index, SampleRecord(score.index))
+        # After all trajectories: which score counts depends on the tokens that it is of.
         tokens = sample.trajectory.tokens_digest if sample.trajectory else ""
         if sample.score is None and score.is_of(tokens):
             sample.score = score
@@ -387,6 +391,7 @@ async def read_step(history: History, step: int) -> StepRecord | None:
     record = StepRecord(commit, manifest=await history.manifest(commit.version))
     if wanted := set(commit.groups):
         near = await near_tickets(history, min(wanted), max(wanted), commit=commit)
+        # Near the tickets first, and the whole streams only where samples are missing there.
         for selection in (near, Selection(tickets=near.tickets)):
             found = await read_samples(history, selection)
             record.samples = {key: sample for key, sample in found.items() if key[0] in wanted}

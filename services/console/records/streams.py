@@ -111,6 +111,7 @@ def show_tail(options: TailOptions) -> None:
             await asyncio.sleep(POLL_S)
             new = [r async for r in access.history.scan(name, Selection(id_after(last)))]
             if new:
+                # Read again with the selection, which may ask other streams; `last` moves on in any case.
                 last, wanted = new[-1].entry_id, replace(selection, first_id=new[0].entry_id)
                 found = selected_records(access.history, name, wanted)
                 _print_records(options, name, [record async for record in found])

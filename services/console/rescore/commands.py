@@ -54,6 +54,7 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
     async with open_history(options.run_id, options.runs_dir) as source:
         folder = _sandbox_folder(options, source.folder)
         config = _sandbox_config(options, source, folder.run_id)
+        # Before anything is started, and by one entry: an empty stretch costs no sandbox.
         async for _ in source.history.scan(StreamName.TRAJECTORIES.of(lane), selection):
             break
         else:

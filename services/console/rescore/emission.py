@@ -65,6 +65,7 @@ class Emission:
             if len(self.scores) - self._num_at_trim >= TRIM_EVERY:
                 await self._trim()
 
+        # At their own pace one by one: those of a batch would come at one moment.
         async for recorded_at, batch in self._batches(1 if self.keeps_pace else BATCH):
             offset_s = self.started_at - recorded_at if offset_s is None else offset_s
             while self.keeps_pace and (early_s := recorded_at + offset_s - time.time()) > 0:
@@ -85,6 +86,7 @@ class Emission:
         async for record in self.history.scan(StreamName.TRAJECTORIES.of(self.lane), self.selection):
             if not isinstance(record, Entry) or not isinstance(record.message, Trajectory):
                 continue
+            # As in training the first counts; two of one key would get each other's scores.
             if record.message.key not in seen:
                 seen.add(record.message.key)
                 began_at = began_at if batch else id_order(record.entry_id)[0] / 1000
@@ -97,12 +99,14 @@ class Emission:
 
     async def _emit(self, trajectories: list[Trajectory]) -> None:
         now = time.time()
+        # Workers may score it before it is noted below; but scores are read by this same task, later.
         ids = await append(self.broker, self.keys.trajectories(self.lane), *trajectories)
         for trajectory, entry_id in zip(trajectories, ids, strict=True):
             self._waiting[trajectory.key] = (entry_id, now)
         self.emitted += len(trajectories)
 
     def _take(self, score: Score) -> None:
+        # A score that comes twice, after a takeover, counts once.
         if (emitted := self._waiting.pop(score.key, None)) is None:
             return
         self.scores[score.key] = score

@@ -57,12 +57,14 @@ class SandboxRun:
                 await self._register(broker, source)
                 async with self._workers(service_environment(url, self.folder.runs), guard):
                     yield broker
+                # After the workers' end, for until then they write, and before Redis stops.
                 if archive.enabled:
                     await archive_rest(broker, self.keys, self.folder.path, archive)
 
     async def until_ready(self, broker: Broker) -> None:
         """Wait until all workers that it starts are up, so that none of their start counts as work."""
         names = {spec.name for spec in self.specs if spec.role == "reward"}
+        # Without a limit: where a worker cannot start, `_workers` ends this.
         while True:
             if names <= {beat.name for beat in await read_heartbeats(broker, self.keys)}:
                 return
@@ -70,6 +72,7 @@ class SandboxRun:
 
     async def final_heartbeats(self, broker: Broker) -> list[Heartbeat]:
         """The workers' heartbeats once everything is scored."""
+        # By Redis's clock, by which heartbeats are dated.
         asked_at, deadline = await broker.server_time_s(), time.monotonic() + GONE_AFTER_S
         while True:
             beats = await read_heartbeats(broker, self.keys)
@@ -80,6 +83,7 @@ class SandboxRun:
     async def _register(self, broker: Broker, source: str) -> None:
         if await run_exists(broker, self.keys):
             raise ConfigError(f"this Redis has a run {self.keys.run_id} already; give another with --into.")
+        # Before any worker starts: it reads its config there.
         await publish_config(broker, self.keys, self.config)
         await update_state(broker, self.keys, kind="rescore", source=source)
         # Made before the first entry, so that workers get it whenever they join.
@@ -100,6 +104,8 @@ class SandboxRun:
             async with asyncio.TaskGroup() as group:
                 group.create_task(keep())
                 yield
+                # It ends `keep`, for which the task group waits.
                 self._supervisor.stop()
         except ExceptionGroup as errors:
+            # A task group raises a group, and callers tell errors by their class.
             raise errors.exceptions[0] from None

@@ -236,6 +236,7 @@ def _blame(evidence: Evidence) -> dict[str, float]:
         if (role := makers.get(state)) is not None:
             parts: defaultdict[str, float] = defaultdict(float)
             for own, part in evidence.shares.get(role, {}).items():
+                # A maker without work waits for the trainer itself: that time says nothing of the cause.
                 if own not in (WORKERS[role][1], WAIT_START):
                     parts[BLAMED_STATES.get(own, role)] += part
             if not any(parts.values()):

@@ -44,6 +44,7 @@ def plot_learning_curve(metrics: Iterable[Mapping[str, Any]], path: Path) -> boo
     if not len(train[0]) and not evaluations:
         return False
 
+    # Late, for the import takes longer than most commands; and without pyplot, which keeps every figure.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patheffects import withStroke

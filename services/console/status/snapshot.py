@@ -219,6 +219,7 @@ class SnapshotReader:
         if self._commits is None:
             newest = await read_newest(self.broker, self.keys.commits, Commit)
             first = max(0, newest.message.step - MAX_POINTS) if newest else 0
+            # Commits have their steps as entry ids, so that nothing before is read.
             position = entry_id_of(first - 1) if first else "0-0"
             self._commits = OffsetReader(self.broker, self.keys.commits, Commit, position)
         while entries := await self._commits.read(READ_COUNT):
@@ -238,6 +239,7 @@ class SnapshotReader:
         ):  # tickets are numbered by their entry ids: what nobody took yet is known
             waiting: int | None = id_order(newest)[0] - id_order(status.last_delivered)[0]
         else:
+            # Redis knows no lag once entries within the stream were deleted; at its end there is none.
             waiting = 0 if status.last_delivered == newest else status.lag
         return QueueDepth(stream.value, num_entries, waiting, status.pending)
 

@@ -103,9 +103,11 @@ class MetricFiles:
 
     def _read(self, run_dir: Path) -> Columns:
         """What the file holds now: what has been appended is read, a file in its place from its beginning."""
+        # Taken out, and put back last: what was asked for least recently is given up.
         columns = self._files.pop(run_dir, None) or Columns()
         try:
             with open(run_dir / METRICS_FILE, "rb") as file:
+                # Of the file that is open: another may be put in its place meanwhile.
                 stat = os.fstat(file.fileno())
                 if stat.st_ino != columns.inode or stat.st_size < columns.position:
                     columns = Columns(stat.st_ino)
@@ -113,6 +115,7 @@ class MetricFiles:
                 data = file.read()
         except OSError:
             return Columns()
+        # The rest of a line that is being written comes with the next look.
         data = data[: data.rfind(b"\n") + 1]
         columns.position += len(data)
         for line in data.splitlines():

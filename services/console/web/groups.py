@@ -196,6 +196,7 @@ class GroupIndex:
         for name in (StreamName.COMMITS, *(name.of(lane) for lane in Lane for name in numbered)):
             selection = Selection(first_id=self._positions.get(name, "-"))
             async for record in history.scan(name, selection):
+                # Before it is taken in: an entry that cannot be would end every later look at the same place.
                 self._positions[name] = id_after(record.entry_id)
                 if isinstance(record, Entry):
                     self.add(name.lane, record.entry_id, record.message)

@@ -179,6 +179,7 @@ async def logs(site: Site, run: WatchedRun, request: Request) -> Response:
     """The run's logs; of the one that is named, the newest lines or those before `end`."""
     folder, name, shown = run.folder.logs, request.path_params.get("name"), None
     found = await asyncio.to_thread(_listed, folder)
+    # Only what was listed is opened: no name leads out of the folder.
     if name is not None and name not in dict(found):
         raise HTTPException(404, "The run has no such log.")
     if name is not None and request.query_params.get("file"):
@@ -203,6 +204,7 @@ def _listed(folder: Path) -> list[tuple[str, int]]:
 def _read_part(path: Path, text: str, last: int) -> dict[str, Any]:
     """The lines with a text, from byte `first` to `end`, which is `last`, or the file's end where that is
     negative."""
+    # Not by a link, which may have taken the file's place since it was listed.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         size = file.seek(0, os.SEEK_END)
         end = size if last < 0 else min(last, size)

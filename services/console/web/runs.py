@@ -113,6 +113,7 @@ class WatchedRun:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
+            # Not awaited itself: it would raise its own cancellation here.
             await asyncio.wait([self._task])
 
     async def _watch(self) -> None:
@@ -130,6 +131,7 @@ class WatchedRun:
             except Exception as error:
                 self.problem = f"{type(error).__name__}: {error}"
             finally:
+                # Its connections are closed: a page that went on with it would fail.
                 self.history = None
             with contextlib.suppress(TidemillError, OSError, ValueError):
                 await self._read_folder()  # what there is; `problem` says why it is not more
@@ -170,6 +172,7 @@ class WatchedRun:
         if report := await asyncio.to_thread(read_report, self.folder):
             snapshot.state["status"] = FINISHED if report.get("ok") else "ended"
         for point in points_of(await asyncio.to_thread(read_records, path)):
+            # A commit tells more of a step than its line: what the streams have said stays.
             self.index.steps.setdefault(point.step, point)
 
 
@@ -195,6 +198,7 @@ class Catalog:
 
     async def get(self, run_id: str) -> WatchedRun | None:
         """A run that is followed from now on, after a first look at it; None where there is no such run."""
+        # The name is matched first: it comes from an address, and becomes a path and keys.
         if run_id not in self._open and not (RUN_ID.fullmatch(run_id) and await self.exists(run_id)):
             return None
         # Another request may have opened it meanwhile.
@@ -205,6 +209,7 @@ class Catalog:
         self._open[run_id] = run  # the one that was asked for last comes last
         run.touch()
         if len(self._open) > MAX_OPEN_RUNS:
+            # Taken out before it is closed: a request that comes meanwhile opens it anew.
             await self._open.pop(next(iter(self._open))).close()
         patience_s = run.opened_at + FIRST_LOOK_S - time.monotonic()
         with contextlib.suppress(TimeoutError):
@@ -221,6 +226,7 @@ class Catalog:
 
     def _in_folder(self) -> list[ListedRun]:
         try:
+            # `latest` is a link to one of the others.
             names = [path.name for path in self.runs.iterdir() if not path.is_symlink()]
         except OSError:
             return []

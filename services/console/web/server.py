@@ -40,6 +40,7 @@ from tidemill.services.console.web.site import FOLDER, Site
 TOKEN_VARIABLE = "TIDEMILL_WEB_TOKEN"
 LEAST_TOKEN_CHARACTERS = 16
 READING_METHODS = ("GET", "HEAD")
+# No inline scripts or styles: text that reached a page unescaped would still not run.
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -51,6 +52,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
+    # Texts of a run stay in no browser's or proxy's cache after the token was taken back.
     "Cache-Control": "no-store",
 }
 ASK = {"WWW-Authenticate": 'Basic realm="tidemill web: the token is the password", charset="UTF-8"'}
@@ -88,6 +90,7 @@ class Access:
         name = host_of(header)
         if is_loopback(name) or name in self.host_names:
             return True
+        # An address cannot be rebound as a name can; without a token only this machine's own names count.
         with contextlib.suppress(ValueError):
             return bool(self.token and ipaddress.ip_address(name))
         return False
@@ -114,6 +117,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            # No page has a websocket: other scopes reach nothing behind the gate.
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
@@ -132,6 +136,7 @@ class Gate:
         if method not in READING_METHODS:
             allowed = {"Allow": ", ".join(READING_METHODS)}
             return PlainTextResponse("These pages are read only.\n", 405, allowed)
+        # Before the token: under a foreign name the browser is not even asked for it.
         if not self.access.knows_host(headers.get("host", "")):
             return PlainTextResponse(
                 "This server does not answer under that name. Use its address, or start it with "
@@ -218,6 +223,7 @@ async def _serve(options: WebOptions) -> None:
         log_level="error",
         server_header=False,
         date_header=False,
+        # Without a limit uvicorn waits for the slowest page before it ends.
         timeout_graceful_shutdown=CLOSE_S,
     )
     await uvicorn.Server(config).serve(sockets=[listener])

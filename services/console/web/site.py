@@ -40,6 +40,7 @@ class Site:
         self.metric_files = MetricFiles()
         self._templates = Environment(
             loader=FileSystemLoader(FOLDER / "templates"),
+            # Texts of models, data and users' code are on every page.
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,
@@ -143,6 +144,7 @@ def csv_file(name: str, titles: Sequence[str], rows: Iterable[Iterable[Any]]) ->
             writer.writerow(map(cell, row))
             if number % ROWS_AT_ONCE == 0:
                 yield buffer.getvalue()
+                # The same buffer again: the writer holds it.
                 buffer.seek(0)
                 buffer.truncate()
         yield buffer.getvalue()

@@ -23,6 +23,7 @@ def read_tensors(files: Sequence[Path]) -> dict[str, tuple[TensorInfo, Bits]]:
     """
     found: dict[str, tuple[TensorInfo, Bits]] = {}
     for file in files:
+        # Copy on write: torch wants memory that it may write, and the file must stay as it is.
         for info, bits in read_safetensors(file, "c"):
             if info.name in found:
                 raise WeightsError(f"{file}: {info.name} is in another file of the version too.")
@@ -41,6 +42,7 @@ def patched_tensors(
     """
     patches = merge(deltas)
     patch = next(patches, None)
+    # In the order of names, as deltas come merged: one pass over both is enough.
     for name in sorted(base):
         info, bits = base[name]
         flat = np.array(bits) if deltas else bits

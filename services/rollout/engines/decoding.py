@@ -135,6 +135,7 @@ def decode_batch(model: Any, rows: Sequence[DecodingRow], eos_ids: frozenset[int
     while batch.rows:
         ids_B, logprobs_B = batch.sample(logits_BV, step)
         for row, token, logprob in zip(batch.rows, ids_B.tolist(), logprobs_B.tolist(), strict=True):
+            # Finished rows are decoded on until it pays to leave them out; what they say then is not kept.
             if row.finish is None:
                 row.add(token, logprob, eos_ids)
         step += 1

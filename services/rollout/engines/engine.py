@@ -155,6 +155,7 @@ class StopTexts:
         """Look at the ids generated so far; whether one of the texts is in them, now for the first time."""
         if self.is_reached or not self._texts:
             return False
+        # A text may have begun among tokens that were looked at before.
         text = self._decode(token_ids[max(0, self._num_seen - self._most_tokens) :])
         self._num_seen = len(token_ids)
         self.is_reached = any(stop in text for stop in self._texts)
@@ -167,12 +168,15 @@ def share_cores(rollout: RolloutConfig) -> int:
     Returns the number of threads: as configured, or an even share of the cores for each of this
     machine's workers, less one core for everything else. The user's own environment wins over the share.
     """
+    # Threads that spin while they wait take cores from the other workers.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if rollout.num_threads:
         os.environ["OMP_NUM_THREADS"] = str(rollout.num_threads)
     else:
+        # The cores that this process may use: `cpu_count` would count those of the whole machine.
         share = max(1, (len(os.sched_getaffinity(0)) - 1) // rollout.workers)
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    # OpenMP takes a list, with a number for each level of nesting; ours is the first.
     return int(os.environ["OMP_NUM_THREADS"].split(",")[0])
 
 
@@ -200,10 +204,12 @@ def request_key(seed: int, request_id: str) -> int:
 
 def uniforms(keys_B: NDArray[np.uint64], draw: int | NDArray[np.uint64]) -> NDArray[np.float64]:
     """The `draw`-th number of each key, in [0, 1). Shape [B], float64. The mixer is SplitMix64."""
+    # The mixer is defined modulo 2^64: wrapping around is meant.
     with np.errstate(over="ignore"):
         state = keys_B + (np.asarray(draw, dtype=np.uint64) + np.uint64(1)) * _GOLDEN
         state = (state ^ (state >> np.uint64(30))) * _MIX_1
         state = (state ^ (state >> np.uint64(27))) * _MIX_2
         state = state ^ (state >> np.uint64(31))
+    # 53 bits, as many as a float64 holds: no fraction is rounded up to 1.
     fractions: NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return fractions

@@ -43,6 +43,7 @@ class GpuSharingEngine(Engine):
     async def start(self) -> None:
         """Load the starting model once the GPU is free: the trainer may have its memory now."""
         self._gate.start().add_done_callback(self._ended)
+        # The gate starts the engine when it first opens (`wake`): this waits for that.
         async with self._on_gpu():
             pass
 
@@ -70,6 +71,7 @@ class GpuSharingEngine(Engine):
             async with asyncio.timeout(self._stall_s):
                 await self._engine.wake()
         else:
+            # Without the limit: a first start reads the model and may compile for minutes.
             await self._engine.start()
             self._is_started = True
 
@@ -90,4 +92,5 @@ class GpuSharingEngine(Engine):
     def _ended(self, keeper: "asyncio.Task[None]") -> None:
         """The gate has failed, so what stands still would never go on: it fails, and the worker restarts."""
         if not keeper.cancelled():
+            # Kept, for the event loop alone would not keep the task from the garbage collector.
             self._closing = asyncio.create_task(self._engine.close())

@@ -158,6 +158,7 @@ class _Staging:
             positions = positions[inside]
             self._total.add_change(piece.info, positions, piece.values(places), as_bits(values))
         if piece.memory().numel() <= torch.iinfo(torch.int32).max:
+            # Half the memory, and half the copy, of what waits for the pause.
             places = places.int()
         self._is_full = self._is_full or not _has_room(device)
         self._places.append(self._placed(places))
@@ -255,6 +256,7 @@ class HostMemory:
         """So many bytes; what was taken before is overwritten."""
         if len(self._memory) < num_bytes:
             if is_locked and len(self._memory):
+                # Before the memory is freed: CUDA would go on taking its addresses for locked ones.
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
             # Torch's own page-locked memory is rounded up to a power of two.
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -279,6 +281,7 @@ class StagedVersion:
         starts, end = dict[int, int](), 0  # where each part begins, by the piece's identity
         for piece in held:
             starts[id(piece)] = end
+            # Aligned, for a view of a wider dtype has to begin at a multiple of its size.
             end += -(-piece.tensor.numel() * piece.tensor.element_size() // ALIGNMENT) * ALIGNMENT
         buffer = memory.take(end, is_locked=self._is_on_gpu)
         for name, whole in tensors:
@@ -300,6 +303,7 @@ class StagedVersion:
             return
         device = self._parts[0][0].tensor.device
         mine, copying = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        # The last batch of the old weights may still read what is written over now.
         copying.wait_stream(mine)
         arrivals = []
         with torch.cuda.stream(copying):
@@ -334,6 +338,7 @@ def trace(
     No parameter changes. Raises ValueError: the loader does more than to view and copy. What it asserts about
     its parameters goes through.
     """
+    # Keyed by address: `tensors` keeps all of them alive, so that none is given out twice.
     by_memory: dict[int, TensorInfo] = {}
     tensors = []
     for info in infos:
@@ -392,6 +397,7 @@ def _writes_go_to(record: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
         return value
 
     patched: Any = torch.Tensor
+    # Patched for the whole process: what other threads copy meanwhile is told apart by their number.
     patched.copy_, patched.fill_, patched.item = copy_, fill_, item_
     try:
         yield

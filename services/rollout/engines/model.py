@@ -98,6 +98,7 @@ def open_model(model: ModelConfig) -> ModelFolder:
         )
     found = getattr(text_config, "eos_token_id", None)
     with contextlib.suppress(OSError):  # many models have no generation config
+        # It goes before the model's config: chat models often name the end of a turn only here.
         found = GenerationConfig.from_pretrained(model.path).eos_token_id or found
     found = [found] if isinstance(found, int) else found or []
     eos_ids = {token for token in (tokenizer.eos_token_id, *found) if token is not None}
@@ -236,6 +237,7 @@ def copy_weights(pairs: "Sequence[tuple[Tensor, Tensor]]") -> None:
     with torch.inference_mode():
         for parameter, value in pairs:
             parameter.copy_(value)
+            # A NaN equals nothing: weights that have some were still written.
             if not torch.equal(parameter, value.to(parameter)) and not value.isnan().any():
                 raise EngineError("values were not there when they were read back; restart this worker")
 

@@ -95,6 +95,7 @@ class TransformersEngine(ModelEngine):
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         key = request_key(self._seed, request.request_id)
         stops = StopTexts(request.sampling.stop, self.decode)
+        # A caller that is cancelled cancels `done`, which is how the decoding thread hears of it.
         row = DecodingRow(request.prompt_ids, request.sampling, key, lambda: not done.done(), stops.reach)
         waiting = _Waiting(row, done, time.monotonic())
         self._queue.insert(0, waiting) if request.is_urgent else self._queue.append(waiting)
@@ -140,18 +141,21 @@ class TransformersEngine(ModelEngine):
     async def close(self) -> None:
         """End the running batch early and free the model. Waiting requests fail."""
         runner, self._runner = self._runner, None
+        # Before anything is awaited: requests and updates that come from now on are refused.
         self._model = None
         if runner is not None:
             runner.cancel()
             await asyncio.gather(runner, return_exceptions=True)
         self._fail(self._queue, EngineError("the engine was closed"))
         self._queue = []
+        # After their failure: the batch on the thread ends at its next token, for nobody wants its rows.
         await asyncio.to_thread(self._thread.shutdown)
 
     async def _run(self) -> None:
         while True:
             await self._gather()
             async with self._model_in_use:
+                # Taken within the lock: what came during an update joins this batch.
                 batch, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
                 if not self._queue:
                     self._arrived.clear()
@@ -176,6 +180,7 @@ class TransformersEngine(ModelEngine):
                 await asyncio.wait_for(self._arrived.wait(), left)
             except TimeoutError:
                 break
+        # Cleared above to wait for more; what is in the queue has not been taken yet.
         self._arrived.set()
 
     async def _decode(self, batch: list[_Waiting]) -> None:
@@ -188,6 +193,7 @@ class TransformersEngine(ModelEngine):
         for waiting in batch:
             row = waiting.row
             if not waiting.done.done() and row.finish is not None:
+                # The batch holds the lock, so no load has changed the version since its first token.
                 spans = ((self.version, 0),)
                 waiting.done.set_result(Generation(row.token_ids, row.logprobs, spans, row.finish))
 
@@ -197,6 +203,7 @@ class TransformersEngine(ModelEngine):
         """Read a version, or prove that deltas alone lead to `digest`; returns what writes it."""
         if files:
             tensors = dict(checkpoint_tensors(read_tensors(files), deltas))
+            # Matched before the model stands still: files that do not fit change nothing.
             return partial(copy_weights, match_weights(self._running_model(), tensors))
         from tidemill.services.rollout.engines.held_weights import apply
 

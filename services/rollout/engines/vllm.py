@@ -76,8 +76,10 @@ class VllmEngine(ModelEngine):
         try:
             await self._open_weights()
         except Exception:
+            # Else vLLM's processes would keep the GPU's memory after a start that failed.
             await self.close()
             raise
+        # Before the first request: vLLM's own first label is "default", and ours are numbers.
         await self._running_llm().update_weight_version("0")
         self.version = 0
 
@@ -88,6 +90,7 @@ class VllmEngine(ModelEngine):
             output, params = None, self._sampling_params(request)
             priority = URGENT if request.is_urgent else NORMAL
             while output is None:
+                # A new one for each try: it remembers how many tokens it has looked at.
                 stops = StopTexts(request.sampling.stop, self.decode)
                 output = await self._submit(request.prompt_ids, params, request.request_id, priority, stops)
         finally:
@@ -113,11 +116,13 @@ class VllmEngine(ModelEngine):
             try:
                 paused_s = await self._swap(version, is_full=bool(files))
             except WeightsMismatchError:
+                # What is held is not known any more, so `can_patch` asks for a full version next.
                 self._digest = None
                 raise
             except Exception as error:
                 await self.close()
                 raise EngineError(f"version {version} could not be loaded into vLLM: {error!r}") from error
+            # After the swap, which finds out whether deltas over this version can be proven.
             if files:
                 self._digest = Digest.parse(digest) if self._is_patchable and is_additive(digest) else None
         return WeightUpdate(version, load_s=time.perf_counter() - started, paused_s=paused_s)
@@ -125,9 +130,11 @@ class VllmEngine(ModelEngine):
     async def sleep(self) -> None:
         """Stand still, move the weights to the CPU's memory (on a CPU they stay) and drop the KV cache, which
         `wake` has computed again for what was running."""
+        # Held until `wake`: an update would write to weights whose memory is not on the device.
         await self._updating.acquire()
         llm, self._moves = self._running_llm(), not is_cpu()
         if self._moves:
+            # Level 2 would drop the weights, and `wake` has to give the same ones back.
             await llm.sleep(level=1, mode="keep")
         else:
             await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
@@ -138,11 +145,13 @@ class VllmEngine(ModelEngine):
         self._updating.release()
 
     async def close(self) -> None:
+        # Taken out first: a failed update closes the engine, and the worker closes it once more.
         llm, self._llm = self._llm, None
         if llm is None:
             return
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        # Before the handler is cancelled: requests that wait would never hear that the core has gone.
         llm.output_processor.propagate_error(EngineDeadError())
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # else it reports the end of the core as a crash
@@ -169,12 +178,16 @@ class VllmEngine(ModelEngine):
         # vLLM's ids are single use, and a request that is taken back comes again.
         self._num_submitted += 1
         engine_id = f"{name}#{self._num_submitted}"
+        # No await between the version and the note below: an update would miss a request of its old key.
         prompt = tokens_input(list(token_ids), cache_salt=f"v{self.version}")
         self._unstarted[engine_id] = False
         final: RequestOutput | None = None
         try:
+            # Closed at once where the loop is left early: vLLM's generator aborts the request as it ends, and
+            # would end only when the garbage collector finds it.
             async with aclosing(llm.generate(prompt, params, engine_id, priority=priority)) as outputs:
                 async for output in outputs:
+                    # Also where it reached the core after the abort: it has run on the old key.
                     if self._unstarted.pop(engine_id, False):
                         return None
                     final = output
@@ -202,7 +215,9 @@ class VllmEngine(ModelEngine):
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
+            # Given here: without a tokenizer vLLM knows no end of its own.
             stop_token_ids=list(self.folder.eos_ids),
+            # Of the sampled token alone, and of no other beside it.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -226,6 +241,7 @@ class VllmEngine(ModelEngine):
                 if llm.errored:
                     raise EngineError("vLLM died while it read new weights; restart this worker")
                 await asyncio.sleep(STAGING_POLL_S)
+            # Each is whole: a rank's answer appears by a rename.
             found = [json.loads(answer.read_bytes()) for answer in answers]
         if errors := [answer["error"] for answer in found if answer["error"]]:
             raise WeightsError(f"the weights cannot be staged: {errors[0]}")
@@ -264,8 +280,10 @@ class VllmEngine(ModelEngine):
         self.version = version
         # Those that were submitted during the pause are among them: nothing starts before the resume.
         taken_back = list(self._unstarted)
+        # Marked before the abort, whose output must not pass for an answer.
         self._unstarted.update(dict.fromkeys(taken_back, True))
         await llm.abort(taken_back)
+        # After the abort, or they would start on what the old weights have computed of their prompts.
         await llm.resume_generation()
         return time.perf_counter() - paused
 

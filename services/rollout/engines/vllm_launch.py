@@ -28,6 +28,7 @@ def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
         EngineError: vLLM's processes did not come up.
     """
     check_machine("rollout.engine is vllm")
+    # Before the import: some of it is read while vLLM's modules load.
     set_environment()
     try:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -60,6 +61,7 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
     options = config.rollout.vllm
     fields: dict[str, Any] = {
         "model": config.model.path,
+        # Prompts and completions are ids; the worker decodes them itself.
         "skip_tokenizer_init": True,
         "dtype": config.model.dtype,
         "max_model_len": config.model.max_model_len,
@@ -68,7 +70,9 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         "enforce_eager": options.enforce_eager,
         "enable_prefix_caching": True,  # of a group's prompt; a new version reuses nothing of older ones
         "gpu_memory_utilization": options.gpu_memory_utilization,
+        # vLLM's own default is before temperature and filters, which the trainer could not compare with.
         "logprobs_mode": "processed_logprobs",
+        # Else requests come first in, first out, and evaluation queues behind training.
         "scheduling_policy": "priority",
         "worker_extension_cls": VLLM_EXTENSION,
         # One stream of noise serves all requests of an engine; two workers must not share it.
@@ -82,6 +86,7 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
     if is_cpu():
         if options.extra.get("dtype", config.model.dtype) in ("auto", "bfloat16"):
             check_bfloat16(f"model.dtype is {config.model.dtype}")
+        # Here, above the engine's processes, which inherit what it sets.
         share_cores(config.rollout)
         # Else vLLM binds its threads to cores of its choice, the same ones in every worker.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -24,6 +24,7 @@ def keep_parameters() -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
+        # `remove_weight` does nothing here: updates are written into the weight that it would free.
         layer.cpu_linear = torch.nn.functional.linear
 
     # Both callers import the name when they run, so replacing the module's attribute reaches them.

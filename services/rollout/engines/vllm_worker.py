@@ -59,13 +59,14 @@ class WeightLoader:
 
     def tidemill(self, method: str, *arguments: Any) -> Answer:
         """Call a method of this rank's weights; `collective_rpc` does on every rank. What goes wrong is
-        returned as `error`: after a call that fails on one rank alone, vLLM's answers lag behind by one."""
+        returned as `error`."""
         try:
             if self.tidemill_weights is None:
                 model = self.model_runner.get_model()
                 self.tidemill_weights = RankWeights(model, self.vllm_config, self.rank)
             answer: Answer = getattr(self.tidemill_weights, method)(*arguments)
             return {"error": ""} | answer
+        # Returned, not raised: after a call that fails on one rank alone, vLLM's answers lag behind by one.
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -118,9 +119,11 @@ class RankWeights:
                 answer = {"error": ""} | self.stage(job["files"], job["deltas"])
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
+            # The folder is gone where the engine has stopped waiting for this answer.
             with contextlib.suppress(OSError):
                 write_atomically(Path(job["report"]) / f"{self._rank}.json", json.dumps(answer))
 
+        # A daemon: a read that is under way must not keep the process from ending.
         threading.Thread(target=stage, daemon=True, name="stage").start()
         return {}
 
@@ -132,6 +135,7 @@ class RankWeights:
             ValueError: deltas alone, and what the engine holds cannot be read back.
         """
         paths = [[Path(path) for path in delta] for delta in deltas]
+        # What an earlier update staged, and never applied, must not be written with this one.
         self._changes, self._full, self._version = [], None, None
         if files:
             base = read_tensors([Path(file) for file in files])
@@ -149,8 +153,7 @@ class RankWeights:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """On a GPU, work on a stream of its own, complete at the end: what reads its results is vLLM's
-        stream, which knows nothing of this one. This thread's stream would be that of device 0, or vLLM's."""
+        """On a GPU, work on a stream of its own, complete at the end."""
         device: torch.device = next(self.model.parameters()).device
         if device.type != "cuda":
             yield
@@ -158,8 +161,10 @@ class RankWeights:
         # One for all versions: torch keeps what is freed for the stream that had it, so that each other one
         # would take a version's memory again.
         self._stream = self._stream or torch.cuda.Stream(device)
+        # This thread's current stream would be that of device 0, or vLLM's.
         with torch.cuda.stream(self._stream):
             yield
+        # What reads the results is vLLM's stream, which knows nothing of this one.
         self._stream.synchronize()
 
     def apply(self) -> Answer:
@@ -171,6 +176,7 @@ class RankWeights:
             ValueError: the files lack a parameter of the model, which would have kept its old values.
         """
         held, full, version, changes = self.held, self._full, self._version, self._changes
+        # Taken out first: what fails half way is not applied a second time, and its memory is free after it.
         self._changes, self._full, self._version = [], None, None
         with torch.no_grad():
             if full is not None:
@@ -183,6 +189,7 @@ class RankWeights:
                 wrong = apply(changes)
                 self._refresh()
         if not is_cpu():
+            # Copies run behind the host, and generation resumes when this call returns.
             torch.accelerator.synchronize()
         return {"wrong": wrong, "traced": held is not self.held, "no_patch": self._no_patch}
 
@@ -196,8 +203,8 @@ class RankWeights:
         return {}
 
     def _is_copied(self, base: Mapping[str, tuple[TensorInfo, Bits]]) -> bool:
-        """Whether a full version needs no loader: it has the tensors whose places are known, each its own. On
-        a CPU the loader reads the files' own pages, and host memory would be taken twice."""
+        """Whether a full version needs no loader: it has the tensors whose places are known, each its own."""
+        # On a CPU the loader reads the files' own pages: to stage them would take host memory twice.
         if not self._is_plain or is_cpu() or self.held.reason_not_to_patch():
             return False
         return {info.name: info for info in self._infos} == {name: info for name, (info, _) in base.items()}
@@ -257,16 +264,20 @@ def _end_with(owner: int) -> None:
 
     vLLM's processes survive a killed parent: they would keep the GPU's memory from the next worker.
     """
+    # Before the wait: a process whose parent has ended is given another.
     core = os.getppid()
     with contextlib.suppress(ProcessLookupError):  # it has ended already
         poll = select.poll()
         poll.register(os.pidfd_open(owner), select.POLLIN)
         poll.poll()
+    # Only while it is still the parent: by now its number could be that of another process.
     if core not in (owner, 1) and os.getppid() == core:
         os.kill(core, signal.SIGKILL)
+    # `sys.exit` would end this thread alone.
     os._exit(1)
 
 
+# vLLM imports this module in each of its workers, before the model is loaded.
 if OWNER_VARIABLE in os.environ:
     threading.Thread(
         target=_end_with, args=(int(os.environ[OWNER_VARIABLE]),), daemon=True, name="owner"

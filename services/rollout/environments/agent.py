@@ -63,6 +63,7 @@ class AgentProgram:
 
     async def start(self) -> None:
         """Load the program, in the host. Raises ConfigError: it cannot be run."""
+        # Only this user may enter a folder of mkdtemp: whoever reaches the socket in it has the program run.
         self._folder = Path(tempfile.mkdtemp(prefix="tidemill-agent-"))
         self._host = WorkerProcess(Child.AGENTS, f"rollout.environment.agent {self._agent}")
         try:
@@ -79,6 +80,7 @@ class AgentProgram:
             ProgramError: the program failed.
             EnvironmentFaultError: its process died.
         """
+        # Many sessions find a dead host at once: one of them starts it, the others wait for that.
         async with self._starting:
             if self._host is None or not self._host.is_sound:
                 await self.close()
@@ -90,7 +92,9 @@ class AgentProgram:
         try:
             reader, writer = await asyncio.open_unix_connection(self._folder / "host")
             try:
+                # Before the row is sent: however this ends, the number of the group to kill is known.
                 pid = (await receive(reader))["pid"]
+                # Through JSON, which writes what a frame cannot hold, such as dates, as text.
                 writer.write(frame_of(json.loads(json.dumps(asked, default=str))))
                 result = await receive(reader)
             finally:
@@ -135,6 +139,7 @@ class AgentPlayer(Player):
 
     async def start(self) -> None:
         """Load the program and the tokenizer, and listen. Raises ConfigError: one of them cannot be used."""
+        # Before anything starts: what a killed worker has left takes cores, ports and memory.
         await asyncio.to_thread(end_leftovers)
         self.chat = await asyncio.to_thread(self.open_chat)
         await self._program.start()
@@ -167,6 +172,7 @@ class AgentPlayer(Player):
                 try:
                     result = await self._watched(program, session)
                 finally:
+                    # Inside `serving`: the program is killed before its address and its claims go.
                     program.cancel()
                     await asyncio.wait({program})
         finally:
@@ -189,6 +195,7 @@ class AgentPlayer(Player):
         if self._program.is_heavy_to_start:
             await self._starts.acquire()
             place.callback(self._starts.release)
+            # Waiting for a place is not the program's silence.
             session.active_at = time.monotonic()
         program = asyncio.create_task(self._program.run(row, root, session))
         # Whichever comes first gives the place back; closing it again does nothing.
@@ -216,9 +223,11 @@ class AgentPlayer(Player):
                 )
             left_s = min(deadline - now, self.section.call_timeout_s - silent_s)
             both: set[asyncio.Future[Any]] = {program, session.failed}
+            # Not `wait_for`: at its limit it would cancel what it waits for.
             await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
                 break
+        # Before the program's own end: with an engine that fails every program fails as well.
         if session.failed.done():
             session.failed.result()
         try:
@@ -254,6 +263,7 @@ def end_leftovers(played: Container[str] = ()) -> int:
     num_ended, own = 0, _mark_of(psutil.Process())
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
+            # Found by variables: a program that left its group and its parent has kept them.
             variables = process.environ()
             worker = variables.get(WORKER, "")
             is_left = variables.get(SESSION) not in played if worker == own else not _is_alive(worker)

@@ -63,6 +63,7 @@ def main(descriptor: int, parent: int) -> None:
         if spec is None:
             return
         placeholder = Placeholder()
+        # Before the file is imported: clients that it makes as it loads read their address then.
         os.environ.update(variables_of(placeholder.root, spec["placeholder_key"], spec["model"]))
         try:
             program = load_program(spec["agent"])
@@ -74,6 +75,7 @@ def main(descriptor: int, parent: int) -> None:
             listener.listen(BACKLOG)
             gc.freeze()  # what is shared with the sessions stays shared
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+            # After `listen`: the worker connects as soon as it reads this.
             send({})
             while channel not in select.select([listener, channel], [], [])[0]:
                 connection, _ = listener.accept()
@@ -173,6 +175,7 @@ class Placeholder:
 
             return connect_to
 
+        # What blocks and what runs on asyncio's loop both connect through these two.
         for name in ("connect", "connect_ex"):
             setattr(socket.socket, name, redirected(getattr(socket.socket, name)))
 
@@ -185,6 +188,7 @@ def _serve(connection: socket.socket, program: Program, placeholder: Placeholder
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Before its number is sent: the worker kills the group of that number.
     os.setsid()
     send, leader = sender(connection), os.getpid()
     send({"pid": leader})
@@ -204,6 +208,7 @@ def _serve(connection: socket.socket, program: Program, placeholder: Placeholder
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    # Past the interpreter's end: its handlers are copies of the host's, and not this session's to run.
     os._exit(0)
 
 
@@ -233,6 +238,7 @@ def _run_command(command: str, row: Mapping[str, Any]) -> dict[str, Any]:
     assert process.stdin and process.stdout and process.stderr
     output, errors = bytearray(), bytearray()
     readers = [
+        # Both pipes are read at once: a command that fills the other one would wait for ever.
         threading.Thread(target=_keep_tail, args=each, daemon=True)
         for each in ((process.stdout, output), (process.stderr, errors))
     ]

@@ -25,6 +25,7 @@ def row_of(ticket: Ticket) -> dict[str, Any]:
     chat = ticket.extra.get(PROMPT)
     prompt = chat if isinstance(chat, list) else ticket.own_text or ticket.prompt_text
     known = {"data_source": ticket.data_source, "ground_truth": ticket.ground_truth}
+    # The row's own columns win over what the run calls by the same names.
     return {**known, **ticket.extra, PROMPT: prompt}
 
 

@@ -188,6 +188,7 @@ def _class_of(named: Any, config: EnvironmentConfig) -> type:
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{FIELD} {config.use} raised {type(error).__name__}: {error}") from error
         found = type(made)
+        # One that is async has no loop to run on here.
         if callable(close := getattr(made, "close", None)) and not inspect.iscoroutinefunction(close):
             close()
     if not callable(getattr(found, "step", None)) and not callable(getattr(found, "reset", None)):

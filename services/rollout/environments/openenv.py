@@ -98,9 +98,11 @@ class OpenEnvStage:
                         "sessions (max_concurrent_envs), or let workers play fewer (max_groups_in_flight)",
                         "start",
                     ) from None
+            # Also where it was cancelled: the server counts the session until its connection ends.
             except BaseException:
                 await environment.close()
                 raise
+            # Each at another time: those that were refused together would come back together.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             left_s -= pause_s
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
@@ -113,6 +115,7 @@ class OpenEnvStage:
         from websockets.exceptions import WebSocketException
 
         try:
+            # Its defaults end the connection at observations above 1 MiB, and take the environment's proxies.
             return await connect(self._url, open_timeout=CONNECT_S, max_size=None, proxy=None)
         except (OSError, TimeoutError, WebSocketException) as error:
             raise EnvironmentFaultError(f"{self._url} cannot be reached: {error}", "start") from None

@@ -77,6 +77,7 @@ class EnvironmentPlayer(Player):
 
     async def close(self) -> None:
         """Close what is still open, and end what was started."""
+        # First: they close by asking the processes that the stage ends.
         await asyncio.gather(*self._closing, return_exceptions=True)
         if self.stage is not None:
             await self.stage.close()
@@ -93,6 +94,7 @@ class EnvironmentPlayer(Player):
         finally:
             # A task of its own: this one may be cancelled, and the environment is closed nevertheless.
             closing = asyncio.create_task(environment.close())
+            # Kept, for the event loop alone would not keep the task from the garbage collector.
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
@@ -125,6 +127,7 @@ class Play:
                 f"room within model.max_model_len {self._max_model_len}"
             )
         end = await self._take_turns(ticket, recorder, ask)
+        # Outside the session's time: it is asked for its reward however it ended. The call has its own limit.
         closing = await self._environment.finish()
         reward = closing.reward  # of the whole session; else the sum over its turns
         if reward is None and self._turn_rewards:

@@ -71,6 +71,7 @@ def cause_of(error: BaseException) -> Cause:
         causes = {cause_of(member) for member in error.exceptions}
         return causes.pop() if len(causes) == 1 else "machine" if "machine" in causes else "unknown"
     chain = list(_chain(error))
+    # The whole chain: frameworks raise an error for wrong answers from that of a lost connection.
     if any(_names(raised) & OF_THE_MACHINE for raised in chain):
         return "machine"
     return "model" if _names(error) & OF_THE_MODEL else "unknown"

@@ -117,6 +117,7 @@ class LocalEnvironment(TimedEnvironment):
         try:
             async with asyncio.timeout(self.call_timeout_s):
                 returned: T = await getattr(self._inner, op)(*arguments)
+        # Ours: what users' code raises, a TimeoutError too, is a fault or an observation before it is here.
         except TimeoutError:
             raise self.late(op) from None
         return returned
@@ -178,6 +179,7 @@ class RemoteEnvironment(TimedEnvironment):
         self._process, self._session = self._stage.enter(), next(self._stage.session_numbers)
         try:
             await self.operate(type(None), "open", dict(self._row))
+        # Also where it was cancelled: a process with a session that nobody ends is never ended itself.
         except BaseException:
             self._leave()
             raise
@@ -252,6 +254,7 @@ def main(descriptor: int, parent: int) -> None:
             thread.frames.put(CLOSE)
         for thread in sessions.values():
             thread.join()
+        # `_exit` flushes nothing; an orderly end could hang in what users' code has registered for it.
         sys.stdout.flush()
         os._exit(0)
 
@@ -266,6 +269,7 @@ class SessionThread(threading.Thread):
         self._environment: Environment | None = None
 
     def run(self) -> None:
+        # One loop for all of the session: async objects mostly belong to the loop that made them.
         with asyncio.Runner() as runner:
             while True:
                 frame = self.frames.get()

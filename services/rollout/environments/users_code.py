@@ -171,6 +171,7 @@ def _messages(found: Any, where: str) -> list[dict[str, Any]]:
         }
         messages.append(plain | {"content": sendable(content_text(content))})
     try:
+        # Here, where the place can still be named: the trajectory is encoded much later.
         pack(messages)
     except (TypeError, ValueError, OverflowError) as error:
         problem = f"{where}: tool_calls of a chat message must be JSON with numbers of 64 bits: {error}"

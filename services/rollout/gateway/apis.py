@@ -86,6 +86,7 @@ def chat_events(answer: Answer, model: str, body: Body) -> Iterator[Event | str]
     calls = [{"index": index, **call} for index, call in enumerate(answer.calls)]
     yield chunk(answer.message | ({"tool_calls": calls} if calls else {}))
     yield chunk({}, answer.finish, _logprobs(answer))
+    # Clients of OpenAI read it from a last event that has no choices.
     if has_usage(body):
         yield head | {"choices": [], "usage": _usage(answer)}
     yield DONE
@@ -95,6 +96,7 @@ def text_question(body: Body) -> Question:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
+    # By `type`: true and false are instances of int.
     is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):
         raise RequestError("`prompt` must be one text, or one list of token ids, and not empty")
@@ -199,6 +201,7 @@ def _responses_messages(body: Body) -> Located:
     said: tuple[str, dict[str, Any]] | None = None  # the assistant's message, while calls may follow
     for number, item in enumerate(objects(body, "input")):
         where, kind, role = f"input[{number}]", item.get("type") or "message", item.get("role")
+        # Left out: what a client sends back is compared without thoughts, which others drop anyway.
         if kind == "reasoning":
             continue
         if kind == "function_call":
@@ -380,6 +383,7 @@ def _anthropic_head(answer: Answer, model: str) -> Event:
 
 def _anthropic_usage(answer: Answer, num_output_tokens: int) -> dict[str, int]:
     return {
+        # Anthropic counts what was in the cache beside the input, OpenAI within it.
         "input_tokens": answer.num_prompt_tokens - answer.num_cached_tokens,
         "cache_read_input_tokens": answer.num_cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -144,6 +144,7 @@ class Histories:
                 continue
             new = question.messages[place:]
             try:
+                # Only what follows is rendered: ids of the past stay those that were sampled.
                 context = self._chat.extend(history.turn_ids, history.is_closed, new, question.tools)
             except ValueError:  # the template cannot render the new messages there
                 continue
@@ -193,6 +194,7 @@ class Histories:
         context = self._chat.encode(added) if added else []
         if new := question.messages[place + 1 :]:
             try:
+                # As a turn that did not end: the token that ended it is not among those that are kept.
                 context += self._chat.extend(turn_ids[:kept] + context, False, new, question.tools)
             except ValueError:
                 return None
@@ -229,6 +231,7 @@ def _begins(whole: Sequence[Identity], start: Sequence[Identity]) -> bool:
 
 def num_within(ids: Sequence[int], num_chars: int, decode: Decode) -> int:
     """Tokens at the start whose text is not longer."""
+    # By bisection: to decode every prefix takes quadratic time, and an answer may be long.
     return bisect_right(range(len(ids)), num_chars, key=lambda i: len(decode(ids[: i + 1])))
 
 

@@ -151,6 +151,7 @@ def limit_of(body: Body, *names: str) -> int | None:
     """The client's limit of tokens, under the first of the names that is there."""
     for name in names:
         if (value := body.get(name)) is not None:
+            # By `type`: true is an instance of int.
             if type(value) is not int or value < 1:
                 raise RequestError(f"`{name}` must be a whole number from 1, got {value!r}")
             return value

@@ -89,6 +89,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Stop listening; requests under way are broken off."""
+        # Without `force_exit` uvicorn would wait for requests under way, whose sessions are over.
         self._server.should_exit = self._server.force_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -101,6 +102,7 @@ class Gateway:
             yield f"{self.root}/s/{session.token}"
         finally:
             del self.sessions[session.token]
+            # The kernel gives a client's port to other connections later: no claim may outlive its session.
             self._claimed = {end: one for end, one in self._claimed.items() if one is not session}
 
     def _endpoint(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
@@ -127,12 +129,14 @@ class Gateway:
 
     def _session(self, request: Request) -> GatewaySession:
         token = request.path_params.get("token")
+        # What connects to `/v1` knows no session: its client was made before there was one.
         session = self._claimed.get(_end_of(request)) if token is None else self.sessions.get(token)
         if session is None:
             raise RequestError("there is no session at this address, or it is over", "session_over", 404)
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = request.headers.get("x-api-key") or given
         key = self.placeholder_key if token is None else session.key
+        # In constant time; and of bytes, for `compare_digest` refuses text that is not ASCII.
         if not hmac.compare_digest(given.encode(), key.encode()):
             raise RequestError(
                 "the key is not the session's; use the one that came with its address", "key", 401
@@ -141,6 +145,7 @@ class Gateway:
 
     async def _claim(self, session: GatewaySession, request: Request) -> Response:
         """The session's program has made this connection to the placeholder's address."""
+        # The host is the one that asks, as the kernel says: a program cannot claim for another machine.
         self._claimed[_end_of(request)[0], request.path_params["port"]] = session
         return Response()
 
@@ -151,6 +156,7 @@ class Gateway:
             # What is malformed is refused before anything is generated, so all of the request is read first.
             body = await _body(request, session)
             question = api.question_of(body)
+            # `has_usage` is called for its error alone, and before the model is asked.
             is_stream, _ = body.get("stream"), has_usage(body)
             self._check_wishes(body)
             retry_count = request.headers.get(RETRY_COUNT)
@@ -207,10 +213,11 @@ def _end_of(request: Request) -> tuple[str, int]:
 
 
 async def _body(request: Request, session: GatewaySession) -> Body:
-    """What a request brings. What is too long is read and not kept: then the client reads why."""
+    """What a request brings."""
     content, num_bytes = bytearray(), 0
     async for part in request.stream():
         num_bytes += len(part)
+        # What is too long is read on and not kept: a client that cannot send to the end never reads why.
         if num_bytes <= session.max_body_bytes:
             content += part
         elif num_bytes > MAX_BODY_BYTES:
@@ -224,6 +231,7 @@ async def _body(request: Request, session: GatewaySession) -> Body:
         raise RequestError(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the request must be a JSON object")
+    # Chat templates and encoders recurse: what is deeper could end any of them with a RecursionError.
     if is_deeper(body, MAX_DEPTH):
         raise RequestError(f"the request has lists or objects more than {MAX_DEPTH} deep")
     return body

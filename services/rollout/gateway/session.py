@@ -60,6 +60,7 @@ class _Given:
         """Whether the answer is still to come, or nothing has followed it: the client may have missed it."""
         if not self.task.done():
             return True
+        # `exception()` raises where the task was cancelled, so `cancelled()` is asked first.
         failed = self.task.cancelled() or self.task.exception() is not None
         return not failed and self.history.last_answer is self.task.result()
 
@@ -77,6 +78,7 @@ class GatewaySession:
         max_model_len: int,
     ) -> None:
         """The limits are those of all segments together; `max_tokens` 0 leaves it to the model's length."""
+        # Two secrets: the token is a part of the address, which programs log.
         self.token, self.key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self.histories = Histories(chat, decode)
         self.counts: Counter[str] = Counter()
@@ -147,10 +149,12 @@ class GatewaySession:
 
     async def close(self) -> None:
         """Stop what is being generated; nothing more is answered."""
+        # First: a question that waits for the lock finds it closed, and starts no turn that nobody cancels.
         self._is_closed = True
         running = list(self._running)
         for task in running:
             task.cancel()
+        # Whoever closes the session reads its histories next: no turn may write into them by then.
         await asyncio.gather(*running, return_exceptions=True)
         if not self.failed.cancel() and not self.failed.cancelled():
             self.failed.exception()  # seen, also where nobody waits any more
@@ -222,6 +226,7 @@ class GatewaySession:
         if (number := len(question.messages)) > self._max_model_len:
             raise self.too_long(f"{number} messages", is_asked=True)
         found = await self._find(question)
+        # Again: the session may have been closed while a long question was tokenised.
         self._check_open()
         history = found.history
         if found.kind in ("new", "forked"):
@@ -237,6 +242,7 @@ class GatewaySession:
         def ended(task: "asyncio.Task[Answer]") -> None:
             history.is_busy = False
             self._running.discard(task)
+            # What the turn had reserved is free by now, which is what `_room` waits for: its task is done.
             self._has_ended.set()
             self.active_at = time.monotonic()
             # Nothing was said in it: no later question may continue it, and it is no segment.
@@ -244,6 +250,7 @@ class GatewaySession:
                 self.histories.all.remove(history)
             error = None if task.cancelled() else task.exception()
             if isinstance(error, RequestError):
+                # A refused question is no turn of the model: the program may go on with a shorter history.
                 self.num_turns -= 1
             elif error and not self.failed.done():
                 self.failed.set_exception(error)
@@ -252,8 +259,10 @@ class GatewaySession:
         return _Given(task, history)
 
     async def _generate(self, found: Continuation, question: Question) -> Answer:
+        # Before it waits: its answer passes the limits met before it was asked, not those met meanwhile.
         num_reached = len(self.reached)
         max_tokens = await self._room(found, question.max_tokens)
+        # Nothing awaits between `_room`'s last look and this: two turns would be given the same tokens.
         reserved = found.num_added + max_tokens
         self._reserved_tokens += reserved
         try:
@@ -279,6 +288,7 @@ class GatewaySession:
                 if left < 1:
                     raise self._limit("max_tokens", f"the session has used its {limit} tokens (max_tokens)")
                 return left
+            # Nothing awaits between the look above and this, so no end of a turn is missed.
             self._has_ended.clear()
             await self._has_ended.wait()
         return room
@@ -326,6 +336,7 @@ def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Gen
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if not found:
         return generation
+    # One token at least: the stop sequence may begin within the first, and a turn has to have one.
     num_tokens = max(1, num_within(ids, min(found), decode))
     return replace(
         generation,
@@ -359,6 +370,7 @@ def _answer_of(
         "length" if generation.finish == "length" else "tool_calls" if made else "stop",
         num_prompt_tokens,
         len(ids),
+        # -1 where the engine does not say; clients add these numbers up.
         max(0, generation.num_cached_tokens),
         tuple(zip(texts, generation.logprobs, strict=False)),
     )

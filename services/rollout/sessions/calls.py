@@ -22,6 +22,7 @@ _PARAMETER_MARK = re.compile(r"<parameter=([^<>\n]{1,200})>|</parameter>")
 _FENCE = "```"
 _PYTHON_TAG = "<|python_tag|>"
 _TOO_DEEP = "a call must be JSON with name and arguments; this one is too deep"
+# Models write plain line breaks into strings, which strict JSON forbids.
 _DECODER = json.JSONDecoder(strict=False)
 _SHOWN = 80
 MAX_DEPTH = 100
@@ -107,6 +108,7 @@ def _value(text: str) -> Any:
 
 def read_call(value: Any) -> Call:
     """One call; some models wrap it in `function`, and some write its arguments as text."""
+    # First: showing or encoding a value that is too deep recurses, and fails.
     if is_deeper(value, MAX_DEPTH):
         return Call("", error=_TOO_DEEP)
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
@@ -127,6 +129,7 @@ def read_call(value: Any) -> Call:
 
 def is_deeper(value: Any, limit: int) -> bool:
     """Whether lists and objects lie in each other more than `limit` deep."""
+    # Level by level: a recursion would end at Python's own limit, which this is to prevent.
     level = [value]
     for _ in range(limit):
         nested = (one for one in level if isinstance(one, dict | list))

@@ -64,6 +64,7 @@ class SegmentRecorder:
         del self.completion_ids[num_tokens:], self._logprobs[num_tokens:], self._mask[num_tokens:]
         last = self.turns[-1]
         self.turns[-1] = last.model_copy(update={"num_tokens": min(last.num_tokens, num_tokens - last.first)})
+        # A completion begins with a span, also where all of its tokens go.
         self._spans = [span for span in self._spans if span[1] < num_tokens] or self._spans[:1]
 
     def segment(self) -> Segment:
@@ -89,6 +90,7 @@ class SegmentRecorder:
         if self._spans and self._spans[-1][1] == first:
             self._spans.pop()
         if not self._spans:
+            # What stood before the first turn counts to its version: the spans have to cover every token.
             first = 0
         if not self._spans or self._spans[-1][0] != version:
             self._spans.append((version, first))

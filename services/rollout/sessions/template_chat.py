@@ -46,9 +46,11 @@ class TemplateChat:
         self._speaks = self._opening() if self.has_template else ""
         ids = self.encode(self._speaks)
         self._opening_id = ids[0] if ids and ids[0] in self._special_ids else None
+        # For this object alone: a cache on the method would keep every chat, and its tokenizer, alive.
         self._ending = lru_cache(maxsize=256)(self._ending_of)
 
     def encode(self, text: str) -> list[int]:
+        # The template has written the special tokens; the tokenizer would add another beginning.
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)[
             "input_ids"
         ]
@@ -88,6 +90,7 @@ class TemplateChat:
         ids = list(turn_ids)
         while ids and ids[-1] in self._eos_ids:
             ids.pop()
+        # The marks of calls are special tokens of some tokenizers: without them no call is found.
         text: str = self._tokenizer.decode(
             ids, skip_special_tokens=not tools, clean_up_tokenization_spaces=False
         )

@@ -71,6 +71,7 @@ class Precompute:
 
     async def compute(self, group: PendingGroup, step: int) -> None:
         """Compute what `step` needs of one group, in the policy's thread."""
+        # A copy: the readers of the streams go on while the policy computes.
         trajectories = dict(group.trajectories)
         found = await self.thread.call(self._compute, trajectories)
         # Unless what was read has been forgotten meanwhile, to be read again.
@@ -84,11 +85,13 @@ class Precompute:
         due = [group for group in groups if not group.is_taken and (group.step == step or not is_in_order)]
         for group in sorted(due, key=lambda group: (group.step, group.ticket))[:places]:
             if group.is_generated and not self.is_ready(group, step):
+                # One at a time: a group that is complete by then is trained before the next is prepared.
                 await self.compute(group, step)
                 return True
         return False
 
     def _compute(self, trajectories: Mapping[int, Trajectory]) -> dict[int, Precomputed]:
+        # By index and not by arrival: which samples share a forward pass decides how they are rounded.
         indices = sorted(trajectories)
         try:
             samples = [make_sample(trajectories[index]) for index in indices]
@@ -114,6 +117,7 @@ def select_groups(
     """
     if order == "in_order":
         return [ticket for ticket in complete if groups[ticket].step == step][:places]
+    # Also of groups that are not complete yet: they will want their places too.
     counts = Counter(group.oldest_version + max_staleness for group in groups.values() if not group.is_taken)
     horizons = range(step, step + max_staleness + 1)
     due = {h: sum(n for deadline, n in counts.items() if deadline <= h) for h in horizons}
@@ -162,6 +166,7 @@ class ReplacementLimit:
         self._in_a_row += 1
         if reason == ZERO_VARIANCE:
             self._num_filtered += 1
+            # One is enough: they are all equal.
             self._rewards.update(rewards[:1])
         if self._in_a_row >= self._warns_at:
             self._warns_at = 2 * self._in_a_row
@@ -276,9 +281,11 @@ class BatchAssembler:
         """Replace a whole group while `step` is in progress; the reason goes into the next commit. `rewards`
         are those of a group without variance. Raises ConfigError: so many could not be trained that none
         ever will be."""
+        # A crash before the commit forgets this; the ticket that is issued below names what it replaces.
         self.dropped.append((ticket, -1, reason))
         self.limit.note_replaced(reason, detail, rewards)
         metrics.GROUPS_SETTLED.labels(reason.partition(":")[0]).inc()
+        # Before the await: an entry that arrives meanwhile must not complete a group that is being replaced.
         self.join.close(ticket)
         await self.scheduler.replace(ticket, step, rewards)
 
@@ -312,6 +319,7 @@ class BatchAssembler:
             await self.drop(ticket, group.reason, step, group.detail, group.rewards)
             return
         self.join.complete.remove(ticket)
+        # A letter about it may have come since: it must not be replaced as well.
         self.join.dead.pop(ticket, None)
         pending.is_taken = True
         self.limit.note_trained()
@@ -328,6 +336,7 @@ class BatchAssembler:
         await append_dead_letter(self.context.broker, self.context.keys.dead, letter)
 
     async def _replace_dead(self, step: int) -> None:
+        # A copy: `drop` takes from it, and a reader may add to it at each await.
         for ticket, (letter_id, error) in list(self.join.dead.items()):
             if not await has_entry(self.context.broker, self.context.keys.dead, letter_id):
                 # The operator has put the message back in the meantime, so the group goes on.
@@ -373,6 +382,7 @@ class BatchAssembler:
             if not groups or not await self.join.has_read_all() or await self._recover_if_redis_restarted():
                 return []
         left = self.join.groups
+        # While this looked, a group may have been closed, or completed after all.
         return [g.ticket for g in groups if left.get(g.ticket) is g and not g.is_complete and not g.is_taken]
 
     def _waiting_for(self, step: int) -> tuple[str, str]:

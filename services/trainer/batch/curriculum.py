@@ -43,6 +43,7 @@ class Deck:
         self.prompts, self.config = prompts, config
         self.tried: dict[int, Tried] = {}
         self._position, self._num_drawn = 0, 0
+        # Exact: with floats, rounding would decide which draws are focused.
         self._focus = Fraction(str(config.focus))
         self._between: dict[int, None] = {}
         """Places of prompts that are neither easy nor hard; the one at the front waits for longest."""
@@ -58,6 +59,7 @@ class Deck:
         is_focused = floor((drawn + 1) * self._focus) > floor(drawn * self._focus)
         if is_focused and self._between:
             place = next(iter(self._between))
+            # To the end: a dict keeps the order of insertion.
             self._between.pop(place)
             self._between[place] = None
             return place
@@ -158,6 +160,7 @@ class Curriculum:
             source, min_version = self._queue.popleft()
             self._num_drawn += 1
             self._horizon = max(self._horizon, min_version)
+            # In the order of steps: a prompt's rate depends on the order of its outcomes.
             for step in sorted(step for step in self._waiting if step < self._horizon):
                 for name, row, num_solved, num_scored in self._waiting.pop(step):
                     if name in self._by_name:

@@ -34,6 +34,7 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float], seed: int, limits: Sequence[int | None] = ()) -> None:
+        # By its text: 0.1 is a tenth, and not the float beside it.
         fractions = [Fraction(str(weight)) for weight in weights]
         if not fractions or min(fractions) <= 0:
             raise ValueError(f"a mixture needs weights above 0, got {list(weights)}")
@@ -90,6 +91,7 @@ class Mixture:
             if units * total >= slot * weight:
                 continue
             due = -((units + 1) * total // -weight)
+            # A hash and not the place in the list: of equal weights the first would always come first.
             tie = xxhash.xxh3_64_intdigest(f"{self._seed} {number} {source}".encode())
             if best < 0 or (due, tie) < best_key:
                 best, best_key = source, (due, tie)

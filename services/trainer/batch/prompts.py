@@ -108,6 +108,7 @@ class PromptSource:
         # A source with a name has an order of its own, also where two have the same rows.
         entropy = [self._seed, epoch, *self.name.encode()]
         keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)
+        # Stable: equal keys fall alike on every machine.
         return np.argsort(keys, kind="stable")
 
 
@@ -211,6 +212,7 @@ def _encoded(
                     continue
                 ids = cut(ids, data.max_prompt_tokens, data.overlong_prompts)
                 text = str(tokenizer.decode(ids, skip_special_tokens=False))
+            # Every ticket of this prompt shares the array.
             ids.flags.writeable = False
             own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
             about = row.data_source, row.ground_truth, row.extra, row.number
@@ -316,6 +318,7 @@ def _content(prompts: Iterable[Prompt]) -> tuple[NDArray[np.int64], str]:
     rows, digest = array("q"), xxhash.xxh3_128()
     for prompt in prompts:
         rows.append(prompt.row)
+        # With lengths and separators: other rows with their borders elsewhere must not give the same bytes.
         digest.update(f"|{prompt.row} {len(prompt.ids)} {prompt.ground_truth!r}|".encode())
         digest.update(prompt.ids.tobytes())
     return np.array(rows, dtype=np.int64), digest.hexdigest()

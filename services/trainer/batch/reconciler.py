@@ -79,6 +79,7 @@ class Reconciler:
         """Take the next term, keep the config in the run's folder, for a trainer that starts when Redis knows
         nothing, and register the run. Raises StorageError: the disk is full or read-only; call again."""
         self._config = context.registered or context.config
+        # On the disk before anything is announced under it: after a crash no two trainers have one term.
         self.term = _next_term(context.run_dir)
         path = context.run_dir / CONFIG_FILE
         try:
@@ -96,6 +97,7 @@ class Reconciler:
         await self.broker.execute("SADD", RUNS, self.keys.run_id)
         config = config.model_copy(update={"run_id": self.keys.run_id})
         unit = [
+            # NX: the config that workers have started from stays, where Redis still has it.
             ("SET", self.keys.config, config.model_dump_json(), "NX"),
             ("HSET", self.keys.state, REGISTRATION, self._token),
         ]
@@ -151,7 +153,8 @@ class Reconciler:
         is_other = before not in ("", self._server)
         if is_other:
             await self._rewrite_file()
-        # Also on the same server: FLUSHALL leaves its identity as it was.
+        # Also on the same server: FLUSHALL leaves its identity as it was. And first in the `or`: a server
+        # that is another one may lack the registration too.
         if await self._register_if_lost() or is_other:
             self._has_restarted = self.needs_checkpoint = True
             self.epoch += 1
@@ -263,8 +266,10 @@ class Reconciler:
             if group.is_complete or rollout is None:
                 continue
             entry_id = entry_id_of(group.ticket)
+            # It still waits in the stream for a worker.
             if id_order(entry_id) > id_order(rollout.last_delivered):
                 continue
+            # A worker holds it; where that one is dead, another takes it over when the lease has expired.
             if await pending_ids(self.broker, self.keys.prompts(), ROLLOUT_GROUP, entry_id, entry_id, 1):
                 continue
             last_scored = reward.last_delivered if reward else START
@@ -311,5 +316,6 @@ async def delete_results(broker: Broker, keys: Keys, lane: Lane, outstanding: Co
     gone = [ticket for ticket in tickets if ticket not in outstanding]
     if gone:
         deletions = [("DEL", keys.results(ticket, lane)) for ticket in gone]
+        # One unit: the index must not forget a ticket whose results are still there.
         await broker.pipeline([*deletions, ("SREM", index, *gone)], atomic=True)
     return len(gone)

@@ -60,18 +60,17 @@ class Scheduler:
     async def admit(self, version: int) -> list[Ticket]:
         """Issue every regular ticket that the gate lets in now."""
         numbers, size = range(self.next_ticket, self.limit(version)), self.trainer.groups_per_step
+        # Replacements have taken numbers too; without them, regular tickets keep their steps.
         return await self._issue([self._next(n, (n - self.num_replacements) // size) for n in numbers])
 
     async def replace(self, ticket: int, step: int, rewards: Sequence[float] = ()) -> list[Ticket]:
         """Issue a fresh ticket in place of one whose group cannot be trained, while `step` is in progress.
-        `rewards` are those of a group without variance.
-
-        With `as_ready` the old ticket may have been for an earlier step; a group that starts only now must
-        not be older than the step in progress allows.
-        """
+        `rewards` are those of a group without variance."""
         old = self.outstanding.pop(ticket)
         outcome = self.prompts.replaced(old, rewards) if rewards else None
         self.num_replacements += 1
+        # With `as_ready` the old ticket may have been for an earlier step; a group that starts only now must
+        # not be older than the step in progress allows.
         return await self._issue([self._next(self.next_ticket, max(old.step, step), ticket, outcome)])
 
     def settle(self, ticket: int) -> None:
@@ -88,6 +87,7 @@ class Scheduler:
                 if ticket.ticket == self.next_ticket:
                     self.prompts.adopt(ticket)
                     self.num_replacements += ticket.replaces >= 0
+                    # Replaced after the state was saved: else the trainer would wait for both.
                     self.outstanding.pop(ticket.replaces, None)
                     self.outstanding[ticket.ticket] = ticket
                     self.next_ticket += 1
@@ -153,6 +153,7 @@ class Scheduler:
         self.next_ticket = int(state["next_ticket"])
         self.num_replacements = int(state["num_replacements"])
         for number, step, replaces, row, saved in state["outstanding"]:
+            # By row and not drawn again: a curriculum has moved on since the ticket was issued.
             outcome, fields = saved and outcome_of(saved), self.prompts.fields_of_row(number, row)
             self.outstanding[number] = self._make(number, step, replaces, outcome, fields)
 
@@ -161,6 +162,7 @@ class Scheduler:
             return []
         self.next_ticket = tickets[-1].ticket + 1
         new = {ticket.ticket: ticket for ticket in tickets}
+        # Before it is appended: if Redis loses the append, `reissue_lost` gives the very same ticket again.
         self.outstanding |= new
         self.expect(tickets)
         if not new.keys() <= await self._append_missing(new):
@@ -171,6 +173,7 @@ class Scheduler:
 
     async def _append_missing(self, new: Container[int] = ()) -> set[int]:
         """Append what is outstanding and not in the stream: what Redis has lost before what is new."""
+        # All that is outstanding, in order: behind a new ticket the stream takes none that was lost.
         key, numbers = self.keys.prompts(), sorted(self.outstanding)
         appended = await append_missing(self.broker, key, numbers, self.outstanding.__getitem__)
         if lost := [number for number in appended if number not in new]:

@@ -120,6 +120,7 @@ class StreamJoin:
         on its way with a score of its own: joining the two would train on a reward of other tokens.
         """
         untaken = [group for group in self.groups.values() if not group.is_taken]
+        # Before the readers go back: what they read again has been counted.
         self._seen_up_to = {
             stream: max(position, self._seen_up_to.get(stream, START), key=id_order)
             for stream, position in self.high_water().items()
@@ -129,6 +130,7 @@ class StreamJoin:
         for group in untaken:
             group.forget()
         self.complete.clear()
+        # A new one: letters that the old one has read may be gone too.
         self._letters = DeadLetterWriter(self._broker, self._keys, self._keys.scores())
         self.epoch = epoch
 
@@ -189,6 +191,7 @@ class StreamJoin:
         groups = list(groups)
         trajectories = [entry_id for group in groups for entry_id in group.trajectory_ids.values()]
         scores = [entry_id for group in groups for entry_id in group.score_ids.values()]
+        # Also scores that wait for their trajectory: which one counts is not decided yet.
         scores += [entry.entry_id for group in groups for entry in group.other_scores]
         return {TRAJECTORIES: self._below(TRAJECTORIES, trajectories), SCORES: self._below(SCORES, scores)}
 
@@ -218,7 +221,9 @@ class StreamJoin:
             stream = TRAJECTORIES if isinstance(one.message, Trajectory) else SCORES
             if self._is_new(stream, one.entry_id):
                 metrics.DUPLICATES_DROPPED.labels(stream).inc()
+        # What was refused may be an older score in place of this entry, which then counts.
         if group is not None and not any(one is entry for one in refused):
+            # Judged as it arrives: by the time of training that version may exist, with other weights.
             group.is_ahead |= sample is not None and sample.max_version > self.version
             if group.is_complete:
                 self.complete.append(group.ticket)

@@ -62,6 +62,7 @@ class ArchiveJobs:
         if not is_urgent and not await self._may_fill_a_segment(until):
             return
         self._until = {str(stream): entry_id for stream, entry_id in until.items()}
+        # Not assigned: an urgent wish that still waits for its turn stays urgent.
         self._is_urgent |= is_urgent
         if self._task is None or self._task.done():
             self._task = self.context.start(self._work(), "archive")
@@ -89,6 +90,7 @@ class ArchiveJobs:
 
     async def _work(self) -> None:
         while self._until:
+            # Taken before the work: wishes that come meanwhile are for the next round.
             until, self._until = self._until, {}
             is_urgent, self._is_urgent = self._is_urgent, False
             if not await self._through_a_worker(until, is_urgent):
@@ -106,6 +108,7 @@ class ArchiveJobs:
             changed_at = time.monotonic()
             while True:
                 await asyncio.sleep(POLL_S)
+                # While it is under way: what is archived by now frees memory that writers may be waiting for.
                 await self.on_progress()
                 await asyncio.to_thread(job.refresh)
                 status = job.get_status(refresh=False)
@@ -136,6 +139,7 @@ class ArchiveJobs:
         queue = Queue(
             keys.jobs_queue,
             connection=make_blocking_client(redis_url(), keys.run_id),
+            # Not rq's own, which is pickle: whoever may write to Redis could run code in a worker.
             serializer=JSONSerializer,
         )
         return queue.enqueue_call(
@@ -165,6 +169,7 @@ class ArchiveJobs:
                     break
                 await self.on_progress()
         finally:
+            # Cancelled: the child would go on beside the trainer that comes next.
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGTERM)

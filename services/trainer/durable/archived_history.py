@@ -75,6 +75,7 @@ class ArchivedHistory:
         if not self.is_used:
             return True
         try:
+            # The archiver's own lock: it must not append behind what is being cut off.
             with writing(self.run_dir):
                 for stream in ALIGNED:
                     folder = self._folder(stream)
@@ -113,9 +114,11 @@ class ArchivedHistory:
         below = await trimmed_below(self.broker, self.keys.state, key)
         standing = id_before(below)
         first = await read_raw(self.broker, key, count=1)
+        # Redis is empty, or trimmed beyond the archive: there is no entry to hold against it.
         if not first or id_order(standing) >= id_order(manifest.last_id):
             return standing
         first_id = max(first[0][0], below, key=id_order)
+        # Redis loses the newest first: below the first one that stands, all others stand.
         async for record in _newest_first(manifest, stream, first_id):
             found = await read_raw(self.broker, key, record.entry_id, record.entry_id, 1)
             if found and _payload(

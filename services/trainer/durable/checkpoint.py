@@ -127,6 +127,7 @@ class CheckpointStore:
         body = _plain_json(state)
         target = self.folder / version_name(state.version)
         with aside_folder(target, f"the checkpoint of version {state.version}") as aside:
+            # Tensors first: the document that follows holds size and checksum of every other file.
             write_tensors(aside)
             paths = sorted(path for path in aside.rglob("*") if path.is_file())
             names = [path.relative_to(aside).as_posix() for path in paths]
@@ -134,6 +135,7 @@ class CheckpointStore:
             document = {"schema": SCHEMA, "state": body, "files": dict(zip(names, sums, strict=True))}
             write_atomically(aside / STATE_FILE, json.dumps({**document, "checksum": _checksum(document)}))
             publish_folder(aside, target)
+        # Only behind the rename: a crash in between leaves one too many, which the next save removes.
         self._prune(state)
         return target
 
@@ -160,6 +162,7 @@ class CheckpointStore:
         """Remove all but the newest of `kept`, if every byte of it can be read back; else change nothing."""
         newest = self.kept[-1].version
         try:
+            # Every byte is read before anything is removed: the only one left must not be a damaged one.
             self.kept = [_verified_state(self.folder / version_name(newest), newest)]
         except _TornError as error:
             log.error("the newest checkpoint is not whole; keeping older ones", problem=str(error))
@@ -172,6 +175,7 @@ class CheckpointStore:
     def _prune(self, saved: TrainerState) -> None:
         """Keep the newest `keep` whole ones up to the one just saved; torn ones go when there are so many."""
         versions = self.versions()
+        # A start has skipped them as torn. With higher numbers, each later start would look at them first.
         for version in [v for v in versions if v > saved.version]:
             log.warning("removing a checkpoint that was skipped", version=version, saved=saved.version)
             retire_folder(self.folder / version_name(version))
@@ -224,16 +228,14 @@ def _newest_whole(folder: Path, versions: list[int]) -> Checkpoint | None:
 
 
 def _plain_json(state: TrainerState) -> dict[str, Any]:
-    """The state as JSON values, after checking that reading it gives the same state.
-
-    JSON turns integer keys into text and tuples into lists without a word; found on the first save, that is a
-    bug report, found on a resume it is a lost run.
-    """
+    """The state as JSON values, after checking that reading it gives the same state."""
     body = state.model_dump()
     try:
         text = json.dumps(body, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the trainer's state is not plain JSON: {error}") from None
+    # JSON turns integer keys into text and tuples into lists without a word; found on the first save, that is
+    # a bug report, found on a resume it is a lost run.
     if (changed := json.loads(text)) != body:
         fields = [name for name in body if changed[name] != body[name]]
         raise ValueError(
@@ -261,6 +263,7 @@ def _state_of(document: dict[str, Any], version: int) -> TrainerState:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise _TornError(f"{STATE_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    # A folder that was renamed or copied by hand would be replayed from the wrong step.
     if state.version != version:
         raise _TornError(f"{STATE_FILE} is that of version {state.version}")
     return state
@@ -289,9 +292,11 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 def _check_file(folder: Path, name: str, num_bytes: int, checksum: str) -> None:
     path = folder / name
+    # Names come from a file that may have been copied from anywhere: they must lead nowhere else.
     if PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
         raise _TornError(f"{name} lies outside of the checkpoint")
     try:
+        # The size first: it costs nothing, and tells a file that was cut off from one that was changed.
         if (found := path.stat().st_size) != num_bytes:
             raise _TornError(f"{name} has {found:,} bytes instead of {num_bytes:,}")
         if file_checksum(path) != checksum:

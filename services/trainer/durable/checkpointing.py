@@ -77,6 +77,7 @@ class Checkpointer:
         """Take the state of `version`, between two steps, and start to write it; then trim what no kept
         checkpoint needs. Waits for the one before. `dropped` is what the next commit will have to tell."""
         with self._timed("wait", metrics.CHECKPOINT_WAIT_SECONDS):
+            # The policy has room for one copy of its state, which the write before still reads.
             await self.finish()
         with self.context.activity.during(CHECKPOINT), self._timed("copy", metrics.CHECKPOINT_COPY_SECONDS):
             # Positions and weights of one moment: the next step moves both.
@@ -92,6 +93,7 @@ class Checkpointer:
     async def close(self) -> None:
         """Where the trainer ends with an error: let a write end, and wait for no disk that refuses it."""
         if self._writing.is_pending:
+            # A write to a full disk is tried for as long as the service goes on: that would be for ever.
             self.context.stopping.set()
             with suppress(StoppedError):
                 await self.finish()
@@ -106,6 +108,7 @@ class Checkpointer:
     def _state(self, version: int, dropped: Sequence[Dropped]) -> TrainerState:
         """Of all parts at one moment: nothing in it moves on with them."""
         scheduler, join = self.streams.scheduler, self.streams.join
+        # No await in here: meanwhile a reader could move positions away from tickets and epoch.
         self._epochs[version] = join.epoch
         return TrainerState(
             version=version,
@@ -131,12 +134,9 @@ class Checkpointer:
             await self._trim(self.store.kept[0], is_urgent=True)
 
     async def trim_settled(self, version: int) -> None:
-        """Between two steps: trim what no outstanding group needs, as far as it is archived.
-
-        Not while a checkpoint is due for what Redis has lost, and by positions of this epoch only. As Redis
-        loses the newest first, a server that has this trim has the commits before it.
-        """
+        """Between two steps: trim what no outstanding group needs, as far as it is archived."""
         join, epoch = self.streams.join, self.trimmer.epoch
+        # Not while a checkpoint is due for what Redis has lost, and by positions of this epoch only.
         is_sure = join.epoch == epoch and not self.streams.reconciler.needs_checkpoint
         if self.context.config.streams.trim and self.trimmer.archives and is_sure:
             positions, scheduler = join.positions(), self.streams.scheduler
@@ -146,6 +146,7 @@ class Checkpointer:
                 StreamName.PROMPTS: entry_id_of(min(scheduler.outstanding, default=scheduler.next_ticket)),
                 StreamName.COMMITS: entry_id_of(max(0, version - KEPT_COMMITS)),
             }
+            # As Redis loses the newest first, a server that has this trim has the commits before it.
             await self.trimmer.release(below, epoch)
 
     async def _write(self, state: TrainerState) -> None:
@@ -166,6 +167,7 @@ class Checkpointer:
     async def _trim_to_kept(self) -> None:
         """Trim what the checkpoints that are there now do not need."""
         kept = self.store.kept
+        # With fewer whole ones, a restart may have to replay the run from its start: nothing is trimmed yet.
         oldest = kept[0] if len(kept) == self.store.keep else None
         if self.trimmer.archives:
             # Retention leaves what a restart from the oldest kept checkpoint would replay, or from the start.
@@ -181,6 +183,7 @@ class Checkpointer:
 
     async def _trim(self, oldest: TrainerState, is_urgent: bool = False) -> None:
         """Remove entries below the positions of the oldest checkpoint that could be restored."""
+        # Before the positions: if another server takes over meanwhile, the trimmer refuses this epoch.
         epoch = self.trimmer.epoch
         positions = await self._positions(oldest, epoch)
         keep_from = max(0, oldest.version - self.context.config.trainer.keep_weights)
@@ -207,6 +210,7 @@ class Checkpointer:
 
     async def _positions(self, state: TrainerState, epoch: int) -> dict[StreamName, str]:
         """From where this checkpoint would read: below its positions, where Redis has lost its tail since."""
+        # Taken by this process, and no other server has answered since: ids stand for the same entries.
         if self._epochs.get(state.version) == epoch:
             return state.positions
         positions, trails = dict(state.positions), state.intake["trails"]

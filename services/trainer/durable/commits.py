@@ -66,6 +66,7 @@ class CommitJournal:
             # What lies before a gap could not be given back either; but nobody else may have it.
             self._keep_cut_off(0)
             self.cut(0)
+        # What stands from here on is of a history that Redis does not have, and must never come back.
         self.cut(commit.step)
         if not self._ends:
             self._first = commit.step
@@ -73,7 +74,9 @@ class CommitJournal:
         text = b64encode(codec.encode_payload(commit)).decode()
         document = {"step": commit.step, "commit": text, "checksum": xxhash.xxh3_128_hexdigest(text.encode())}
         line = json.dumps(document).encode() + b"\n"
+        # At `end` and not at the file's own: a failed write may have left bytes that it could not cut off.
         append_durably(self.path, line, "the journal of commits", end)
+        # Only now: a call that failed is made again, and has to find the places as they were.
         self._ends.append(end + len(line))
 
     def has(self, commit: Commit) -> bool:
@@ -101,6 +104,7 @@ class CommitJournal:
         if keep < len(self._ends):
             with storage_errors("the journal of commits", self.path):
                 os.truncate(self.path, self._ends[keep - 1] if keep else 0)
+            # After the truncation: where that fails, `_ends` still says what the file holds.
             del self._ends[keep:]
 
     def _open(self) -> None:

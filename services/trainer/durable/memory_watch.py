@@ -92,6 +92,7 @@ class MemoryWatch:
     async def _make_room(self) -> None:
         if self.context.config.streams.trim:
             await self.checkpointer.keep_newest_only()
+        # Looked at again: what was just trimmed may have been enough.
         use = await self._use()
         if (
             use.policy == NO_EVICTION

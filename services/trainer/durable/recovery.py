@@ -121,10 +121,12 @@ class Replayer:
         adopted = await self.scheduler.adopt_issued(history)
         self.join.expect(self.scheduler.outstanding.values())
         reported = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
+        # After the tickets: to adopt one notes what it replaced as unreported, also what a commit has told.
         self.scheduler.prompts.forget_reported(reported)
         dropped = state.intake["dropped"] if state else []
         unreported = [(ticket, index, reason) for ticket, index, reason in dropped]
         for ticket in [ticket.replaces for ticket in adopted if ticket.replaces >= 0]:
+            # Open at the checkpoint and replaced after it: what still arrives of it must complete no group.
             self.join.close(ticket)
             unreported.append((ticket, -1, "replaced before a restart"))
         self.pending_drops = [item for item in unreported if item[0] not in reported]
@@ -212,6 +214,7 @@ class Replayer:
         result = await self.runner.replay(commit, groups)
         numbers = step_metrics(commit.step, result, 0, 0.0)
         await self.runner.thread.call(self._check_weights, commit, numbers)
+        # A step holds a shared GPU until its version is being written, and nothing is written here.
         self.runner.thread.release()
 
     def _check_weights(self, commit: Commit, numbers: dict[str, float]) -> None:
@@ -225,6 +228,7 @@ class Replayer:
         size = weight_difference(policy, self.context.run_dir, commit) or {
             name: f"{commit.metrics[name]:.9g} then, {numbers[name]:.9g} now" for name in sorted(names)
         }
+        # GPUs of another kind add in another order, also in deterministic mode: that would be no fault.
         is_promised = config.deterministic and pick_device(config.device).type == "cpu"
         say = log.error if is_promised else log.warning
         say(
@@ -277,6 +281,7 @@ def weight_difference(policy: Policy, run_dir: Path, commit: Commit) -> dict[str
     dtype in which they were written, so that a difference too small for it shows as 0."""
     try:
         manifest = read_manifest(run_dir, commit.version)
+        # Behind the `+` is what is trained and not published, which the manifest's digest does not cover.
         if manifest is None or manifest.digest != commit.digest.partition("+")[0]:
             return None  # not written yet, or a training that was replayed has written this version since
         base, *deltas = [verified_files(run_dir, part) for part in read_chain(run_dir, manifest)]
@@ -298,6 +303,7 @@ def _difference_to(policy: Policy, path: Path) -> dict[str, Any]:
             if name not in names or stored.get_slice(name).get_shape() != list(tensor.shape):
                 unlike.append(name)
                 continue
+            # In float64: bfloat16 would round the differences, and float32 sums of millions of them.
             own, other = tensor.detach().to("cpu", torch.float64), stored.get_tensor(name)
             apart = (own - other.to(torch.float64)).abs()
             greatest = max(greatest, float(apart.max())) if apart.numel() else greatest

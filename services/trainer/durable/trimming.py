@@ -81,6 +81,7 @@ class Trimmer:
             self._decided_in = epoch
         for stream, entry_id in below.items():
             known = self._below.get(stream, START)
+            # A checkpoint's positions may be told after those of later steps, which lie above them.
             self._below[stream] = max(entry_id, known, key=id_order)
         await self.trim()
         if self._below:
@@ -91,9 +92,11 @@ class Trimmer:
         removed = 0
         async with self._changing:
             mark = await self._mark() if self._below else None
+            # Asked again: `_mark` empties it where another server has answered.
             if self._below and not await self._is_aligned():
                 return 0  # the next step, or the archiver that writes just now, calls again
             for stream, wanted in list(self._below.items()):
+                # Read anew each time: the archiver is another process, and may have moved on since.
                 allowed = await asyncio.to_thread(self._allowed, stream)
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
                 broker, key = self.context.broker, stream.key(self.context.keys)
@@ -105,8 +108,10 @@ class Trimmer:
                     held = tickets if stream is StreamName.PROMPTS else ()
                     removed += await trim_before(broker, key, first, mark, held)
                 except MarkLostError:
+                    # Another server since the mark: it may have given all these ids to other entries.
                     self._below.clear()
                     break
+                # Kept while entries below it wait for the archiver, whose progress calls again.
                 if first == wanted or not await read_raw(broker, key, last=id_before(wanted), count=1):
                     self._below.pop(stream, None)
         if removed:
@@ -176,6 +181,7 @@ class Trimmer:
                 num_gone += await forget_consumers(broker, keys.trajectories(lane), REWARD_GROUP, after_s)
         except BrokerError as error:  # the users of an older release
             log.info("what killed workers left in Redis stays there", reason=str(error))
+            # What this user may not do now it may not do in ten minutes.
             self._next_look = float("inf")
             return 0
         return num_gone

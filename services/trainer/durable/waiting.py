@@ -47,6 +47,7 @@ async def until_stored(
             log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
             with (during or context.activity.during)("wait:disk", str(error)):
                 await context.unless_stopping(asyncio.sleep(pause_s))
+            # Asked only after a try: what a stopping service saves gets one chance, and no more.
             if context.stopping.is_set():
                 raise StoppedError from error
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

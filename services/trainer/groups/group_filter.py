@@ -145,6 +145,7 @@ class PendingGroup:
         refused = Entry(self.score_ids.pop(sample.index), self.scores.pop(sample.index))
         for entry in came:
             if entry.message.is_of(sample.tokens_digest):
+                # Through `take`, which notes the entry's id too: a checkpoint's positions must lie below it.
                 self.take(entry)
                 break
         return [refused]
@@ -248,6 +249,7 @@ class GroupFilter:
             reasons = {score.error for score in group.scores.values() if score.error} | {*faults.values()}
             detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
             return Refusal(group.ticket, FEW_SCORES, detail)
+        # Compared exactly, as by the estimators: they give exactly zero where rewards are equal.
         is_constant = len(set(rewards.values())) == 1
         # Where a teacher counts, samples of one reward teach as well.
         if self.algorithm.filter_zero_variance and is_constant and not (teacher and teacher[1].weight):
@@ -259,6 +261,7 @@ class GroupFilter:
         except ValueError as error:
             return Refusal(group.ticket, BAD_NUMBERS, str(error))
         if self.algorithm.normalisation == "prompt":
+            # Of those that are trained: what was left out takes no share of the group's weight.
             num_trained = sum(sample.num_trained for sample in samples)
             samples = [replace(one, group_size=len(samples), group_trained=num_trained) for one in samples]
         baseline = baselines[0] if baselines else None
@@ -302,10 +305,12 @@ class GroupFilter:
             assert logprobs_A is not None, "`_rewards` leaves out what has none"
             sample = with_teaching(sample, teacher[0], logprobs_A, teacher[1].weight)
         for one in (reward, *(turn.reward for turn in sample.turns)):
+            # In this form NaN is refused too.
             if not abs(one) <= MAX_REWARD:
                 raise ValueError(f"trajectory {trajectory.key}: reward {one} is beyond {MAX_REWARD:g}")
         if not self.algorithm.mask_truncated:
             return replace(sample, reward=reward)
         if trajectory.finish == "length":
+            # It has no gradient any more, but stays in the group's mean and counts as a sequence.
             return replace(sample, mask=np.zeros_like(sample.mask), reward=reward)
         return replace(sample, mask=mask_of_whole_turns(trajectory), reward=reward)

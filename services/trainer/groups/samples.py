@@ -146,6 +146,7 @@ class Sample:
     def turn_A(self) -> NDArray[np.int64]:
         """The number of the turn that each trained token belongs to. Shape [A]; a single turn is turn 0."""
         ends = [turn.end for turn in self.turns]
+        # To the right: the token at an end is the first of the next turn.
         return np.searchsorted(ends, np.flatnonzero(self.mask), side="right").astype(np.int64)
 
     @property
@@ -212,6 +213,7 @@ def num_sampled(trajectory: Trajectory) -> int:
 def mask_of_whole_turns(trajectory: Trajectory) -> Bits:
     """The mask of the sample without turns that a limit has cut, as those of a sub-agent may be in a session
     that ends well. Shape [T]."""
+    # Copies: the record keeps its own masks, by which metrics count sampled tokens.
     masks = [segment.mask.copy() for segment in trajectory.segments]
     for mask, segment in zip(masks, trajectory.segments, strict=True):
         for turn in segment.turns:
@@ -278,6 +280,7 @@ def form_micro_batches(samples: Iterable[Sample], max_tokens: int) -> list[Micro
     """
     bins: list[list[Sample]] = []
     room: list[int] = []
+    # Ties by key and not by arrival: what was collected together always gives the same micro-batches.
     for sample in sorted(samples, key=lambda sample: (-sample.num_tokens, sample.key)):
         fitting = (i for i, free in enumerate(room) if sample.num_tokens <= free)
         index = next(fitting, len(bins))

@@ -128,6 +128,7 @@ def _delta(layer: Any) -> Tensor:
 def _add(delta: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Their sum, split as the weight is."""
     if not isinstance(weight, DTensor):
+        # Added in float32 and rounded once: the base may be in bfloat16.
         return (weight.to(delta.dtype) + delta).to(dtype)
     (low, high), local = held_range(weight), weight.to_local()
     own = delta.reshape(-1)[low:high].view_as(local)
@@ -196,6 +197,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
     )
     forked = torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
     with forked, _with_placeholders(model):
+        # In a fork of the generator: the run's own random numbers are the same with adapters and without.
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
     return peft_config

@@ -115,6 +115,7 @@ def attend_varlen(
     num_rows, _, width, size = query.shape
     own_size = value.shape[-1]
     if own_size < size:
+        # The kernel wants one head size for all three; the padding is cut off at the end.
         value = F.pad(value, [0, size - own_size])
     flat = [_half(x).transpose(1, 2).reshape(num_rows * width, x.shape[1], size) for x in (query, key, value)]
     boundaries, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q", width)

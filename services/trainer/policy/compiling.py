@@ -29,13 +29,14 @@ def compile_model(
     device: torch.device | None = None,
 ) -> bool:
     """Compile the model's layers for any shape, or its body where it names none; the head works by chunks and
-    stays as it is. Layers are alike, so that one is compiled for all; and ranks shard them one by one.
+    stays as it is.
 
     A small forward and backward pass is tried at once: where the compiler fails, for want of a C++ compiler
     for instance, the model stays as it was, a warning says why, and the result is False. Of a model whose
     weights will be on `device`, and are not yet, a copy of one layer is tried there.
     """
     device = device or model.device
+    # Layers are alike, so that one is compiled for all; and ranks shard them one by one.
     parts = layers_of(model) or [model.base_model]
     is_cast = dtype not in (torch.float32, torch.float64)
     if is_cast:
@@ -50,6 +51,7 @@ def compile_model(
                 _output_of(model, device).sum().backward()
     except RuntimeError as error:  # what the compiler and its backends raise derives from it
         for part in parts:
+            # torch has no call that undoes `compile`; its own `__call__` looks here.
             part._compiled_call_impl = None
         reason = " ".join(str(error).split())[:300]
         log.warning("torch.compile does not work here, training without it", reason=reason)

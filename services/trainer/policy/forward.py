@@ -51,8 +51,7 @@ def find_scaling(model: PreTrainedModel) -> Scaling | None:
     """What the model makes of `lm_head(base_model(...).last_hidden_state)`; None where that is not known.
 
     Replaces the head's output by marked values for one pass. What the model gives back is held against what
-    its configuration says; a model that scales hidden states hands the head something else than its base
-    returns.
+    its configuration says.
     """
     head, base = output_head(model), model.base_model
     if head is None or base is model:
@@ -76,6 +75,7 @@ def find_scaling(model: PreTrainedModel) -> Scaling | None:
         hook.remove()
     if len(seen) != 1 or hidden is None or hidden.shape != seen[0].shape or logits.shape != marked[0].shape:
         return None
+    # A model that scales hidden states hands the head something else than its base returns.
     if not torch.allclose(hidden.to(seen[0].dtype), seen[0], rtol=1e-3, atol=1e-3):
         return None
     if torch.equal(logits.to(marked[0].dtype), marked[0]):
@@ -114,6 +114,7 @@ Scores = dict[str, Float32]
 def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[Scores]) -> None:
     """Put a tile's values at the places of their tokens in their samples."""
     wide_N = values_N if values_N.dtype == torch.float64 else values_N.float()
+    # One copy to the host for all rows: each one waits for the device.
     pieces = wide_N.cpu().split([len(row.places) for row in tile.rows])
     for row, piece in zip(tile.rows, pieces, strict=True):
         results[row.sample][name][row.places] = piece.numpy()
@@ -237,11 +238,7 @@ def tile_tokens(
     values_N: Tensor | None,
     normalisation: Normalisation,
 ) -> Tokens:
-    """The trained tokens of a tile; `samples` are those of its micro-batch, which the tile's rows refer to.
-
-    Divisions happen in float64 on the host, products with the loss in the dtype of the logprobs; everything
-    crosses to the device in one copy.
-    """
+    """The trained tokens of a tile; `samples` are those of its micro-batch, which its rows refer to."""
     chosen = [samples[i] for i in tile.samples]
     places = [row.places for row in tile.rows]
     counts = [len(row.targets) for row in tile.rows]
@@ -261,8 +258,11 @@ def tile_tokens(
             columns[name] = values
     if any(sample.teaching for sample in chosen):
         columns |= _teaching(chosen, places)
+    # Divisions are done by now, in float64 on the host; products with the loss follow in the dtype of the
+    # logprobs. Everything crosses to the device in one copy.
     stacked = torch.from_numpy(np.stack([np.asarray(column, np.float64) for column in columns.values()]))
     tensors = stacked.to(scores.logprobs_N.device, scores.logprobs_N.dtype)
+    # All segments of a session have one number: ratios and means of sequences go over all of them.
     numbers = {sample: number for number, sample in enumerate(dict.fromkeys(tile.samples))}
     sequence = np.repeat([numbers[sample] for sample in tile.samples], counts)
     return Tokens(

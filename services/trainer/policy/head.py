@@ -154,6 +154,7 @@ class ChunkedScores(torch.autograd.Function):
         wants_weight, wants_bias = ctx.needs_input_grad[1:3]
         wide = torch.promote_types(options.dtype, torch.float32)
         d_hidden_NH = torch.empty_like(hidden_NH)
+        # A sum over chunks: in 16 bits each addition would round it.
         d_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if wants_weight else None
         d_bias_V = torch.zeros_like(bias_V, dtype=wide) if wants_bias else None
         for start in range(0, len(targets_N), options.chunk):

@@ -113,6 +113,7 @@ class _Lanes:
         self._places.append(place)
         assert place.buffers[0].dtype == host[0].dtype, "all that is trained is of one dtype"
         if self._coming is not None:
+            # The slice that was here before may still be on its way back to the host.
             self._coming.wait_event(place.emptied)
         with self._on(self._coming):
             device = [
@@ -210,4 +211,5 @@ class LeavesDevice:
             writer.shadow.move(moved)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+            # What the allocator keeps is of no use to the process whose turn it is.
             torch.cuda.empty_cache()

@@ -92,6 +92,7 @@ def finish_gradients(parameters: NamedParameters, denominator: float, max_norm: 
     if not gradients:
         return 0.0
     total = get_total_norm(gradients)
+    # Of shards each rank has a part of the norm: all of them take part here.
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total) / denominator
     if math.isfinite(norm):
         scale = min(1.0, max_norm / norm) / denominator if norm > 0.0 else 1.0 / denominator

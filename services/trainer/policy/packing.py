@@ -144,6 +144,7 @@ def plan_tiles(
         alone = [own[0] for own in by_sample.values() if len(own) == 1]
         whole = [tile for own in several for tile in plan_tiles(own, layout, sum(map(len, own)) * len(own))]
         return plan_tiles(alone, layout, max_tokens) + whole
+    # Stable: rows of one length stay in the given order, which is the one of a replay.
     ordered = sorted(rows, key=len, reverse=True)
     if layout == "padded":
         return _rectangles([[row] for row in ordered], max_tokens)
@@ -191,6 +192,7 @@ def _rectangles(lines: Sequence[list[TokenRow]], max_tokens: int) -> list[Lines]
 def _varlen_tile(rows: Sequence[TokenRow]) -> Tile:
     """All sequences in one line; flash attention takes the boundaries as given."""
     lengths = [len(row) for row in rows]
+    # The kernels take no int64 here.
     boundaries = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     kwargs = {
         "position_ids": torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
@@ -203,11 +205,9 @@ def _varlen_tile(rows: Sequence[TokenRow]) -> Tile:
 
 
 def _block_tile(lines: Sequence[list[TokenRow]]) -> Tile:
-    """Several sequences in each line, numbered; `block_mask` keeps them apart.
-
-    Padding is sequence 0: a row of the mask without any True gives NaN in some kernels.
-    """
+    """Several sequences in each line, numbered; `block_mask` keeps them apart."""
     width = max(sum(map(len, line)) for line in lines)
+    # Padding is sequence 0: a row of the mask without any True gives NaN in some kernels.
     numbers_BT = np.zeros((len(lines), width), dtype=np.int32)
     positions_BT = np.zeros((len(lines), width), dtype=np.int64)
     for b, line in enumerate(lines):
@@ -227,11 +227,9 @@ SEQUENCES = "sequence_numbers"
 
 
 def block_mask(numbers_BT: Tensor) -> Tensor:
-    """Who attends to whom: tokens of one number, to the left. Shape [B, 1, T, T], bool.
-
-    Made on the numbers' device: it is the square of what crosses to there.
-    """
+    """Who attends to whom: tokens of one number, to the left. Shape [B, 1, T, T], bool."""
     width = numbers_BT.shape[1]
+    # Made on the numbers' device: it is the square of what crosses to there.
     causal_TT = torch.ones(width, width, dtype=torch.bool, device=numbers_BT.device).tril()
     return ((numbers_BT[:, :, None] == numbers_BT[:, None, :]) & causal_TT)[:, None]
 

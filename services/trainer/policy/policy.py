@@ -173,6 +173,7 @@ class PolicyThread:
             with waiting:
                 await turn.enter_async_context(self._gate.use())
             if self._is_held and self._leave is None:
+                # Within the turn of this call: at no moment could another process take the GPU.
                 self._leave = self._gate.stay()
             return await self.call_anywhere(function, *args)
 

@@ -120,4 +120,5 @@ def _deviation(affinities_NE: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> 
     ratios_NK = weights_NK / affinities_NE.gather(1, chosen_NK)
     means = ratios_NK.mean(-1, keepdim=True) if ratios_NK.shape[-1] > 1 else ratios_NK.mean()
     deviation = float((ratios_NK / means - 1.0).abs().max())
+    # NaN is neither greater nor smaller: `min` could choose it.
     return deviation if deviation == deviation else float("inf")

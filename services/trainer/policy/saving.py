@@ -56,6 +56,7 @@ class SavesState:
 
     def stage_state(self) -> None:
         """Copy the state to host memory, after the one before is written."""
+        # The buffers are filled in place, and the write before reads them.
         self.finish_saving()
         self._staged = None  # where tensors have moved since, its buffers are not those that are filled now
         state = self.own_state()

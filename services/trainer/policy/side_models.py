@@ -49,6 +49,7 @@ class ReferenceModel:
         """Move every weight by `mixup` of its distance to the policy's: 1 copies it."""
         current = model_tensors(model)
         for name, tensor in model_tensors(self._model).items():
+            # Whole numbers cannot be mixed.
             if tensor.is_floating_point() and self._config.mixup < 1.0:
                 tensor.lerp_(current[name].to(tensor.dtype), self._config.mixup)
             else:

@@ -136,12 +136,13 @@ class PolicyState:
 
     def write(self, folder: Path) -> None:
         """Write tensors and values, where there are any; the same state gives the same bytes. Tensors are on
-        the disk when this returns: rank 0, which publishes the folder, may be on another machine."""
+        the disk when this returns."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.tensors:
             path = folder / (self.shard.file if self.shard else TENSORS_FILE)
             tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}
             save_file(tensors, path, metadata=self.shard.metadata if self.shard else None)
+            # Not left to rank 0, which publishes the folder: it may be on another machine.
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         if self.values:

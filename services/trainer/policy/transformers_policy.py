@@ -240,6 +240,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         return UpdateResult(norm, lr)
 
     def zero(self) -> None:
+        # None and not zeros: `_update` tells by it that nothing was trained.
         self._optimizer.zero_grad(set_to_none=True)
 
     def hold_weights(self) -> None:
@@ -287,6 +288,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             return
         current = self._weights()
         saved = {name: tensor.clone() for name, tensor in current.items()}
+        # In place: the optimizer and the sharding hold these very tensors.
         for name, tensor in current.items():
             tensor.copy_(self._held[name])
         try:
@@ -309,7 +311,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         head: ValueHead | None = None,
     ) -> list[Scores]:
         """Of all completion tokens; values where a head is given. float32; float64 for a model of that
-        precision, so that comparisons of gradients are not rounded."""
+        precision."""
+        # So that comparisons of gradients are not rounded.
         wide = np.float64 if self._dtype == torch.float64 else np.float32
         names = ["logprobs"] + ["entropies"] * self._config.algorithm.needs_start_entropies
         names += ["values"] * (head is not None)

@@ -102,6 +102,7 @@ class StepReplay:
         self.first_difference = None if is_same else self.version - 1
         outstanding = {int(item[0]) for item in state.scheduler["outstanding"]}
         first_new = int(state.scheduler["next_ticket"])
+        # What was settled at the checkpoint is not trained again: its records would only take memory.
         return open_cursor(
             self.history, self.config, state.positions, lambda n: n >= first_new or n in outstanding
         )
@@ -123,6 +124,7 @@ class StepReplay:
     async def _train(self, commit: Commit) -> ReplayedStep:
         assert self._cursor is not None, "`_restore` comes first"
         started_at = time.monotonic()
+        # Groups that were replaced are never trained: the reader need not keep what it has of them.
         self._cursor.close(ticket for ticket, index, _ in commit.dropped if index < 0)
         try:
             groups = await pending_groups(self._cursor, commit)

@@ -75,6 +75,7 @@ def plan_export(model: PreTrainedModel, tensors: Mapping[str, Tensor], dtype: to
         name: torch.empty(tensor.shape, dtype=exported_dtype(tensor, dtype), device="meta")
         for name, tensor in tensors.items()
     }
+    # By storage: what an export renames, or cuts out as a view, still lies in its source's.
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in shapes.items()}
     slices: list[Slice] = []
     converted: list[TensorInfo] = []

@@ -41,6 +41,7 @@ class HostCopies:
         for."""
         ahead: _Copy | None = None
         for number, tensor in enumerate(tensors):
+            # Before the one ahead is handed out: it is copied while that one is used.
             coming = self._begin(tensor, number % NUM_BUFFERS)
             if ahead is not None:
                 yield _arrived(ahead)
@@ -52,6 +53,7 @@ class HostCopies:
         if not _is_on_gpu(tensor):
             return _Copy(tensor, tensor, None)
         num_bytes = tensor.numel() * tensor.element_size()
+        # Never made smaller: to lock pages takes longer than to copy.
         if len(self._buffers[place]) < num_bytes:
             self._buffers[place] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         host = self._buffers[place][:num_bytes].view(tensor.dtype)

@@ -112,6 +112,7 @@ def open_pretrained(
     if getattr(config, "quantization_config", None) is not None:
         raise UnclearError("its weights are quantised")
     files = _find_tensors(path, config)
+    # Made for its class alone: nothing is allocated.
     with torch.device("meta"):
         model_class: Any = type(AutoModelForCausalLM.from_config(config))
     # Of a config with several parts, some classes take that of the text alone.
@@ -189,6 +190,7 @@ def give_storage(root: nn.Module, device: torch.device) -> None:
             if weight is not None:
                 places[id(weight)].append((module, name))
     root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    # `_apply` makes a parameter for each module: what was tied has come apart.
     for (first, own), *others in places.values():
         for module, name in others:
             module._parameters[name] = first._parameters[own]

@@ -106,6 +106,7 @@ class Shadow:
             if self.is_held:
                 for name, flat in _flats(tensors, converted).items():
                     if any(part.source == name for part in self.parts):
+                        # A copy in any case: else the shadow would move with weights of its dtype.
                         self._held[name] = flat.to(exported_dtype(flat, self.dtype), copy=True)
         else:
             flats, total = _flats(tensors, converted), DigestSum()
@@ -137,6 +138,7 @@ class Shadow:
         if values.dtype not in self._buffers:
             self._buffers[values.dtype] = values.new_empty(DEVICE_CHUNK if _is_on_device(values) else CHUNK)
         held = _as_bits(values[begin : begin + count])
+        # Rounded by the copy, as an export rounds.
         now = _as_bits(self._buffers[values.dtype][:count].copy_(flat[begin : begin + count]))
         places = _unlike(now, held)
         if not len(places):
@@ -149,10 +151,12 @@ class Shadow:
         else:
             new = now[places]
             total.add_change(part.info, places + start, held[places], new)
+        # After the digest, which takes away the old values and adds the new ones.
         held.copy_(now)
         if is_dense or self.num_changed > self.max_share * self._num_elements:
             self._changes.append(Change(part, offset, count))
         else:
+            # Within a chunk 32 bits are enough; the chunk's own place is added in 64 when it is written.
             positions = places.to(torch.int32).cpu().numpy()
             self._changes.append(Change(part, offset, count, positions, _numpy(new, part.info)))
 
@@ -271,6 +275,7 @@ def held_rows(tensor: DTensor) -> tuple[int, int]:
 
 def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
     """First row and end of a rank's share. 5 rows over 2 ranks are (0, 3) and (3, 5)."""
+    # Rounded up, as FSDP2 splits rows: the last ranks may have fewer, or none.
     count = -(-num_rows // size)
     return min(num_rows, rank * count), min(num_rows, (rank + 1) * count)
 

@@ -95,9 +95,11 @@ class ShardWriter:
                     file = self._write_delta(folder)
                     receipt = file.name, file.num_bytes, file.checksum
         except StorageError as error:
+            # Not raised before all have told: others wait in `gather_beside` for this rank's receipt.
             receipt = (error.errno, error.reason)
         receipts = [unpack(part) for part in self._peers.gather_beside(pack(receipt))]
         for rank, failed in enumerate(receipts):
+            # Of a full version receipts are empty, of a delta they have three values, of an error two.
             if len(failed) == 2:
                 raise StorageError(f"the weights of version {version}, rank {rank},", folder, *failed)
         if parent < 0:
@@ -109,6 +111,7 @@ class ShardWriter:
         writer = DeltaWriter(folder / delta_name(self._peers.rank, self._peers.size))
         self.shadow.write_changes(writer)
         file = writer.write()
+        # For its fsync alone: a receipt says that the bytes are on the disk.
         with _opened(writer.path):
             return file
 
@@ -125,6 +128,7 @@ class ShardWriter:
     def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What no slice stands for: gathered by all, converted and held by rank 0."""
         plan = self.shadow.plan
+        # Sorted: a set of names has another order in each process, and all ranks must gather alike.
         whole = {name: whole_tensor(tensors[name].detach()) for name in sorted(plan.sources_of_converted)}
         if not whole or self._peers.rank:
             return {}
@@ -136,6 +140,7 @@ class ShardWriter:
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """The file, made where it is not there; flushed to the disk at the end."""
+    # Not truncated: other ranks may have written their rows by now.
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         yield file

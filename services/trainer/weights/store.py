@@ -133,6 +133,7 @@ class WeightStore:
             with storage_errors(what, target):
                 files = policy.begin_writing(aside, version, parent.version if parent else -1)
         except BaseException:
+            # Also where it is interrupted: gigabytes would lie there until the next start.
             remove_folder(aside)
             raise
         return BegunVersion(state, version, parent, aside, files, time.monotonic())
@@ -170,6 +171,7 @@ class WeightStore:
         finally:
             remove_folder(begun.folder)
         self._publish(manifest)
+        # Last: where publishing fails, the next try has the same parent as this one.
         self.last = manifest
         return manifest
 
@@ -199,8 +201,10 @@ class WeightStore:
             return None
         base = last.base if last.is_delta else last.version
         is_worth_it = (
+            # A delta is to what was compared before, which need not be the version that was written last.
             state.before == last.digest
             and state.share_changed <= config.max_share_changed
+            # A worker that starts reads the whole chain: its length is bounded here, and its bytes below.
             and version - base < config.base_every
             and last.chain_bytes <= self.max_chain_share * state.num_bytes
         )
@@ -238,8 +242,7 @@ class WeightStore:
     def prune(self, keep: int, in_use: Collection[int] = (), newest: int | None = None) -> list[int]:
         """Remove all but the newest `keep` versions, those `in_use`, and what they are deltas to; returns
         what was removed. The run stands at `newest`: what is above it belongs to a history that Redis has
-        lost, and goes first. Children go before their parents, so that a crash leaves no delta without its
-        base."""
+        lost, and goes first."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         versions = self.versions()
@@ -247,6 +250,7 @@ class WeightStore:
         standing = [version for version in versions if version not in lost]
         wanted = [*standing[-keep:], *(version for version in standing if version in in_use)]
         needed = needed_versions(self.run_dir, wanted)
+        # Children go before their parents, so that a crash leaves no delta without its base.
         old = [*lost[::-1], *(version for version in standing[::-1] if version not in needed)]
         for version in old:
             retire_folder(self.folder / version_name(version))
@@ -286,6 +290,7 @@ def export_tensors(
     """Weights under their published names, floating point ones in `dtype`. `tensors`, by the names of
     `model_tensors`, take the place of the model's own."""
     given = model_tensors(model) if tensors is None else tensors
+    # All first, in the model's order: each is a call of all ranks, and none may depend on the conversion.
     whole = {name: whole_tensor(tensor) for name, tensor in given.items()}
     for name, tensor in revert_weight_conversion(model, whole).items():
         yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()

@@ -87,6 +87,7 @@ def _weighted(rewards: Sequence[Sequence[float | None]], weights: Sequence[float
     for k, weight in enumerate(weights):
         column = [(place, one) for place, parts in enumerate(rewards) if (one := parts[k]) is not None]
         if column:
+            # A reward of one completion alone gives 0 here: `grpo` has nothing to compare it with.
             total_G[[place for place, _ in column]] += weight * grpo([one for _, one in column])
     return total_G
 

@@ -50,6 +50,7 @@ def whiten(values: Sequence[Float64s]) -> list[Float64s]:
     Arrays [1, 1] and [4] have mean 2 and variance 3: -0.57735, -0.57735 and 1.1547.
     """
     joined = np.concatenate([np.zeros(0), *values])
+    # Compared exactly: the variance of equal floats may be a rounding error, and be divided by.
     if len(joined) < 2 or (joined == joined[0]).all():
         return [np.zeros_like(value) for value in values]
     mean, deviation = joined.mean(), np.sqrt(joined.var(ddof=1) + VARIANCE_EPSILON)
@@ -80,6 +81,7 @@ def length_penalties(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> l
     is_success_G = np.array([sample.reward >= algorithm.success_threshold for sample in samples])
     tokens_G = np.array([sample.num_trained for sample in samples], dtype=np.float64)
     turns_G = np.array([max(len(sample.turns), 1) for sample in samples], dtype=np.float64)
+    # All completions may be without a trained token.
     shares_G = penalty.tokens * tokens_G / max(tokens_G.max(), 1.0) + penalty.turns * turns_G / turns_G.max()
     paid_G = is_success_G if penalty.of == "successes" else np.ones(len(samples))
     costs: list[float] = (is_success_G.mean() * shares_G * paid_G).tolist()
@@ -138,6 +140,7 @@ class Episode:
         if algorithm.gamma_per == "token" or algorithm.gamma == 1.0:
             return algorithm.gamma
         turn_A = self.sample.turn_A
+        # The last token ends its turn; a sequence without tokens has none.
         is_last_A = np.append(turn_A[1:] != turn_A[:-1], np.ones(min(len(turn_A), 1), dtype=np.bool_))
         return np.where(is_last_A, algorithm.gamma, 1.0)
 
@@ -185,6 +188,7 @@ def _kl(sample: Sample, kl: KlConfig) -> Float64s:
     """Estimates of KL(rollout || reference) at the trained tokens, as in `losses.kl`. Shape [A]."""
     assert sample.reference_logprobs is not None, "`Policy.precompute` comes before advantages"
     difference_A = (sample.rollout_logprobs - sample.reference_logprobs)[sample.mask].astype(np.float64)
+    # As in the loss: `exp` of it stays finite.
     difference_A = difference_A.clip(-20.0, 20.0)
     if kl.estimator == "k1":
         return difference_A

@@ -180,6 +180,7 @@ def pass_at_k(rewards: Rewards, k: int, threshold: float = 0.5) -> NDArray[np.fl
     failures = int((~is_success_G).sum())
     if size < 2 or failures in (0, size) or failures < k:
         return np.zeros_like(rewards_G)
+    # Whole numbers, divided once: a product of ratios would round at each of them.
     fail = comb(failures, k) / comb(size, k)
     deviation = (fail * (1.0 - fail)) ** 0.5
     fail_given_failure = comb(failures - 1, k - 1) / comb(size - 1, k - 1)
@@ -207,6 +208,7 @@ def gae(
     advantages = [0.0] * len(rewards_A)
     following_value = following_advantage = 0.0
     gammas = np.broadcast_to(gamma, rewards_A.shape).tolist()
+    # Python's floats are the same float64, and a loop over them is faster than over numpy's.
     steps = list(zip(rewards_A.tolist(), values_A.tolist(), gammas, strict=True))
     for t, (reward, value, discount) in reversed(list(enumerate(steps))):
         delta = reward + discount * following_value - value

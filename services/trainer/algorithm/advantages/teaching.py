@@ -35,6 +35,7 @@ def with_teacher(sample: Sample, config: TeacherTermConfig) -> Sample:
     if teaching is None or not teaching.weight or config.place != "reward":
         return sample
     rewards_A = -log_ratios(sample, teaching).clip(-config.clip, config.clip)
+    # A copy: a broadcast number has one place in memory, and the sample's own array must stay as it is.
     advantage_T = np.broadcast_to(np.asarray(sample.advantage, np.float64), sample.mask.shape).copy()
     advantage_T[sample.mask] += teaching.weight * returns(rewards_A, config.gamma)
     return replace(sample, advantage=advantage_T)

@@ -60,11 +60,13 @@ def importance_weights(
     `raw_N` is what the weights would be without bounds, also where they are off, for the diagnostics.
     """
     importance, mode = algorithm.importance, algorithm.importance_mode
+    # Importance weights are constants: else the loss could fall by moving them alone.
     log_ratio_N = log_ratio_N.detach()
     if importance.level == "sequence":
         log_ratio_N = sequence_sums(log_ratio_N, sequence_N, num_sequences)[sequence_N]
     elif importance.level == "geometric":
         log_ratio_N = sequence_means(log_ratio_N, sequence_N, num_sequences)[sequence_N]
+    # After the sum: that of a long sequence is far beyond any token's.
     raw_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if mode == "off":
         return Importance(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N, dtype=torch.bool))
@@ -97,6 +99,7 @@ def kl_penalty(
     gap_N = logprobs_N - reference_logprobs_N
     # Bounded without gradient: a token beyond the bound keeps the slope that it has there.
     d_N = gap_N.detach().clamp(-limit, limit)
+    # `exp(-d) - 1` loses its digits where d is nearly 0, as for most tokens.
     k3_N = torch.expm1(-d_N) + d_N
     bounded_N = k3_N if kl.bound is None else k3_N.clamp(max=kl.bound)
     if kl.estimator == "abs":

@@ -45,6 +45,7 @@ def dppo_kl(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
 
 def _rest(logprobs_N: Tensor) -> Tensor:
     """1 - p, also where p is nearly 1."""
+    # `1 - exp(x)` has no digits left where p is nearly 1; `expm1` keeps them.
     return (-logprobs_N.expm1()).clamp(min=LEAST_REST)
 
 

@@ -40,6 +40,7 @@ class MiniBatchStatistics:
         precomputed tokens are there."""
         if not self.is_needed:
             return list(groups)
+        # By key: sums, quantiles and ties come out alike, whatever the order of arrival.
         samples = sorted((sample for group in groups for sample in group.samples), key=lambda s: s.key)
         assigned = dict(zip([sample.key for sample in samples], self._assign(samples), strict=True))
         return [
@@ -100,6 +101,7 @@ def mean_weight(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> float:
             logs_A = np.array([logs_A.sum() if importance.level == "sequence" else logs_A.mean()])
         weights.append(np.exp(logs_A.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)))
     weights_M = _joined(weights).clip(importance.low, importance.high)
+    # Where all weights are 0, to divide by their mean would give NaN.
     return float(weights_M.mean()) if len(weights_M) and weights_M.any() else 1.0
 
 
@@ -152,6 +154,7 @@ def _count(share: float, num_tokens: int) -> int:
 
 
 def _chance(key: tuple[int, int], place: int) -> int:
+    # Little-endian on every machine: it has to be the same hash.
     return xxhash.xxh3_64_intdigest(np.array([*key, place], dtype="<i8").tobytes())
 
 

@@ -7,7 +7,7 @@
 Every term is weighted and divided alike (`tokens.py`), so none depends on how an update is split into
 micro-batches. Importance weights belong to the surrogate alone, as in TRL.
 
-Shape legend: N trained tokens of a forward pass, from any number of whole sequences.
+Shape legend: N trained tokens of a forward pass, from any number of sequences.
 """
 
 from collections.abc import Sequence
@@ -82,6 +82,7 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
     if algorithm.off_policy_threshold is not None:
         is_off_N = off_policy_tokens(tokens, algorithm.off_policy_threshold)
         loss_N, sums["off_policy"] = loss_N.masked_fill(is_off_N, 0.0), is_off_N.sum()
+    # The terms from here on hold for tokens that were left out above too: those lose the policy's term alone.
     if tokens.reference_logprobs_N is not None:
         kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl, ratio.ratio_N)
         sums["kl_sum"] = kl_N.detach().sum()
@@ -98,6 +99,7 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
         loss_N = loss_N + _value_term(tokens, algorithm, sums)
     if tokens.routing:
         loss_N = loss_N + _router_term(tokens, algorithm, sums)
+    # Last: a rejected token, whose weight is 0, is in none of the terms.
     loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
     sums |= _sums(tokens, importance, result)
@@ -121,6 +123,7 @@ def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Te
     """weight * KL(policy || teacher) of each token; its sums go into `sums`, also where no token of this
     forward pass has a teacher."""
     if tokens.teacher_logprobs_N is None or tokens.teacher_weights_N is None:
+        # The same sums in every tile: `total_metrics` stacks them by their places.
         nothing_N = torch.zeros_like(tokens.weights_N)
         sums["teacher_kl_sum"] = sums["teacher_tokens"] = nothing_N.sum()
         return nothing_N

@@ -37,6 +37,7 @@ def rejected_tokens(
     0.9014. `token_k1: [0.4, 2]` rejects the second token, `seq_max_k3: 0.9` both.
     """
     log_N = log_ratio_N.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # `expm1`, because most ratios are nearly 1, where `exp(l) - 1` loses its digits.
     measures = {"k1": log_N, "k2": 0.5 * log_N.square(), "k3": torch.expm1(log_N) - log_N}
     is_out_N = torch.zeros_like(log_N, dtype=torch.bool)
     is_out_S = torch.zeros(num_sequences, dtype=torch.bool, device=log_N.device)
@@ -69,6 +70,7 @@ def kept_weights(
     is_kept_N = (~is_rejected_N).to(weights_N.dtype)
     if rejection.denominator == "kept" and normalisation == "sequence":
         shares_S = sequence_means(is_kept_N, sequence_N, num_sequences)
+        # A sequence of which nothing is kept gives 0 / 1e-12, which is 0, and not 0 / 0.
         is_kept_N = is_kept_N / shares_S.clamp(min=1e-12)[sequence_N]
     return weights_N * is_kept_N
 

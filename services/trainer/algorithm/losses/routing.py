@@ -47,6 +47,7 @@ def sequence_balance(
     largest_NK = affinities_NE.detach().topk(num_chosen, dim=-1).indices
     is_largest_NE = torch.zeros_like(shares_NE).scatter_(1, largest_NK, 1.0)
     nothing_SE = shares_NE.new_zeros(num_sequences, num_experts)
+    # As the paper has it, f is a count: the gradient goes through P alone.
     counts_SE = nothing_SE.index_add(0, sequence_N, is_largest_NE.detach())
     tokens_S1 = counts_SE.sum(-1, keepdim=True) / num_chosen
     f_SE = counts_SE * num_experts / (num_chosen * tokens_S1)
@@ -59,8 +60,6 @@ def router_terms(
 ) -> tuple[Tensor, Tensor]:
     """Balance loss of each token's sequence, and z-loss of each token (ST-MoE, arXiv 2202.08906, eq. 5: the
     squared logsumexp of the logits); sums over layers. Shapes [N].
-
-    For the backward pass only logits are kept: what is made of them is computed again, a layer at a time.
     """
 
     def terms_of(logits_NE: Tensor, affinity: str, num_chosen: int) -> tuple[Tensor, Tensor]:
@@ -68,6 +67,7 @@ def router_terms(
         balance_S = sequence_balance(AFFINITIES[affinity](wide_NE), num_chosen, sequence_N, num_sequences)
         return balance_S[sequence_N], wide_NE.logsumexp(-1).square()
 
+    # For the backward pass only logits are kept: what is made of them is computed again, a layer at a time.
     terms = [
         checkpoint(
             terms_of, layer.logits_NE, layer.affinity, layer.chosen_NK.shape[-1],

@@ -45,6 +45,7 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, algorithm: Algorith
     """
     low, high, dual_clip = 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high, algorithm.dual_clip_bound
     clipped_N = ratio_N.clamp(low, high)
+    # Above 1 + high, the minimum of a positive A is the clipped side: so this bound acts on negative A alone.
     bounded_N = ratio_N if dual_clip is None else ratio_N.clamp(max=dual_clip)
     objective_N = torch.minimum(bounded_N * advantages_N, clipped_N * advantages_N)
     with torch.no_grad():

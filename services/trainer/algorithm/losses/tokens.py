@@ -20,7 +20,8 @@ LOGPROB_FLOOR = -1e4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """The N >= 1 trained tokens of a forward pass. Sequences are whole: a token's siblings are all here.
+    """The N >= 1 trained tokens of a forward pass. Segments of a session may lie in several passes, unless
+    the algorithm needs whole sequences.
 
     With gradient: `logprobs_N`, `values_N`, and `entropies_N` where there is an entropy bonus. The rest are
     constants. Tensors have one dtype and device, `sequence_N` is int64 in [0, S).

@@ -85,6 +85,7 @@ def total_metrics(parts: Sequence[LossTerms]) -> MicroBatchMetrics:
     """Join the terms of tiles; the only point where the host waits for the device."""
     if not parts:
         return MicroBatchMetrics()
+    # In float64: float32 counts exactly up to 2^24 only, and sums of squares lose their digits.
     tiles = torch.stack([torch.stack([value.double() for value in part.sums.values()]) for part in parts])
     totals = zip(parts[0].sums, tiles.sum(0).tolist(), tiles.amax(0).tolist(), strict=True)
     values = {name: largest if name.endswith("_max") else total for name, total, largest in totals}
@@ -140,6 +141,7 @@ def _value_metrics(sums: MicroBatchMetrics, tokens: int) -> dict[str, float]:
     error = sums.value_square_error_sum / tokens
     return {
         "value/loss": sums.value_loss_sum / tokens,
+        # The variance is a difference of two large numbers: what is smaller than this is rounding.
         "value/explained_variance": 1.0 - error / variance if variance > 1e-12 else 0.0,
         "value/return_mean": sums.return_sum / tokens,
     }

@@ -47,6 +47,7 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.model = model
         options: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": _precision(dtype)}
+        # Layers before the root, which takes what no layer has.
         sharded = [fully_shard(block, **options) for block in layers_of(model)]
         # Also the root's: between two passes only shards exist, which updates and checkpoints work on.
         fully_shard(self, reshard_after_forward=True, **options)
@@ -125,6 +126,7 @@ class ShardedScorer(TokenScorer):
 
 def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     """Make the model, shard it, and read this rank's shard of its weights."""
+    # Before `prepare_torch`: `trainer.num_threads`, where it is set, has the last word.
     take_share(ranks.device, config.trainer.num_ranks)
     prepare_torch(config.trainer)
     ranks.lay_out(config.trainer.shard_ranks)
@@ -166,6 +168,7 @@ class RankPolicy(TransformersPolicy):
         if self._pretrained is not None:
             give_storage(root, self._ranks.device)
             self._pretrained.fill(self._adapters.base() if self._adapters else model_tensors(model))
+            # Else a slow disk would use up the time limit of the next collective call on the GPU.
             self._ranks.meet()
         self._remember(root)
         return ShardedScorer(root, model, self._dtype, routers)
@@ -188,6 +191,7 @@ class RankPolicy(TransformersPolicy):
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """This rank's share; the metrics are those of all shares."""
         shares = split_samples(batch.samples, self._ranks.size)
+        # Each rank plans for all: so they agree on the number of passes without a word.
         plans = [self._plan([batch.samples[i] for i in share]) for share in shares]
         plan = plans[self._ranks.rank]
         own = MicroBatch(tuple(batch.samples[i] for i in shares[self._ranks.rank]))
@@ -210,6 +214,7 @@ class RankPolicy(TransformersPolicy):
         scores = self._scorer.score(
             NOTHING, self._temperature, keep_hidden=head is not None and head.reads_policy
         )
+        # Times 0 and not left out: the backward pass has to reach every layer in which others sum.
         nothing = 0.0 * scores.logprobs_N.sum()
         if head is not None:
             nothing = nothing + 0.0 * head(NOTHING, scores.hidden_NH).sum()
@@ -228,6 +233,7 @@ class RankPolicy(TransformersPolicy):
 
     def zero(self) -> None:
         """Discard accumulated gradients, also those that are not summed yet."""
+        # Gradients that are not summed are not in `.grad`, where `zero_grad` would find them.
         self._sum_held()
         super().zero()
 
@@ -301,6 +307,7 @@ def split_samples(samples: Sequence[Sample], size: int) -> list[list[int]]:
     """Indices of each rank's samples: longest first, each to the rank with the fewest tokens so far."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
+    # Ties by key: each rank computes the shares of all by itself, and has to find the same.
     for i in sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, samples[i].key)):
         least = loads.index(min(loads))
         shares[least].append(i)

@@ -102,8 +102,10 @@ class RankWatch:
 
     def _lose(self, reason: str, code: int = EXIT_CODE) -> None:
         with self._lock:
+            # The first loss is the cause: ranks that it takes along are not named.
             if self._is_over.is_set() or self._lost.is_set():
                 return
+            # A rank that was killed has a negative code, which no process can exit with.
             self._reason, self._exit_code = reason, code if code > 0 else EXIT_CODE
             self._lost.set()
         log.error("a rank of the trainer is lost", reason=reason)
@@ -111,6 +113,7 @@ class RankWatch:
             process.kill()
         if not self._is_over.wait(GRACE_S):
             print(f"tidemill trainer: {reason}", file=sys.stderr, flush=True)
+            # The main thread waits in a call that never returns, and would not see an exception.
             os._exit(self._exit_code)
 
 
@@ -130,6 +133,7 @@ class Heartbeats:
         """Count once; returns which rank has not counted for too long, as a sentence; empty where none."""
         self._store.add(_key(self._rank), 1)
         for other, (before, since) in self._seen.items():
+            # Adding 0 reads it: `get` would wait for a number that is not there yet.
             number = self._store.add(_key(other), 0)
             if number != before:
                 self._seen[other] = number, self._clock()

@@ -111,6 +111,7 @@ class Ranks:
             lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
             sizes = [int(length) for length in lengths]
+            # `all_gather` takes tensors of one size: shorter ones are padded, and cut again below.
             own = torch.zeros(max(sizes), dtype=torch.uint8)
             own[: len(payload)] = _tensor_of(payload)
             parts = [torch.empty_like(own) for _ in sizes]
@@ -120,6 +121,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group; rank 0 waits for those that it started."""
+        # First: the others end now too, and that is no loss.
         self._watch.stop()
         dist.destroy_process_group()
         self._watch.join()
@@ -142,6 +144,7 @@ def _timeout(device: torch.device) -> timedelta | None:
 
 
 def _tensor_of(payload: bytes) -> Tensor:
+    # A copy that may be written: torch warns of memory that is read-only.
     return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
 
 
@@ -161,6 +164,7 @@ def join_ranks(
                 "Lower trainer.num_ranks, or start fewer processes"
             )
         device = torch.device("cuda", local)
+        # Before the group is made: NCCL, and all that names no device, takes this one.
         torch.cuda.set_device(device)
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     watch = RankWatch(started)
@@ -214,5 +218,6 @@ def lead_ranks(config: TrainerConfig) -> Ranks | None:
 
 def _free_port() -> int:
     with socket.socket() as probe:
+        # Another process may take it before the store does: the start fails then, and can be tried again.
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -35,11 +35,13 @@ class ShardedPolicy:
         self._own, self._ranks = own, ranks
 
     def __getattr__(self, name: str) -> Any:
+        # Whatever looks for an optional method (`copy`, say) must not start a call of all ranks.
         if name not in Policy.__dict__:
             raise AttributeError(name)
         return partial(self._call, name)
 
     def _call(self, name: str, *args: Any) -> Any:
+        # Before the own part, in which this rank waits for the others.
         self._ranks.broadcast(encode_call(name, args))
         return getattr(self._own, name)(*args)
 
@@ -50,6 +52,7 @@ class ShardedPolicy:
         yield from self._own.named_parameters_for_export()
 
     def coefficients(self) -> Coefficients:
+        # No call of all ranks: it is asked for outside of the policy's thread, beside whatever that does.
         return self._own.coefficients()
 
     def state(self) -> PolicyState:
