@@ -222,6 +222,7 @@ class GpuGate:
             is_over = time.monotonic() - opened >= self._turn_s
             if (is_idle or is_over) and self._lock.is_wanted():
                 break
+        # Before the wait: nobody new comes in while those inside end.
         self._is_open = False
         async with self._changed:
             await self._changed.wait_for(lambda: self._stands_still or self._num_users == 0)

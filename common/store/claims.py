@@ -223,6 +223,7 @@ async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) ->
             if not is_patient or (isinstance(error, UnreadableError) and pause_s > LAST_PAUSE_S):
                 return with_fault(message, str(error))
             log.warning("waiting for the store of large trajectories", error=str(error))
+        # All readers have lost the store at once, and must not come back at once.
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

@@ -399,7 +399,7 @@ class Consumer(Generic[M]):
             unanswered = [self._hold(*found) for found in await self._read_unanswered(count)]
             # Redis counts them as delivered once more, and nobody has begun them.
             await self.unpark([found for found in unanswered if isinstance(found, Delivery)])
-            # At once: the others leave a lease for it after an outage, and no more (`Takeover.be_patient`).
+            # At once: after an outage the others wait little more than a lease (`Takeover.be_patient`).
             await self.renew()
             # As many as were asked for: there may be more.
             if len(unanswered) >= count:

@@ -31,6 +31,7 @@ async def serve(context: ServiceContext) -> None:
     bounds = json.dumps([config.model_dump(mode="json") for config in configs])
     command = run_own(Program.SANDBOX_QUEUE, context.keys.run_id, bounds)
     children = ChildMetrics()
+    # In place: the endpoint that serves the metrics has this very list.
     context.collectors[:] = [children]
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | children.environment)
     context.activity.enter(WORKING)
@@ -40,6 +41,7 @@ async def serve(context: ServiceContext) -> None:
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
+            # A job that is killed after that is queued once more by the reward worker that waits for it.
             await asyncio.wait({ended}, timeout=max(config.total_s for config in configs) + GRACE_S)
         elif not context.stopping.is_set():
             raise TidemillError(f"RQ's worker ended with {process.returncode}; see its output above")

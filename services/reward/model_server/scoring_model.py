@@ -113,6 +113,7 @@ class ScoringModel:
         self._model.to("cpu")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            # Or torch keeps the memory for itself, and no other process can have it.
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
