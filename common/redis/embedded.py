@@ -28,6 +28,8 @@ SERVED = (
 OUTPUT_LIMIT = ("normal", "1gb", "256mb", "60")
 MAX_CLIENTS_BYTES = 1 << 30
 """As in infra/redis/redis.conf: answers that nobody reads must not take the machine's memory."""
+SERVER_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "TMPDIR", "TZ", "LANG")
+"""What the server gets of ours: other programs of this user can read its variables."""
 REWRITE_MIN_SIZE = "512mb"
 """Streams are written and trimmed all the time: at 64 MB Redis would copy its memory every few seconds."""
 
@@ -87,7 +89,12 @@ class EmbeddedRedis:
         # The server inherits the lock, and holds it until it has written its data, also when we are gone.
         with locked(self.data_dir / "server.lock", SERVED.format(self.data_dir)) as lock:
             self._process = subprocess.Popen(
-                command, start_new_session=True, stdin=subprocess.DEVNULL, pass_fds=(lock,)
+                command,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(lock,),
+                # Other processes of this user can read its variables.
+                env={name: os.environ[name] for name in SERVER_VARIABLES if name in os.environ},
             )
         try:
             self._wait_until_ready(log_path)

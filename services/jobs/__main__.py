@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 
+from tidemill.common.process.children import hide_memory
 from tidemill.common.wire.keys import Keys
 from tidemill.services.jobs.known_jobs import run_functions, serve_queue
 
@@ -18,6 +19,7 @@ BEAT_S = 5
 
 def main(run_id: str, *options: str) -> int:
     """Work until SIGTERM; with `--burst`, until the queue is empty."""
+    hide_memory()  # it has the password of Redis
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     keys, functions = Keys(run_id), run_functions(run_id)

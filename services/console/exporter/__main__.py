@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tidemill.common.errors import TidemillError
+from tidemill.common.process.children import hide_memory
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import METRICS_HOST_VARIABLE
 from tidemill.common.telemetry.logs import configure_logs
@@ -29,6 +30,7 @@ def main(
     The address of Redis comes from TIDEMILL_REDIS_URL (and _USERNAME, _PASSWORD, _CA). It serves on 127.0.0.1
     unless TIDEMILL_METRICS_HOST says otherwise, and waits for the run to appear.
     """
+    hide_memory()  # it has the password of Redis
     configure_logs("exporter", "exporter")
     try:
         from tidemill.services.console.exporter.exporter import Exporter

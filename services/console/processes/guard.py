@@ -37,6 +37,8 @@ class Guard:
             stdin=subprocess.PIPE,
             # Else it would hold the console's output open, and a pipe behind that would see no end.
             stdout=subprocess.DEVNULL,
+            # Other processes of this user can read its variables.
+            env={},
             text=True,
             start_new_session=True,
         )

@@ -18,6 +18,7 @@ from tidemill.common.process.programs import JobFunction
 from tidemill.common.wire.keys import Keys
 from tidemill.services.jobs.known_jobs import Functions, is_run
 from tidemill.services.jobs.sandbox.jail import SandboxError, run_program
+from tidemill.services.jobs.sandbox.memory_group import memory_group
 from tidemill.services.jobs.sandbox.programs import Case, TestsError, make_cases
 
 RESULT_TTL_S = 3600
@@ -94,15 +95,17 @@ def run_cases(cases: Sequence[Case], config: SandboxConfig) -> list[dict[str, An
     """
     deadline = time.monotonic() + config.total_s
     results: list[dict[str, Any]] = []
-    for case in cases:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            results.append(LATE)
-            continue
-        try:
-            results.append(run_program(case.source, case.stdin, config, min(config.time_s, left_s)))
-        except SandboxError as error:
-            raise SandboxError(f"no jail can be set up here: {error}. {REMEDY}") from None
+    with memory_group((config.memory_mb + config.file_mb) << 20) as group:
+        for case in cases:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                results.append(LATE)
+                continue
+            try:
+                time_s = min(config.time_s, left_s)
+                results.append(run_program(case.source, case.stdin, config, time_s, group))
+            except SandboxError as error:
+                raise SandboxError(f"no jail can be set up here: {error}. {REMEDY}") from None
     return results
 
 

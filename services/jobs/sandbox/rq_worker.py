@@ -12,6 +12,7 @@ import sys
 from pydantic import TypeAdapter
 
 from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.process.children import hide_memory
 from tidemill.common.wire.keys import Keys
 from tidemill.services.jobs.known_jobs import serve_queue
 from tidemill.services.jobs.sandbox.job import functions_of
@@ -28,6 +29,7 @@ def main(run_id: str, configs: str) -> int:
         # SIGTERM lets RQ finish the job under way.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    hide_memory()  # it has the password of Redis, and code of models runs as the same user
     keys = Keys(run_id)
     functions = functions_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs))
     return serve_queue(

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -472,3 +474,22 @@ async def test_what_is_wrong_in_a_request_is_said_before_the_model_speaks() -> N
         with pytest.raises(openai.BadRequestError):
             await run.say([USER], stream=True, stream_options=5)
         assert not run.model.seen
+
+
+async def test_a_claimed_connection_without_the_placeholders_key_is_refused() -> None:
+    def ask(address: str, port: int, path: str, key: str, method: str) -> int:
+        host, _, served = address.removeprefix("http://").partition("/")[0].partition(":")
+        connection = http.client.HTTPConnection(host, int(served), 10, ("127.0.0.1", port))
+        connection.request(method, path, headers={"authorization": f"Bearer {key}"})
+        return connection.getresponse().status
+
+    async with opened("hi") as run:
+        root = str(run.openai.base_url).removesuffix("/").removesuffix("/v1")
+        path = root.removeprefix("http://").partition("/")[2]
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+            port, claimed = one.getsockname()[1], two.getsockname()[1]
+        assert await asyncio.to_thread(ask, root, port, "/v1/models", "x", "GET") == 404
+        claim = f"/{path}/connections/{claimed}"
+        assert await asyncio.to_thread(ask, root, 0, claim, run.session.key, "POST") == 200
+        for key in ("x", run.session.key):
+            assert await asyncio.to_thread(ask, root, claimed, "/v1/models", key, "GET") == 401

@@ -60,6 +60,25 @@ def test_a_service_is_hidden_from_other_processes_of_its_user_before_it_does_any
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems keep processes apart by other means")
+@pytest.mark.parametrize(
+    ("module", "first", "arguments"),
+    [
+        ("tidemill.services.jobs.__main__", "serve_queue", "'x'"),
+        ("tidemill.services.jobs.sandbox.rq_worker", "serve_queue", "'x', '[]'"),
+        ("tidemill.services.console.exporter.__main__", "configure_logs", "'x'"),
+    ],
+)
+def test_so_are_workers_of_jobs_and_the_exporter(module: str, first: str, arguments: str) -> None:
+    program = (
+        f"import sys; from {module.rpartition('.')[0]} import {module.rpartition('.')[2]} as module\n"
+        f"def look(*_, **__):\n    {DUMPABLE}\n    sys.exit(0)\n"
+        f"module.{first} = look\nmodule.main({arguments})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep processes apart by other means")
 @pytest.mark.parametrize(("owner", "is_dumpable"), [("1", "0\n"), (None, "1\n")])
 def test_vllms_processes_are_hidden_by_its_plugin_and_no_other_vllm(
     owner: str | None, is_dumpable: str

@@ -118,7 +118,7 @@ async def test_a_session_is_truncated_where_its_last_answer_is(answers: tuple[st
     assert (run.came_to.end, run.trajectory.finish) == (end, "stop" if end == "done" else "length")
 
 
-@pytest.mark.parametrize(("max_tokens", "finish"), [(3, "stop"), (None, "length")])
+@pytest.mark.parametrize(("max_tokens", "finish"), [(3, "stop"), (6, "length"), (None, "length")])
 async def test_a_turn_is_cut_where_a_limit_of_the_run_has_done_it(
     max_tokens: int | None, finish: str
 ) -> None:
