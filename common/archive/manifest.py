@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from tidemill.common.errors import ArchiveError
-from tidemill.common.files import write_atomically
+from tidemill.common.files import storage_errors, write_atomically
 from tidemill.common.streams.entries import START, id_before, id_order
 from tidemill.common.wire.keys import StreamName
 
@@ -184,7 +184,8 @@ def take_back_trim(folder: Path, first_id: str) -> None:
 def note_needed(folder: Path, first_id: str) -> None:
     """Remember durably that a trainer that restarts replays entries from `first_id` on."""
     if not (folder / NEEDED_FILE).exists() or first_id != _noted(folder, NEEDED_FILE):
-        folder.mkdir(parents=True, exist_ok=True)
+        with storage_errors("the archive", folder):
+            folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / NEEDED_FILE, first_id + "\n")
 
 

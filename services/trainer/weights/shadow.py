@@ -51,7 +51,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """Consecutive elements of a published tensor, which this rank holds from `start` on."""
 
     info: TensorInfo
@@ -66,7 +66,7 @@ class Part:
 class Change:
     """What changed in a chunk of a part; `values` is None where all of it is to be written."""
 
-    part: Part
+    part: ShardPart
     offset: int
     count: int
     positions: Bits | None = None
@@ -83,7 +83,7 @@ class Shadow:
     dtype: torch.dtype
     is_leader: bool = True
     max_share: float = 1.0
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ShardPart] = field(default_factory=list)
     num_changed: int = 0
     _held: dict[str, Tensor] = field(default_factory=dict)
     _digest: Digest | None = None
@@ -132,7 +132,9 @@ class Shadow:
         headers = (header_digest(info) for info in self.plan.infos if self.is_leader)
         return sum(headers, total.read())
 
-    def _compare_chunk(self, part: Part, offset: int, count: int, flat: Tensor, total: DigestSum) -> None:
+    def _compare_chunk(
+        self, part: ShardPart, offset: int, count: int, flat: Tensor, total: DigestSum
+    ) -> None:
         begin = part.first + offset
         values = self._held[part.source]
         if values.dtype not in self._buffers:
@@ -208,12 +210,12 @@ class Shadow:
             begin, end = max(low, piece.first), min(high, piece.end)
             if begin < end:
                 where = begin - piece.first, piece.source, begin - low, end - begin
-                self.parts.append(Part(piece.info, *where))
+                self.parts.append(ShardPart(piece.info, *where))
         if self.is_leader:
             infos = self.plan.converted
-            self.parts += [Part(info, 0, _own_name(info.name), 0, info.num_elements) for info in infos]
+            self.parts += [ShardPart(info, 0, _own_name(info.name), 0, info.num_elements) for info in infos]
 
-    def _bits(self, part: Part, offset: int, count: int) -> Tensor:
+    def _bits(self, part: ShardPart, offset: int, count: int) -> Tensor:
         return _as_bits(self._held[part.source][part.first + offset :][:count])
 
 
@@ -221,7 +223,7 @@ def _is_on_device(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def _chunks(part: Part, flat: Tensor) -> Iterator[tuple[int, int]]:
+def _chunks(part: ShardPart, flat: Tensor) -> Iterator[tuple[int, int]]:
     """Offset and number of elements of what is compared at once."""
     size = DEVICE_CHUNK if _is_on_device(flat) else CHUNK
     for offset in range(0, part.count, size):

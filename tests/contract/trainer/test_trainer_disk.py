@@ -162,13 +162,15 @@ class TestFullDisk:
         digests = await replayed_digests(broker, keys, context.config, SimulatedPolicy(context.config))
         assert [commit.digest for commit in commits] == digests
 
+    @pytest.mark.parametrize("crashed_after", [0, 3])
     async def test_a_trainer_that_starts_waits_for_it_wherever_it_writes(
-        self, make, broker, keys, monkeypatch
+        self, make, broker, keys, monkeypatch, crashed_after
     ):
         monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.01)
         options: dict[str, Any] = {"archives": True, "checkpoint_every": 2}
         async with answering(broker, keys):
-            await crash_after_commit(make(**options), 3)
+            if crashed_after:
+                await crash_after_commit(make(**options), crashed_after)
             context = make(**options)
             with monkeypatch.context() as patch:
                 disk = FirstRefusals(patch, context.run_dir)
