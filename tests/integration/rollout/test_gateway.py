@@ -477,19 +477,25 @@ async def test_what_is_wrong_in_a_request_is_said_before_the_model_speaks() -> N
 
 
 async def test_a_claimed_connection_without_the_placeholders_key_is_refused() -> None:
-    def ask(address: str, port: int, path: str, key: str, method: str) -> int:
-        host, _, served = address.removeprefix("http://").partition("/")[0].partition(":")
-        connection = http.client.HTTPConnection(host, int(served), 10, ("127.0.0.1", port))
-        connection.request(method, path, headers={"authorization": f"Bearer {key}"})
-        return connection.getresponse().status
+    def ask(port: int, method: str, path: str, *keys: str) -> list[int]:
+        """On one connection from this port, and the status of each answer."""
+        with contextlib.closing(
+            http.client.HTTPConnection(host, served, 10, ("127.0.0.1", port))
+        ) as connection:
+            found = []
+            for key in keys:
+                connection.request(method, path, headers={"authorization": f"Bearer {key}"})
+                answer = connection.getresponse()
+                answer.read()
+                found.append(answer.status)
+            return found
 
     async with opened("hi") as run:
-        root = str(run.openai.base_url).removesuffix("/").removesuffix("/v1")
-        path = root.removeprefix("http://").partition("/")[2]
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
-            port, claimed = one.getsockname()[1], two.getsockname()[1]
-        assert await asyncio.to_thread(ask, root, port, "/v1/models", "x", "GET") == 404
-        claim = f"/{path}/connections/{claimed}"
-        assert await asyncio.to_thread(ask, root, 0, claim, run.session.key, "POST") == 200
-        for key in ("x", run.session.key):
-            assert await asyncio.to_thread(ask, root, claimed, "/v1/models", key, "GET") == 401
+        url = run.openai.base_url
+        host, served, path = url.host, url.port or 0, url.path.removesuffix("/").removesuffix("/v1")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        claim = f"{path}/connections/{port}"
+        assert await asyncio.to_thread(ask, 0, "GET", "/v1/models", run.session.key) == [404]
+        assert await asyncio.to_thread(ask, 0, "POST", claim, run.session.key) == [200]
+        assert await asyncio.to_thread(ask, port, "GET", "/v1/models", "x", run.session.key) == [401, 401]
