@@ -288,7 +288,7 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
     async def forever() -> None:
         nonlocal longest_lag_s
         while True:
-            # Reporters add to it, so each beat begins anew.
+            # Reporters add to it, so each beat starts from empty.
             beat.counts[BLOCKING] = 0
             beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
             beat.counts["redis_ms"] = round(1000 * context.broker.round_trips.present_s, 2)

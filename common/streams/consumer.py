@@ -150,7 +150,7 @@ class Consumer(Generic[M]):
             entry = (sample.index, sample.group_size, codec.schema_of(sample), payload)
         reply = await self._settle("publish_sample", delivery, entry, out_key, progress_key)
         if reply == 1:
-            # As in Redis, where the script has begun to count deliveries anew.
+            # As in Redis, where the script has begun to count deliveries again.
             delivery.attempts = 1
         elif reply == 2:
             self.held.pop(delivery.entry_id, None)

@@ -74,7 +74,7 @@ def id_before(entry_id: str) -> str:
     milliseconds, sequence = id_order(entry_id)
     if sequence:
         return f"{milliseconds}-{sequence - 1}"
-    # The sequence has 64 bits too, and begins anew with each millisecond.
+    # The sequence has 64 bits too, and starts again with each millisecond.
     return f"{milliseconds - 1}-{2**64 - 1}" if milliseconds else START
 
 

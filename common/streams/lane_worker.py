@@ -97,7 +97,6 @@ class LaneWorker(ABC, Generic[M]):
             await self._drain()
 
     async def fetch(self, count: int) -> list[Delivery[M] | Garbled]:
-        """Up to `count` messages."""
         if self._reading:
             return await self.context.unless_stopping(self._take_whole()) or []
         # Not cancelled by a stop: what a cancelled call was given would stay pending until its lease expires.

@@ -1,6 +1,6 @@
 """The environment of `make chaos ARGS="--sessions"`: a sum, and one more try where the first answer is wrong.
 
-A server knows the sums (`sums_server.py`). Where it is away, or was started anew and knows nothing of the
+A server knows the sums (`sums_server.py`). Where it is away, or was restarted and knows nothing of the
 session, a call raises; now and then it does so by itself. That is a fault, and must end in another play of
 the session, never in a reward.
 """

@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
                 del SESSIONS[name]
             self._answer(200, answer)
         else:
-            self._answer(404, "this server does not know the session: it may have been started anew")
+            self._answer(404, "this server does not know the session: it may have been restarted")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: there are thousands."""

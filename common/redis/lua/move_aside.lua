@@ -66,7 +66,7 @@ if type(reply) == 'table' and reply.err then
       end
     end
     for _, one in ipairs(held[group[2]]) do
-      -- FORCE, as the new group has delivered nothing. Idle times go on, so no lease begins anew.
+      -- FORCE, as the new group has delivered nothing. Idle times go on, so no lease starts again.
       redis.call('XCLAIM', KEYS[1], group[2], one[2], 0, one[1],
         'IDLE', one[3], 'RETRYCOUNT', one[4], 'FORCE', 'JUSTID')
     end

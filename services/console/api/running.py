@@ -253,7 +253,6 @@ def _options(
 
 
 def _words(overrides: Overrides) -> list[str]:
-    """As `--set` takes them."""
     if not isinstance(overrides, Mapping):
         return list(overrides)
     given = cast(Mapping[str, Any], overrides)

@@ -37,8 +37,8 @@ class Guard:
             stdin=subprocess.PIPE,
             # Else it would hold the console's output open, and a pipe behind that would see no end.
             stdout=subprocess.DEVNULL,
-            # Other processes of this user can read its variables.
-            env={},
+            # Other processes of this user can read its variables. Some Pythons need this one.
+            env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
             text=True,
             start_new_session=True,
         )

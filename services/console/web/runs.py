@@ -209,7 +209,7 @@ class Catalog:
         self._open[run_id] = run  # the one that was asked for last comes last
         run.touch()
         if len(self._open) > MAX_OPEN_RUNS:
-            # Taken out before it is closed: a request that comes meanwhile opens it anew.
+            # Taken out before it is closed: a request that comes meanwhile opens it again.
             await self._open.pop(next(iter(self._open))).close()
         patience_s = run.opened_at + FIRST_LOOK_S - time.monotonic()
         with contextlib.suppress(TimeoutError):

@@ -87,7 +87,7 @@ class RewardCache:
             metrics.REWARD_CACHE.labels("shared").inc()
         else:
             call = self._calls[digest] = asyncio.create_task(self._look_or_make(digest, make))
-            # From here on what succeeded is in Redis, and what failed is tried anew.
+            # From here on what succeeded is in Redis, and what failed is tried again.
             call.add_done_callback(lambda _: self._calls.pop(digest))
         return await asyncio.shield(call)
 

@@ -124,7 +124,7 @@ class NamedReward:
         self, samples: list[RewardSample], once: Callable[[], Awaitable[list[RewardOutcome]]]
     ) -> list[RewardOutcome]:
         async def placed() -> list[RewardOutcome]:
-            # For each attempt anew: during the pause before the next one, others have the place.
+            # Again for each attempt: during the pause before the next one, others have the place.
             async with self._places[samples[0].is_evaluation]:
                 return await once()
 

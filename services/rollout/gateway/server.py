@@ -213,7 +213,6 @@ def _end_of(request: Request) -> tuple[str, int]:
 
 
 async def _body(request: Request, session: GatewaySession) -> Body:
-    """What a request brings."""
     content, num_bytes = bytearray(), 0
     async for part in request.stream():
         num_bytes += len(part)

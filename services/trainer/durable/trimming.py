@@ -96,7 +96,7 @@ class Trimmer:
             if self._below and not await self._is_aligned():
                 return 0  # the next step, or the archiver that writes just now, calls again
             for stream, wanted in list(self._below.items()):
-                # Read anew each time: the archiver is another process, and may have moved on since.
+                # Read again each time: the archiver is another process, and may have moved on since.
                 allowed = await asyncio.to_thread(self._allowed, stream)
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
                 broker, key = self.context.broker, stream.key(self.context.keys)

@@ -85,7 +85,7 @@ class MemoryClient:
             return await self._network.request([packed(command) for command in unit], is_atomic, is_blocking)
 
     def disconnect(self) -> None:
-        """The next command connects anew."""
+        """The next command connects again."""
 
     async def execute_command(self, *command: Any, is_blocking: bool = False) -> Any:
         (reply,) = await self.exchange([command], is_blocking=is_blocking)
