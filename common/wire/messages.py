@@ -349,6 +349,9 @@ class Commit(Message):
     )
     metrics: dict[str, float] = Field(default_factory=dict)
     digest: str = ""
+    samples_digest: str = Field(
+        "", max_length=16, description="of tokens and rewards trained; absent of older releases"
+    )
     started_at: float = 0.0
     finished_at: float = 0.0
 

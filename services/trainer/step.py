@@ -14,16 +14,17 @@ is 1.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
+import xxhash
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import StoppedError
-from tidemill.common.wire.messages import Commit, Outcome
+from tidemill.common.wire.messages import Commit, Outcome, TrajectoryKey
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
 from tidemill.services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
@@ -102,6 +103,7 @@ def make_commit(
 ) -> Commit:
     """The record of a step that has just updated the weights."""
     left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
+    keys = [key for mini in result.mini_batches for batch in mini.micro_batches for key in batch.keys]
     return Commit(
         step=step,
         version=step + 1,
@@ -114,9 +116,24 @@ def make_commit(
         sizes=sizes or {},
         metrics=metrics,
         digest=digest,
+        samples_digest=samples_digest(keys, {group.ticket: group.source for group in result.groups}),
         started_at=started_at,
         finished_at=time.time(),
     )
+
+
+def samples_digest(keys: Sequence[TrajectoryKey], groups: Mapping[int, PendingGroup]) -> str:
+    """Which tokens and rewards a step was trained on. xxh3-64, 16 hex digits.
+
+    After a loss of Redis the same tickets may be generated again: a replay must not take these samples for
+    those that were trained.
+    """
+    digest = xxhash.xxh3_64()
+    for ticket, index in keys:
+        group = groups[ticket]
+        value = group.scores[index].value
+        digest.update(f"{ticket} {index} {group.trajectories[index].tokens_digest} {value!r}\n".encode())
+    return digest.hexdigest()
 
 
 class StepRunner:

@@ -386,4 +386,12 @@ KNOWN = {
             Fault(5.654, "restart", "", {"for_s": 2.27, "lose": 21}),
         ),
     ),
+    "a step is replayed with samples that were generated after it": Schedule(
+        880546,
+        Setup(steps=3, groups_per_step=1, group_size=2, rewards=1),
+        (
+            Fault(3.8, "restart", "", {"for_s": 0.35, "lose": 25, "before": ["mark", "committing"]}),
+            Fault(5.9, "tear", "trainer", {"what": "checkpoint", "share": 0.645}),
+        ),
+    ),
 }

@@ -360,6 +360,12 @@ PLANTED = (
         'np.array(sample.advantage, dtype="<f8").tobytes()',
         'np.array(-np.asarray(sample.advantage), dtype="<f8").tobytes()',
     ),
+    Mutant(
+        "a restarted trainer's curriculum learns nothing from commits that it replays",
+        f"{DURABLE}/recovery.py",
+        "            self.scheduler.prompts.take_commit(commit)\n",
+        "            pass\n",
+    ),
 )
 
 FEW = (

@@ -209,4 +209,11 @@ REVERTED = (
         "        return ",
         "a lost delivery is completed under the id of another one",
     ),
+    Mutant(
+        "a replay takes whatever samples of its tickets are there",
+        f"{DURABLE}/recovery.py",
+        "commit.samples_digest != samples_digest(commit.trained_keys, groups)",
+        "False",
+        "a step is replayed with samples that were generated after it",
+    ),
 )

@@ -51,7 +51,7 @@ from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.model_loading import pick_device
 from tidemill.services.trainer.policy.policy import Policy
-from tidemill.services.trainer.step import StepRunner
+from tidemill.services.trainer.step import StepRunner, samples_digest
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +60,10 @@ PAUSE_S = 0.2
 
 class LostPayloadError(TidemillError):
     """A sample that a committed step was trained on is in the streams, and what it claims is not."""
+
+
+class OtherSamplesError(TidemillError):
+    """The streams have the groups of a committed step, with other tokens or rewards than were trained."""
 
 
 class Replayer:
@@ -204,7 +208,7 @@ class Replayer:
         try:
             # Their payloads may lie in a store that is away: it is waited for, unless the service must stop.
             groups = await self.context.unless_stopping(pending_groups(cursor, commit))
-        except MissingRecordsError as error:
+        except (MissingRecordsError, OtherSamplesError) as error:
             raise TidemillError(
                 f"step {commit.step} was committed, but {error}. Restore Redis, and the run's archive, from "
                 "their backup, or continue from a later checkpoint."
@@ -257,6 +261,7 @@ async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Pendi
     Raises:
         MissingRecordsError: it is not all there.
         LostPayloadError: a sample has lost its tokens.
+        OtherSamplesError: the tokens or rewards are not those that were trained.
     """
     found = await cursor.groups(commit.groups)
     was_left_out = {(ticket, index) for ticket, index, reason in commit.dropped if reason != GREEDY}
@@ -270,10 +275,16 @@ async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Pendi
                     "last version's weights (`tidemill export`)."
                 )
     cursor.close(commit.groups)
-    return {
+    groups = {
         ticket: PendingGroup(ticket, commit.step, group.trajectories, group.scores)
         for ticket, group in found.items()
     }
+    if commit.samples_digest and commit.samples_digest != samples_digest(commit.trained_keys, groups):
+        raise OtherSamplesError(
+            "the streams hold other samples of its groups than it was trained on: Redis has lost those, and "
+            "workers have generated the groups again"
+        )
+    return groups
 
 
 def weight_difference(policy: Policy, run_dir: Path, commit: Commit) -> dict[str, Any] | None:

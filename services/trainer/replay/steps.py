@@ -24,7 +24,12 @@ from tidemill.common.process.activity import Activity
 from tidemill.common.streams import entry_id_of
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable.checkpoint import read_checkpoint
-from tidemill.services.trainer.durable.recovery import open_cursor, pending_groups, weight_difference
+from tidemill.services.trainer.durable.recovery import (
+    OtherSamplesError,
+    open_cursor,
+    pending_groups,
+    weight_difference,
+)
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
@@ -128,7 +133,7 @@ class StepReplay:
         self._cursor.close(ticket for ticket, index, _ in commit.dropped if index < 0)
         try:
             groups = await pending_groups(self._cursor, commit)
-        except MissingRecordsError as error:
+        except (MissingRecordsError, OtherSamplesError) as error:
             raise TidemillError(
                 f"step {commit.step} cannot be trained again: {error}. Turn the archive on to keep all of a "
                 "run, or set trainer.keep_checkpoints higher: the streams are kept from the oldest "

@@ -6,7 +6,8 @@ import pytest
 
 from tests.support.models import make_samples
 from tests.support.numbered import append_numbered
-from tests.support.training import commits_of
+from tests.support.training import commits_of, make_score, pending_groups
+from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import TidemillError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Mark, MarkLostError, entry_id_of, last_id
@@ -18,7 +19,7 @@ from tidemill.services.trainer.durable.commits import (
     append_commit,
     read_commits,
 )
-from tidemill.services.trainer.groups.group_filter import PendingGroup, TrainableGroup
+from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import form_micro_batches
 from tidemill.services.trainer.step import MiniBatch, StepResult, make_commit
 
@@ -97,9 +98,13 @@ async def test_a_commit_is_not_appended_where_the_one_before_is_missing(broker: 
 
 def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
     samples = make_samples(6)  # tickets 0 (four samples) and 1 (two)
+    sources = pending_groups(
+        [make_trajectory(*sample.key) for sample in samples],
+        [make_score(*sample.key, 1.0) for sample in samples],
+    )
     groups = [
-        TrainableGroup(PendingGroup(1, 4, {}, {}), samples[4:], [1.0, 0.0], left_out=[(2, "failed_score")]),
-        TrainableGroup(PendingGroup(0, 4, {}, {}), samples[:4], [1.0, 0.0, 0.0, 1.0]),
+        TrainableGroup(sources[1], samples[4:], [1.0, 0.0], left_out=[(2, "failed_score")]),
+        TrainableGroup(sources[0], samples[:4], [1.0, 0.0, 0.0, 1.0]),
     ]
     batches = form_micro_batches(samples, 40)
     result = StepResult(groups, [MiniBatch(batches[:1]), MiniBatch(batches[1:])])

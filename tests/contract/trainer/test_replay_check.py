@@ -1,13 +1,19 @@
 """A replay that does not give the committed weights is told of, with how far they are apart."""
 
 import shutil
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from tests.support.training import answering
-from tests.support.whole_trainer import crash_after_commit, run
+from tests.support.training import answering, commits_of, make_score
+from tests.support.trajectories import make_trajectory
+from tests.support.whole_trainer import SIZE, crash_after_commit, run
+from tidemill.common.errors import TidemillError
+from tidemill.common.streams import read_raw
+from tidemill.common.wire import codec
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
@@ -76,3 +82,24 @@ async def test_a_checkpoint_of_a_replay_that_differs_is_one_of_its_own_weights(m
         elsewhere()
         await lines_of_a_replay(make, broker, keys)
     assert CheckpointStore(make().run_dir, keep=2).versions() == [4]
+
+
+@pytest.mark.parametrize("change", ["tokens", "reward"])
+async def test_a_step_is_not_replayed_with_other_samples_than_it_was_trained_on(make, broker, keys, change):
+    """Redis has lost them, and workers have generated and scored the group again."""
+    async with answering(broker, keys):
+        await crash_after_commit(make(steps=4, checkpoint_every=100), 2)
+    ticket, index = (await commits_of(broker, keys))[2].trained_keys[0]
+    prompt = np.arange(9, dtype=np.int32)
+    key, other = {
+        "tokens": (keys.trajectories(), make_trajectory(ticket, index, group_size=SIZE, prompt_ids=prompt)),
+        "reward": (keys.scores(), make_score(ticket, index, 7.0)),
+    }[change]
+    entries = await read_raw(broker, key)
+    await broker.execute("DEL", key)
+    for entry_id, fields in entries:
+        message = codec.decode(fields, type(other))
+        kept = fields if message.key != other.key else codec.encode(other)
+        await broker.execute("XADD", key, entry_id, *chain.from_iterable(kept.items()))
+    with pytest.raises(TidemillError, match="step 2 was committed, but the streams hold other samples"):
+        await run(make(steps=4, checkpoint_every=100))
