@@ -1,11 +1,11 @@
-"""What a dying machine does to files: they end in the middle, or are empty."""
+"""What a dying machine does to files: they end in the middle, are empty, or have one bit changed."""
 
 import os
 from pathlib import Path
 
 
 def tear(run_dir: Path, what: str, share: float) -> bool:
-    """Cut the newest file of its kind to a share of its bytes; False where there is none.
+    """Cut the newest file of its kind to a share of its bytes, or change a bit there; False if there is none.
 
     `checkpoint` and `weights` are a file of the newest version, `metrics` all of metrics.jsonl.
     """
@@ -13,7 +13,10 @@ def tear(run_dir: Path, what: str, share: float) -> bool:
         return _cut(run_dir / "metrics.jsonl", 0.0)
     versions = sorted((run_dir / {"checkpoint": "checkpoints", "weights": "weights"}[what]).glob("v*"))
     files = sorted(path for path in versions[-1].iterdir() if path.is_file()) if versions else []
-    return _cut(files[int(share * 97) % len(files)], share) if files else False
+    if not files:
+        return False
+    damage = _flip if int(share * 1000) % 3 == 0 else _cut
+    return damage(files[int(share * 97) % len(files)], share)
 
 
 def newest(run_dir: Path) -> str:
@@ -26,4 +29,13 @@ def _cut(path: Path, share: float) -> bool:
     if not path.is_file():
         return False
     os.truncate(path, int(path.stat().st_size * share))
+    return True
+
+
+def _flip(path: Path, share: float) -> bool:
+    content = bytearray(path.read_bytes())
+    if not content:
+        return False
+    content[int(len(content) * share)] ^= 1 << int(share * 7)
+    path.write_bytes(content)
     return True

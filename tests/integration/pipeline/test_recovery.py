@@ -16,6 +16,8 @@ from tests.support.training import (
     replayed_digests,
 )
 from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.run.state import FINISHED, read_state
 from tidemill.common.streams import group_status
 from tidemill.common.wire.messages import Trajectory
@@ -122,3 +124,19 @@ async def _is_all_generated(run: ServiceRun, count: int) -> bool:
 
 async def _num_scores(run: ServiceRun, threshold: int) -> bool:
     return int(await run.broker.execute("XLEN", run.keys.scores())) >= threshold
+
+
+async def test_a_second_trainer_with_a_folder_of_its_own_is_refused_and_the_first_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with ServiceRun(tmp_path, simulated_config(tmp_path)) as run:
+        run.start("trainer")
+        await wait_until(lambda: read_heartbeats(run.broker, run.keys))
+        run.variables["trainer"] = {"TIDEMILL_RUNS_DIR": str(tmp_path / "elsewhere")}
+        run.start("trainer", "second")
+        assert await run.wait("second") == ConfigError.exit_code
+        assert "has a trainer already" in run.log_of("second")
+        run.start("rollout")
+        run.start("reward")
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
+        await assert_nothing_lost(run.broker, run.keys, 16)
