@@ -20,6 +20,7 @@ from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import EnvironmentFaultError, LeaseLostError
 from tidemill.common.redis.broker import Broker
+from tidemill.common.store import ClaimStore
 from tidemill.common.streams import group_status
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import DeadLetter, Lane, Trajectory, fault_of
@@ -43,6 +44,19 @@ class TestOneWorker:
             assert sample.ground_truth == ticket.ground_truth
         assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
         assert await broker.execute("EXISTS", keys.progress(0)) == 0
+
+    async def test_a_sample_that_the_claim_store_does_not_take_goes_through_the_stream(
+        self, make, broker, keys, tmp_path
+    ):
+        (tmp_path / "run").write_text("a file where the run's folder should be")
+        broker.claims = ClaimStore(tmp_path / "run", 1)
+        await issue(broker, keys)
+        async with make() as worker:
+            await worker.generator.generate(await worker.fetch())
+        samples = await samples_of(broker, keys)
+        assert [sample.claim for sample in samples] == [None] * SIZE and all(
+            len(sample.completion_ids) for sample in samples
+        )
 
     async def test_a_baseline_is_generated_greedily_and_says_so(self, make, broker, keys):
         await issue(broker, keys)
