@@ -362,7 +362,7 @@ async def trim_before(
     broker: Broker, key: str, entry_id: str, mark: Mark | None = None, held: Sequence[str] = ()
 ) -> int:
     """Remove entries below `entry_id`; returns how many. `held`: of tickets, the group whose workers may hold
-    some of them, and what the keys of their progress begin with; both go with them.
+    some of them, and what the keys of their progress have around the number; both go with them.
 
     Raises:
         MarkLostError: the server has not got the `mark`; nothing was removed.

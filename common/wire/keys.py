@@ -122,10 +122,10 @@ class Keys:
         """Hash of a group in flight: published indices, and the version at which it started."""
         return self._key(f"{GROUP}{ticket}", lane)
 
-    @property
-    def progress_prefix(self) -> str:
-        """What `progress` begins with; the number of a ticket follows."""
-        return self._key(GROUP)
+    def progress_around(self, lane: Lane = Lane.TRAIN) -> tuple[str, str]:
+        """What stands before and after the number of a ticket in `progress`."""
+        before, after = self._key(f"{GROUP}#", lane).rsplit("#", 1)
+        return before, after
 
     def results(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
         """Hash: what rewards said of the samples of a group scored as a whole, until all are there."""

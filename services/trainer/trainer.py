@@ -127,6 +127,8 @@ class Trainer:
             state = self._state() | {"status": FINISHED}
             if await finish_state(self.context.broker, self.context.keys, last, **state):
                 return
+            # Behind a commit that Redis has lost, an entry of somebody else's would keep it from coming back.
+            await self.reconciler.remove_unexpected()
 
     async def _resume(self) -> None:
         """Announce the version that the run is at; finish what a crash cut off before that."""

@@ -86,6 +86,11 @@ def allowed_s(schedule: Schedule, undisturbed_s: float) -> float:
     lasting_s = sum(float(fault.how.get("for_s", 0.0)) for fault in schedule.faults)
     hanging_s = sum(ANSWER_TIMEOUT_S for fault in schedule.faults if "hang" in fault.how)
     # What strangers write may look like work; what it stood for is given up after so long.
-    waiting_s = sum(REISSUE_AFTER_S for fault in schedule.faults if fault.kind in ("foreign", "empty"))
-    leases_s = LEASE_S * (LEASES_A_RUN + LEASES_A_FAULT * len(schedule.faults))
-    return undisturbed_s + lasting_s + hanging_s + waiting_s + leases_s
+    waited_for = {"foreign", "empty"}
+    if len(schedule.faults) > 1:
+        waited_for.add("damage")  # a trainer that starts again does not know what could not be read
+    waiting_s = sum(REISSUE_AFTER_S for fault in schedule.faults if fault.kind in waited_for)
+    # A sample that takes longer than a lease costs more when it is made again, and which ones fail is chance.
+    sample_s = schedule.setup.sample_s * (2 if schedule.setup.sessions else 1)
+    made_again_s = max(LEASE_S, sample_s) * (LEASES_A_RUN + LEASES_A_FAULT * len(schedule.faults))
+    return undisturbed_s + lasting_s + hanging_s + waiting_s + made_again_s

@@ -394,4 +394,40 @@ KNOWN = {
             Fault(5.9, "tear", "trainer", {"what": "checkpoint", "share": 0.645}),
         ),
     ),
+    "a stranger hides that the last commit is lost": Schedule(
+        9067,
+        Setup(
+            steps=4,
+            groups_per_step=1,
+            group_size=4,
+            max_staleness=0,
+            rollouts=1,
+            rewards=1,
+            shares_lines=True,
+        ),
+        (
+            Fault(1.7, "foreign", "trajectories", {"what": "old"}),
+            Fault(8.8, "unreliable", "", {"for_s": 2.2, "share": 0.38}),
+            Fault(10.5, "restart", "", {"for_s": 1.88, "lose": 23, "before": ["XADD", "prompts"]}),
+            Fault(13.4, "foreign", "commits", {"what": "copied"}),
+        ),
+    ),
+    "an evaluation is trimmed while a worker holds a ticket of it": Schedule(
+        5449,
+        Setup(
+            steps=4,
+            group_size=4,
+            max_staleness=3,
+            batch_order="as_ready",
+            evaluation=True,
+            rollouts=3,
+            rewards=1,
+            reward_slots=2,
+            shares_lines=True,
+        ),
+        (
+            Fault(1.0, "kill", "rollout-1"),
+            Fault(7.5, "restart", "", {"for_s": 0.28, "lose_commits": 2}),
+        ),
+    ),
 }

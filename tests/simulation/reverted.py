@@ -216,4 +216,18 @@ REVERTED = (
         "False",
         "a step is replayed with samples that were generated after it",
     ),
+    Mutant(
+        "a run is finished where the commits end anywhere behind the last one",
+        f"{LUA}/finish.lua",
+        "info[i + 1] ~= ARGV[1]",
+        "tonumber(string.match(info[i + 1], '^%d+')) < tonumber(string.match(ARGV[1], '^%d+'))",
+        "a stranger hides that the last commit is lost",
+    ),
+    Mutant(
+        "tickets of an evaluation leave their progress when they are trimmed",
+        f"{DURABLE}/trimming.py",
+        "        for lane in Lane:\n            if stream.key",
+        "        for lane in (Lane.TRAIN,):\n            if stream.key",
+        "an evaluation is trimmed while a worker holds a ticket of it",
+    ),
 )

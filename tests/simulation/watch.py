@@ -182,9 +182,9 @@ class Watch:
             # An outage since then may have lost what it acknowledged before it left.
             has_left = holder.code == 0 and not holder.disturbed_at and holder.started_at >= outage_until
             # So may it have lost what the taker itself has acknowledged: that is pending for it again.
-            is_own = holder is taker and outage_until > taker.started_at
+            is_own = holder is taker and self.world.cluster.num_servers > 1
             is_in_contact = is_fine and now - self.in_contact_since(holder) > CONTACT_S
-            if has_left or is_back or (is_in_contact and not is_own):
+            if has_left or ((is_back or is_in_contact) and not is_own):
                 name = self.world.keys.name_of(key.decode())
                 self.broken.append(
                     f"lease: {taker.name} took {name} {entry_id.decode()} from {holder.name}, "

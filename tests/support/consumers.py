@@ -11,6 +11,7 @@ from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
+    Lane,
     SamplingParams,
     Score,
     ScoreStatus,
@@ -29,8 +30,9 @@ def make_consumer(
     return Consumer(broker, *name_of_key, lease_s=lease_s, dead_key=keys.dead, **more)
 
 
-def make_rollout(broker: Broker, keys: Keys, name: str = "a") -> Consumer[Ticket]:
-    return Consumer(broker, keys.prompts(), ROLLOUT_GROUP, name, Ticket, lease_s=LEASE_S, dead_key=keys.dead)
+def make_rollout(broker: Broker, keys: Keys, name: str = "a", lane: Lane = Lane.TRAIN) -> Consumer[Ticket]:
+    prompts = keys.prompts(lane)
+    return Consumer(broker, prompts, ROLLOUT_GROUP, name, Ticket, lease_s=LEASE_S, dead_key=keys.dead)
 
 
 def make_ticket(number: int = 0, group_size: int = 4) -> Ticket:

@@ -5,7 +5,7 @@
 -- it was settled. Nobody can settle it again, as nobody holds it.
 -- Atomic against a failover between the look at the mark and the trim, and between the trim and the note of it.
 -- KEYS: stream, hash.  ARGV: id, field of the hash, mark, field for how far the stream is trimmed; of tickets also the
--- workers' group, and what keys of progress begin with before the ticket's number, which is one less than its id.
+-- workers' group, and what stands before and after the ticket's number, one less than its id, in keys of progress.
 -- Returns how many were removed, or -1 without the mark.
 if redis.call('HGET', KEYS[2], ARGV[2]) ~= ARGV[3] then
   return -1
@@ -28,7 +28,7 @@ if ARGV[5] then
     for _, held in ipairs(rows) do
       redis.call('XACK', KEYS[1], ARGV[5], held[1])
       -- `tostring` writes large numbers with an exponent, which no key has.
-      redis.call('DEL', ARGV[6] .. string.format('%.0f', number(held[1], '^(%d+)') - 1))
+      redis.call('DEL', ARGV[6] .. string.format('%.0f', number(held[1], '^(%d+)') - 1) .. ARGV[7])
     end
   until #rows == 0
 end

@@ -103,9 +103,8 @@ class Trimmer:
                 # Before the trim: what has left Redis and the archive lacks is a hole that a restart names.
                 if allowed is not None and first != START:
                     await on_disk(self.context, note_trim, stream_folder(self.context.run_dir, stream), first)
-                tickets = (ROLLOUT_GROUP, self.context.keys.progress_prefix)
                 try:
-                    held = tickets if stream is StreamName.PROMPTS else ()
+                    held = self._held(stream)
                     removed += await trim_before(broker, key, first, mark, held)
                 except MarkLostError:
                     # Another server since the mark: it may have given all these ids to other entries.
@@ -117,6 +116,13 @@ class Trimmer:
         if removed:
             log.debug("streams trimmed", entries=removed)
         return removed
+
+    def _held(self, stream: StreamName) -> tuple[str, ...]:
+        """Of tickets, what `trim_before` needs to take them from workers that hold them."""
+        for lane in Lane:
+            if stream.key(self.context.keys) == self.context.keys.prompts(lane):
+                return ROLLOUT_GROUP, *self.context.keys.progress_around(lane)
+        return ()
 
     async def _trim_archived(self) -> None:
         """As the archiver gets on, which may be long after the checkpoint that asked for it."""

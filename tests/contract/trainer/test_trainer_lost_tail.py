@@ -158,13 +158,17 @@ async def test_an_evaluation_gets_the_announcement_back_that_its_workers_wait_fo
         await serving
 
 
-async def test_a_run_is_over_only_where_redis_has_its_last_commit(make, broker, keys, monkeypatch):
-    """Another server may take over between the last commit and the word that the run is finished."""
+@pytest.mark.parametrize("is_hidden", [False, True])
+async def test_a_run_is_over_only_where_redis_has_its_last_commit(make, broker, keys, monkeypatch, is_hidden):
+    """Another server may take over between the last commit and the word that the run is finished. An entry of
+    somebody else's may stand where the commits end now."""
     finish, lost = trainer_module.finish_state, []
 
     async def lose_and_finish(*arguments: Any, **state: Any) -> bool:
         if not lost:
             lost.append(await lose_tail(broker, keys.commits, entry_id_of(3)))
+            if is_hidden:
+                await broker.execute("XADD", keys.commits, "*", "hello", "world")
         return await finish(*arguments, **state)
 
     monkeypatch.setattr(trainer_module, "finish_state", lose_and_finish)

@@ -37,7 +37,7 @@ SCRIPTS: dict[str, tuple[list[str], list[str], list[int]]] = {
         ["group", "holder", "1-0", "0", "0", "3", "x"],
         [3, 4, 5],
     ),
-    "trim": (["stream", "state"], ["200-0", "mark", "marked", "trimmed", "group", "progress:"], [0]),
+    "trim": (["stream", "state"], ["200-0", "mark", "marked", "trimmed", "group", "progress:", ""], [0]),
 }
 """Scripts with a loop whose length is not that of ARGV: keys, arguments, and which of those are numbers."""
 

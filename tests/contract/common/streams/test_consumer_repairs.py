@@ -23,7 +23,7 @@ from tidemill.common.errors import LeaseLostError
 from tidemill.common.streams import Delivery, Entry, Garbled
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
-from tidemill.common.wire.messages import DeadLetter
+from tidemill.common.wire.messages import DeadLetter, Lane
 
 
 async def test_an_entry_that_cannot_be_decoded_is_dead_lettered_with_its_bytes(broker, keys):
@@ -58,25 +58,24 @@ async def test_a_garbled_entry_of_a_dead_consumer_is_dead_lettered_by_the_next_o
     assert await streams.length(broker, keys.dead) == 1
 
 
-async def test_a_ticket_that_is_trimmed_while_it_is_held_leaves_no_progress(broker, keys):
+@pytest.mark.parametrize("lane", Lane)
+async def test_a_ticket_that_is_trimmed_while_it_is_held_leaves_no_progress(broker, keys, lane):
     """Two tickets are held; the first goes, and its holder publishes nothing more."""
-    await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
-    tickets = [(number, make_ticket(number)) for number in range(2)]
-    await append_numbered(broker, keys.prompts(), tickets)
-    consumer = make_rollout(broker, keys)
+    prompts, first, second = keys.prompts(lane), keys.progress(0, lane), keys.progress(1, lane)
+    await streams.ensure_group(broker, prompts, ROLLOUT_GROUP)
+    await append_numbered(broker, prompts, [(number, make_ticket(number)) for number in range(2)])
+    consumer = make_rollout(broker, keys, lane=lane)
     held = [found for found in await consumer.fetch(2, 0) if isinstance(found, Delivery)]
-    for number, delivery in enumerate(held):
-        await consumer.start_group(delivery, keys.progress(number), 0)
+    for progress, delivery in zip((first, second), held, strict=True):
+        await consumer.start_group(delivery, progress, 0)
     mark = streams.Mark(keys.state, "trimming", b"m")
     await broker.execute("HSET", mark.key, mark.field, mark.value)
-    of_tickets = (ROLLOUT_GROUP, keys.progress_prefix)
-    assert await streams.trim_before(broker, keys.prompts(), held[1].entry_id, mark, of_tickets) == 1
-    assert await broker.execute("EXISTS", keys.progress(0)) == 0
-    assert await broker.execute("EXISTS", keys.progress(1)) == 1
-    left = await streams.pending_ids(broker, keys.prompts(), ROLLOUT_GROUP, "-", "+", 10)
-    assert left == [held[1].entry_id]
+    of_tickets = (ROLLOUT_GROUP, *keys.progress_around(lane))
+    assert await streams.trim_before(broker, prompts, held[1].entry_id, mark, of_tickets) == 1
+    assert [await broker.execute("EXISTS", progress) for progress in (first, second)] == [0, 1]
+    assert await streams.pending_ids(broker, prompts, ROLLOUT_GROUP, "-", "+", 10) == [held[1].entry_id]
     with pytest.raises(LeaseLostError):
-        await consumer.publish_sample(held[0], keys.trajectories(), keys.progress(0), make_trajectory(0))
+        await consumer.publish_sample(held[0], keys.trajectories(lane), first, make_trajectory(0))
 
 
 async def test_entries_trimmed_while_they_were_held_do_not_stay_pending(broker, keys):
