@@ -1,6 +1,6 @@
 """docs/config.md: every field of a config, a line each."""
 
-from tidemill.services.console.check.fields import FieldFacts, SectionFacts, read_sections
+from tidemill.services.console.check.explain import FieldFacts, SectionFacts, read_sections
 
 HEADING = "# Config reference"
 PREAMBLE = f"""{HEADING}

@@ -3,23 +3,179 @@
 The result is written under a key of the run before RQ hears that the job is done, so a worker that dies in
 between costs nothing but a second run. What the code does is a result; what the sandbox fails to do is an
 error, which the reward service tries again and never takes for a zero.
+
+A program passes by what it writes, never by its exit code alone: code that ends early, with `sys.exit(0)` for
+instance, must not pass. Outputs and results are judged outside the jail; statements run in another process
+than the code (`statements.py`), which sees neither them nor the proof that they came to their end.
 """
 
 import json
+import math
+import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import validate_call
 from rq import get_current_job
 
 from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.errors import RewardError
 from tidemill.common.process.programs import JobFunction
 from tidemill.common.wire.keys import Keys
 from tidemill.services.jobs.known_jobs import Functions, is_run
 from tidemill.services.jobs.sandbox.jail import SandboxError, run_program
 from tidemill.services.jobs.sandbox.memory_group import memory_group
-from tidemill.services.jobs.sandbox.programs import Case, TestsError, make_cases
+
+TOLERANCE = 1e-6
+CALL = """
+import json as _json, sys as _sys
+_arguments = [_json.loads(line) for line in _sys.stdin.read().splitlines() if line.strip()]
+_scope = {{"__name__": "__solution__"}}
+exec(compile({code!r}, "solution.py", "exec"), _scope)
+_holder = _scope["Solution"]() if "Solution" in _scope and {name!r} not in _scope else None
+_function = getattr(_holder, {name!r}) if _holder is not None else _scope[{name!r}]
+_sys.stdout.write("\\n{proof}" + _json.dumps(_function(*_arguments), default=list))
+"""
+STATEMENTS = Path(__file__).with_name("statements.py").read_text(encoding="utf-8")
+
+
+class TestsError(RewardError):
+    """The ground truth holds no tests that can be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test: the program, its input, and what its output must be."""
+
+    source: str
+    stdin: str
+    expected: str
+    proof: str = ""
+    is_call: bool = False
+
+    def passed(self, result: dict[str, Any]) -> bool:
+        if result["outcome"] != "done" or result.get("code") != 0:
+            return False
+        if not self.proof:
+            return _is_same_text(result["stdout"], self.expected)
+        _, marker, rest = result["stdout"].rpartition(self.proof)
+        if not marker:
+            return False
+        return _is_same_value(rest, self.expected) if self.is_call else not rest.strip()
+
+
+def make_cases(code: str, tests: Any, max_cases: int) -> list[Case]:
+    """The programs that test `code`; see `SandboxConfig` for the forms of `tests`.
+
+    Raises:
+        TestsError: there are none.
+    """
+    tests = _decoded(tests)
+    if isinstance(tests, list):
+        tests = {"assert_case": tests}
+    if isinstance(tests, str) and tests.strip():
+        tests = {"test": tests}
+    if not isinstance(tests, dict):
+        raise TestsError(
+            f"the ground truth is {str(tests)[:80]!r}; expected a map with tests, see the README"
+        )
+    if tests.get("assert_case"):
+        return [_assertion(code, str(test)) for test in tests["assert_case"][:max_cases]]
+    if tests.get("test"):
+        call = f"\ncheck({tests['entry_point']})" if tests.get("entry_point") else ""
+        return [_assertion(code, f"{tests['test']}{call}")]
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if (
+        not isinstance(inputs, list)
+        or not isinstance(outputs, list)
+        or len(inputs) != len(outputs)
+        or not inputs
+    ):
+        raise TestsError(
+            f"the ground truth has {', '.join(map(str, list(tests)[:6])) or 'nothing'}; expected inputs and "
+            "outputs of one length, assert_case, or test"
+        )
+    pairs: Sequence[tuple[Any, Any]] = list(zip(inputs, outputs, strict=True))[:max_cases]
+    if name := tests.get("fn_name"):
+        return [_call(code, str(name), given, expected) for given, expected in pairs]
+    return [Case(code, _as_text(given), _as_text(expected)) for given, expected in pairs]
+
+
+def _decoded(tests: Any) -> Any:
+    """JSON in text, as datasets keep it; text that is no JSON stays what it is."""
+    if isinstance(tests, str):
+        try:
+            return json.loads(tests)
+        except ValueError:
+            return tests
+    return tests
+
+
+def _assertion(code: str, test: str) -> Case:
+    proof = secrets.token_hex(16)
+    stdin = json.dumps({"proof": proof, "code": code, "test": test})
+    return Case(STATEMENTS, stdin, "", proof=proof)
+
+
+def _call(code: str, name: str, given: Any, expected: Any) -> Case:
+    proof = secrets.token_hex(16)
+    stdin = given if isinstance(given, str) else "\n".join(json.dumps(value) for value in given)
+    source = CALL.format(code=code, name=name, proof=proof)
+    wanted = expected if isinstance(expected, str) else json.dumps(expected)
+    return Case(source, stdin, wanted, proof=proof, is_call=True)
+
+
+def _as_text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _is_same_text(got: str, expected: str) -> bool:
+    """Equal lines, blanks at ends aside; else equal words, where numbers may differ by rounding."""
+    lines, wanted = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (got, expected))
+    if lines == wanted:
+        return True
+    words, wanted_words = got.split(), expected.split()
+    return len(words) == len(wanted_words) and all(map(_is_same_word, words, wanted_words))
+
+
+def _is_same_word(got: str, expected: str) -> bool:
+    if got == expected:
+        return True
+    try:
+        return _is_close(float(got), float(expected))
+    except ValueError:
+        return False
+
+
+def _is_same_value(got: str, expected: str) -> bool:
+    """Equal JSON. Datasets often wrap the one result into a list, which is accepted."""
+    try:
+        value, wanted = json.loads(got), json.loads(expected)
+    except (ValueError, RecursionError):  # the second where code returns lists in lists without an end
+        return got.strip() == expected.strip()
+    return _equal(value, wanted) or (
+        isinstance(wanted, list) and len(wanted) == 1 and _equal(value, wanted[0])
+    )
+
+
+def _equal(value: Any, wanted: Any) -> bool:
+    if isinstance(value, float) or isinstance(wanted, float):
+        both = isinstance(value, (int, float)) and isinstance(wanted, (int, float))
+        return both and _is_close(value, wanted)
+    if isinstance(value, list) and isinstance(wanted, list):
+        return len(value) == len(wanted) and all(map(_equal, value, wanted))
+    return bool(value == wanted)
+
+
+def _is_close(value: float, wanted: float) -> bool:
+    try:
+        return math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:  # a whole number beyond all floats
+        return value == wanted
+
 
 RESULT_TTL_S = 3600
 MAX_SHOWN_CHARS = 500

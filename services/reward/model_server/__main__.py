@@ -20,7 +20,7 @@ def main() -> int:
             raise ConfigError(problem)
         check_model(options)
         template = template_of(options)
-        from tidemill.services.reward.model_server.server import run_server
+        from tidemill.services.reward.model_server.app import run_server
 
         return run_server(options, template)
     except TidemillError as error:

@@ -2,32 +2,48 @@
 /v1/completions and /tokenize.
 
 A request is answered in full or refused with a reason: a full queue is 429 with Retry-After, what can never
-work is 400.
+work is 400. After SIGTERM no new request is taken, what was accepted is finished within `--drain-s`, and the
+exit code is 0. The process also ends when computing stops for a reason nobody expected, so that whoever
+supervises it notices.
 """
 
 import asyncio
 import contextlib
 import math
+import signal
+import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import structlog
+import torch
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidemill.common.errors import TidemillError
-from tidemill.common.process.gpu_sharing import GpuGate
-from tidemill.common.process.http_server import is_this_machine
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, lock_files
+from tidemill.common.process.http_server import (
+    BACKLOG,
+    ServerInService,
+    is_this_machine,
+    listen,
+    server_config,
+)
+from tidemill.common.process.programs import run_main
 from tidemill.common.run.replicas import LANE_HEADER
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
-from tidemill.services.reward.model_server.batcher import Batcher
+from tidemill.services.reward.model_server.batcher import Batcher, BatchLimits
+from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.requests import (
     InputError,
     Inputs,
@@ -38,7 +54,77 @@ from tidemill.services.reward.model_server.requests import (
     completion,
 )
 from tidemill.services.reward.model_server.scoring_model import ScoringModel, activate
-from tidemill.services.reward.remote.tokens import MODEL_TOKEN_VARIABLE, is_shown
+from tidemill.services.reward.remote.tokens import MODEL_TOKEN_VARIABLE, is_shown, model_token
+
+log = structlog.get_logger(__name__)
+
+
+def run_server(options: ServerOptions, template: str | None) -> int:
+    """Load the model and serve it; returns the exit code.
+
+    Raises:
+        ConfigError: model or port cannot be used.
+    """
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    try:
+        listener = listen(options.host, options.port)  # before the model loads: a port in use is said at once
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror}. Give another --port, or 0."
+        ) from None
+    with listener:
+        model = ScoringModel(
+            options.model,
+            head=options.head,
+            dtype=options.dtype,
+            device=options.device,
+            is_offloaded=options.share_device,
+            max_model_len=options.max_model_len,
+        )
+        inputs = Inputs(options.model, model.vocab_size, model.max_model_len, template)
+        return run_main(_serve(options, model, inputs, listener))
+
+
+async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, listener: socket.socket) -> int:
+    limits = BatchLimits(options.max_batch_tokens, options.max_batch_rows, options.max_padding)
+    batcher = Batcher(model, limits, flush_s=options.flush_ms / 1e3, max_queued_rows=options.max_queued_rows)
+    gate = None
+    if options.share_device:
+        gate = GpuGate(
+            GpuLock(lock_files()),
+            wake=lambda: batcher.alone(model.restore),
+            sleep=lambda: batcher.alone(model.offload),
+            turn_s=options.turn_s,
+        )
+    app = ScoringApp(options.served_model_name or options.model, model, inputs, batcher, gate)
+    server = ServerInService(  # there is more to end than HTTP
+        server_config(
+            Starlette(routes=list(app.routes()), middleware=[Middleware(TokenGate, model_token())]),
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=max(1, round(options.drain_s)),
+        )
+    )
+    running = [batcher.start()] + ([gate.start()] if gate else [])
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.handle_exit, number, None)
+    host, port = listener.getsockname()[:2]
+    log.info(
+        "serving", model=options.model, kind=model.kind, device=str(model.device), url=f"http://{host}:{port}"
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await asyncio.wait({serving, *running}, return_when=asyncio.FIRST_COMPLETED)
+    died = [repr(task.exception()) for task in running if task.done()]
+    if died:
+        log.error("computing stopped", error=died[0])
+        server.should_exit = server.force_exit = True
+    await serving  # which has finished what it accepted
+    await batcher.close()
+    if gate is not None:
+        await gate.close()
+    return 1 if died else 0
+
 
 URGENT = -1
 DOES = {

@@ -3,8 +3,13 @@
 One attempt: fill in the template, ask within the run's limits, read a number from the words. Words without a
 number are a failed attempt, and what the judge quotes of the completion is no verdict of the judge's. The
 words are kept in the score's detail, and tokens are counted whatever came of them, because they are paid for.
+Words are never 0 by default.
 """
 
+import contextlib
+import json
+import math
+import re
 import secrets
 import time
 from typing import Any
@@ -13,18 +18,205 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidemill.common.config import NamedRewardConfig, ServersConfig
-from tidemill.common.config.reward_kinds import JudgeConfig
+from tidemill.common.config.reward_kinds import SCORE, JudgeConfig, VerdictConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.codec import sendable
 from tidemill.services.reward.functions.pool import Execution
-from tidemill.services.reward.functions.request import Request
-from tidemill.services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, Reward, RewardOutcome
+from tidemill.services.reward.functions.request import Callee, Request
+from tidemill.services.reward.functions.reward_function import import_function
+from tidemill.services.reward.outcome import (
+    MAX_DETAIL_CHARS,
+    AttemptError,
+    Reward,
+    RewardOutcome,
+    interpret,
+    users_own,
+)
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN
+from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind, RemoteFault
 from tidemill.services.reward.remote.servers import usage_of
 from tidemill.services.reward.remote.templates import SampleTemplate
-from tidemill.services.reward.remote.verdict import NONCE, Verdict, unread
 from tidemill.services.reward.sample import ChatMessages, RewardSample, lines_of
+
+SHOWN_CHARS = 200
+# What is no plain number is matched too, without a group, so that no part of it is tried again.
+_NUMBER = r"[-+]?(?:\d++(?:,\d++)*+(?:\.\d++)?+|\.\d++)(?:[eE][-+]?\d++)?+%?+"
+NUMBER = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w%]|\.\d)|{_NUMBER})")
+
+OBJECT_START = re.compile(r'\{(?=\s*["}])')
+MAX_BROKEN = 100
+"""Each may have been read to the end of the text."""
+LAST_WORD = re.compile(r"(?<!\S)\S+\Z")
+CUT = ", and the answer was cut off (max_tokens)"
+
+FUNCTION_FIELD = "judge.verdict.function"
+NONCE = "{nonce}"
+"""In a regex or field: the word that the template showed the judge, which no completion can know."""
+
+
+class Verdict(Callee):
+    """Reads the verdicts of one judge; where anything of the user's runs, in a scoring process: a regex or a
+    function may take for ever. A request has the words, the nonce and `is_cut` beside the judged sample.
+
+    Raises:
+        ConfigError: `function` cannot be loaded.
+    """
+
+    is_async = False
+
+    def __init__(self, name: str, config: VerdictConfig) -> None:
+        self.name, self._config = name, config
+        self.is_cheap = not (config.regex or config.function)
+        self._function = import_function(config.function, FUNCTION_FIELD) if config.function else None
+
+    def spec(self) -> dict[str, Any]:
+        config = self._config.model_dump_json()
+        return {"maker": f"{__name__}:load_verdict", "reference": self.name, "config": config}
+
+    async def call(self, request: Request) -> list[RewardOutcome]:
+        return [self.read(completion=request.samples[0].trajectory.text, **request.given)]
+
+    def read(self, words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
+        """The verdict; its value is None where the function that reads it says so.
+
+        Args:
+            words: What the judge said.
+            completion: What it judged: the words may quote it.
+            nonce: The word that stands for `{nonce}` in a regex or field.
+            is_cut: Whether the judge was stopped by `max_tokens`: what touches the end may be a part of more.
+
+        Raises:
+            RemoteFault: there is none.
+        """
+        if self._function is None:
+            outcome = RewardOutcome(self._value(words, completion, nonce, is_cut))
+        else:
+            try:
+                with users_own():
+                    outcome = interpret(self._function(words))
+            except AttemptError as error:
+                raise _none(words, str(error)) from error
+        if outcome.value is not None and self._config.range is not None:
+            low, high = self._config.range
+            if not low <= outcome.value <= high:
+                raise _none(words, f"{outcome.value:g} is outside the range from {low:g} to {high:g}")
+            if self._config.to_unit:
+                outcome.value = (outcome.value - low) / (high - low)
+        return outcome
+
+    def _value(self, words: str, completion: str, nonce: str, is_cut: bool) -> float:
+        config = self._config
+        is_all = not config.regex and not config.json_field
+        if config.regex:
+            found: Any = _matched(config.regex.replace(NONCE, nonce), words, completion, is_cut)
+        elif config.json_field:
+            found = _field(config.json_field.replace(NONCE, nonce), words, completion)
+        else:
+            found = LAST_WORD.sub("", words) if is_cut else words
+        value = _chosen(config.choices, found, is_all) if config.choices else _number(found, is_all)
+        if value is None or not math.isfinite(value):
+            wanted = f"one of {', '.join(config.choices)}" if config.choices else "one finite number"
+            cut = CUT if is_cut else ""
+            raise _none(words, f"where {wanted} should be stands {str(found)[:SHOWN_CHARS]!r}{cut}")
+        return value
+
+
+def load_verdict(reference: str, config: str) -> Verdict:
+    return Verdict(reference, VerdictConfig.model_validate_json(config))
+
+
+def unread(words: str, error: AttemptError) -> RemoteFault:
+    """The fault where reading a verdict in another process came to `error`."""
+    if error.kind == FaultKind.NO_VERDICT:
+        return RemoteFault(FaultKind.NO_VERDICT, str(error))
+    return _none(words, f"reading it: {error}")
+
+
+def _matched(regex: str, words: str, completion: str, is_cut: bool) -> str:
+    pattern = re.compile(regex)
+    group: int | str = SCORE if SCORE in pattern.groupindex else min(1, pattern.groups)
+    found = list(pattern.finditer(words))
+    if found and is_cut and found[-1].end() == len(words):
+        raise _none(words, f"the last match of {regex!r} touches the end{CUT}")
+    matches = [(match[0], match[group] or "") for match in found]
+    if not matches:
+        raise _none(words, f"nothing matches {regex!r}{CUT if is_cut else ''}")
+    return str(_own(matches, words, completion))
+
+
+def _own(found: list[tuple[str, Any]], words: str, completion: str) -> Any:
+    """The judge's conclusion: the last of its own, for it thinks first and concludes last.
+
+    What stands in the completion as well, word for word, may be a quotation, by which a completion could
+    give itself a verdict. Where there is nothing else, all of them must agree.
+    """
+    own = [value for text, value in found if text.strip() not in completion]
+    if own:
+        return own[-1]
+    values = [value for _, value in found]
+    if any(value != values[0] for value in values):
+        raise _none(words, "several verdicts stand there, all of which stand in the completion as well")
+    return values[0]
+
+
+def _field(path: str, words: str, completion: str) -> Any:
+    objects = []
+    for text, tree in _objects(words):
+        with contextlib.suppress(LookupError, TypeError):  # it has no such field
+            value: Any = tree
+            for part in path.split("."):
+                value = value[part]
+            objects.append((text, value))
+    if not objects:
+        raise _none(words, f"there is no JSON object with the field {path!r}")
+    return _own(objects, words, completion)
+
+
+def _objects(words: str) -> list[tuple[str, Any]]:
+    """The JSON objects in the text, whatever is around them: how they are spelled, and what they are."""
+    decoder, found, position, num_broken = json.JSONDecoder(), [], 0, 0
+    while start := OBJECT_START.search(words, position):
+        try:
+            tree, position = decoder.raw_decode(words, start.start())
+            found.append((words[start.start() : position], tree))
+        except (ValueError, RecursionError):
+            position, num_broken = start.end(), num_broken + 1
+        if num_broken > MAX_BROKEN:
+            raise _none(words, f"more than {MAX_BROKEN} JSON objects in it are broken")
+    return found
+
+
+def _chosen(choices: dict[str, float], found: Any, is_all: bool) -> float | None:
+    """The value of the choice; of a whole text, the only one that stands in it as a word."""
+    folded = {label.strip().casefold(): value for label, value in choices.items()}
+    text = str(found).strip().casefold()
+    if text in folded or not is_all:
+        return folded.get(text)
+    values = {
+        value for label, value in folded.items() if re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text)
+    }
+    return values.pop() if len(values) == 1 else None
+
+
+def _number(found: Any, is_all: bool) -> float | None:
+    """The number; of a whole text, the only one that stands in it."""
+    if isinstance(found, int | float):
+        return float(found)
+    if not isinstance(found, str):
+        return None
+    numbers = {_parsed(match[1]) for match in NUMBER.finditer(found) if match[1]}
+    is_plain = NUMBER.fullmatch(found.strip()) is not None
+    return numbers.pop() if len(numbers) == 1 and (is_all or is_plain) else None
+
+
+def _parsed(text: str) -> float:
+    number = float(text.rstrip("%").replace(",", ""))
+    return number / 100 if text.endswith("%") else number
+
+
+def _none(words: str, reason: str) -> RemoteFault:
+    return RemoteFault(FaultKind.NO_VERDICT, f"no verdict: {reason}; the judge said {words[-SHOWN_CHARS:]!r}")
+
 
 NONCE_BYTES = 4
 REGEX_PROCESSES = 2

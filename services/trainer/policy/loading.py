@@ -7,7 +7,7 @@ import structlog
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from tidemill.services.trainer.policy.memory.passes import with_fitting_passes
+from tidemill.services.trainer.policy.memory.fit import with_fitting_passes
 from tidemill.services.trainer.policy.model_loading import pick_device
 from tidemill.services.trainer.policy.policy import Policy
 

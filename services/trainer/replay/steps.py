@@ -33,7 +33,7 @@ from tidemill.services.trainer.durable.recovery import (
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
-from tidemill.services.trainer.policy.memory.passes import PASSES_FILE
+from tidemill.services.trainer.policy.memory.fit import PASSES_FILE
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepResult, StepRunner
 

@@ -24,8 +24,7 @@ from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, 
 from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.rewards.groups import PostProcessing
 from tidemill.services.reward.sample import RewardSample
-from tidemill.services.reward.worker import RewardLane, Scorer, serve
-from tidemill.services.reward.worker_metrics import WorkerMetrics
+from tidemill.services.reward.worker import RewardLane, Scorer, WorkerMetrics, serve
 
 
 class GatedReward(Reward):

@@ -12,8 +12,7 @@ import pytest
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.services.jobs.sandbox.jail import SandboxError
-from tidemill.services.jobs.sandbox.job import probe, run_cases, run_tests
-from tidemill.services.jobs.sandbox.programs import make_cases
+from tidemill.services.jobs.sandbox.job import make_cases, probe, run_cases, run_tests
 
 LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 HASTY = LIMITS.model_copy(update={"time_s": 1.5})

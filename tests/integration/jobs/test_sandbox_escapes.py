@@ -14,9 +14,8 @@ from tests.support.preloaded import REPO
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.services.jobs.sandbox import jail
 from tidemill.services.jobs.sandbox.jail import SandboxError
-from tidemill.services.jobs.sandbox.job import probe, run_cases
+from tidemill.services.jobs.sandbox.job import make_cases, probe, run_cases
 from tidemill.services.jobs.sandbox.memory_group import memory_group
-from tidemill.services.jobs.sandbox.programs import make_cases
 
 LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 CALL = """
@@ -185,7 +184,7 @@ for _ in range(3000):
 MOUNTED = """
 import ctypes, sys
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox.programs import Case
+from tidemill.services.jobs.sandbox.job import Case
 from tidemill.services.jobs.sandbox.job import run_cases
 libc, folder = ctypes.CDLL(None), sys.argv[1]
 libc.unshare(0x20000)  # this process's mounts are its own from here on

@@ -79,9 +79,9 @@ async def test_ranks_die_with_rank_0(leader: "subprocess.Popen[str]") -> None:
 
 ON_TWO_HOSTS = """
 import threading
-from tidemill.services.trainer.policy.fsdp import rank_watch, ranks
+from tidemill.services.trainer.policy.fsdp import ranks
 
-rank_watch.BEAT_S, rank_watch.SILENT_S, rank_watch.GRACE_S = 0.1, 2.0, 0.1
+ranks.BEAT_S, ranks.SILENT_S, ranks.GRACE_S = 0.1, 2.0, 0.1
 joined = ranks.join_ranks()
 print("met", flush=True)
 threading.Event().wait()

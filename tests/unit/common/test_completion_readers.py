@@ -16,7 +16,7 @@ from tidemill.common.wire.messages import PromptFields
 from tidemill.services.console.web import texts
 from tidemill.services.reward.builtin import exact_match, gsm8k, math_equivalence
 from tidemill.services.reward.remote.faults import RemoteFault
-from tidemill.services.reward.remote.verdict import Verdict
+from tidemill.services.reward.remote.judge import Verdict
 from tidemill.services.reward.rewards.sandbox import extract_code
 from tidemill.services.rollout.gateway.dialogue import identity
 from tidemill.services.rollout.sessions.calls import MAX_DEPTH, find_calls, read_call

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.check.fields import print_fields, read_sections
+from tidemill.services.console.check.explain import print_fields, read_sections
 
 
 def printed(wanted: str) -> str:

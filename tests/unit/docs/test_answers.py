@@ -12,7 +12,7 @@ import yaml
 from infra.docs.pages import FENCE, REPO
 from tidemill.common.config import RunConfig
 from tidemill.common.config.diagnostics import CHECKS
-from tidemill.services.console.check.fields import read_sections
+from tidemill.services.console.check.explain import read_sections
 
 PAGES = [REPO / "docs" / f"{name}.md" for name in ("troubleshooting", "operations/sizing", "metrics")]
 LEAST_OWN = 14

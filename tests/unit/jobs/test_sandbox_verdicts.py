@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.services.jobs.sandbox.programs import make_cases
+from tidemill.services.jobs.sandbox.job import make_cases
 
 
 def passed(expected: Any, written: str) -> bool:

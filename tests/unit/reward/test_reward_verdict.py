@@ -19,8 +19,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.services.reward.check import check, readings
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
-from tidemill.services.reward.remote.judge import JudgePrompt
-from tidemill.services.reward.remote.verdict import Verdict
+from tidemill.services.reward.remote.judge import JudgePrompt, Verdict
 from tidemill.services.reward.sample import RewardSample
 
 

@@ -7,7 +7,8 @@ result is that of one rank up to rounding. Guarantee: all ranks make the same co
 order: they agree on the number of forward passes, and a rank with fewer adds passes of weight zero.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import Scores, TileScores, TokenScorer
-from tidemill.services.trainer.policy.fsdp.host_share import take_share
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.head import Scaling
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
@@ -38,6 +38,34 @@ from tidemill.services.trainer.policy.transformers_policy import TransformersPol
 from tidemill.services.trainer.weights.peers import Peers, pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.store import model_tensors
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def take_share(device: torch.device, num_ranks: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Bind this thread, and those that it starts, to the cores beside the GPU, so that page-locked memory is
+    there too; and set torch's number of threads, unless OMP_NUM_THREADS has."""
+    # Before it is narrowed below: a rank's share is one of the host, not of a NUMA node.
+    cores = os.sched_getaffinity(0)
+    if "OMP_NUM_THREADS" not in environment:
+        local = int(environment.get("LOCAL_WORLD_SIZE", num_ranks))
+        torch.set_num_threads(max(1, len(cores) // local))
+    if device.type == "cuda":
+        found: Any = torch.cuda.get_device_properties(device)
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        # Of a container's cores, none may be beside the GPU: nothing is bound then.
+        if beside := cores_beside(address) & cores:
+            os.sched_setaffinity(0, beside)
+
+
+def cores_beside(address: str, devices: Path = PCI_DEVICES) -> set[int]:
+    """Those of the GPU's NUMA node; none where the system does not tell."""
+    try:
+        listed = (devices / address / "local_cpulist").read_text(encoding="ascii").strip()
+    except OSError:
+        return set()
+    spans = [span.partition("-") for span in listed.split(",") if span]
+    return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
 
 
 class ShardedModel(nn.Module):

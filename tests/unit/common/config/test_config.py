@@ -15,7 +15,7 @@ from tidemill.common.config import OptimizerConfig, RunConfig, load_config, pars
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
-from tidemill.services.console.check.idle import idle_settings
+from tidemill.services.console.check.preflight import idle_settings
 
 SECTIONS = sorted((ROOT / "examples" / "rewards").glob("*.yaml"))
 """Examples of the `reward` section alone."""

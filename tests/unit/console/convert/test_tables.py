@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.services.console.__main__ import main
-from tidemill.services.console.check.fields import read_sections
+from tidemill.services.console.check.explain import read_sections
 from tidemill.services.console.convert.table import FILES, OptionRow, OptionTable, names_elsewhere, table_of
 
 TABLES = [table_of(project) for project in FILES]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.models import run_config
-from tidemill.services.trainer.policy.fsdp import host_share
-from tidemill.services.trainer.policy.fsdp.host_share import cores_beside, take_share
+from tidemill.services.trainer.policy.fsdp import rank_policy
+from tidemill.services.trainer.policy.fsdp.rank_policy import cores_beside, take_share
 from tidemill.services.trainer.policy.model_loading import prepare_torch
 
 
@@ -44,7 +44,7 @@ def test_the_cores_beside_a_gpu_are_those_that_the_system_tells(tmp_path):
 @pytest.mark.parametrize(("beside", "bound"), [({4, 5, 40}, [{4, 5}]), (set(), [])])
 def test_a_rank_is_bound_to_those_of_them_that_it_may_use(beside, bound, threads, monkeypatch):
     addresses: list[str] = []
-    monkeypatch.setattr(host_share, "cores_beside", lambda address: addresses.append(address) or beside)
+    monkeypatch.setattr(rank_policy, "cores_beside", lambda address: addresses.append(address) or beside)
     gpu = type("Gpu", (), {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     taken: list[set[int]] = []

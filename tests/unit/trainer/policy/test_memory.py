@@ -15,7 +15,7 @@ from tests.support.architectures import make_config, make_model
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy import loading, transformers_policy
-from tidemill.services.trainer.policy.memory import passes
+from tidemill.services.trainer.policy.memory import fit
 from tidemill.services.trainer.policy.memory.estimate import (
     GIB,
     engine_take,
@@ -326,29 +326,29 @@ def test_a_request_is_answered_from_config_json_alone():
 def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, tmp_path):
     config = config_of()
     assert (config.trainer.tile_tokens, config.trainer.recomputes_layers) == (16384, False)
-    monkeypatch.setattr(passes, "pick_device", lambda _: torch.device("cpu"))
-    assert passes.with_fitting_passes(config) is config
-    monkeypatch.setattr(passes, "pick_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(passes, "read_model", lambda _: model_of(1e6))
+    monkeypatch.setattr(fit, "pick_device", lambda _: torch.device("cpu"))
+    assert fit.with_fitting_passes(config) is config
+    monkeypatch.setattr(fit, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(fit, "read_model", lambda _: model_of(1e6))
     memory = SimpleNamespace(total_memory=12 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
-    trainer = passes.with_fitting_passes(config).trainer
+    trainer = fit.with_fitting_passes(config).trainer
     expected = choose_passes(config, model_of(1e6), 12 * GIB, usable(12 * GIB))
     assert (trainer.micro_batch_tokens, trainer.gradient_checkpointing) == expected[:2]
     assert expected[1], "4 GB a thousand tokens do not fit without"
-    assert passes.with_fitting_passes(config, tmp_path).trainer == trainer
+    assert fit.with_fitting_passes(config, tmp_path).trainer == trainer
     memory.total_memory = 200 * GIB
-    larger = passes.with_fitting_passes(config).trainer
+    larger = fit.with_fitting_passes(config).trainer
     assert (larger.micro_batch_tokens, larger.gradient_checkpointing) == (16384, False)
-    resumed = passes.with_fitting_passes(config, tmp_path).trainer
+    resumed = fit.with_fitting_passes(config, tmp_path).trainer
     assert resumed.micro_batch_tokens == trainer.micro_batch_tokens, "a run keeps those of its start"
     assert not resumed.gradient_checkpointing
     memory.total_memory = 12 * GIB
     shared = config_of(trainer_gpus="shared", vllm={"gpu_memory_utilization": 0.5})
-    beside = passes.with_fitting_passes(shared).trainer
+    beside = fit.with_fitting_passes(shared).trainer
     assert beside.micro_batch_tokens < trainer.micro_batch_tokens, "who is on the GPU is told by the config"
     explicit = config_of({"micro_batch_tokens": 99, "gradient_checkpointing": False})
-    assert passes.with_fitting_passes(explicit) is explicit
+    assert fit.with_fitting_passes(explicit) is explicit
 
 
 @pytest.mark.parametrize(("dtype", "num_warnings"), [("float32", 1), ("bfloat16", 0)])

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tidemill.services.trainer.policy.fsdp import rank_watch
-from tidemill.services.trainer.policy.fsdp.rank_watch import SILENT_S, Heartbeats, RankWatch
+from tidemill.services.trainer.policy.fsdp import ranks
+from tidemill.services.trainer.policy.fsdp.ranks import SILENT_S, Heartbeats, RankWatch
 
 
 @dataclass
@@ -62,14 +62,14 @@ def test_a_count_that_does_not_come_back_is_noticed(clock: Clock) -> None:
 def test_a_store_that_is_gone_means_that_rank_0_is_unless_the_run_is_over(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_watch, "BEAT_S", 0.001)
+    monkeypatch.setattr(ranks, "BEAT_S", 0.001)
     watch, store = RankWatch(), Store()
     watch.follow(Heartbeats(store, 1, 2, clock))
     store.is_gone = True
     watch._lost.wait(60)
     watch.stop()
     assert "rank 0" in watch.loss()[0]
-    monkeypatch.setattr(rank_watch, "BEAT_S", 60)  # the next one comes after the end
+    monkeypatch.setattr(ranks, "BEAT_S", 60)  # the next one comes after the end
     watch = RankWatch()
     watch.follow(Heartbeats(store, 1, 2, clock))
     watch.stop()

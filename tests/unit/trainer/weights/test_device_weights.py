@@ -12,8 +12,8 @@ import torch
 from tests.support.models import make_policy
 from tests.support.waits import Waits
 from tidemill.common.weights import digest
-from tidemill.services.trainer.weights import host_copies, shadow
-from tidemill.services.trainer.weights.host_copies import HostCopies
+from tidemill.services.trainer.weights import shadow
+from tidemill.services.trainer.weights.shadow import HostCopies
 
 
 @pytest.mark.parametrize("share", [0.02, 0.9])
@@ -60,8 +60,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     cuda = SimpleNamespace(Stream=Stream, stream=on, current_stream=lambda _: None)
     empty = lambda *sizes, pin_memory=False, **options: torch.empty(*sizes, **options)  # noqa: E731
-    monkeypatch.setattr(host_copies, "torch", SimpleNamespace(cuda=cuda, empty=empty, uint8=torch.uint8))
-    monkeypatch.setattr(host_copies, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(shadow, "torch", SimpleNamespace(cuda=cuda, empty=empty, uint8=torch.uint8))
+    monkeypatch.setattr(shadow, "_is_on_gpu", lambda _: True)
     return found
 
 
