@@ -64,7 +64,7 @@ KNOWN = {
         ),
     ),
     "a sleeper wakes up after two failovers": Schedule(
-        1089,
+        293058,
         Setup(steps=3, group_size=8, checkpoint_every=1, keep_checkpoints=1, trim=False, rewards=1),
         (
             Fault(0.442, "kill", "rollout-0", {"step": "applied", "count": 4}),
@@ -76,25 +76,33 @@ KNOWN = {
         ),
     ),
     "a torn checkpoint is none that is kept": Schedule(
-        1,
+        989181,
         Setup(steps=6, checkpoint_every=1),
         (
-            Fault(6.924, "tear", "trainer", {"what": "checkpoint", "share": 0.382}),
-            Fault(9.031, "tear", "trainer", {"what": "checkpoint", "share": 0.5}),
+            Fault(7.38, "tear", "trainer", {"what": "checkpoint", "share": 0.382}),
+            Fault(9.487, "tear", "trainer", {"what": "checkpoint", "share": 0.5}),
         ),
     ),
     "a stranger among the weights": Schedule(
-        1, Setup(), (Fault(3.0, "foreign", "weights", {"what": "garbage"}),)
+        1,
+        Setup(),
+        (Fault(3.0, "foreign", "weights", {"what": "garbage"}),),
     ),
     "a stranger among the commits": Schedule(
-        1, Setup(), (Fault(3.0, "foreign", "commits", {"what": "garbage"}),)
+        1,
+        Setup(),
+        (Fault(3.0, "foreign", "commits", {"what": "garbage"}),),
     ),
     "tickets are lost while they are issued": Schedule(
         843,
         Setup(group_size=2, checkpoint_every=4),
         (Fault(5.2, "restart", "", {"for_s": 1.0, "lose": 64, "before": ["XADD", "prompts"]}),),
     ),
-    "Redis is emptied": Schedule(1, Setup(checkpoint_every=1), (Fault(4.0, "empty", "", {"flush": True}),)),
+    "Redis is emptied": Schedule(
+        1,
+        Setup(checkpoint_every=1),
+        (Fault(4.0, "empty", "", {"flush": True}),),
+    ),
     "Redis is emptied, and everybody dies": Schedule(
         1,
         Setup(checkpoint_every=1),
@@ -222,14 +230,14 @@ KNOWN = {
         ),
     ),
     "Redis is emptied while it is looked for strays": Schedule(
-        6201,
+        100684,
         Setup(steps=6, group_size=2, checkpoint_every=1, evaluation=True, rollouts=3, rewards=1),
         (
             Fault(1.607, "tear", "trainer", {"what": "checkpoint", "share": 0.712}),
             Fault(1.978, "tear", "trainer", {"what": "weights", "share": 0.893}),
             Fault(2.194, "unreliable", "", {"for_s": 2.4, "share": 0.33}),
             Fault(2.604, "slow", "", {"for_s": 5.3, "slow_s": 0.65}),
-            Fault(6.051, "host_clock", "trainer", {"by_s": 38.111}),
+            Fault(5.027, "host_clock", "trainer", {"by_s": 38.111}),
             Fault(6.505, "empty", "", {"flush": True}),
         ),
     ),
@@ -296,11 +304,11 @@ KNOWN = {
             rewards=1,
         ),
         (
-            Fault(1.969, "failover", "", {"for_s": 2.54, "lose_commits": 2, "clock_s": -20.8}),
-            Fault(2.905, "freeze", "rollout-1", {"for_s": 6.718}),
-            Fault(8.013, "kill", "trainer", {"step": "file", "count": 3}),
-            Fault(10.906, "restart", "", {"for_s": 3.692, "lose": 26}),
-            Fault(11.539, "freeze", "rollout-1", {"for_s": 3.3}),
+            Fault(1.848, "failover", "", {"for_s": 2.54, "lose_commits": 2, "clock_s": -20.8}),
+            Fault(3.096, "freeze", "rollout-1", {"for_s": 6.718}),
+            Fault(8.151, "kill", "trainer", {"step": "file", "count": 3}),
+            Fault(10.834, "restart", "", {"for_s": 3.692, "lose": 26}),
+            Fault(11.467, "freeze", "rollout-1", {"for_s": 3.3}),
         ),
     ),
     "a second SIGTERM while the first is worked on": Schedule(
@@ -379,7 +387,7 @@ KNOWN = {
         ),
     ),
     "a lost delivery is completed under the id of another one": Schedule(
-        1378,
+        801706,
         Setup(steps=3, group_size=8, max_staleness=0, archive=True, rollouts=3, rewards=1, reward_slots=2),
         (
             Fault(0.8, "server_clock", "trainer", {"by_s": -504}),
@@ -428,6 +436,22 @@ KNOWN = {
         (
             Fault(1.0, "kill", "rollout-1"),
             Fault(7.5, "restart", "", {"for_s": 0.28, "lose_commits": 2}),
+        ),
+    ),
+    "a worker that starts after an outage takes what others could not renew yet": Schedule(
+        379,
+        Setup(
+            group_size=8,
+            max_staleness=0,
+            batch_order="as_ready",
+            checkpoint_every=4,
+            rollouts=3,
+            per_group=True,
+        ),
+        (
+            Fault(7.238, "restart", "", {"for_s": 7.03}),
+            Fault(7.738, "add", "rollout-9"),
+            Fault(9.331, "config", "trainer", {"set": {"trainer.checkpoint_every": 3}}),
         ),
     ),
 }

@@ -147,6 +147,7 @@ PLANTED = (
         CONSUMER,
         "        self.takeover.be_patient()\n        self._renewal",
         "        self._renewal",
+        "a worker that starts after an outage takes what others could not renew yet",
     ),
     Mutant(
         "two trainers work in one folder",
