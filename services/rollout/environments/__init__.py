@@ -19,7 +19,7 @@ OBJECT = (PLAYER, f"{__name__}.objects:object_design")
 """Any other `use`: a class or factory of a user's."""
 ENVIRONMENTS = {
     SINGLE_TURN: ("tidemill.services.rollout.sessions.player:SingleTurn", ""),
-    TOOLS: (PLAYER, f"{__name__}.tools:tools_design"),
+    TOOLS: (PLAYER, f"{__name__}.objects:tools_design"),
     OPENENV: (PLAYER, f"{__name__}.openenv:OpenEnvStage"),
     AGENT: (f"{__name__}.agent:AgentPlayer", ""),
 }
