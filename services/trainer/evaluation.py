@@ -42,7 +42,7 @@ from tidemill.common.wire.messages import (
 )
 from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.batch.reconciler import delete_results
-from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
+from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
 from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.groups.samples import num_sampled
 from tidemill.services.trainer.metrics.step_metrics import component_values
@@ -139,6 +139,29 @@ class Evaluator:
         below[StreamName.PROMPTS_EVAL] = entry_id_of((version + 1) * len(self.prompts))
         await self.trimmer.release(below, epoch)
 
+    async def take_back(self, version: int) -> None:
+        """Remove what evaluations of later versions left, where a trainer starts at `version`.
+
+        Redis has lost the commits that led to them. Behind those tickets there is no place for the ones to
+        come, and their samples are of weights that no history has.
+        """
+        broker, keys, key = self.context.broker, self.context.keys, self.context.keys.prompts(Lane.EVAL)
+        num_prompts = len(self.prompts)
+        if id_order(await last_id(broker, key)) <= id_order(entry_id_of((version + 1) * num_prompts - 1)):
+            return
+        first = version * num_prompts  # it begins again as well: its samples go with those of the others
+        floor = entry_id_of(first - 1)
+        await remove_unexpected(broker, keys, key, Ticket, floor)
+        tickets = [
+            e.message.ticket
+            for e in await read_range(broker, key, Ticket, entry_id_of(first))
+            if isinstance(e, Entry)
+        ]
+        await take_back(broker, keys, key, dict.fromkeys(map(entry_id_of, tickets), b""), floor)
+        # Behind the tickets, which nobody holds from then on: a worker would write its progress again.
+        await broker.execute("DEL", *(keys.progress(ticket, Lane.EVAL) for ticket in (first, *tickets)))
+        await self.trim(version - 1)
+
     async def _issue(self, tickets: Sequence[Ticket]) -> bool:
         """Append the tickets that the stream does not have; False where it had them and they were trimmed."""
         broker, key = self.context.broker, self.context.keys.prompts(Lane.EVAL)
@@ -158,6 +181,7 @@ class Evaluator:
         wanted = {(t.ticket, index) for t in tickets for index in range(t.group_size)}
         trajectories: Trajectories = {}
         scores: Scores = {}
+        candidates: list[Score] = []
         dead: dict[str, set[TrajectoryKey]] = {}
         letters = DeadLetterWriter(broker, keys, keys.scores(Lane.EVAL))
         readers, is_exhausted = self._readers(self._letters_read), False
@@ -171,10 +195,14 @@ class Evaluator:
                 if isinstance(entry, Garbled):
                     await letters.append_unread(entry, self.context.name)
                 elif entry.message.key in wanted:
-                    scores.setdefault(entry.message.key, entry.message)
+                    candidates.append(entry.message)
             for entry in await _read_all(trajectory_reader):
                 if isinstance(entry, Entry) and entry.message.key in wanted:
                     trajectories.setdefault(entry.message.key, entry.message)
+            for score in candidates:
+                if (sample := trajectories.get(score.key)) and score.is_of(sample.tokens_digest):
+                    scores.setdefault(score.key, score)
+            candidates = [score for score in candidates if score.key not in scores]
             for letter in await _read_all(dead_reader):
                 if keys_lost := _keys_of(letter, wanted):
                     dead[letter.entry_id] = keys_lost

@@ -133,6 +133,7 @@ class Trainer:
     async def _resume(self) -> None:
         """Announce the version that the run is at; finish what a crash cut off before that."""
         await self.reconciler.take_back_versions(self.version)
+        await self.evaluator.take_back(self.version)
         manifest = await self._announced_weights()
         if manifest is None:
             during = self.context.activity.during

@@ -454,4 +454,21 @@ KNOWN = {
             Fault(9.331, "config", "trainer", {"set": {"trainer.checkpoint_every": 3}}),
         ),
     ),
+    "a trainer comes to versions again whose evaluations are there": Schedule(
+        258550,
+        Setup(
+            steps=3,
+            groups_per_step=1,
+            group_size=2,
+            checkpoint_every=3,
+            evaluation=True,
+            rollouts=1,
+            rewards=1,
+        ),
+        (
+            Fault(5.102, "failover", "", {"for_s": 2.9, "lose_commits": 2}),
+            Fault(10.553, "restart", "", {"for_s": 2.23}),
+            Fault(13.729, "kill", "trainer", {"step": "applied", "count": 5}),
+        ),
+    ),
 }

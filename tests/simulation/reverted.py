@@ -230,4 +230,11 @@ REVERTED = (
         "        for lane in (Lane.TRAIN,):\n            if stream.key",
         "an evaluation is trimmed while a worker holds a ticket of it",
     ),
+    Mutant(
+        "tickets of evaluations stay that a lost history has issued",
+        TRAINER,
+        "        await self.evaluator.take_back(self.version)\n",
+        "",
+        "a trainer comes to versions again whose evaluations are there",
+    ),
 )

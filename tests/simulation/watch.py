@@ -20,6 +20,7 @@ from tests.simulation.schedule import LEASE_S
 from tests.simulation.world import World
 from tidemill.common.redis.broker import LONGEST_PAUSE_S, _script
 from tidemill.common.streams.consumer import RENEWALS_PER_LEASE
+from tidemill.common.wire.messages import Lane
 from tidemill.services.trainer.batch.reconciler import TRIMMING
 
 Key = tuple[int, int]
@@ -142,8 +143,13 @@ class Watch:
             self._consumers[fields[3]] = process
             return None
         name = self._scripts.get(fields[1], "") if fields[0] == b"EVALSHA" else ""
-        if name == "move_aside" and fields[3] == self.world.keys.prompts().encode():
-            self.withdrawn |= {parse_id(entry_id)[0] - 1 for entry_id in fields[7::2]}
+        if name == "move_aside":
+            tickets = {parse_id(entry_id)[0] - 1 for entry_id in fields[7::2]}
+            if fields[3] == self.world.keys.prompts().encode():
+                self.withdrawn |= tickets
+            elif fields[3] == self.world.keys.prompts(Lane.EVAL).encode():
+                for key in [k for k in self.published if k[0] == Lane.EVAL and k[1][0] in tickets]:
+                    del self.published[key]
         elif name == "hand_back":
             self._handed_back |= {(fields[3], entry_id) for entry_id in fields[8:]}
         elif name == "mark" and fields[4] == TRIMMING.encode():

@@ -197,6 +197,33 @@ class TestInterrupted:
 
 
 class TestLosses:
+    @pytest.mark.parametrize("num_trimmed", [0, 3, 6])
+    async def test_versions_that_a_restart_comes_to_again_are_evaluated_again(
+        self, make, publish, broker, keys, num_trimmed
+    ):
+        """Redis has lost their commits; tickets 6 to 8 are of version 2, 9 to 11 of version 3."""
+        lost = make()
+        for version, first in ((2, 6), (3, 9)):
+            await publish({(first + i, index): 0.0 for i in range(3) for index in (0, 1)})
+            assert (await evaluated(lost, version))["a"]["score"] == 0.0
+            await broker.execute("HSET", keys.progress(first, EVAL), "0", "")
+            if num_trimmed > 3 * (version - 2):
+                await lost.trim(version)
+        again = make()
+        await again.take_back(1)
+        assert not await broker.execute("EXISTS", keys.progress(9, EVAL)) or num_trimmed == 6
+        for version, first in ((2, 6), (3, 9)):
+            await publish({(first + i, index): 1.0 for i in range(3) for index in (0, 1)})
+            assert (await evaluated(again, version))["a"]["score"] == 1.0
+        assert [t.ticket for t in await messages(broker, keys.prompts(EVAL), Ticket)] == list(range(6, 12))
+        await again.take_back(3)
+        assert await _num_tickets(broker, keys) == 6, "the version that it starts at stays"
+
+    async def test_a_score_of_other_tokens_is_not_the_samples(self, make, publish, broker, keys):
+        await append(broker, keys.scores(EVAL), make_score(0, 0, 0.0, tokens_digest="0" * 16))
+        await publish({(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)})
+        assert (await evaluated(make(), 0))["a"]["score"] == 1.0
+
     @pytest.mark.parametrize("num_left", [0, 1])
     async def test_tickets_that_redis_has_lost_are_issued_again(self, make, publish, broker, keys, num_left):
         task = asyncio.ensure_future(evaluated(make(), 0))
