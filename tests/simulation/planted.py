@@ -362,10 +362,10 @@ PLANTED = (
         'np.array(-np.asarray(sample.advantage), dtype="<f8").tobytes()',
     ),
     Mutant(
-        "a restarted trainer's curriculum learns nothing from commits that it replays",
-        f"{DURABLE}/recovery.py",
-        "            self.scheduler.prompts.take_commit(commit)\n",
-        "            pass\n",
+        "tickets that Redis has lost are not issued again",
+        "services/trainer/batch/reconciler.py",
+        "        await self.scheduler.reissue_lost()\n",
+        "",
     ),
 )
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -16,8 +15,6 @@ from tests.simulation.schedule import Fault, Schedule, Setup
 from tests.simulation.shrink import shrink
 from tests.support.preloaded import REPO
 from tests.support.waiting import PATIENCE_S
-from tidemill.common.streams.consumer import Consumer
-from tidemill.services.trainer.batch.scheduler import Scheduler
 
 DIGEST_OF = """
 from tests.simulation.generate import schedule_of
@@ -66,48 +63,6 @@ def without(monkeypatch: pytest.MonkeyPatch, script: str, part: str) -> None:
         return source, hashlib.sha1(source.encode()).hexdigest()
 
     monkeypatch.setattr(tidemill.common.redis.broker, "_script", changed)
-
-
-def test_a_worker_that_publishes_without_its_lease_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "publish_sample", "if #held == 0 then\n  return 0\nend\n")
-    monkeypatch.setattr(Consumer, "_lose", lambda *_: None)
-    found = [run(Schedule(seed, SLEEPER.setup, SLEEPER.faults)).problem for seed in range(5, 11)]
-    assert any(problem.startswith(("published twice", "waste", "lease", "dead")) for problem in found), found
-
-
-def test_a_score_without_its_acknowledgement_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "complete", "redis.call('XACK', KEYS[1], ARGV[1], unpack(acked))")
-    setup = Setup(rollouts=1, rewards=2, steps=5, max_staleness=3)
-    found = [run(Schedule(seed, setup)).problem for seed in range(3)]
-    assert any(problem.startswith(("published twice", "waste", "lease", "dead")) for problem in found), found
-
-
-def test_tickets_that_are_not_issued_again_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no_tickets(_: Any) -> int:
-        return 0
-
-    monkeypatch.setattr(Scheduler, "reissue_lost", no_tickets)
-    faults = (Fault(0.3, "restart", "", {"for_s": 0.5, "lose": 1000}),)
-    verdict = run(Schedule(1, Setup(), faults))
-    assert verdict.problem.startswith(("stall", "late", "ended", "slow", "dropped")), verdict.problem
-
-
-def test_a_curriculum_that_a_resumed_trainer_does_not_remember_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    setup = Setup(mixed=True, steps=8, groups_per_step=3, checkpoint_every=4)
-    schedules = [Schedule(seed, setup, (Fault(4.0 + 0.6 * seed, "kill", "trainer"),)) for seed in range(4)]
-    assert not any(run(schedule).problem for schedule in schedules)
-    adopt = Scheduler.adopt_issued
-
-    async def forgetful(scheduler: Scheduler, *history: Any) -> Any:
-        assert scheduler.prompts._curriculum is not None
-        scheduler.prompts._curriculum._waiting.clear()
-        return await adopt(scheduler, *history)
-
-    monkeypatch.setattr(Scheduler, "adopt_issued", forgetful)
-    found = [run(schedule).problem for schedule in schedules]
-    assert any("and the commits give" in problem for problem in found), found
 
 
 def test_a_failing_schedule_is_shrunk_to_the_fault_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
