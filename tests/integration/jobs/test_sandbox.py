@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox.jail import SandboxError
-from tidemill.services.jobs.sandbox.job import make_cases, probe, run_cases, run_tests
+from tidemill.services.jobs.sandbox.job import make_cases, run_cases, run_tests
+
+pytestmark = pytest.mark.usefixtures("isolated")
 
 LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 HASTY = LIMITS.model_copy(update={"time_s": 1.5})
@@ -28,14 +29,6 @@ def passes(code: str, tests: Any, config: SandboxConfig = LIMITS) -> bool:
 def outcome(code: str, config: SandboxConfig = LIMITS) -> dict[str, Any]:
     (result,) = run_cases(make_cases(code, ANY_OUTPUT, 1), config)
     return result
-
-
-@pytest.fixture(scope="module", autouse=True)
-def isolated() -> None:
-    try:
-        probe(LIMITS)
-    except SandboxError as error:
-        pytest.skip(f"no jails here: {error}")
 
 
 def test_standard_output_is_compared_blanks_and_rounding_aside() -> None:

@@ -7,6 +7,8 @@ import pytest
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.services.jobs.sandbox.job import run_tests
 
+pytestmark = pytest.mark.usefixtures("isolated")
+
 LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 TESTS: Any = [
     "assert f(1) == 2",
