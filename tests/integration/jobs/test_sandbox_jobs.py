@@ -73,7 +73,7 @@ async def make(redis: str) -> AsyncIterator[MakeReward]:
 
 
 @pytest.fixture
-def start(redis: str, tmp_path: Path) -> Any:
+def start(redis: str, tmp_path: Path, isolated: None) -> Any:
     """Start a sandbox worker; what still runs at the end is killed."""
     started: list[subprocess.Popen[bytes]] = []
 
