@@ -1,9 +1,10 @@
-"""A Redis for the runs of one file."""
+"""A Redis for the runs of one file, and whether this machine has jails."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.redis.embedded import EmbeddedRedis
 
 
@@ -13,3 +14,15 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def isolated() -> None:
+    """A jail can be set up here; where a user may not make namespaces, the test is skipped."""
+    from tidemill.services.jobs.sandbox.jail import SandboxError
+    from tidemill.services.jobs.sandbox.job import probe
+
+    try:
+        probe(SandboxConfig(memory_mb=256, file_mb=4))
+    except SandboxError as error:
+        pytest.skip(f"no jails here: {error}")

@@ -139,7 +139,7 @@ def test_a_reward_worker_cannot_give_the_head_a_job(
 
 @pytest.mark.parametrize("job_id", [b"\xff", b"any", b"", f"{KEYS.jobs_names}1".encode()])
 async def test_an_id_of_no_job_in_the_queue_ends_no_worker(
-    users: Users, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job_id: bytes
+    isolated: None, users: Users, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job_id: bytes
 ) -> None:
     """Reward workers may write the queue. The worker may not look at jobs of other names."""
     users.client("reward").rpush(f"rq:queue:{KEYS.sandbox_queue}", job_id)
@@ -170,7 +170,9 @@ async def test_a_heartbeat_is_told_for_its_own_role_only(
     await rollout.close()
 
 
-async def test_users_of_one_run_reach_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_users_of_one_run_reach_no_other(
+    isolated: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     users = Users(tmp_path, "--run", KEYS.run_id, "--run", OTHER.run_id)
     with users.server:
         found = await run_code(users, f"{KEYS.run_id}.", monkeypatch, tmp_path)
