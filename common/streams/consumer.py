@@ -19,7 +19,7 @@ from redis import exceptions as redis_errors
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded, id_before
+from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded
 from tidemill.common.streams.log import ReadSize, block_for, ensure_group, fields_of, is_without_group
 from tidemill.common.streams.takeover import Takeover
 from tidemill.common.telemetry import metrics
@@ -397,9 +397,8 @@ class Consumer(Generic[M]):
         """What is this consumer's own without its knowing, and what others have abandoned."""
         if self.takeover.notice_interruption():
             unanswered = [self._hold(*found) for found in await self._read_unanswered(count)]
-            # Redis counts them as delivered once more, and nobody has begun them.
-            await self.unpark([found for found in unanswered if isinstance(found, Delivery)])
-            # At once: after an outage the others wait little more than a lease (`Takeover.be_patient`).
+            # At once: after an outage the others wait little more than a lease (`Takeover.be_patient`). What
+            # another one has taken since it was listed is found to be lost.
             await self.renew()
             # As many as were asked for: there may be more.
             if len(unanswered) >= count:
@@ -433,14 +432,13 @@ class Consumer(Generic[M]):
             known = {entry_id.encode() for entry_id in self.held} | unanswered.keys()
             attempts = {row[0]: int(row[3]) for row in rows if row[0] not in known}
             asked = list(attempts)[: count - len(unanswered)]
-            # Each by itself: Redis counts what is read as delivered once more, and that must not happen to
-            # what this consumer works on.
-            reads = [(*self._read, 1, "STREAMS", self.key, id_before(i.decode())) for i in asked]
+            # Not by XREADGROUP: Redis would count one more delivery with each answer that is lost, and nobody
+            # has begun them.
+            reads = [("XRANGE", self.key, entry_id, entry_id) for entry_id in asked]
             replies = await self.broker.pipeline(reads)
-            found = dict(entry for reply in replies if isinstance(reply, list) for entry in reply[0][1])
-            # An id that was not asked for stands behind one that is held no more.
-            unanswered |= {i: (i, fields_of(found[i]), attempts[i]) for i in asked if found.get(i)}
-            trimmed = [i for i in asked if i in found and not found[i]]
+            found = dict(reply[0] for reply in replies if isinstance(reply, list) and reply)
+            unanswered |= {i: (i, fields_of(found[i]), attempts[i]) for i in asked if i in found}
+            trimmed = [i for i, reply in zip(asked, replies, strict=True) if reply == []]
             if not trimmed:
                 return list(unanswered.values())
             # Trimmed while they were pending: nobody can work on them, and they would take places for ever.

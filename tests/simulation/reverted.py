@@ -237,4 +237,26 @@ REVERTED = (
         "",
         "a trainer comes to versions again whose evaluations are there",
     ),
+    Mutant(
+        "a server is known before its restart is noted",
+        f"{BATCH}/reconciler.py",
+        "            self._note_restart()\n            await self._rewrite_file()\n",
+        "            await self._rewrite_file()\n            await self._register_if_lost()\n"
+        "            self._note_restart()\n",
+        "a question to a restarted server has no answer, and another one is asked",
+    ),
+    Mutant(
+        "what a refused score has acknowledged is waited for like any other",
+        f"{BATCH}/stream_join.py",
+        "            if group is not None and group.is_of_other_tokens(one.message):\n",
+        "            if False:\n",
+        "the score of a lost trajectory acknowledges another one",
+    ),
+    Mutant(
+        "reading what is pending counts as a delivery",
+        CONSUMER,
+        '("XRANGE", self.key, entry_id, entry_id)',
+        '("XCLAIM", self.key, self.group, self.name, 0, entry_id)',
+        "answers with what is pending are lost again and again",
+    ),
 )

@@ -367,7 +367,7 @@ class BatchAssembler:
         if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):
             for ticket in await self._find_abandoned():
                 log.warning("no stream holds what is missing of this group", ticket=ticket)
-                await self.drop(ticket, "lost", step)
+                await self.drop(ticket, "lost: not read" if is_suspicious else "lost", step)
 
     async def _find_abandoned(self) -> list[int]:
         """Tickets of groups that nothing will complete any more.

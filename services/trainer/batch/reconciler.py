@@ -149,16 +149,22 @@ class Reconciler:
         """Look which server answers. Where it is another process than before, or an emptied one, a new epoch
         begins, and the run is registered again. Returns whether Redis may lack what was trained on since the
         last checkpoint (`needs_checkpoint`)."""
-        before, self._server = self._server, await self._identity()
-        is_other = before not in ("", self._server)
+        identity = await self._identity()
+        # Between here and the note of it nothing may wait: who asks meanwhile finds the server known already,
+        # and would commit what it may have lost.
+        before, self._server = self._server, identity
+        is_other = before not in ("", identity)
         if is_other:
+            self._note_restart()
             await self._rewrite_file()
-        # Also on the same server: FLUSHALL leaves its identity as it was. And first in the `or`: a server
-        # that is another one may lack the registration too.
-        if await self._register_if_lost() or is_other:
-            self._has_restarted = self.needs_checkpoint = True
-            self.epoch += 1
+        # Also on the same server: FLUSHALL leaves its identity as it was.
+        if await self._register_if_lost() and not is_other:
+            self._note_restart()
         return self.needs_checkpoint
+
+    def _note_restart(self) -> None:
+        self._has_restarted = self.needs_checkpoint = True
+        self.epoch += 1
 
     async def _rewrite_file(self) -> None:
         """Have the server write its append-only file again, from what it holds.

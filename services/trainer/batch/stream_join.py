@@ -53,7 +53,8 @@ class StreamJoin:
         """Outstanding tickets that went to the dead letters: id of the letter, and why."""
         self.changed = asyncio.Event()
         self.unread_at = -math.inf
-        """When something last arrived that could not be decoded, so that a group may never be complete."""
+        """When something last arrived that could not be decoded or was the score of other tokens, so that a
+        group may never be complete."""
         self.version = UNKNOWN_VERSION
         """Committed steps: no token of a newer version is of this run's history."""
         self.num_trajectories = 0
@@ -221,6 +222,9 @@ class StreamJoin:
             stream = TRAJECTORIES if isinstance(one.message, Trajectory) else SCORES
             if self._is_new(stream, one.entry_id):
                 metrics.DUPLICATES_DROPPED.labels(stream).inc()
+            if group is not None and group.is_of_other_tokens(one.message):
+                # Its worker may have acknowledged with it what has the id of the lost trajectory now.
+                self.unread_at = time.monotonic()
         # What was refused may be an older score in place of this entry, which then counts.
         if group is not None and not any(one is entry for one in refused):
             # Judged as it arrives: by the time of training that version may exist, with other weights.

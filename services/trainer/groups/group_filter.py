@@ -117,7 +117,7 @@ class PendingGroup:
         ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
         if isinstance(message, Score):
             made, first = self.trajectories.get(index), self.scores.get(index)
-            if made is not None and not message.is_of(made.tokens_digest):
+            if self.is_of_other_tokens(message):
                 log.warning("score of other tokens refused", ticket=self.ticket, index=index)
                 return [entry]
             is_of_others = made is None and first is not None and not message.is_of(first.tokens_digest)
@@ -133,6 +133,11 @@ class PendingGroup:
         self.trajectories[index] = message
         self.oldest_sampled = min(self.oldest_sampled, message.min_version)
         return self._choose_score(message)
+
+    def is_of_other_tokens(self, message: Trajectory | Score) -> bool:
+        """Whether it is the score of a trajectory that Redis has lost; the one that is there has its key."""
+        made = self.trajectories.get(message.index)
+        return isinstance(message, Score) and made is not None and not message.is_of(made.tokens_digest)
 
     def _choose_score(self, sample: Trajectory) -> "list[Entry[Trajectory] | Entry[Score]]":
         """Of the scores that came before their trajectory, keep the first one of its tokens."""

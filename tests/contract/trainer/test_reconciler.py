@@ -1,5 +1,6 @@
 """After Redis lost its tail, or a worker its work, the streams hold again what they should."""
 
+import asyncio
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -111,6 +112,26 @@ class TestLostTails:
         assert await reconciler.take_restart()
         assert reconciler.needs_checkpoint
         assert not await reconciler.take_restart()
+
+    async def test_a_restart_is_known_to_all_though_the_one_that_found_it_waits_for_an_answer(
+        self, parts, broker, monkeypatch
+    ):
+        _, _, reconciler = parts
+        run_id, answered = "a", asyncio.Event()
+
+        async def info(section: str) -> dict[str, str]:
+            if section == "persistence":
+                await answered.wait()
+            return {"run_id": run_id, "master_replid": "r"}
+
+        monkeypatch.setattr(broker, "info", info)
+        assert not await reconciler.check_server()
+        run_id = "b"
+        first = asyncio.create_task(reconciler.check_server())
+        await asyncio.sleep(0.05)
+        assert await reconciler.check_server(), "what was trained on may be lost"
+        answered.set()
+        assert await first and reconciler.epoch == 1
 
     async def test_nothing_is_trimmed_by_ids_of_another_history(self, parts, broker, keys, monkeypatch):
         """A server whose clock is behind has given lower ids to what is needed."""

@@ -90,6 +90,18 @@ async def test_the_first_entry_of_a_key_wins_and_later_ones_are_counted(make, br
     assert duplicates() == (before[0] + 1, before[1] + 1)
 
 
+async def test_a_score_of_other_tokens_is_a_reason_to_look_for_what_is_missing(make, broker, keys):
+    join = make(0)
+    async with reading(join):
+        await append(broker, keys.trajectories(), sample_of(0, 0, "here"))
+        await append(broker, keys.scores(), make_score(0, 0, 0.5), make_score(0, 0, 0.75))
+        await read_all(broker, keys, join)
+        assert join.unread_at < 0.0, "a second score is none"
+        await append(broker, keys.scores(), make_score(0, 0, 0.25, tokens_digest="0" * 16))
+        await wait_until(lambda: join.unread_at > 0.0)
+    assert join.groups[0].scores[0].value == 0.5
+
+
 async def test_late_entries_of_settled_tickets_are_counted_and_not_kept(make, broker, keys):
     join, before = make(), duplicates()
     async with reading(join):

@@ -121,6 +121,22 @@ async def test_a_lost_delivery_does_not_complete_the_entry_that_has_its_id_now(b
     assert await pending(broker, keys) == [entry_id]
 
 
+async def test_reading_what_is_pending_counts_as_no_delivery(broker, keys):
+    """Its answer may be lost as the first one was, again and again, and nobody has begun the entry."""
+    await publish(broker, keys, 2)
+    consumer = make_consumer(broker, keys, "w1")
+    await broker.execute(
+        "XREADGROUP", "GROUP", REWARD_GROUP, "w1", "COUNT", 2, "STREAMS", keys.trajectories(), ">"
+    )
+    for _ in range(3):
+        assert len(await consumer._read_unanswered(10)) == 2
+    consumer.takeover.ask_again()
+    found = await consumer.fetch(10, 0)
+    assert [delivery.attempts for delivery in found] == [1, 1]
+    rows = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 10)
+    assert [row[3] for row in rows] == [1, 1]
+
+
 async def test_a_stream_that_vanished_is_created_again(broker, keys):
     await publish(broker, keys, 1)
     rollout, consumer = make_rollout(broker, keys), make_consumer(broker, keys)
