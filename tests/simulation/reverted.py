@@ -118,8 +118,8 @@ REVERTED = (
     Mutant(
         "a run says that it is finished, whatever commits the server has",
         f"{LUA}/finish.lua",
-        "number(info[i + 1]) < number(ARGV[1]) then",
-        "number(info[i + 1]) < 0 then",
+        "info[i] == 'last-generated-id' and info[i + 1] ~= ARGV[1] then",
+        "false then",
         "a run is finished on a server that lacks its last commit",
     ),
     Mutant(
