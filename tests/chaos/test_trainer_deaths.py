@@ -57,7 +57,6 @@ async def test_at_any_point_of_a_step(tmp_path: Path, one_thread: None, seed: in
         tmp_path,
         model__dtype="bfloat16",  # float32 has no deltas
         weights__max_share_changed=1.0,
-        weights__max_chain_share=10.0,
         rollout__sampling={"max_tokens": 8},
         trainer__policy="transformers",
         trainer__deterministic=True,
