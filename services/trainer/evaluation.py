@@ -146,20 +146,24 @@ class Evaluator:
         come, and their samples are of weights that no history has.
         """
         broker, keys, key = self.context.broker, self.context.keys, self.context.keys.prompts(Lane.EVAL)
-        num_prompts = len(self.prompts)
-        if id_order(await last_id(broker, key)) <= id_order(entry_id_of((version + 1) * num_prompts - 1)):
+        # The version of the start begins again as well: its samples go with those of the others.
+        first = version * len(self.prompts)
+        floor, next_version = entry_id_of(first - 1), entry_id_of(first + len(self.prompts))
+
+        async def is_ahead() -> bool:
+            return id_order(await last_id(broker, key)) >= id_order(next_version)
+
+        # What others wrote stands behind all tickets, and is no reason to begin again.
+        if not await is_ahead() or (
+            await remove_unexpected(broker, keys, key, Ticket, floor) and not await is_ahead()
+        ):
             return
-        first = version * num_prompts  # it begins again as well: its samples go with those of the others
-        floor = entry_id_of(first - 1)
-        await remove_unexpected(broker, keys, key, Ticket, floor)
-        tickets = [
-            e.message.ticket
-            for e in await read_range(broker, key, Ticket, entry_id_of(first))
-            if isinstance(e, Entry)
-        ]
+        entries = await read_range(broker, key, Ticket, entry_id_of(first))
+        tickets = [entry.message.ticket for entry in entries if isinstance(entry, Entry)]
         await take_back(broker, keys, key, dict.fromkeys(map(entry_id_of, tickets), b""), floor)
         # Behind the tickets, which nobody holds from then on: a worker would write its progress again.
-        await broker.execute("DEL", *(keys.progress(ticket, Lane.EVAL) for ticket in (first, *tickets)))
+        if tickets:
+            await broker.execute("DEL", *(keys.progress(ticket, Lane.EVAL) for ticket in tickets))
         await self.trim(version - 1)
 
     async def _issue(self, tickets: Sequence[Ticket]) -> bool:

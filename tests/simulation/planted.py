@@ -376,4 +376,8 @@ FEW = (
     "the answers of a read-ahead are thrown away",
     "scores of before a loss are kept",
     "who takes a group over generates what is there already",
+    "a sample is published without its lease",
+    "a score is published without the acknowledgement of its trajectory",
+    "tickets that Redis has lost are not issued again",
+    "a curriculum forgets what the replayed steps came to",
 )

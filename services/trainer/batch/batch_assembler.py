@@ -362,12 +362,12 @@ class BatchAssembler:
     async def _look_for_losses(self, step: int, quiet_s: float) -> None:
         if not await self._recover_if_redis_restarted():
             await self.reconciler.restore_lost()
-        # Where something arrived that nobody could read, a group waits for it in vain: no need to wait long.
+        # Where something arrived that was unreadable or refused, a group waits for it in vain: not for long.
         is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s
         if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):
             for ticket in await self._find_abandoned():
                 log.warning("no stream holds what is missing of this group", ticket=ticket)
-                await self.drop(ticket, "lost: not read" if is_suspicious else "lost", step)
+                await self.drop(ticket, "lost: unreadable or refused" if is_suspicious else "lost", step)
 
     async def _find_abandoned(self) -> list[int]:
         """Tickets of groups that nothing will complete any more.

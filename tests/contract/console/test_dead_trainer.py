@@ -80,7 +80,7 @@ async def test_a_group_whose_score_died_is_replaced_soon_and_not_after_minutes(b
         (fresh,) = await wait_until(replacement)
         await publish_group(broker, keys, fresh.ticket)
         assert [group.ticket for group in await asyncio.wait_for(taking, 120)] == [fresh.ticket]
-    assert assembler.drain_dropped() == [(0, -1, "lost: not read")]
+    assert assembler.drain_dropped() == [(0, -1, "lost: unreadable or refused")]
 
 
 async def work_off(broker, keys: Keys, ticket: int) -> None:
