@@ -19,6 +19,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 @pytest.fixture(scope="session")
 def isolated() -> None:
     """A jail can be set up here; where a user may not make namespaces, the test is skipped."""
+    # Not above: every process of a parallel run reads this file, and few tests need a jail.
     from tidemill.services.jobs.sandbox.jail import SandboxError
     from tidemill.services.jobs.sandbox.job import probe
 
