@@ -8,6 +8,8 @@ import pytest
 from tidemill.services.trainer.batch.batch_assembler import select_groups
 from tidemill.services.trainer.groups.group_filter import PendingGroup
 
+IN_ORDER: dict[str, Any] = {"order": "in_order"}
+
 
 def groups_of(*versions: tuple[int, int, int]) -> dict[int, PendingGroup]:
     """From (ticket, step, oldest version)."""
@@ -23,75 +25,68 @@ def select(groups: dict[int, PendingGroup], complete: list[int], **fields: Any) 
     return select_groups(groups, complete, **values)
 
 
-class TestInOrder:
-    def test_only_the_steps_own_groups_are_taken_in_the_order_in_which_they_completed(self):
-        groups = groups_of((10, 5, 4), (11, 5, 4), (12, 6, 5), (13, 6, 5))
-        assert select(groups, [13, 11, 12, 10], order="in_order") == [11, 10]
-        assert select(groups, [13, 12], order="in_order") == []
-
-    def test_no_more_are_taken_than_there_are_places(self):
-        groups = groups_of((10, 5, 4), (11, 5, 4))
-        assert select(groups, [11, 10], order="in_order", places=1) == [11]
-
-    def test_a_replacement_belongs_to_the_step_it_was_issued_for(self):
-        groups = groups_of((10, 5, 4), (27, 5, 4), (12, 6, 5))
-        assert select(groups, [12, 27], order="in_order") == [27]
+DUE_AND_LATER = ((10, 5, 4), (11, 5, 5), (12, 6, 5), (13, 6, 5))
+"""10 was started at version 4: with k = 1 it must be trained by step 5."""
+PRESSED = ((10, 5, 4), (11, 5, 4), (12, 5, 4), (13, 5, 4), (14, 7, 5), (15, 7, 5))
+"""With k = 2, four are due by step 6, up to which there are four places; 14 and 15 are due by step 7."""
 
 
-class TestAsReady:
-    def test_without_pressure_the_oldest_complete_groups_are_taken(self):
-        # All started at version 5, so they may wait until step 6; 4 due by step 6, where 2 + 2 places are:
-        # step 6 is tight, but every group is due by then.
-        groups = groups_of((10, 5, 5), (11, 5, 5), (12, 6, 5), (13, 6, 5))
-        assert select(groups, [13, 12, 11]) == [11, 12]
+@pytest.mark.parametrize(
+    ("groups", "complete", "fields", "taken"),
+    [
+        # In order: only the step's own groups, in the order in which they completed.
+        (((10, 5, 4), (11, 5, 4), (12, 6, 5), (13, 6, 5)), [13, 11, 12, 10], IN_ORDER, [11, 10]),
+        (((10, 5, 4), (11, 5, 4), (12, 6, 5), (13, 6, 5)), [13, 12], IN_ORDER, []),
+        (((10, 5, 4), (11, 5, 4)), [11, 10], IN_ORDER | {"places": 1}, [11]),
+        # A replacement belongs to the step it was issued for.
+        (((10, 5, 4), (27, 5, 4), (12, 6, 5)), [12, 27], IN_ORDER, [27]),
+        # Without pressure the oldest complete ones: all started at version 5, so they may wait until step 6.
+        # 4 are due by step 6, where 2 + 2 places are: that is tight, but every group is due by then.
+        (((10, 5, 5), (11, 5, 5), (12, 6, 5), (13, 6, 5)), [13, 12, 11], {}, [11, 12]),
+        # A slow group that is due now keeps its place. First place: one due (10), two free, so 11 may go.
+        # Second place: one due, one free: wait for 10.
+        (DUE_AND_LATER, [11, 12, 13], {}, [11]),
+        (DUE_AND_LATER, [10, 11, 12, 13], {}, [10, 11]),
+        # When all places are due, only due groups are taken.
+        (((10, 5, 4), (11, 5, 4), (12, 6, 5)), [12], {}, []),
+        (((10, 5, 4), (11, 5, 4), (12, 6, 5)), [12, 11], {}, [11]),
+        # Pressure of a later step counts now. With one of the four less, one later group may pass, not two.
+        (PRESSED, [14, 15], {"max_staleness": 2}, []),
+        (PRESSED, [13, 14, 15], {"max_staleness": 2}, [13]),
+        (PRESSED[1:], [14, 15], {"max_staleness": 2}, [14]),
+        # On policy: exactly the step's own groups.
+        (((10, 5, 5), (11, 5, 5)), [11], {"max_staleness": 0}, [11]),
+        (((10, 5, 5), (11, 5, 5)), [], {"max_staleness": 0}, []),
+    ],
+)
+def test_examples_by_hand(
+    groups: tuple[tuple[int, int, int], ...], complete: list[int], fields: dict[str, Any], taken: list[int]
+) -> None:
+    assert select(groups_of(*groups), complete, **fields) == taken
 
-    def test_a_slow_group_that_is_due_now_keeps_its_place(self):
-        # 10 was started at version 4: with k = 1 it must be trained by step 5. Places of step 5: 2.
-        # First place: one due (10), two free, so 11 may go. Second place: one due, one free: wait for 10.
-        groups = groups_of((10, 5, 4), (11, 5, 5), (12, 6, 5), (13, 6, 5))
-        assert select(groups, [11, 12, 13]) == [11]
-        assert select(groups, [10, 11, 12, 13]) == [10, 11]
 
-    def test_when_all_places_are_due_only_due_groups_are_taken(self):
-        groups = groups_of((10, 5, 4), (11, 5, 4), (12, 6, 5))
-        assert select(groups, [12]) == []
-        assert select(groups, [12, 11]) == [11]
+def test_a_group_that_has_not_started_counts_as_old_as_it_may_become() -> None:
+    # Nothing is known of 10 but its min_version: s - k = 4.
+    groups = groups_of((11, 5, 5), (12, 6, 5))
+    groups[10] = PendingGroup(10, step=5, ticket_min_version=4, group_size=2)
+    assert select(groups, [11, 12]) == [11]
+    groups[10].started_version = 5
+    assert select(groups, [11, 12]) == [11, 12]
 
-    def test_pressure_of_a_later_step_counts_now(self):
-        # k = 2, B = 2, step 5. Due by 6: tickets 10, 11, 12, 13 (started at 4). Places up to step 6: 4.
-        # So 14 and 15 (started at 5, due by 7) must not be taken before them, though they are complete.
-        groups = groups_of((10, 5, 4), (11, 5, 4), (12, 5, 4), (13, 5, 4), (14, 7, 5), (15, 7, 5))
-        assert select(groups, [14, 15], max_staleness=2) == []
-        assert select(groups, [13, 14, 15], max_staleness=2) == [13]
-        # One of the four less, and one later group may pass. A second one may not.
-        del groups[10]
-        assert select(groups, [14, 15], max_staleness=2) == [14]
 
-    def test_a_group_that_has_not_started_counts_as_old_as_it_may_become(self):
-        # Nothing is known of 10 but its min_version: s - k = 4.
-        groups = groups_of((11, 5, 5), (12, 6, 5))
-        groups[10] = PendingGroup(10, step=5, ticket_min_version=4, group_size=2)
-        assert select(groups, [11, 12]) == [11]
-        groups[10].started_version = 5
-        assert select(groups, [11, 12]) == [11, 12]
+def test_groups_that_the_step_has_taken_are_not_counted_again() -> None:
+    groups = groups_of((10, 5, 4), (11, 5, 5), (12, 6, 5))
+    groups[10].is_taken = True
+    assert select(groups, [11, 12], places=1) == [11]
 
-    def test_groups_that_the_step_has_taken_are_not_counted_again(self):
-        groups = groups_of((10, 5, 4), (11, 5, 5), (12, 6, 5))
-        groups[10].is_taken = True
-        assert select(groups, [11, 12], places=1) == [11]
 
-    def test_on_policy_takes_exactly_the_steps_own_groups(self):
-        groups = groups_of((10, 5, 5), (11, 5, 5))
-        assert select(groups, [11], max_staleness=0) == [11]
-        assert select(groups, [], max_staleness=0) == []
-
-    @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-    def test_no_group_is_ever_dropped_or_trained_too_late_however_slow_it_is(self, max_staleness):
-        rng = random.Random(max_staleness)
-        for _ in range(30):
-            trained = _simulate(rng, max_staleness, num_steps=12, groups_per_step=3)
-            assert sorted(ticket for ticket, _, _ in trained) == list(range(36))
-            assert max(step - version for _, step, version in trained) <= max_staleness
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_no_group_is_ever_dropped_or_trained_too_late_however_slow_it_is(max_staleness: int) -> None:
+    rng = random.Random(max_staleness)
+    for _ in range(30):
+        trained = _simulate(rng, max_staleness, num_steps=12, groups_per_step=3)
+        assert sorted(ticket for ticket, _, _ in trained) == list(range(36))
+        assert max(step - version for _, step, version in trained) <= max_staleness
 
 
 def _simulate(
