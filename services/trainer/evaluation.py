@@ -8,6 +8,7 @@ where it was.
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import comb
 from typing import Any
 
 import structlog
@@ -62,7 +63,7 @@ Evaluations = dict[str, dict[str, float]]
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     """The unbiased estimate 1 - C(n - c, k) / C(n, k) from n samples of which c solve (Chen et al. 2021,
-    arXiv 2107.03374, eq. 1), as a product, which does not overflow. Range [0, 1].
+    arXiv 2107.03374, eq. 1), in whole numbers, divided once. Range [0, 1].
 
     With n = 4, c = 1, k = 2: 1 - C(3, 2) / C(4, 2) = 1 - 3 / 6 = 0.5.
 
@@ -71,10 +72,7 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     """
     if not (1 <= k <= num_samples and 0 <= num_solved <= num_samples):
         raise ValueError(f"pass@{k} of {num_solved} solved among {num_samples} samples is not defined")
-    fail = 1.0
-    for i in range(k):
-        fail *= max(0, num_samples - num_solved - i) / (num_samples - i)
-    return 1.0 - fail
+    return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
 
 
 class Evaluator:
