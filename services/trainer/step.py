@@ -27,7 +27,7 @@ from tidemill.common.process.service import StoppedError
 from tidemill.common.wire.messages import Commit, Outcome, TrajectoryKey
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
-from tidemill.services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
+from tidemill.services.trainer.algorithm.losses.mini_batch import needs_statistics, with_statistics
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
@@ -158,7 +158,6 @@ class StepRunner:
         self.policy, self.thread, self.group_filter = policy, thread, GroupFilter(config)
         self.precompute = Precompute(self.trainer, policy, thread)
         self.advantages = Advantages(config)
-        self.statistics = MiniBatchStatistics(self.trainer.algorithm)
         self.algorithm = self.trainer.algorithm
         """With the coefficients of the current step."""
         # One forward pass on each rank.
@@ -258,7 +257,7 @@ class StepRunner:
                 groups = [await self._precomputed(group, step) for group in groups]
             places -= len(groups)
             unassigned += groups
-            if places and (self.advantages.scope == "batch" or self.statistics.is_needed):
+            if places and (self.advantages.scope == "batch" or needs_statistics(self.algorithm)):
                 continue  # what each group is trained with depends on those that are still to come
             groups, unassigned = self._assigned(unassigned), []
             result.groups += groups
@@ -269,7 +268,7 @@ class StepRunner:
 
     def _assigned(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
         """With advantages, and with what depends on the whole mini-batch."""
-        return self.statistics.assign(self.advantages.assign(groups, self.algorithm))
+        return with_statistics(self.advantages.assign(groups, self.algorithm), self.algorithm)
 
     async def _precompute_rest(
         self, step: int, result: StepResult, arrived: deque[TrainableGroup], assembler: BatchAssembler

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
-from tidemill.services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
-from tidemill.services.trainer.algorithm.losses.registry import find_loss
+from tidemill.services.trainer.algorithm.losses import mini_batch
+from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
+from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample
@@ -39,9 +39,16 @@ def make_tokens(
     return Tokens(**(values | fields))
 
 
+class LossTerms(NamedTuple):
+    """What `policy_loss` returns."""
+
+    loss: torch.Tensor
+    sums: Sums
+
+
 def loss_of(tokens: Tokens, **algorithm: Any) -> LossTerms:
     config = AlgorithmConfig(**algorithm)
-    return policy_loss(tokens, config, find_loss(config))
+    return LossTerms(*policy_loss(tokens, config, find_loss(config)))
 
 
 def rectangle(seed: int) -> SimpleNamespace:
@@ -85,7 +92,7 @@ def our_loss(
         reference_logprobs_N=torch.tensor(data.reference)[mask_BT] if algorithm.needs_reference else None,
         **{f"{name}_N": torch.tensor(values)[mask_BT].float() for name, values in statistics.items()},
     )
-    terms = policy_loss(tokens, algorithm, find_loss(algorithm))
+    terms = LossTerms(*policy_loss(tokens, algorithm, find_loss(algorithm)))
     num_trained = int(counts.sum())
     if algorithm.rejection.denominator == "kept":
         num_trained -= int(terms.sums["rejected"])
@@ -98,7 +105,7 @@ def our_loss(
 def with_statistics(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
     """As one mini-batch, with what its statistics give each of them."""
     group = TrainableGroup(cast(Any, None), list(samples), [sample.reward for sample in samples])
-    (assigned,) = MiniBatchStatistics(algorithm).assign([group])
+    (assigned,) = mini_batch.with_statistics([group], algorithm)
     return assigned.samples
 
 
@@ -115,33 +122,52 @@ def probable_rectangle(seed: int) -> SimpleNamespace:
 
 
 SequenceLoss = Callable[[SimpleNamespace], torch.Tensor]
-"""From one sequence's tokens (float64: `now` with gradient, `old`, `rollout`, `reference`, `advantage`) to
-the loss of each of them."""
+"""From one sequence's tokens (float64: `now` with gradient, `old`, `proximal`, `rollout`, `reference`,
+`entropies`, `advantage`) to the loss of each of them. It may lower `num_kept`, which the mean is over."""
 
 
 def written_out(
     data: SimpleNamespace, algorithm: AlgorithmConfig, has_proximal: bool, loss_of_sequence: SequenceLoss
-) -> tuple[float, np.ndarray]:
-    """Loss and gradient of a formula, sequence by sequence in float64, for comparison with `our_loss`."""
+) -> tuple[float, np.ndarray, int]:
+    """Loss and gradient of a formula, sequence by sequence in float64, for comparison with `our_loss`; and
+    how many tokens it left out of `num_kept`."""
     now_BT = torch.tensor(data.current, dtype=torch.float64, requires_grad=True)
-    old = data.rollout if algorithm.old_logprobs == "rollout" else data.proximal if has_proximal else None
-    total, num_tokens = torch.zeros((), dtype=torch.float64), int(data.mask.sum())
+    total, num_kept = torch.zeros((), dtype=torch.float64), 0
     for b, advantage in enumerate(data.advantages):
         own = np.flatnonzero(data.mask[b])
         if not len(own):
             continue
-        now_T = now_BT[b, own]
-        sequence = SimpleNamespace(
-            now=now_T,
-            old=now_T.detach() if old is None else tensor(*old[b, own]),
-            rollout=tensor(*data.rollout[b, own]),
-            reference=tensor(*data.reference[b, own]),
-            advantage=float(advantage),
+        fields = {
+            name: tensor(*getattr(data, name)[b, own]) for name in ("rollout", "reference", "entropies")
+        }
+        now = now_BT[b, own]
+        proximal = tensor(*data.proximal[b, own]) if has_proximal else now.detach()
+        old = fields["rollout"] if algorithm.old_logprobs == "rollout" else proximal
+        of = SimpleNamespace(now=now, old=old, proximal=proximal, advantage=float(advantage), **fields)
+        of.num_kept = len(own)
+        loss_T = loss_of_sequence(of)
+        is_mean = algorithm.normalisation == "sequence"
+        total, num_kept = (
+            total + loss_T.sum() / (max(of.num_kept, 1) if is_mean else 1),
+            num_kept + of.num_kept,
         )
-        loss_T = loss_of_sequence(sequence)
-        total = total + (loss_T.mean() if algorithm.normalisation == "sequence" else loss_T.sum())
-    size = {"token": num_tokens, "constant": len(data.mask) * MAX_COMPLETION}
+    size = {"token": num_kept, "constant": len(data.mask) * MAX_COMPLETION}
     total = total / size.get(algorithm.normalisation, len(data.mask))
     total.backward()
     assert now_BT.grad is not None
-    return total.item(), now_BT.grad.numpy()
+    return total.item(), now_BT.grad.numpy(), int(data.mask.sum()) - num_kept
+
+
+def check_formula(
+    algorithm: AlgorithmConfig, formula: SequenceLoss, has_proximal: bool = True, seeds: int = 3
+) -> None:
+    """Our loss is the formula's, in value and gradient."""
+    largest = 0.0
+    for seed in range(seeds):
+        data = probable_rectangle(seed)
+        ours, our_gradient_BT, _ = our_loss(data, algorithm, has_proximal)
+        theirs, their_gradient_BT, _ = written_out(data, algorithm, has_proximal, formula)
+        assert abs(ours - theirs) < 1e-6
+        np.testing.assert_allclose(our_gradient_BT, their_gradient_BT, atol=1e-6)
+        largest = max(largest, float(np.abs(their_gradient_BT).max()))
+    assert largest > 1e-2

@@ -26,7 +26,8 @@ from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
 from tidemill.services.trainer.durable.trimming import Trimmer
-from tidemill.services.trainer.groups.group_filter import PendingGroup
+from tidemill.services.trainer.groups.group_filter import PendingGroup, TrainableGroup
+from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepRunner
 
@@ -62,6 +63,24 @@ def make_score(ticket: int, index: int, value: float | None = 1.0, **fields: Any
     """A score; a value of None is a failure."""
     status = ScoreStatus.OK if value is not None else ScoreStatus.FAILED
     return Score(ticket=ticket, index=index, status=status, value=value, **fields)
+
+
+def plain_sample(ticket: int, index: int, reward: float = 0.0, num_tokens: int = 3, **fields: Any) -> Sample:
+    """Two prompt tokens, and completion tokens that are all trained."""
+    values: dict[str, Any] = {
+        "key": (ticket, index),
+        "prompt_ids": np.arange(2, dtype=np.int32),
+        "completion_ids": np.arange(num_tokens, dtype=np.int32),
+        "rollout_logprobs": np.full(num_tokens, -1.0, np.float32),
+        "mask": np.ones(num_tokens, np.bool_),
+        "reward": reward,
+    }
+    return Sample(**(values | fields))
+
+
+def group_of_samples(ticket: int, *samples: Sample) -> TrainableGroup:
+    """A group that passed the filter, without its records."""
+    return TrainableGroup(PendingGroup(ticket, 0), list(samples), [sample.reward for sample in samples])
 
 
 def make_parts(broker: Broker, keys: Keys, config: RunConfig) -> tuple[Scheduler, StreamJoin]:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.algorithm_sections import EntropyControlConfig, KlControlConfig
 
 LARGEST_ERROR = 0.2
 """Relative errors of the KL divergence count as at most this."""
@@ -39,13 +38,22 @@ class Coefficients:
         self, kl: float, entropy: float, num_samples: float, algorithm: AlgorithmConfig
     ) -> "Coefficients":
         """Those after a step with this KL divergence and entropy, means over its trained tokens. What is not
-        finite moves nothing."""
-        kl_control, entropy_control = algorithm.kl_control, algorithm.entropy_control
-        moved = self
+        finite moves nothing.
+
+        KL: coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon), at least 0 (arXiv
+        1909.08593, eq. 2). 0.1 with a KL of 0.11 where 0.1 is wanted, after 1,000 of 10,000 samples: 0.1 * (1
+        + 0.1 * 0.1) = 0.101. Entropy: one step up where it is at or below its target, else one down; within
+        [low, high] (arXiv 2505.22312). 0.01 with an entropy of 0.1 where 0.2 is wanted and a delta of 0.005
+        gives 0.015.
+        """
+        kl_control, control, moved = algorithm.kl_control, algorithm.entropy_control, self
         if kl_control.target is not None and math.isfinite(kl):
-            moved = replace(moved, kl=moved_kl(self.kl, kl, num_samples, kl_control))
-        if entropy_control.target is not None and math.isfinite(entropy):
-            now = moved_entropy(self.entropy, entropy, entropy_control)
+            error = min(LARGEST_ERROR, max(-LARGEST_ERROR, kl / kl_control.target - 1.0))
+            scale = 1.0 + error * num_samples / kl_control.horizon
+            moved = replace(moved, kl=max(0.0, self.kl * scale))
+        if control.target is not None and math.isfinite(entropy):
+            now = self.entropy + (control.delta if entropy <= control.target else -control.delta)
+            now = min(control.high, max(control.low, now))
             moved = replace(moved, entropy=now, last_entropy=entropy)
         return moved
 
@@ -92,24 +100,3 @@ def coefficient_metrics(algorithm: AlgorithmConfig) -> dict[str, float]:
     if algorithm.entropy_control.target is not None:
         metrics["entropy_coefficient"] = algorithm.entropy_coefficient
     return metrics
-
-
-def moved_kl(coefficient: float, kl: float, num_samples: float, control: KlControlConfig) -> float:
-    """coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon), at least 0.
-
-    arXiv 1909.08593, eq. 2. 0.1 with a KL of 0.11 where 0.1 is wanted, after 1,000 of 10,000 samples: 0.1 *
-    (1 + 0.1 * 0.1) = 0.101.
-    """
-    assert control.target is not None, "asked only where there is a target"
-    error = min(LARGEST_ERROR, max(-LARGEST_ERROR, kl / control.target - 1.0))
-    return max(0.0, coefficient * (1.0 + error * num_samples / control.horizon))
-
-
-def moved_entropy(coefficient: float, entropy: float, control: EntropyControlConfig) -> float:
-    """One step up where the entropy is at or below its target, else one down; within [low, high].
-
-    arXiv 2505.22312: 0.01 with an entropy of 0.1 where 0.2 is wanted and a delta of 0.005 gives 0.015.
-    """
-    assert control.target is not None, "asked only where there is a target"
-    moved = coefficient + (control.delta if entropy <= control.target else -control.delta)
-    return min(control.high, max(control.low, moved))

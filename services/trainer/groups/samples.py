@@ -77,6 +77,10 @@ class Sample:
     rollout_logprobs: Float32
     mask: Bits
     reward: float
+    shaped_reward: float = 0.0
+    token_rewards_A: Float64 | None = None
+    """What advantages are computed from: the reward less penalties, as one number (which a sequence without
+    trained tokens has too), and at the A trained tokens while `Advantages.assign` works."""
     advantage: float | Float64 = 0.0
     """One number, or one for each completion token, [T]; `Advantages.assign` fills it in."""
     returns: Float64 | None = None
@@ -148,6 +152,11 @@ class Sample:
         ends = [turn.end for turn in self.turns]
         # To the right: the token at an end is the first of the next turn.
         return np.searchsorted(ends, np.flatnonzero(self.mask), side="right").astype(np.int64)
+
+    @property
+    def has_turn_rewards(self) -> bool:
+        """Whether the environment rewarded single turns."""
+        return any(turn.reward for turn in self.turns)
 
     @property
     def num_trained(self) -> int:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Score, Trajectory
 from tidemill.common.wire.segments import SessionEnd
-from tidemill.services.trainer.algorithm.advantages.teaching import log_ratios
+from tidemill.services.trainer.algorithm.advantages.shaping import log_ratios
 from tidemill.services.trainer.algorithm.losses.totals import loss_metrics
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample, num_sampled

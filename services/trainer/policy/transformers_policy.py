@@ -23,8 +23,8 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.arrays import Float32
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
-from tidemill.services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
-from tidemill.services.trainer.algorithm.losses.registry import find_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
+from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import denominator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
@@ -193,8 +193,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             return replace(sums, denominator=sums.denominator - sums.rejected)
         return sums
 
-    def _train_tile(self, tile: Tile, batch: MicroBatch) -> LossTerms:
-        """Add one tile's gradient; return its terms, still on the device."""
+    def _train_tile(self, tile: Tile, batch: MicroBatch) -> Sums:
+        """Add one tile's gradient; return its sums, still on the device."""
         algorithm, head = self._algorithm, self._value_head
         scores = self._scorer.score(
             tile,
@@ -204,9 +204,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         )
         values_N = head(tile, scores.hidden_NH) if head is not None else None
         tokens = tile_tokens(tile, batch.samples, scores, values_N, algorithm.normalisation)
-        terms = policy_loss(tokens, algorithm, self._surrogate)
-        terms.loss.backward()
-        return terms
+        loss, sums = policy_loss(tokens, algorithm, self._surrogate)
+        loss.backward()
+        return sums
 
     def update(self, denominator: float) -> UpdateResult:
         """One AdamW step, or none where the gradients are not finite or there is nothing to divide by. At the

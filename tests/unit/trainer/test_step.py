@@ -22,7 +22,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.algorithm.advantages import Advantages
-from tidemill.services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
+from tidemill.services.trainer.algorithm.losses.mini_batch import with_statistics
 from tidemill.services.trainer.batch.batch_assembler import Precompute
 from tidemill.services.trainer.batch.stream_join import StreamJoin
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
@@ -177,7 +177,7 @@ def train_whole(config: RunConfig, order: Sequence[int]) -> torch.Tensor:
                 replace(sample, **tokens) for sample, tokens in zip(outcome.samples, precomputed, strict=True)
             ]
             groups.append(replace(outcome, samples=samples))
-        assigned = MiniBatchStatistics(config.trainer.algorithm).assign(advantages.assign(groups))
+        assigned = with_statistics(advantages.assign(groups), config.trainer.algorithm)
         mini_batches.append([s for group in assigned for s in group.samples])
     for samples in mini_batches * config.trainer.passes:
         policy.update(policy.accumulate(one_batch(samples)).denominator)

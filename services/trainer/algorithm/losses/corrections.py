@@ -1,7 +1,10 @@
-"""Importance weights, KL penalties and the value loss. Shape legend: N trained tokens, S sequences.
+"""Importance weights, rejection, KL penalties and the value loss.
+
+Shape legend: N trained tokens, S sequences.
 
 Importance weights compare the old policy with the one that sampled: they correct for stale weights and for
-numerics that differ between engine and trainer.
+numerics that differ between engine and trainer. Rejection leaves out what these two policies disagree on too
+much. Both look at whole sequences, so nothing depends on micro-batches.
 
 KL(policy || reference) is estimated from one sample of each token, with d = logprob - reference logprob
 (Schulman 2020, "Approximating KL divergence"): k1 = d is unbiased and often negative; k2 = d^2 / 2 has little
@@ -21,30 +24,24 @@ make an unbiased gradient: differentiating the estimate leaves out that the poli
 * abs is |d|, with the sign of d as its slope (verl's).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.algorithm_sections import KlConfig, TeacherTermConfig
-from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, sequence_means, sequence_sums
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Importance:
-    """`weights_N` multiply the loss; `raw_N` are those before any bound, both without gradient."""
-
-    weights_N: Tensor
-    raw_N: Tensor
-    is_bounded_N: Tensor
-    """Tokens whose weight was truncated or masked."""
+from tidemill.common.config.algorithm_sections import KlConfig, RejectionConfig, TeacherTermConfig
+from tidemill.services.trainer.algorithm.losses.tokens import (
+    MAX_LOG_RATIO,
+    Tokens,
+    sequence_means,
+    sequence_sums,
+)
 
 
 def importance_weights(
     log_ratio_N: Tensor, sequence_N: Tensor, num_sequences: int, algorithm: AlgorithmConfig
-) -> Importance:
-    """Weights w of the tokens from log(old / rollout), bounded as `algorithm.importance` says. Shapes [N].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights w of the tokens from log(old / rollout), bounded as `algorithm.importance` says; what they are
+    without bounds, also where they are off; and which of them a bound has changed. Shapes [N], no gradient.
 
     Of each token (`level: token`), of its sequence as the product over tokens (`sequence`) or as their
     geometric mean (`geometric`):
@@ -56,8 +53,6 @@ def importance_weights(
       both sides it is IcePop (Ring-1T, arXiv 2510.18855: low 0.5, high 5). What is masked still counts
       in D.
     * `off`: 1.
-
-    `raw_N` is what the weights would be without bounds, also where they are off, for the diagnostics.
     """
     importance, mode = algorithm.importance, algorithm.importance_mode
     # Importance weights are constants: else the loss could fall by moving them alone.
@@ -69,11 +64,11 @@ def importance_weights(
     # After the sum: that of a long sequence is far beyond any token's.
     raw_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if mode == "off":
-        return Importance(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N, dtype=torch.bool))
+        return torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N, dtype=torch.bool)
     is_outside_N = (raw_N < importance.low) | (raw_N > importance.high)
     if mode == "mask":
-        return Importance(raw_N.masked_fill(is_outside_N, 0.0), raw_N, is_outside_N)
-    return Importance(raw_N.clamp(importance.low, importance.high), raw_N, is_outside_N)
+        return raw_N.masked_fill(is_outside_N, 0.0), raw_N, is_outside_N
+    return raw_N.clamp(importance.low, importance.high), raw_N, is_outside_N
 
 
 def kl_penalty(
@@ -160,3 +155,87 @@ def value_loss(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: 
         return 0.5 * errors_N
     clipped_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
     return 0.5 * torch.maximum(errors_N, (clipped_N - returns_N).square())
+
+
+def rejected_tokens(
+    log_ratio_N: Tensor, sequence_N: Tensor, num_sequences: int, rejection: RejectionConfig
+) -> Tensor:
+    """Which tokens are left out, from log(old / rollout). Shapes [N].
+
+    With r = old / rollout of a token and l = log r, a token or a sequence is judged by one or several of
+
+    * k1: r itself, between two bounds; of a sequence the product of its tokens (`seq_sum_k1`) or their
+      geometric mean (`seq_mean_k1`);
+    * k2 = l^2 / 2 and k3 = r - 1 - l, estimates of KL(rollout || old), up to a bound; of a sequence their
+      sum, mean or largest.
+
+    Each criterion that is set has to hold, whatever the weights of `importance` are; `veto` rejects a
+    sequence with a token whose r is below it. As verl's rollout correction, except that bounds of k1 are of
+    r, not of 1 / r. A rejected token is in no term of the loss.
+
+    Ratios 0.5 and 3 in one sequence: product 1.5, geometric mean 1.2247, k2 0.2402 and 0.6035, k3 0.1931 and
+    0.9014. `token_k1: [0.4, 2]` rejects the second token, `seq_max_k3: 0.9` both.
+    """
+    log_N = log_ratio_N.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # `expm1`, because most ratios are nearly 1, where `exp(l) - 1` loses its digits.
+    measures = {"k1": log_N, "k2": 0.5 * log_N.square(), "k3": torch.expm1(log_N) - log_N}
+    is_out_N = torch.zeros_like(log_N, dtype=torch.bool)
+    is_out_S = torch.zeros(num_sequences, dtype=torch.bool, device=log_N.device)
+    for name, bound in rejection.bounds.items():
+        of, _, measure = name.rpartition("_")
+        if of == "token":
+            is_out_N = is_out_N | _is_outside(measures[measure], bound)
+        else:
+            values_S = _OF_SEQUENCES[of](measures[measure], sequence_N, num_sequences)
+            is_out_S = is_out_S | _is_outside(values_S, bound)
+    if rejection.veto is not None:
+        is_far_N = log_N < _log(rejection.veto, log_N)
+        is_out_S = is_out_S | (sequence_sums(is_far_N.to(log_N.dtype), sequence_N, num_sequences) > 0)
+    return is_out_N | is_out_S[sequence_N]
+
+
+def kept_weights(tokens: Tokens, is_rejected_N: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """The weights of tokens without those of rejected ones. Shape [N].
+
+    With `denominator: kept` and `normalisation: sequence` a sequence's mean is over its kept tokens: of 4
+    tokens with weights 1/4 of which one is rejected, the others have 1/3.
+    """
+    is_kept_N = (~is_rejected_N).to(tokens.weights_N.dtype)
+    if algorithm.rejection.denominator == "kept" and algorithm.normalisation == "sequence":
+        shares_S = sequence_means(is_kept_N, tokens.sequence_N, tokens.num_sequences)
+        # A sequence of which nothing is kept gives 0 / 1e-12, which is 0, and not 0 / 0.
+        is_kept_N = is_kept_N / shares_S.clamp(min=1e-12)[tokens.sequence_N]
+    return tokens.weights_N * is_kept_N
+
+
+def off_policy_tokens(tokens: Tokens, threshold: float) -> Tensor:
+    """Tokens with A < 0 in sequences that the policy has left: mean of log(rollout / current) above the
+    threshold. Shape [N].
+
+    DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556), against the policy that sampled, as in TRL.
+    Rollout probabilities 0.5 and 0.4, now 0.25 and 0.2: log 2 = 0.693 on average; a threshold of 0.5 masks
+    both where A < 0, and none where A > 0.
+    """
+    gap_N = (tokens.rollout_logprobs_N - tokens.logprobs_N).detach()
+    means_S = sequence_means(gap_N, tokens.sequence_N, tokens.num_sequences)
+    return (tokens.advantages_N < 0) & (means_S > threshold)[tokens.sequence_N]
+
+
+def _is_outside(values: Tensor, bound: float | tuple[float, float]) -> Tensor:
+    if isinstance(bound, tuple):
+        low, high = (_log(number, values) for number in bound)
+        return (values < low) | (values > high)
+    return values > bound
+
+
+def _log(number: float, like: Tensor) -> Tensor:
+    """In the dtype of what it bounds, so that a ratio at its bound is inside."""
+    return torch.tensor(number, dtype=like.dtype, device=like.device).log()
+
+
+def _sequence_maxima(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+    """Largest of each sequence, of values that are at least 0. Shape [S]."""
+    return values_N.new_zeros(num_sequences).scatter_reduce(0, sequence_N, values_N, "amax")
+
+
+_OF_SEQUENCES = {"seq_sum": sequence_sums, "seq_mean": sequence_means, "seq_max": _sequence_maxima}

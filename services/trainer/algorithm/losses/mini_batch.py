@@ -28,53 +28,40 @@ from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample
 
 
-class MiniBatchStatistics:
-    """Gives the samples of a mini-batch their constants; `is_needed` says whether the algorithm has any."""
+def needs_statistics(algorithm: AlgorithmConfig) -> bool:
+    """Whether the algorithm has any."""
+    return algorithm.needs_start_entropies or algorithm.needs_start_logprobs
 
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self._algorithm = algorithm
-        self.is_needed = algorithm.needs_start_entropies or algorithm.needs_start_logprobs
 
-    def assign(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
-        """The groups of one optimizer update, in any order, with what their samples need; advantages and
-        precomputed tokens are there."""
-        if not self.is_needed:
-            return list(groups)
-        # By key: sums, quantiles and ties come out alike, whatever the order of arrival.
-        samples = sorted((sample for group in groups for sample in group.samples), key=lambda s: s.key)
-        assigned = dict(zip([sample.key for sample in samples], self._assign(samples), strict=True))
-        return [
-            replace(group, samples=[assigned[sample.key] for sample in group.samples]) for group in groups
-        ]
-
-    def _assign(self, samples: Sequence[Sample]) -> list[Sample]:
-        algorithm, num_tokens = self._algorithm, sum(sample.num_trained for sample in samples)
-        factors_N, penalised_N = np.ones(num_tokens), None
-        if algorithm.top_entropy_quantile < 1.0:
-            entropies_N = _joined([_trained(sample, sample.entropies) for sample in samples])
-            factors_N *= top_entropy(entropies_N, algorithm.top_entropy_quantile)
-        if algorithm.importance.normalise:
-            factors_N /= mean_weight(samples, algorithm)
-        if algorithm.loss in ("clip_cov", "kl_cov"):
-            covariances_N = token_covariances(samples)
-            if algorithm.loss == "clip_cov":
-                is_clipped_N = _joined([_clipped(sample, algorithm) for sample in samples]) > 0
-                factors_N *= ~clip_cov_tokens(samples, covariances_N, is_clipped_N, algorithm)
-            else:
-                penalised_N = kl_cov_tokens(covariances_N, algorithm).astype(np.float64)
-        ends = np.cumsum([sample.num_trained for sample in samples])[:-1]
-        factors = np.split(factors_N, ends)
-        penalised = [None] * len(samples) if penalised_N is None else np.split(penalised_N, ends)
-        return [
-            replace(
-                sample,
-                factors=sample.spread(factors_A),
-                penalised=None if penalised_A is None else sample.spread(penalised_A),
-                entropies=None,
-                start_logprobs=None,
-            )
-            for sample, factors_A, penalised_A in zip(samples, factors, penalised, strict=True)
-        ]
+def with_statistics(groups: Sequence[TrainableGroup], algorithm: AlgorithmConfig) -> list[TrainableGroup]:
+    """The groups of one optimizer update, in any order, with what their samples need; advantages and
+    precomputed tokens are there."""
+    if not needs_statistics(algorithm):
+        return list(groups)
+    # By key: sums, quantiles and ties come out alike, whatever the order of arrival.
+    samples = sorted((sample for group in groups for sample in group.samples), key=lambda s: s.key)
+    factors_N, penalised_N = np.ones(sum(sample.num_trained for sample in samples)), None
+    if algorithm.top_entropy_quantile < 1.0:
+        entropies_N = _joined([_trained(sample, sample.entropies) for sample in samples])
+        factors_N *= top_entropy(entropies_N, algorithm.top_entropy_quantile)
+    if algorithm.importance.normalise:
+        factors_N /= mean_weight(samples, algorithm)
+    if algorithm.loss == "clip_cov":
+        is_clipped_N = _joined([_clipped(sample, algorithm) for sample in samples]) > 0
+        factors_N *= ~clip_cov_tokens(samples, token_covariances(samples), is_clipped_N, algorithm)
+    elif algorithm.loss == "kl_cov":
+        penalised_N = kl_cov_tokens(token_covariances(samples), algorithm).astype(np.float64)
+    found, end = {}, 0
+    for sample in samples:
+        start, end = end, end + sample.num_trained
+        found[sample.key] = replace(
+            sample,
+            factors=sample.spread(factors_N[start:end]),
+            penalised=None if penalised_N is None else sample.spread(penalised_N[start:end]),
+            entropies=None,
+            start_logprobs=None,
+        )
+    return [replace(group, samples=[found[sample.key] for sample in group.samples]) for group in groups]
 
 
 def top_entropy(entropies_N: Float64, share: float) -> Bits:

@@ -10,44 +10,33 @@ micro-batches. Importance weights belong to the surrogate alone, as in TRL.
 Shape legend: N trained tokens of a forward pass, from any number of sequences.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.services.trainer.algorithm.losses.corrections import (
-    Importance,
     importance_weights,
+    kept_weights,
     kl_penalty,
+    off_policy_tokens,
+    rejected_tokens,
     rollout_penalty,
     teacher_kl,
     value_loss,
 )
-from tidemill.services.trainer.algorithm.losses.registry import SurrogateFunction
-from tidemill.services.trainer.algorithm.losses.rejection import (
-    kept_weights,
-    off_policy_tokens,
-    rejected_tokens,
-)
 from tidemill.services.trainer.algorithm.losses.routing import expert_counts, router_terms
+from tidemill.services.trainer.algorithm.losses.surrogates import SurrogateFunction
 from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LossTerms:
-    """`loss` carries the gradient. `sums` are detached scalars by the names of `MicroBatchMetrics`: sums over
-    tokens, and largest values (`*_max`)."""
-
-    loss: Tensor
-    sums: dict[str, Tensor]
-    expert_counts: Sequence[Tensor] = ()
-    """Tokens of each expert, [E] for each mixture layer whose routing is there."""
+Sums = dict[str, Tensor]
+"""Detached, by the names of `MicroBatchMetrics`: sums over tokens, and largest values (`*_max`). Tokens of
+each expert are in `expert_counts/<layer>`, [E]."""
 
 
-def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: SurrogateFunction) -> LossTerms:
-    """The unnormalised loss of N >= 1 trained tokens, and its diagnostics.
+def policy_loss(
+    tokens: Tokens, algorithm: AlgorithmConfig, surrogate: SurrogateFunction
+) -> tuple[Tensor, Sums]:
+    """The unnormalised loss of N >= 1 trained tokens, with its gradient, and its diagnostics.
 
     With `old_logprobs: recompute` the old policy is the one at the step's start: `proximal_logprobs_N`, or
     where those are None the current one, without gradient. Then the ratio is exactly 1, the clip is inactive,
@@ -62,9 +51,8 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
     if tokens.proximal_logprobs_N is not None and algorithm.loss_traits.has_ratio:
         proximal_N = tokens.proximal_logprobs_N
     old_N = proximal_N if algorithm.old_logprobs == "recompute" else tokens.rollout_logprobs_N
-    importance = importance_weights(
-        proximal_N - tokens.rollout_logprobs_N, tokens.sequence_N, tokens.num_sequences, algorithm
-    )
+    sequences, drift_N = (tokens.sequence_N, tokens.num_sequences), proximal_N - tokens.rollout_logprobs_N
+    importance_N, raw_N, is_bounded_N = importance_weights(drift_N, *sequences, algorithm)
     ratio = Ratio(
         log_N=tokens.logprobs_N - old_N,
         advantages_N=tokens.advantages_N,
@@ -73,10 +61,15 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
         num_sequences=tokens.num_sequences,
         penalised_N=tokens.penalised_N,
     )
-    sums: dict[str, Tensor] = {}
-    weights_N = _weights(tokens, proximal_N, algorithm, sums)
     result = surrogate(ratio, algorithm)
-    loss_N = -importance.weights_N * result.objective_N
+    sums = _sums(tokens, result) | {
+        "weight_sum": importance_N.sum(),
+        "weight_max": importance_N.max(),
+        "weights_bounded": is_bounded_N.sum(),
+        "raw_weight_sum": raw_N.sum(),
+        "raw_weight_square_sum": raw_N.square().sum(),
+    }
+    loss_N = -importance_N * result.objective_N
     if tokens.factors_N is not None:
         loss_N, sums["left_out"] = tokens.factors_N * loss_N, (tokens.factors_N == 0).sum()
     if algorithm.off_policy_threshold is not None:
@@ -99,27 +92,18 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
         loss_N = loss_N + _value_term(tokens, algorithm, sums)
     if tokens.routing:
         loss_N = loss_N + _router_term(tokens, algorithm, sums)
+    weights_N = tokens.weights_N
+    if algorithm.rejection.is_on:
+        is_rejected_N = rejected_tokens(drift_N, *sequences, algorithm.rejection)
+        weights_N, sums["rejected"] = kept_weights(tokens, is_rejected_N, algorithm), is_rejected_N.sum()
     # Last: a rejected token, whose weight is 0, is in none of the terms.
     loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
-    sums |= _sums(tokens, importance, result)
-    return LossTerms(loss, sums, expert_counts(tokens.routing))
+    counts = expert_counts(tokens.routing)
+    return loss, sums | {f"expert_counts/{layer}": count_E for layer, count_E in enumerate(counts)}
 
 
-def _weights(
-    tokens: Tokens, proximal_N: Tensor, algorithm: AlgorithmConfig, sums: dict[str, Tensor]
-) -> Tensor:
-    """Normalisation of each token, 0 where it is rejected; how many are goes into `sums`."""
-    rejection = algorithm.rejection
-    if not rejection.is_on:
-        return tokens.weights_N
-    sequences = tokens.sequence_N, tokens.num_sequences
-    is_rejected_N = rejected_tokens(proximal_N - tokens.rollout_logprobs_N, *sequences, rejection)
-    sums["rejected"] = is_rejected_N.sum()
-    return kept_weights(tokens.weights_N, is_rejected_N, *sequences, algorithm.normalisation, rejection)
-
-
-def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tensor]) -> Tensor:
+def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
     """weight * KL(policy || teacher) of each token; its sums go into `sums`, also where no token of this
     forward pass has a teacher."""
     if tokens.teacher_logprobs_N is None or tokens.teacher_weights_N is None:
@@ -134,7 +118,7 @@ def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Te
     return tokens.teacher_weights_N * kl_N
 
 
-def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tensor]) -> Tensor:
+def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
     """The weighted value loss of each token; its diagnostics go into `sums`."""
     values_N, old_N, returns_N = tokens.values_N, tokens.old_values_N, tokens.returns_N
     assert values_N is not None and old_N is not None and returns_N is not None, "they come together"
@@ -145,7 +129,7 @@ def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tens
     return algorithm.value.coefficient * loss_N
 
 
-def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tensor]) -> Tensor:
+def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
     """The routers' weighted losses of each token; what they are, as means over layers, goes into `sums`."""
     sequences = tokens.sequence_N, tokens.num_sequences
     balance_N, z_N = router_terms(tokens.routing, *sequences, tokens.logprobs_N.dtype)
@@ -155,20 +139,19 @@ def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Ten
 
 
 @torch.no_grad()
-def _sums(tokens: Tokens, importance: Importance, surrogate: Surrogate) -> dict[str, Tensor]:
+def _sums(tokens: Tokens, surrogate: Surrogate) -> Sums:
     gap_N = tokens.logprobs_N - tokens.rollout_logprobs_N
+
+    def count(is_cut_N: Tensor | None) -> Tensor:
+        return torch.zeros_like(gap_N[0]) if is_cut_N is None else is_cut_N.sum()
+
     return {
         "entropy_sum": tokens.entropies_N.sum(),
         # k3 with r = current / rollout, on tokens of the rollout.
         "rollout_kl_sum": (torch.expm1(gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) - gap_N).sum(),
-        "clipped_low": surrogate.is_low_N.sum(),
-        "clipped_high": surrogate.is_high_N.sum(),
-        "clipped_dual": surrogate.is_dual_N.sum(),
-        "weight_sum": importance.weights_N.sum(),
-        "weights_bounded": importance.is_bounded_N.sum(),
-        "raw_weight_sum": importance.raw_N.sum(),
-        "raw_weight_square_sum": importance.raw_N.square().sum(),
+        "clipped_low": count(surrogate.is_low_N),
+        "clipped_high": count(surrogate.is_high_N),
+        "clipped_dual": count(surrogate.is_dual_N),
         "mismatch_sum": gap_N.abs().sum(),
-        "weight_max": importance.weights_N.max(),
         "mismatch_max": gap_N.abs().max(),
     }

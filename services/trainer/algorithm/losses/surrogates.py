@@ -1,16 +1,31 @@
-"""The objectives of PPO, GSPO, CISPO, SAPO, KL-Cov and REINFORCE. Shape legend: N trained tokens."""
+"""Losses by name: the objective of each token, and the user's own.
+
+    def loss(ratio, algorithm=None):
+
+`ratio` is a `tokens.Ratio` (log-ratios with gradient, advantages, logprobs, and which sequence each token
+belongs to), `algorithm` the config's section. It returns the objective of each token, to be maximised, as a
+tensor [N] with a gradient (or a `tokens.Surrogate`). Normalisation, importance weights, KL, entropy bonus and
+value loss are added around it.
+
+Shape legend: N trained tokens, S sequences that they belong to.
+"""
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
+from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
     Ratio,
     Surrogate,
     sequence_means,
-    unclipped,
+    sequence_sums,
 )
+from tidemill.services.trainer.algorithm.users_function import contained, load_users_function
 
 
 def ppo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
@@ -32,7 +47,7 @@ def kl_cov(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     if ratio.penalised_N is not None:
         distance_N = ratio.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).abs()
         objective_N = objective_N - algorithm.covariance.coefficient * ratio.penalised_N * distance_N
-    return unclipped(objective_N)
+    return Surrogate(objective_N)
 
 
 def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, algorithm: AlgorithmConfig) -> Surrogate:
@@ -48,17 +63,12 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, algorithm: Algorith
     # Above 1 + high, the minimum of a positive A is the clipped side: so this bound acts on negative A alone.
     bounded_N = ratio_N if dual_clip is None else ratio_N.clamp(max=dual_clip)
     objective_N = torch.minimum(bounded_N * advantages_N, clipped_N * advantages_N)
-    with torch.no_grad():
-        is_negative_N = advantages_N < 0
-        is_dual_N = torch.zeros_like(is_negative_N)
-        if dual_clip is not None:
-            is_dual_N = (ratio_N > dual_clip) & is_negative_N
-        return Surrogate(
-            objective_N,
-            is_low_N=(ratio_N < low) & is_negative_N,
-            is_high_N=(ratio_N > high) & (advantages_N > 0),
-            is_dual_N=is_dual_N,
-        )
+    return Surrogate(
+        objective_N,
+        is_low_N=(ratio_N < low) & (advantages_N < 0),
+        is_high_N=(ratio_N > high) & (advantages_N > 0),
+        is_dual_N=None if dual_clip is None else (ratio_N > dual_clip) & (advantages_N < 0),
+    )
 
 
 def reinforce(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
@@ -67,7 +77,7 @@ def reinforce(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     Williams 1992, with the baseline in the advantage; RLOO (arXiv 2402.14740) and REINFORCE++ use it. Nothing
     is clipped: `importance` weights alone correct for policies other than the current one.
     """
-    return unclipped(ratio.advantages_N * ratio.logprobs_N)
+    return Surrogate(ratio.advantages_N * ratio.logprobs_N)
 
 
 def cispo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
@@ -81,12 +91,10 @@ def cispo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     """
     ratio_N = ratio.ratio_N.detach()
     low, high = 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high
-    plain = unclipped(ratio_N.clamp(low, high) * ratio.advantages_N * ratio.logprobs_N)
     return Surrogate(
-        plain.objective_N,
+        ratio_N.clamp(low, high) * ratio.advantages_N * ratio.logprobs_N,
         is_low_N=(ratio_N < low) & (ratio.advantages_N < 0),
         is_high_N=(ratio_N > high) & (ratio.advantages_N > 0),
-        is_dual_N=plain.is_dual_N,
     )
 
 
@@ -115,4 +123,166 @@ def sapo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     positive_N = torch.full_like(ratio.advantages_N, TEMPERATURE_POSITIVE)
     temperature_N = positive_N.masked_fill(ratio.advantages_N <= 0, TEMPERATURE_NEGATIVE)
     gate_N = torch.sigmoid(temperature_N * (ratio.ratio_N - 1.0)) * 4.0 / temperature_N
-    return unclipped(gate_N * ratio.advantages_N)
+    return Surrogate(gate_N * ratio.advantages_N)
+
+
+LEAST_REST = 1e-8
+"""Probability of all other tokens, at least: its logarithm stays finite."""
+
+
+def dppo_tv(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+    """r A, or no gradient where p - q leaves [-clip_low, clip_high] on the side that A pushes to.
+
+    DPPO, arXiv 2602.04879, by total variation: a trust region in probabilities in place of PPO's in ratios.
+    A ratio says little about how far a policy has moved: a token of probability 1e-5 may double without harm,
+    one of 0.9 that falls to 0.5 is a large step with a small ratio. So a token loses its gradient where the
+    divergence of the two policies, seen on that token alone ("binary": this token against all others),
+    exceeds its bound and the update would enlarge it; p is its probability now, q the old one. verl's
+    `dppo_tv`; prime-rl's default loss with bounds 0.2.
+
+    p = 0.5, q = 0.2, A = 2, clip_high = 0.2: 0.3 is too far, the objective is 0; with A = -2 it is -5.
+    """
+    moved_N = ratio.logprobs_N.detach().exp() - ratio.old_logprobs_N.exp()
+    return _masked(ratio, algorithm, moved_N > algorithm.clip_high, moved_N < -algorithm.clip_low)
+
+
+def dppo_kl(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+    """r A, or no gradient where q log(q / p) + (1 - q) log((1 - q) / (1 - p)) exceeds its bound on the side
+    that A pushes to: the binary KL.
+
+    verl's `dppo_kl`; else as `dppo_tv`. p = 0.5, q = 0.2: 0.2 log 0.4 + 0.8 log 1.6 = 0.1927.
+    """
+    log_N, old_N = ratio.log_N.detach(), ratio.old_logprobs_N
+    divergence_N = -old_N.exp() * log_N + _rest(old_N) * (
+        _rest(old_N).log() - _rest(ratio.logprobs_N.detach()).log()
+    )
+    is_high_N = (divergence_N > algorithm.clip_high) & (log_N > 0)
+    return _masked(ratio, algorithm, is_high_N, (divergence_N > algorithm.clip_low) & (log_N < 0))
+
+
+def _rest(logprobs_N: Tensor) -> Tensor:
+    """1 - p, also where p is nearly 1."""
+    # `1 - exp(x)` has no digits left where p is nearly 1; `expm1` keeps them.
+    return (-logprobs_N.expm1()).clamp(min=LEAST_REST)
+
+
+def _masked(
+    ratio: Ratio, algorithm: AlgorithmConfig, is_too_high_N: Tensor, is_too_low_N: Tensor
+) -> Surrogate:
+    """r A where the token is inside. The weight r stops at `dppo.max_ratio`, the token keeps its gradient."""
+    ratio_N, bound = ratio.ratio_N.detach(), algorithm.dppo.max_ratio
+    weight_N = ratio_N if bound is None else ratio_N.clamp(max=bound)
+    is_high_N = is_too_high_N & (ratio.advantages_N > 0)
+    is_low_N = is_too_low_N & (ratio.advantages_N < 0)
+    # Value w, gradient w times that of the logprob.
+    one_N = 1.0 + ratio.logprobs_N - ratio.logprobs_N.detach()
+    objective_N = (weight_N * ratio.advantages_N * one_N).masked_fill(is_high_N | is_low_N, 0.0)
+    is_bounded_N = (ratio_N > weight_N) & ~is_high_N & ~is_low_N
+    return Surrogate(objective_N, is_low_N=is_low_N, is_high_N=is_high_N, is_dual_N=is_bounded_N)
+
+
+LEAST_LOG_WEIGHT = math.log(1e-8)
+"""Of a sequence's ratio in VESPO, as in TRL: below it the weight is nothing."""
+
+
+def gmpo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+    """A times the geometric mean of a sequence's clipped ratios, at each of its tokens.
+
+    arXiv 2507.20673 (verl's `geo_mean`): each log-ratio stops at clip_high where A > 0, at -clip_low where A
+    < 0. Bounds are of log-ratios: the paper's e^-0.4 and e^0.4 are 0.4 and 0.4. With `normalisation:
+    sequence` the equal terms of a sequence are averaged to the paper's one. Log-ratios 0.5 and 0.1, A = 2,
+    clip_high = 0.4: 2 exp(0.25) = 2.568.
+    """
+    log_N = ratio.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    is_high_N = (log_N > algorithm.clip_high) & (ratio.advantages_N > 0)
+    is_low_N = (log_N < -algorithm.clip_low) & (ratio.advantages_N < 0)
+    clipped_N = log_N.clamp(-algorithm.clip_low, algorithm.clip_high)
+    means_S = sequence_means(
+        torch.where(is_high_N | is_low_N, clipped_N, log_N), ratio.sequence_N, ratio.num_sequences
+    )
+    objective_N = means_S.exp()[ratio.sequence_N] * ratio.advantages_N
+    return Surrogate(objective_N, is_low_N, is_high_N)
+
+
+def vespo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+    """phi(W) A logprob, with W the product of a sequence's ratios and phi(W) = W^k exp(lambda (1 - W)).
+
+    arXiv 2602.10693, section 3.4: in place of a clip, a smooth weight without gradient, which is 1 at W = 1
+    and fades on both sides; k and lambda depend on the sign of A. W = 2 with k = 2, lambda = 3: 4 exp(-3) =
+    0.1991.
+    """
+    positive, negative = algorithm.vespo.positive, algorithm.vespo.negative
+    with torch.no_grad():
+        log_N = ratio.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_S = sequence_sums(log_N, ratio.sequence_N, ratio.num_sequences)
+        log_weight_N = log_S.clamp(LEAST_LOG_WEIGHT, MAX_LOG_RATIO)[ratio.sequence_N]
+        is_negative_N = ratio.advantages_N < 0
+        power_N = torch.full_like(log_weight_N, positive[0]).masked_fill(is_negative_N, negative[0])
+        decay_N = torch.full_like(log_weight_N, positive[1]).masked_fill(is_negative_N, negative[1])
+        phi_N = (power_N * log_weight_N + decay_N * (1.0 - log_weight_N.exp())).exp()
+    return Surrogate(phi_N * ratio.advantages_N * ratio.logprobs_N)
+
+
+LOSS_FIELD = "trainer.algorithm.loss"
+
+SurrogateFunction = Callable[[Ratio, AlgorithmConfig], Surrogate]
+
+_BY_NAME: dict[str, SurrogateFunction] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "sapo": sapo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "clip_cov": ppo,
+    "kl_cov": kl_cov,
+    "gmpo": gmpo,
+    "vespo": vespo,
+}
+"""By the names of `tidemill.common.config.algorithm_table`."""
+
+
+def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
+    """The surrogate that the config names.
+
+    Raises:
+        ConfigError: a user's own cannot be loaded, or fails on three made-up tokens.
+    """
+    if not is_users_own(algorithm.loss):
+        return _BY_NAME[algorithm.loss]
+    where = f"{LOSS_FIELD} {algorithm.loss}"
+    function = load_users_function(LOSS_FIELD, algorithm.loss, ("ratio", "algorithm"))
+
+    def surrogate(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+        returned = function(ratio=ratio, algorithm=algorithm)
+        if isinstance(returned, torch.Tensor):
+            returned = Surrogate(returned)
+        if not isinstance(returned, Surrogate) or returned.objective_N.shape != ratio.log_N.shape:
+            found = tuple(returned.objective_N.shape) if isinstance(returned, Surrogate) else type(returned)
+            raise ConfigError(
+                f"{where} returned {found}; expected a tensor of shape {tuple(ratio.log_N.shape)}, the "
+                "objective of each token"
+            )
+        return returned
+
+    with contained(where):
+        _try(surrogate, algorithm)
+    return surrogate
+
+
+def _try(surrogate: SurrogateFunction, algorithm: AlgorithmConfig) -> None:
+    logprobs_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    made_up = Ratio(
+        log_N=logprobs_N - torch.tensor([-1.1, -1.9, -0.5]),
+        advantages_N=torch.tensor([1.0, 1.0, -1.0]),
+        logprobs_N=logprobs_N,
+        sequence_N=torch.tensor([0, 0, 1]),
+        num_sequences=2,
+    )
+    objective_N = surrogate(made_up, algorithm).objective_N
+    if not objective_N.requires_grad or not torch.isfinite(objective_N).all():
+        raise ConfigError(
+            f"{LOSS_FIELD} {algorithm.loss} returned {objective_N.tolist()} without a gradient, or not "
+            "finite; compute it from ratio.log_N, ratio.ratio_N or ratio.logprobs_N"
+        )

@@ -95,17 +95,12 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Surrogate:
-    """An objective per token, to be maximised, and which tokens its bounds have cut off."""
+    """An objective per token, to be maximised, and which tokens its bounds have cut off; None: no bound."""
 
     objective_N: Tensor
-    is_low_N: Tensor
-    is_high_N: Tensor
-    is_dual_N: Tensor
-
-
-def unclipped(objective_N: Tensor) -> Surrogate:
-    none_N = torch.zeros(objective_N.shape, dtype=torch.bool, device=objective_N.device)
-    return Surrogate(objective_N, none_N, none_N, none_N)
+    is_low_N: Tensor | None = None
+    is_high_N: Tensor | None = None
+    is_dual_N: Tensor | None = None
 
 
 def sequence_sums(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.services.trainer.algorithm.losses.policy_loss import LossTerms
+from tidemill.services.trainer.algorithm.losses.policy_loss import Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,22 @@ def _added(mine: ExpertCounts, theirs: ExpertCounts) -> tuple[tuple[int, ...], .
     return tuple(tuple(np.sum(pair, axis=0).tolist()) for pair in pairs)
 
 
-def total_metrics(parts: Sequence[LossTerms]) -> MicroBatchMetrics:
-    """Join the terms of tiles; the only point where the host waits for the device."""
+def total_metrics(parts: Sequence[Sums]) -> MicroBatchMetrics:
+    """Join the sums of tiles; the only point where the host waits for the device."""
     if not parts:
         return MicroBatchMetrics()
     # In float64: float32 counts exactly up to 2^24 only, and sums of squares lose their digits.
-    tiles = torch.stack([torch.stack([value.double() for value in part.sums.values()]) for part in parts])
-    totals = zip(parts[0].sums, tiles.sum(0).tolist(), tiles.amax(0).tolist(), strict=True)
-    values = {name: largest if name.endswith("_max") else total for name, total, largest in totals}
-    layers = zip(*(part.expert_counts for part in parts), strict=True)
-    counts = tuple(tuple(torch.stack(layer).sum(0).tolist()) for layer in layers)
-    return MicroBatchMetrics(**values, expert_counts=counts)
+    tiles = torch.stack([torch.cat([sums.double().flatten() for sums in part.values()]) for part in parts])
+    totals, largest = iter(tiles.sum(0).tolist()), iter(tiles.amax(0).tolist())
+    values: dict[str, float] = {}
+    counts: list[tuple[int, ...]] = []
+    for name, sums in parts[0].items():
+        pairs = [(next(totals), next(largest)) for _ in range(sums.numel())]
+        if name.startswith("expert_counts/"):
+            counts.append(tuple(int(total) for total, _ in pairs))
+        else:
+            values[name] = pairs[0][1] if name.endswith("_max") else pairs[0][0]
+    return MicroBatchMetrics(**values, expert_counts=tuple(counts))  # type: ignore[arg-type]
 
 
 def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
@@ -112,7 +117,7 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
         f"{sampling}/bounded_mean": sums.weights_bounded / tokens,
         "sampling/rejected_mean": sums.rejected / tokens,
         "sampling/off_policy_mean": sums.off_policy / tokens,
-        "sampling/effective_sample_size": effective_share(sums),
+        "sampling/effective_sample_size": _effective_share(sums),
         "logprob_gap/mean": sums.mismatch_sum / tokens,
         "logprob_gap/max": sums.mismatch_max,
     }
@@ -121,12 +126,9 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
     return metrics | selected | distilled | _value_metrics(sums, tokens) | _expert_metrics(sums, tokens)
 
 
-def effective_share(sums: MicroBatchMetrics) -> float:
-    """Effective sample size over the number of tokens, (sum w)^2 / (N sum w^2): 1 where all weights are
-    equal.
-
-    Of the importance weights before any bound. Weights 1, 1, 4 give 36 / (3 * 18) = 2/3.
-    """
+def _effective_share(sums: MicroBatchMetrics) -> float:
+    """Effective sample size over the number of tokens, (sum w)^2 / (N sum w^2), of the importance weights
+    before any bound: 1 where all are equal. Weights 1, 1, 4 give 36 / (3 * 18) = 2/3."""
     if not sums.tokens or not sums.raw_weight_square_sum:
         return 1.0
     # Equal weights give a little more than 1 by rounding.

@@ -10,7 +10,7 @@ from tidemill.common.config.algorithm import is_users_own
 from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES, PRESETS
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.advantages.registry import find_advantage
-from tidemill.services.trainer.algorithm.losses.registry import find_loss
+from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 
 MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
@@ -182,7 +182,7 @@ def test_off_means_off_though_yaml_reads_it_as_false(tmp_path):
 
 def test_every_name_of_the_config_has_a_function_behind_it():
     for name in ADVANTAGES:
-        assert find_advantage(AlgorithmConfig(advantage=name)).estimate is not None
+        assert find_advantage(AlgorithmConfig(advantage=name))
     for name in LOSSES:
         level = {"level": "sequence"} if LOSSES[name].level == "sequence" else {}
         old = "rollout" if LOSSES[name].weighs_by_rollout else "recompute"

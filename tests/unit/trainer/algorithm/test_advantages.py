@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.services.trainer.algorithm.advantages.batch_scaled import gdpo, gpg, grpo_batch, scale_rl
-from tidemill.services.trainer.algorithm.advantages.episode import overlong_penalty, whiten
 from tidemill.services.trainer.algorithm.advantages.estimators import (
     dr_grpo,
     dr_grpo_passk,
     gae,
+    gdpo,
+    gpg,
     grpo,
+    grpo_batch,
     grpo_passk,
     max_rl,
     opo,
@@ -23,7 +24,10 @@ from tidemill.services.trainer.algorithm.advantages.estimators import (
     remax,
     returns,
     rloo,
+    scale_rl,
+    whiten,
 )
+from tidemill.services.trainer.algorithm.advantages.shaping import overlong_penalty
 
 GENERATOR = np.random.default_rng(7)
 GROUPS = [GENERATOR.random(size).round(2).tolist() for size in (4, 3, 6, 2)] + [[0.4] * 4, [1.0]]

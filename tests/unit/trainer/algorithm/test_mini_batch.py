@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.losses import loss_of, make_tokens, our_loss, probable_rectangle, tensor, with_statistics
+from tests.support.losses import our_loss, probable_rectangle, with_statistics
 from tests.support.models import masked
+from tests.support.training import plain_sample
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.services.trainer.algorithm.losses.mini_batch import (
     clip_cov_tokens,
@@ -26,17 +27,9 @@ ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
 
 def sample_of(index: int, start: list[float], rollout: list[float], advantage: float = 0.0) -> Sample:
     """By the probabilities of its tokens at the start of the step and at the rollout."""
-    size = len(start)
-    return Sample(
-        key=(0, index),
-        prompt_ids=np.ones(1, np.int32),
-        completion_ids=np.ones(size, np.int32),
-        rollout_logprobs=np.log(rollout).astype(np.float32),
-        mask=np.ones(size, np.bool_),
-        reward=0.0,
-        advantage=advantage,
-        start_logprobs=np.log(start).astype(np.float32),
-    )
+    logprobs = {"rollout_logprobs": np.log(rollout), "start_logprobs": np.log(start)}
+    fields = {name: values.astype(np.float32) for name, values in logprobs.items()}
+    return plain_sample(0, index, 0.0, len(start), advantage=advantage, **fields)
 
 
 def test_the_tokens_with_the_highest_entropy_stay():
@@ -84,30 +77,18 @@ def test_covariances_and_what_is_chosen_by_hand():
     assert clip_cov_tokens(samples, covariances, is_clipped, clip_cov).tolist() == [False, False, False, True]
 
 
-def test_kl_cov_by_hand():
-    # r = 1.2, A = 2: 2.4, less 0.5 * log 1.2 where penalised; slope 2.4 - 0.5
-    tokens = make_tokens([0.6, 0.6], [0.5, 0.5], [2.0, 2.0], penalised_N=tensor(1.0, 0.0))
-    terms = loss_of(tokens, loss="kl_cov", covariance={"coefficient": 0.5}, **ROLLOUT)
-    terms.loss.backward()
-    assert terms.loss.item() == pytest.approx(-4.8 + 0.5 * math.log(1.2))
-    np.testing.assert_allclose(tokens.logprobs_N.grad, [-1.9, -2.4])
-
-
 def samples_of(data: SimpleNamespace) -> list[Sample]:
     """The sequences of a rectangle, whose current policy is that at the step's start."""
-    made = []
-    for b, advantage in enumerate(data.advantages.tolist()):
-        blank = sample_of(b, [0.5] * data.mask.shape[1], [0.5] * data.mask.shape[1], advantage)
-        made.append(
-            replace(
-                blank,
-                mask=data.mask[b],
-                rollout_logprobs=data.rollout[b],
-                start_logprobs=data.current[b],
-                entropies=data.entropies[b],
-            )
-        )
-    return made
+    names = {
+        "mask": data.mask,
+        "rollout_logprobs": data.rollout,
+        "start_logprobs": data.current,
+        "entropies": data.entropies,
+    }
+    return [
+        plain_sample(0, b, 0.0, data.mask.shape[1], advantage=a, **{name: v[b] for name, v in names.items()})
+        for b, a in enumerate(data.advantages.tolist())
+    ]
 
 
 def statistics_of(samples: list[Sample]) -> dict[str, np.ndarray]:

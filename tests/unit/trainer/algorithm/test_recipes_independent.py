@@ -15,9 +15,9 @@ from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
-from tidemill.services.trainer.algorithm.losses.registry import find_loss
+from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
-from tidemill.services.trainer.groups.group_filter import GroupFilter, TrainableGroup
+from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 
 LENGTHS = [[3, 7, 5], [2, 6]]
@@ -40,22 +40,14 @@ def ours(**algorithm: Any) -> tuple[float, np.ndarray]:
     logprobs = iter(given.rollout)
     groups = []
     for ticket, lengths in enumerate(LENGTHS):
-        trajectories = {
-            index: make_trajectory(
-                ticket,
-                index,
-                group_size=3,
-                completion_ids=np.arange(length, dtype=np.int32),
-                logprobs=next(logprobs),
+        source = PendingGroup(ticket, 0)
+        for index, length in enumerate(lengths):
+            ids = np.arange(length, dtype=np.int32)
+            source.trajectories[index] = make_trajectory(
+                ticket, index, group_size=3, completion_ids=ids, logprobs=next(logprobs)
             )
-            for index, length in enumerate(lengths)
-        }
-        scores = {index: make_score(ticket, index, REWARDS[ticket][index]) for index in trajectories}
-        source = SimpleNamespace(
-            ticket=ticket, min_version=0, max_version=0, is_ahead=False, precomputed_for=-1,
-            trajectories=trajectories, scores=scores,
-        )  # fmt: skip
-        groups.append(group_filter.apply(source, 0))  # type: ignore[arg-type]
+            source.scores[index] = make_score(ticket, index, REWARDS[ticket][index])
+        groups.append(group_filter.apply(source, 0))
     assert all(isinstance(group, TrainableGroup) for group in groups)
     samples = [s for group in Advantages(config).assign(groups) for s in group.samples]  # type: ignore[arg-type]
     return loss_of(samples, given.current, config.trainer.algorithm)
@@ -75,8 +67,8 @@ def loss_of(samples: list[Sample], current: list[np.ndarray], algorithm: Any) ->
         num_sequences=len(samples),
         entropies_N=torch.zeros(sum(counts)),
     )
-    terms = policy_loss(tokens, algorithm, find_loss(algorithm))
-    loss = terms.loss / denominator(kind, len(samples), sum(counts), MAX_TOKENS, batch.num_groups)
+    total, _ = policy_loss(tokens, algorithm, find_loss(algorithm))
+    loss = total / denominator(kind, len(samples), sum(counts), MAX_TOKENS, batch.num_groups)
     loss.backward()
     assert logprobs_N.grad is not None
     return loss.item(), logprobs_N.grad.numpy()
@@ -178,11 +170,3 @@ def test_a_recipe_is_its_papers_objective_in_value_and_gradient(name):
     assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
     assert np.abs(gradient).max() > 1e-3
-
-
-def test_normalisations_by_hand():
-    # Groups of 2 and 1 sequences with 4 + 2 and 3 tokens
-    assert token_weight("prompt", 4, 6) == 1 / 6 == token_weight("prompt", 2, 6)
-    assert token_weight("sequence_sum", 4, 6) == 1.0 == token_weight("prompt", 0, 0)
-    assert denominator("prompt", 3, 9, 10, num_groups=0.5 + 0.5 + 1.0) == 2.0
-    assert denominator("sequence_sum", 3, 9, 10) == 3.0

@@ -7,23 +7,15 @@ import numpy as np
 import pytest
 
 from tests.support.models import make_samples
+from tests.support.training import plain_sample
 from tidemill.common.errors import TidemillError
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample, form_micro_batches, rebuild
 
 
 def sample_of(num_tokens: int, ticket: int, index: int = 0) -> Sample:
-    """One prompt token, the rest completion."""
-    count = num_tokens - 1
-    return Sample(
-        key=(ticket, index),
-        prompt_ids=np.array([3], dtype=np.int32),
-        completion_ids=np.full(count, 4, dtype=np.int32),
-        rollout_logprobs=np.full(count, -1.0, dtype=np.float32),
-        mask=np.ones(count, dtype=np.bool_),
-        advantage=1.0,
-        reward=1.0,
-    )
+    """Two prompt tokens, the rest completion."""
+    return plain_sample(ticket, index, 1.0, num_tokens - 2)
 
 
 def test_first_fit_after_sorting_by_length():
@@ -74,20 +66,20 @@ def test_rebuilding_names_what_is_missing():
 
 def test_counts_of_a_micro_batch():
     sample = sample_of(5, 0)
-    masked = replace(sample_of(4, 1), mask=np.array([True, False, False]))
+    masked = replace(sample_of(4, 1), mask=np.array([True, False]))
     batch = MicroBatch((sample, masked))
-    assert (batch.num_tokens, batch.num_trained) == (9, 5)
+    assert (batch.num_tokens, batch.num_trained) == (9, 4)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rollout_logprobs": np.zeros(3, dtype=np.float32)}, "4 completion ids, 3 logprobs"),
+        ({"rollout_logprobs": np.zeros(2, dtype=np.float32)}, "3 completion ids, 2 logprobs"),
         ({"mask": np.ones(5, dtype=np.bool_)}, "a mask of 5"),
         ({"prompt_ids": np.zeros(0, dtype=np.int32)}, "prompt is empty"),
         ({"advantage": float("nan")}, "must be finite"),
         ({"reward": float("inf")}, "must be finite"),
-        ({"rollout_logprobs": np.array([0, np.nan, 0, 0], dtype=np.float32)}, "logprobs must be finite"),
+        ({"rollout_logprobs": np.array([0, np.nan, 0], dtype=np.float32)}, "logprobs must be finite"),
     ],
 )
 def test_a_sample_whose_parts_do_not_fit_is_never_built(change, message):

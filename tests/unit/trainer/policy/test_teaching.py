@@ -19,7 +19,7 @@ from tests.support.models import (
 )
 from tests.support.sessions import make_segment, make_session, rows_by_hand
 from tidemill.common.config.algorithm_sections import TeacherTermConfig
-from tidemill.services.trainer.algorithm.advantages.teaching import with_teacher
+from tidemill.services.trainer.algorithm.advantages.shaping import with_teacher
 from tidemill.services.trainer.groups.samples import Sample, form_micro_batches, make_sample, with_teaching
 from tidemill.services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
 

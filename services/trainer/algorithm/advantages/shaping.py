@@ -1,0 +1,146 @@
+"""What advantages are computed from: a sample's reward, spread over its trained tokens; and a teacher's part.
+
+Guarantee: the score of the reward service stays what it was (`Sample.reward`, and every metric of it). The
+penalties of length and the KL penalty are in `shaped_reward` and `token_rewards_A` only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.algorithm_sections import KlConfig, TeacherTermConfig
+from tidemill.common.wire.arrays import Float64
+from tidemill.services.trainer.algorithm.advantages.estimators import Discount, returns
+from tidemill.services.trainer.groups.samples import Sample, Teaching
+
+
+def with_shaped_reward(
+    sample: Sample, algorithm: AlgorithmConfig, max_tokens: int, length_penalty: float = 0.0
+) -> Sample:
+    """The sample with its score less the overlong punishment, the penalty of its length within its group, and
+    the KL penalty where it belongs to the reward: as one number, and at its trained tokens.
+
+    The penalty of a token is coefficient * k(rollout logprob - reference logprob), on the tokens that were
+    sampled and by the policy that sampled them (arXiv 2203.02155, eq. 2). The score falls on the last token,
+    less what the environment gave for single turns, which falls on the last trained token of each.
+    """
+    score = overlong_reward(sample, algorithm, max_tokens) - length_penalty
+    token_rewards_A = np.zeros(sample.num_trained)
+    if algorithm.kl.place == "reward":
+        token_rewards_A -= algorithm.kl.coefficient * _kl(sample, algorithm.kl)
+    shaped_reward = score + float(token_rewards_A.sum())
+    if len(token_rewards_A):
+        token_rewards_A += _placed(sample, score)
+    return replace(sample, shaped_reward=shaped_reward, token_rewards_A=token_rewards_A)
+
+
+def overlong_reward(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) -> float:
+    """The score, less the overlong punishment for the tokens that the model wrote: what an environment says
+    is not the model's, and where a history was split into segments changes nothing."""
+    overlong, num_tokens = algorithm.overlong, sample.num_trained
+    buffer_tokens = overlong.buffer_share * max_tokens
+    return sample.reward + overlong_penalty(num_tokens, max_tokens, buffer_tokens, overlong.penalty)
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: float, penalty: float) -> float:
+    """What is added to the reward of a completion of `num_tokens`: in [-penalty, 0].
+
+    DAPO, arXiv 2503.14476, eq. 13: 0 up to max - buffer, then falling linearly to -penalty at max. The limit
+    belongs to the rollout, so no completion is longer. 100 tokens at most, a buffer of 20 and penalty 1: 90
+    tokens give -0.5.
+    """
+    over = num_tokens - (max_tokens - buffer_tokens)
+    return -penalty * min(1.0, over / buffer_tokens) if over > 0 else 0.0
+
+
+def length_penalties(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[float]:
+    """What is taken off the reward of each sample of a group for its length, relative to the group's longest.
+
+    weight * pass rate * length / longest, for tokens and for turns; the pass rate is the share of scores of
+    at least `success_threshold`. Nobody pays where nothing was solved, so exploring stays free. Scores 1, 1,
+    0, 0 of 10, 5, 20, 20 tokens and a weight of 0.2: 0.05, 0.025, 0.1, 0.1.
+    """
+    penalty = algorithm.length_penalty
+    if not penalty.is_on or not samples:
+        return [0.0] * len(samples)
+    is_success_G = np.array([sample.reward >= algorithm.success_threshold for sample in samples])
+    tokens_G = np.array([sample.num_trained for sample in samples], dtype=np.float64)
+    turns_G = np.array([max(len(sample.turns), 1) for sample in samples], dtype=np.float64)
+    # All completions may be without a trained token.
+    shares_G = penalty.tokens * tokens_G / max(tokens_G.max(), 1.0) + penalty.turns * turns_G / turns_G.max()
+    paid_G = is_success_G if penalty.of == "successes" else np.ones(len(samples))
+    costs: list[float] = (is_success_G.mean() * shares_G * paid_G).tolist()
+    return costs
+
+
+def discounts(sample: Sample, algorithm: AlgorithmConfig) -> Discount:
+    """What the step from each token to the next is discounted by: `gamma`, or where that is per turn, 1
+    within a turn and `gamma` from its last token on. One number, or [A]."""
+    if algorithm.gamma_per == "token" or algorithm.gamma == 1.0:
+        return algorithm.gamma
+    turn_A = sample.turn_A
+    # The last token ends its turn; a sequence without tokens has none.
+    is_last_A = np.append(turn_A[1:] != turn_A[:-1], np.ones(min(len(turn_A), 1), dtype=np.bool_))
+    return np.where(is_last_A, algorithm.gamma, 1.0)
+
+
+def log_ratios(sample: Sample, teaching: Teaching) -> Float64:
+    """log p_rollout - log p_teacher of the A trained tokens, which they were sampled by. Shape [A], float64.
+
+    Their mean over tokens of the policy estimates KL(policy || teacher), the reverse KL.
+    """
+    gap_T = sample.rollout_logprobs.astype(np.float64) - teaching.logprobs.astype(np.float64)
+    return gap_T[sample.mask]
+
+
+def with_teacher(sample: Sample, config: TeacherTermConfig) -> Sample:
+    """The sample with what its teacher adds to the advantage of each token: weight * R_t.
+
+    r_t = -clip(log p_rollout(x_t) - log p_teacher(x_t), -clip, clip) and R_t = r_t + gamma R_{t+1} over the
+    trained tokens; gamma 0 looks at the token alone. The gradient of the expected r_t is that of the negative
+    reverse KL of this token's distribution (GKD, arXiv 2306.13649, with the reverse KL and the policy's own
+    samples alone; "On-policy distillation", Thinking Machines, 2025). It stands beside what rewards say: no
+    group's mean is taken off it, and nothing is divided by a deviation.
+
+    Rollout probabilities 0.5, 0.2, teacher's 0.25, 0.4, weight 2: gaps log 2, -log 2; -1.386, 1.386 is added;
+    with gamma 0.5 -0.693, 1.386.
+    """
+    teaching = sample.teaching
+    if teaching is None or not teaching.weight or config.place != "reward":
+        return sample
+    rewards_A = -log_ratios(sample, teaching).clip(-config.clip, config.clip)
+    # A copy: a broadcast number has one place in memory, and the sample's own array must stay as it is.
+    advantage_T = np.broadcast_to(np.asarray(sample.advantage, np.float64), sample.mask.shape).copy()
+    advantage_T[sample.mask] += teaching.weight * returns(rewards_A, config.gamma)
+    return replace(sample, advantage=advantage_T)
+
+
+def _placed(sample: Sample, score: float) -> Float64:
+    """The score at the sample's trained tokens: each turn's reward at its last one (of a turn without any, at
+    the last one before it), and the rest at the last of all. Shape [A], A > 0; the sum is the score."""
+    placed_A = np.zeros(sample.num_trained)
+    rest = score
+    if sample.has_turn_rewards:
+        lasts = np.searchsorted(sample.turn_A, np.arange(len(sample.turns)), side="right") - 1
+        for last, turn in zip(lasts.tolist(), sample.turns, strict=True):
+            placed_A[max(last, 0)] += turn.reward
+            rest -= turn.reward
+    placed_A[-1] += rest
+    return placed_A
+
+
+def _kl(sample: Sample, kl: KlConfig) -> Float64:
+    """Estimates of KL(rollout || reference) at the trained tokens, as in `losses.corrections`. Shape [A]."""
+    assert sample.reference_logprobs is not None, "`Policy.precompute` comes before advantages"
+    difference_A = (sample.rollout_logprobs - sample.reference_logprobs)[sample.mask].astype(np.float64)
+    # As in the loss: `exp` of it stays finite.
+    difference_A = difference_A.clip(-20.0, 20.0)
+    if kl.estimator == "k1":
+        return difference_A
+    if kl.estimator == "abs":
+        return np.abs(difference_A)
+    if kl.estimator == "k2":
+        return 0.5 * difference_A**2
+    return np.minimum(np.expm1(-difference_A) + difference_A, np.inf if kl.bound is None else kl.bound)

@@ -1,0 +1,109 @@
+"""Advantages and losses of the user's own: what they are given, and how their mistakes are said."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.losses import loss_of, make_tokens
+from tests.support.training import group_of_samples, plain_sample, trainer_config
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.algorithm.advantages import Advantages
+from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a file of the user's and returns the name of the function in it."""
+
+    def write(text: str) -> str:
+        (tmp_path / "mine.py").write_text(text)
+        return f"{tmp_path / 'mine.py'}:{'loss' if 'loss' in text else 'advantage'}"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "scope", "expected"),
+    [
+        ("def advantage(rewards):\n    return rewards - rewards.max()\n", "group", [[0.0], [0.0, -0.75]]),
+        ("def advantage(rewards, tickets):\n    return rewards * tickets\n", "batch", [[4.0], [5.0, 1.25]]),
+        (
+            "import numpy as np\ndef advantage(rewards, samples):\n"
+            "    return [r * np.arange(len(s.completion_ids)) for r, s in zip(rewards, samples)]\n",
+            "group",
+            [[[0.0, 0.0, 4.0]], [[0.0, 0.0, 2.0], [0.0, 0.0, 0.5]]],
+        ),
+    ],
+    ids=["of one group by rewards", "of a batch by tickets", "of each token by samples"],
+)
+def test_an_advantage_is_given_what_it_takes(write: Write, text: str, scope: str, expected: Any) -> None:
+    advantages = Advantages(trainer_config(algorithm={"advantage": write(text)}))
+    assert advantages.scope == scope
+    mask = np.array([True, False, True])
+    rewards = {2: [2.0], 5: [1.0, 0.25]}
+    groups = [
+        group_of_samples(t, *(plain_sample(t, i, r, mask=mask) for i, r in enumerate(own)))
+        for t, own in rewards.items()
+    ]
+    found = [[s.advantage for s in group.samples] for group in advantages.assign(groups)]
+    assert [[np.asarray(one).tolist() for one in group] for group in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "gradient"),
+    [
+        ("def loss(ratio):\n    return 2 * ratio.ratio_N * ratio.advantages_N\n", {}, [-3.0, 6.0]),
+        (
+            "def loss(ratio, algorithm):\n    return algorithm.clip_high * ratio.logprobs_N\n",
+            {"clip_high": 7.0},
+            [-7.0, -7.0],
+        ),
+    ],
+)
+def test_a_loss_is_given_what_it_takes(write: Write, text: str, fields: Any, gradient: list[float]) -> None:
+    tokens = make_tokens([0.6, 0.9], [0.4, 0.3], [1.0, -1.0])
+    loss_of(tokens, loss=write(text), old_logprobs="rollout", **fields).loss.backward()
+    np.testing.assert_allclose(tokens.logprobs_N.grad, gradient)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("advantage = 1\n", "is no function"),
+        ("", "has no function 'advantage'"),
+        ("def advantage(x):\n    return x\n", "expected arguments among"),
+        ("def advantage(rewards):\n    return rewards[:1]\n", "1 advantages for 2 rewards"),
+        ("def advantage(rewards):\n    return rewards / 0 * 0\n", "must be finite"),
+        ("def advantage(rewards):\n    return 'no'\n", "could not convert"),
+        ("def advantage(rewards):\n    raise KeyError('x')\n", "KeyError"),
+        ("def advantage(rewards):\n    return [[1, 2], [1, 2]]\n", "expected one number, or one"),
+        ("import nowhere_to_be_found\n", "No module named"),
+        ("def advantage(:\n", "line 1"),
+        ("def loss(ratio):\n    return ratio.log_N.sum()\n", "objective of each token"),
+        ("def loss(ratio):\n    return ratio.log_N.detach()\n", "without a gradient"),
+        ("def loss(ratio):\n    return ratio.log_N / 0\n", "not finite"),
+        ("def loss(ratio):\n    return ratio.nothing\n", "AttributeError"),
+        ("def loss(logprobs):\n    return logprobs\n", "expected arguments among"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_mistakes_are_found_at_the_start_and_name_the_function(write: Write, text: str, says: str) -> None:
+    name = write(text)
+    kind = name.rpartition(":")[2]
+    with pytest.raises(ConfigError, match=rf"trainer\.algorithm\.{kind} .*mine\.py:{kind}") as caught:
+        if kind == "loss":
+            find_loss(AlgorithmConfig(loss=name))
+        else:
+            Advantages(trainer_config(algorithm={"advantage": name}))
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone\.py does not exist on this machine"):
+        Advantages(trainer_config(algorithm={"advantage": f"{tmp_path / 'gone.py'}:f"}))
