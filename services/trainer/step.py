@@ -263,7 +263,9 @@ class StepRunner:
             result.groups += groups
             waiting += [sample for group in groups for sample in group.samples]
             batches = form_micro_batches(waiting, self.micro_batch_tokens)
-            waiting = self._hold_back(batches) if places else []
+            # More groups are on their way: what is nearly empty waits for them.
+            is_sparse = bool(batches) and batches[-1].num_tokens < MIN_FILL * self.micro_batch_tokens
+            waiting = list(batches.pop().samples) if places and is_sparse else []
             await self._accumulate([without_proximal(b) for b in batches] if is_first else batches, mini)
 
     def _assigned(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
@@ -290,12 +292,6 @@ class StepRunner:
         with self.activity.during("prepare"):
             await self.precompute.compute(group.source, step)
         return group.with_precomputed()
-
-    def _hold_back(self, batches: list[MicroBatch]) -> list[Sample]:
-        """Take the last micro-batch away while it is nearly empty: more groups are on their way."""
-        if batches and batches[-1].num_tokens < MIN_FILL * self.micro_batch_tokens:
-            return list(batches.pop().samples)
-        return []
 
     async def _accumulate(self, batches: Sequence[MicroBatch], mini: MiniBatch) -> None:
         with self.activity.during("train"):

@@ -154,8 +154,8 @@ class Scheduler:
         self.num_replacements = int(state["num_replacements"])
         for number, step, replaces, row, saved in state["outstanding"]:
             # By row and not drawn again: a curriculum has moved on since the ticket was issued.
-            outcome, fields = saved and outcome_of(saved), self.prompts.fields_of_row(number, row)
-            self.outstanding[number] = self._make(number, step, replaces, outcome, fields)
+            fields = self.prompts.fields_of_row(number, row) | {"outcome": saved and outcome_of(saved)}
+            self.outstanding[number] = self._ticket(number, step, replaces=replaces, **fields)
 
     async def _issue(self, tickets: list[Ticket]) -> list[Ticket]:
         if not tickets:
@@ -197,15 +197,10 @@ class Scheduler:
     def _next(self, number: int, step: int, replaces: int = -1, outcome: Outcome | None = None) -> Ticket:
         """A new ticket, with the next prompt."""
         fields = self.prompts.fields(number, self._min_version(step))
-        return self._make(number, step, replaces, outcome, fields)
+        return self._ticket(number, step, replaces=replaces, outcome=outcome, **fields)
 
-    def _make(
-        self, number: int, step: int, replaces: int, outcome: Outcome | None, fields: dict[str, Any]
-    ) -> Ticket:
-        min_version = self._min_version(step)
-        return Ticket(
-            ticket=number, step=step, min_version=min_version, replaces=replaces, outcome=outcome, **fields
-        )
+    def _ticket(self, number: int, step: int, **fields: Any) -> Ticket:
+        return Ticket(ticket=number, step=step, min_version=self._min_version(step), **fields)
 
     def _min_version(self, step: int) -> int:
         return max(0, step - self.trainer.max_staleness)
