@@ -40,8 +40,7 @@ from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.step import StepRunner
 from tidemill.services.trainer.trainer import Trainer
 from tidemill.services.trainer.weights.best_version import BestVersion
-from tidemill.services.trainer.weights.publisher import build_publisher
-from tidemill.services.trainer.weights.store import WeightStore
+from tidemill.services.trainer.weights.store import WeightStore, build_publisher
 
 log = structlog.get_logger(__name__)
 

@@ -220,25 +220,22 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit, mark: Mark |
         )
 
 
-async def read_commits(
-    broker: Broker, keys: Keys, first_step: int, history: History | None = None
-) -> list[Commit]:
+async def read_commits(history: History, first_step: int) -> list[Commit]:
     """Commits from `first_step` on, in order. Raises TidemillError: a commit cannot be decoded, or one is
     missing in between."""
     commits: list[Commit] = []
-    history = history or History(keys.run_id, None, broker)
     async for entry in history.scan(StreamName.COMMITS, Selection(entry_id_of(first_step))):
         expected = first_step + len(commits)
         if is_unexpected(entry):  # with commits of ours behind it, so that it can stay
             log.error("an unexpected entry among the commits is skipped", entry=entry.entry_id)
             continue
         if isinstance(entry, Garbled):
-            raise TidemillError(f"commit {entry.entry_id} of run {keys.run_id} is unreadable: {entry.error}")
+            raise TidemillError(f"commit {entry.entry_id} of run {history.run_id} is unreadable: {entry.error}")
         commit = entry.message
         assert isinstance(commit, Commit), "the stream of commits has no others"
         if commit.step != expected:
             raise TidemillError(
-                f"run {keys.run_id} has a commit of step {commit.step} where step {expected} is due; "
+                f"run {history.run_id} has a commit of step {commit.step} where step {expected} is due; "
                 "restore a checkpoint of a later version, or the stream from its backup"
             )
         commits.append(commit)

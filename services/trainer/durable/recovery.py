@@ -102,7 +102,7 @@ class Replayer:
         await until_stored(self.context, partial(self._align, needed))
         await self._restore_commits(version)
         history = self.archived.read()
-        commits = await read_commits(self.context.broker, self.context.keys, version, history)
+        commits = await read_commits(history, version)
         if commits:
             if problems := await self.archived.missing(needed):
                 raise TidemillError(
@@ -166,7 +166,7 @@ class Replayer:
         broker, keys = self.context.broker, self.context.keys
         if (first := self.journal.steps.stop) < version:  # damaged: Redis may have them all
             try:
-                known = await read_commits(broker, keys, first, self.archived.read())
+                known = await read_commits(self.archived.read(), first)
             except TidemillError as error:
                 log.error("the run's history has a hole, which the journal cannot fill", problem=str(error))
                 known = []

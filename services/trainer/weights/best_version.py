@@ -72,22 +72,20 @@ class BestVersion:
         return asdict(self.best) if self.best else None
 
     def _consider(self, version: int, results: Mapping[str, Mapping[str, Any]]) -> bool:
-        results = self._wanted(results)
-        value = self._value(results)
-        if value is None or not self._is_sound(version, results):
+        """Returns whether it is the best by now. `METRIC` is the mean over datasets, `DATASET/METRIC` that of
+        one; an evaluation without a number is none."""
+        dataset, _, metric = self.metric.rpartition("/")
+        wanted = {name: row for name, row in results.items() if dataset in ("", name)}
+        values = [row.get(metric) for row in wanted.values()]
+        known = [float(value) for value in values if value is not None and math.isfinite(value)]
+        if not known or len(known) != len(values) or not self._is_sound(version, wanted):
             return False
-        sizes = {name: _size(row) for name, row in results.items()}
+        value, sizes = sum(known) / len(known), {name: _size(row) for name, row in wanted.items()}
         if self.best is not None and value <= self.best.value and sizes == self._sizes:
             return False
-        self._sizes = sizes
         weights = f"{WEIGHTS_FOLDER}/{version_name(version)}"
-        self.best = Best(version, self.metric, value, weights, time.time())
+        self._sizes, self.best = sizes, Best(version, self.metric, value, weights, time.time())
         return True
-
-    def _wanted(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        """The sets that the metric is about."""
-        dataset = self.metric.rpartition("/")[0]
-        return {name: row for name, row in results.items() if dataset in ("", name)}
 
     def _is_sound(self, version: int, results: Mapping[str, Mapping[str, Any]]) -> bool:
         """Whether so few samples have failed in each set that its mean can be compared."""
@@ -103,15 +101,6 @@ class BestVersion:
                 )
                 return False
         return True
-
-    def _value(self, results: Mapping[str, Mapping[str, Any]]) -> float | None:
-        """`METRIC` is the mean over datasets, `DATASET/METRIC` that of one; None without a number."""
-        if not self.metric:
-            return None
-        name = self.metric.rpartition("/")[2]
-        values = [row.get(name) for row in results.values()]
-        known = [float(value) for value in values if value is not None and math.isfinite(value)]
-        return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def _size(row: Mapping[str, Any]) -> float:

@@ -7,7 +7,8 @@ What changed is kept until it is written, and the digest follows from it. A shad
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +22,6 @@ from tidemill.services.trainer.weights.exported import ExportPlan, exported_dtyp
 
 NUM_BUFFERS = 2
 """One is filled while the other is used."""
-
-
-class _Copy(NamedTuple):
-    host: Tensor
-    source: Tensor
-    """Kept until it has been read: its memory would go to whoever asks next on another stream."""
-    arrived: Any
-    """An event; None of what is in host memory already."""
 
 
 class HostCopies:
@@ -45,26 +38,27 @@ class HostCopies:
     def follow(self, tensors: Iterable[Tensor]) -> None:
         """What is read from now on is what the work that is enqueued now leaves in these tensors. Called by
         the thread that enqueues that work."""
-        for device in {tensor.device for tensor in tensors if _is_on_gpu(tensor)}:
+        for device in {tensor.device for tensor in tensors if _is_on_device(tensor)}:
             self._stream = self._stream or torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def read(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """The flat tensors in host memory, in their order; each stays as it is until the next is asked
         for."""
-        ahead: _Copy | None = None
+        arrived: Callable[[], Tensor] | None = None
         for number, tensor in enumerate(tensors):
             # Before the one ahead is handed out: it is copied while that one is used.
             coming = self._begin(tensor, number % NUM_BUFFERS)
-            if ahead is not None:
-                yield _arrived(ahead)
-            ahead = coming
-        if ahead is not None:
-            yield _arrived(ahead)
+            if arrived is not None:
+                yield arrived()
+            arrived = coming
+        if arrived is not None:
+            yield arrived()
 
-    def _begin(self, tensor: Tensor, place: int) -> _Copy:
-        if not _is_on_gpu(tensor):
-            return _Copy(tensor, tensor, None)
+    def _begin(self, tensor: Tensor, place: int) -> Callable[[], Tensor]:
+        """Start to copy; what is returned waits for the copy."""
+        if not _is_on_device(tensor):
+            return lambda: tensor
         num_bytes = tensor.numel() * tensor.element_size()
         # Never made smaller: to lock pages takes longer than to copy.
         if len(self._buffers[place]) < num_bytes:
@@ -72,18 +66,14 @@ class HostCopies:
         host = self._buffers[place][:num_bytes].view(tensor.dtype)
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-            arrived = self._stream.record_event()
-        return _Copy(host, tensor, arrived)
+            event = self._stream.record_event()
+        # With the source, until it has been read: its memory would go to whoever asks next on another stream.
+        return partial(_after, event, host, tensor)
 
 
-def _arrived(copy: _Copy) -> Tensor:
-    if copy.arrived is not None:
-        copy.arrived.synchronize()
-    return copy.host
-
-
-def _is_on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
+def _after(event: Any, host: Tensor, _source: Tensor) -> Tensor:
+    event.synchronize()
+    return host
 
 
 CHUNK, DEVICE_CHUNK = 1 << 20, 1 << 24

@@ -9,6 +9,7 @@ from tests.support.numbered import append_numbered
 from tests.support.training import commits_of, make_score, pending_groups
 from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import TidemillError
+from tidemill.common.history import History
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Mark, MarkLostError, entry_id_of, last_id
 from tidemill.common.wire.keys import Keys
@@ -37,26 +38,21 @@ def commit_of(step: int = 0, **fields: object) -> Commit:
     return Commit(step=step, version=step + 1, **values)
 
 
+async def history_of(broker: Broker, keys: Keys, first_step: int = 0) -> list[Commit]:
+    return await read_commits(History(keys.run_id, None, broker), first_step)
+
+
 async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(
     broker: Broker, keys: Keys
 ) -> None:
-    for step in range(3):
-        await append_commit(broker, keys, commit_of(step))
-    assert await last_id(broker, keys.commits) == entry_id_of(2)
-    assert await read_commits(broker, keys, 0) == [commit_of(0), commit_of(1), commit_of(2)]
-    assert await read_commits(broker, keys, 2) == [commit_of(2)]
-    assert await read_commits(broker, keys, 3) == []
-
-
-async def test_an_entry_that_has_no_id_of_a_step_is_skipped(broker: Broker, keys: Keys) -> None:
-    """It never was a commit, so nothing is missing without it; a damaged commit is another matter."""
+    """An entry that has no id of a step never was a commit, so nothing is missing without it."""
     await append_commit(broker, keys, commit_of(0))
     await broker.execute("XADD", keys.commits, "1-1", "v", b"1.0", "p", b"\xc1")
-    await append_commit(broker, keys, commit_of(1))
-    assert await read_commits(broker, keys, 0) == [commit_of(0), commit_of(1)]
-    await broker.execute("XADD", keys.commits, "3-0", "v", b"1.0", "p", b"\xc1")
-    with pytest.raises(TidemillError, match="commit 3-0"):
-        await read_commits(broker, keys, 0)
+    for step in (1, 2):
+        await append_commit(broker, keys, commit_of(step))
+    assert await last_id(broker, keys.commits) == entry_id_of(2)
+    for step in range(4):
+        assert await history_of(broker, keys, step) == [commit_of(left) for left in range(step, 3)]
 
 
 @pytest.mark.parametrize("number", [2.5, math.nan, math.inf])
@@ -82,18 +78,29 @@ async def test_another_trainers_commit_ends_this_one(broker: Broker, keys: Keys,
         await append_commit(broker, keys, commit_of())
 
 
-async def test_a_hole_between_commits_is_an_error(broker: Broker, keys: Keys) -> None:
+async def test_a_hole_between_commits_and_a_damaged_one_are_errors(broker: Broker, keys: Keys) -> None:
     await append_numbered(broker, keys.commits, [(step, commit_of(step)) for step in (0, 2)])
     with pytest.raises(TidemillError, match="step 2 where step 1"):
-        await read_commits(broker, keys, 0)
+        await history_of(broker, keys)
+    await broker.execute("XADD", keys.commits, entry_id_of(3), "v", b"1.0", "p", b"\xc1")
+    with pytest.raises(TidemillError, match=f"commit {entry_id_of(3)}"):
+        await history_of(broker, keys, 2)
 
 
-async def test_a_commit_is_not_appended_where_the_one_before_is_missing(broker: Broker, keys: Keys) -> None:
-    """There would be no place for it any more."""
-    await append_commit(broker, keys, commit_of(0))
+async def test_a_commit_is_not_appended_where_the_one_before_or_its_mark_is_missing(
+    broker: Broker, keys: Keys
+) -> None:
+    """There would be no place for the one before any more; what the step was trained on may be gone with the
+    mark."""
+    mark = Mark(keys.state, "committing", b'"1"')
+    with pytest.raises(MarkLostError):
+        await append_commit(broker, keys, commit_of(0), mark)
+    await broker.execute("HSET", mark.key, mark.field, mark.value)
+    for _ in range(2):
+        await append_commit(broker, keys, commit_of(0), mark)
     with pytest.raises(LostTailError):
         await append_commit(broker, keys, commit_of(2))
-    assert await read_commits(broker, keys, 0) == [commit_of(0)]
+    assert await history_of(broker, keys) == [commit_of(0)]
 
 
 def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
@@ -119,14 +126,3 @@ def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
         "1": [s.advantage for s in samples[4:]],
         "0": [s.advantage for s in samples[:4]],
     }
-
-
-async def test_a_commit_is_not_appended_where_its_mark_is_gone(broker: Broker, keys: Keys) -> None:
-    """What its step was trained on may be gone as well."""
-    mark = Mark(keys.state, "committing", b'"1"')
-    with pytest.raises(MarkLostError):
-        await append_commit(broker, keys, commit_of(0), mark)
-    await broker.execute("HSET", mark.key, mark.field, mark.value)
-    for _ in range(2):
-        await append_commit(broker, keys, commit_of(0), mark)
-    assert await read_commits(broker, keys, 0) == [commit_of(0)]

@@ -1,8 +1,8 @@
 """Without an archive, commits and dead letters stay bounded in Redis, and the run's history has no hole."""
 
-import asyncio
 import shutil
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -13,8 +13,7 @@ from tidemill.common.errors import TidemillError
 from tidemill.common.history import History, StreamName
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.state import publish_config
-from tidemill.common.streams import Garbled, append, entry_id_of, length, trim_before
+from tidemill.common.streams import START, Garbled, append, entry_id_of, length
 from tidemill.common.streams.log import newest_begin
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
@@ -51,49 +50,34 @@ async def assert_whole(context: ServiceContext, steps: int = STEPS) -> None:
 @pytest.mark.parametrize("keep", [1, 2])
 async def test_the_newest_commits_stay_and_those_that_a_kept_checkpoint_needs(make, broker, keys, keep):
     context = trimming(make, keep=keep)
-    await publish_config(broker, keys, context.config)
     async with answering(broker, keys):
         await run(context)
     oldest = STEPS - (keep - 1)
     assert await steps_in_redis(broker, keys) == list(range(oldest - KEPT, STEPS))
     await assert_whole(context)
+    lost = (await commits_of(broker, keys))[0].model_copy(update={"step": 0})
+    with pytest.raises(commits.SecondTrainerError):  # of a step that is there no more
+        await commits.append_commit(broker, keys, lost)
 
 
 async def test_nothing_is_trimmed_where_trimming_is_off(make, broker, keys):
-    context = make(STEPS, checkpoint_every=1, keep_checkpoints=1)
-    await publish_config(broker, keys, context.config)
     async with answering(broker, keys):
-        await run(context)
+        await run(make(STEPS, checkpoint_every=1, keep_checkpoints=1))
     assert await steps_in_redis(broker, keys) == list(range(STEPS))
 
 
-async def test_a_trainer_that_dies_after_a_trim_goes_on_without_a_hole(make, broker, keys):
-    context = trimming(make)
-    await publish_config(broker, keys, context.config)
+@pytest.mark.parametrize("is_emptied", [False, True])
+async def test_a_trainer_that_dies_after_a_trim_goes_on_without_a_hole(make, broker, keys, is_emptied):
+    """An emptied Redis gets the newest commits back."""
     async with answering(broker, keys):
         for step in (5, 7):
             await crash_after_commit(trimming(make), step)
             assert (await steps_in_redis(broker, keys))[0] > 0
+        if is_emptied:
+            await empty(broker, keys)
         await run(trimming(make))
-    await assert_whole(context)
-
-
-@pytest.mark.parametrize("is_running", [False, True])
-async def test_an_emptied_redis_gets_the_newest_commits_back_and_the_history_is_whole(
-    make, broker, keys, is_running
-):
-    await publish_config(broker, keys, make().config)
-    async with answering(broker, keys):
-        if is_running:
-            await crash_after_commit(trimming(make), 6)
-        else:
-            await run(trimming(make, 7))
-        await empty(broker, keys)
-        context = trimming(make)
-        await publish_config(broker, keys, context.config)
-        await run(context)
     assert (await steps_in_redis(broker, keys))[0] > 0
-    await assert_whole(context)
+    await assert_whole(trimming(make))
 
 
 async def test_an_emptied_redis_is_given_no_more_than_is_kept(make, broker, keys, tmp_path):
@@ -112,7 +96,6 @@ async def test_an_emptied_redis_is_given_no_more_than_is_kept(make, broker, keys
 async def test_commits_that_the_journal_lacks_stay_in_redis(make, broker, keys):
     """It was damaged at its start, so that it holds later steps alone."""
     context = trimming(make)
-    await publish_config(broker, keys, context.config)
     async with answering(broker, keys):
         await run(make(4, checkpoint_every=1, keep_checkpoints=1))
         (context.run_dir / "commits.jsonl").unlink()
@@ -127,56 +110,30 @@ async def test_commits_that_the_journal_lacks_stay_in_redis(make, broker, keys):
 async def test_an_older_checkpoint_that_cannot_be_replayed_costs_the_journal_nothing(make, broker, keys):
     """What was trained on since is trimmed: the trainer ends, and the newer checkpoint still can go on."""
     context = trimming(make)
-    await publish_config(broker, keys, context.config)
+    folder, older, newer = (context.run_dir / name for name in ("checkpoints", "older", "newer"))
     async with answering(broker, keys):
         await run(trimming(make, 3))
-        folder = context.run_dir / "checkpoints"
-        shutil.copytree(folder, context.run_dir / "older")
+        shutil.copytree(folder, older)
         await run(trimming(make, 8))
-        shutil.move(folder, context.run_dir / "newer")
-        shutil.copytree(context.run_dir / "older", folder)
+        shutil.move(folder, newer)
+        shutil.move(older, folder)
         with pytest.raises(TidemillError):
             await run(trimming(make))
         assert CommitJournal(context.run_dir).steps == range(8)
         shutil.rmtree(folder)
-        shutil.move(context.run_dir / "newer", folder)
+        shutil.move(newer, folder)
         await run(trimming(make))
     await assert_whole(context)
 
 
-async def test_a_step_that_another_trainer_has_committed_is_still_refused(make, broker, keys):
-    context = trimming(make)
-    await publish_config(broker, keys, context.config)
-    async with answering(broker, keys):
-        await run(context)
-    newest = (await commits_of(broker, keys))[-1]
-    with pytest.raises(commits.SecondTrainerError):
-        await commits.append_commit(broker, keys, newest.model_copy(update={"digest": "f" * 32}))
-    with pytest.raises(commits.SecondTrainerError):
-        await commits.append_commit(broker, keys, Commit.model_validate({**newest.model_dump(), "step": 0}))
-
-
-async def test_of_dead_letters_the_newest_stay(broker: Broker, keys: Keys) -> None:
-    assert await newest_begin(broker, keys.dead, 4) == "0-0"
-    letters = [make_letter(Garbled(f"{number}-0", {}, "no")) for number in range(1, 8)]
-    ids = await append(broker, keys.dead, *letters)
-    assert await newest_begin(broker, keys.dead, 7) == "0-0"
-    await trim_before(broker, keys.dead, await newest_begin(broker, keys.dead, 4))
-    assert await length(broker, keys.dead) == 4
-    assert await broker.execute("XLEN", keys.dead) == len(ids) - 3
-
-
-async def test_dead_letters_that_the_trainer_has_read_are_trimmed_at_a_checkpoint(
+async def test_of_dead_letters_the_newest_stay_of_those_that_the_trainer_has_read(
     make, broker, keys, monkeypatch
 ):
-    async def newest_two(broker: Broker, key: str) -> str:
-        return await newest_begin(broker, key, 2)
-
-    monkeypatch.setattr(checkpointing, "newest_begin", newest_two)
     letters = [make_letter(Garbled(f"{number}-0", {}, "no")) for number in range(1, 7)]
+    assert await newest_begin(broker, keys.dead, 2) == START
     await append(broker, keys.dead, *letters)
-    context = trimming(make)
-    await publish_config(broker, keys, context.config)
+    assert await newest_begin(broker, keys.dead, 6) == START
+    monkeypatch.setattr(checkpointing, "newest_begin", partial(newest_begin, num_kept=2))
     async with answering(broker, keys):
-        await asyncio.wait_for(run(context), 60)
+        await run(trimming(make))
     assert await length(broker, keys.dead) == 2

@@ -30,7 +30,7 @@ from tidemill.common.weights.remote import ObjectStore, open_remote
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Score, Trajectory, WeightManifest, fault_of
 from tidemill.services.rollout.weight_versions import WeightDownload, find_route
-from tidemill.services.trainer.weights.publisher import ObjectPublisher
+from tidemill.services.trainer.weights.store import ObjectPublisher
 
 RUN = "far-away"
 CLIENT = BUILD / "objects" / "client"

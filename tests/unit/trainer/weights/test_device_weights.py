@@ -61,7 +61,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     cuda = SimpleNamespace(Stream=Stream, stream=on, current_stream=lambda _: None)
     empty = lambda *sizes, pin_memory=False, **options: torch.empty(*sizes, **options)  # noqa: E731
     monkeypatch.setattr(shadow, "torch", SimpleNamespace(cuda=cuda, empty=empty, uint8=torch.uint8))
-    monkeypatch.setattr(shadow, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(shadow, "_is_on_device", lambda _: True)
     return found
 
 
