@@ -39,6 +39,7 @@ async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(
 ) -> None:
     await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
     consumer, delivery = await take_ticket(broker, keys)
+    await broker.execute("HSET", keys.progress(0), "version", 3)  # it counts as no sample
     first, second = (make_trajectory(0, index, group_size=2) for index in range(2))
     for sample, is_last in ((first, False), (first, False), (second, True)):
         result = await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
@@ -47,35 +48,3 @@ async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(
     with pytest.raises(LeaseLostError):
         await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), second)
     assert await samples_of(broker, keys) == [0, 1]
-
-
-async def test_the_version_of_a_group_in_flight_does_not_count_as_a_sample(
-    broker: Broker, keys: Keys
-) -> None:
-    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
-    consumer, delivery = await take_ticket(broker, keys)
-    await broker.execute("HSET", keys.progress(0), "version", 3)
-    sample = make_trajectory(0, 0, group_size=2)
-    assert not await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
-    sample = make_trajectory(0, 1, group_size=2)
-    assert await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
-
-
-async def test_who_takes_over_a_half_done_group_adds_only_what_is_missing(broker: Broker, keys: Keys) -> None:
-    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=4))])
-    slow, delivery = await take_ticket(broker, keys, "slow")
-    samples = [make_trajectory(0, index, group_size=4) for index in range(4)]
-    out = (keys.trajectories(), keys.progress(0))
-    for index in (2, 0):
-        await slow.publish_sample(delivery, *out, samples[index])
-    await slow.hand_back([delivery])
-    rival, taken = await take_ticket(broker, keys, "rival")
-    with pytest.raises(LeaseLostError, match="held by another worker"):
-        await slow.publish_sample(delivery, *out, samples[1])
-    assert sorted(await broker.execute("HKEYS", keys.progress(0))) == [b"0", b"2"]
-    assert [await rival.publish_sample(taken, *out, samples[index]) for index in (0, 1, 3)] == [
-        False,
-        False,
-        True,
-    ]
-    assert await samples_of(broker, keys) == [2, 0, 1, 3]

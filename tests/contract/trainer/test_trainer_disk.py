@@ -295,8 +295,12 @@ class TestCheckpointBesideSteps:
         await wait_until(lambda: context.activity.state == "checkpoint")
         assert await num_commits(broker, keys) == HELD + EVERY
 
-    async def test_steps_go_on_and_the_next_checkpoint_waits(self, context, gate, broker, keys):
+    @pytest.mark.parametrize("is_full", [False, True], ids=["slow", "full"])
+    async def test_steps_go_on_and_the_next_checkpoint_waits(self, context, gate, broker, keys, is_full):
+        """Also for a disk that is full for a while."""
         first = context()
+        if is_full:
+            gate.error = StorageError("a checkpoint", first.run_dir, 28, "No space left on device")
         async with answering(broker, keys):
             serving = asyncio.ensure_future(run(first))
             await self.until_it_waits(first, broker, keys)
@@ -325,17 +329,6 @@ class TestCheckpointBesideSteps:
         replayed = [line["event"] for line in logs if line["event"].startswith("step replayed")]
         assert replayed == ["step replayed, same weights"] * (HELD + EVERY - 2)
         assert_each_once(await commits_of(broker, keys), STEPS)
-
-    async def test_a_full_disk_stops_nothing_before_the_next_checkpoint(self, context, gate, broker, keys):
-        first = context()
-        gate.error = StorageError("a checkpoint", first.run_dir, 28, "No space left on device")
-        async with answering(broker, keys):
-            serving = asyncio.ensure_future(run(first))
-            await asyncio.to_thread(gate.is_held.wait, 60)
-            await wait_until(lambda: has_commits(broker, keys, HELD + 1))
-            gate.opened.set()
-            await serving
-        assert versions(first) == [STEPS]
 
     async def test_what_waiting_cannot_cure_ends_the_trainer_and_the_run_can_go_on(
         self, context, gate, broker, keys

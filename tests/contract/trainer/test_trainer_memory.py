@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import SERVERS
 from tests.support.training import answering
-from tests.support.whole_trainer import GROUPS, SIZE
+from tests.support.whole_trainer import GROUPS
 from tidemill.services.trainer.service import serve
 from tidemill.services.trainer.trainer import Trainer
 
@@ -43,8 +43,5 @@ async def test_memory_is_flat_over_a_thousand_steps(make, broker, keys, monkeypa
     num_steps = STEPS - 1 - WARM_UP
     assert (objects_later - objects) / num_steps < MOST_OBJECTS_PER_STEP
     assert rss_later - rss < MOST_BYTES
-    # The same holds for what the run leaves in Redis and on disk.
-    held = [await broker.execute("XLEN", key) for key in (keys.trajectories(), keys.scores())]
-    assert max(held) < 10 * 50 * GROUPS * SIZE
     most_versions = context.config.trainer.keep_weights + context.config.weights.base_every
     assert len(list((context.run_dir / "weights").iterdir())) <= most_versions

@@ -152,27 +152,6 @@ async def test_shares_sizes_and_metrics_are_those_of_the_sources(make, broker, k
     }
 
 
-async def test_prompts_that_are_always_or_never_solved_are_left_out(make, broker, keys):
-    await run(make(broker, keys, algorithm={}, max_staleness=0, steps=40))
-    prompts = await prompts_of(broker, keys)
-    late = Counter((name, row) for name, row, *_ in prompts[80:])
-    tried = Counter(row % 4 in (1, 2) for _, row in late.elements())
-    assert tried[True] / late.total() < 0.3 < 0.45, "half of the rows, and looked at every other epoch"
-    assert tried[True], "and they are looked at again"
-
-
-async def test_rows_that_stay_on_the_disk_are_issued_in_the_same_order(make, broker, keys):
-    orders = []
-    for is_streamed in (False, True):
-        one = Keys(f"{keys.run_id}-{is_streamed}")
-        context = make(broker, one, steps=3)
-        tree = context.config.model_dump(mode="json")
-        tree["data"]["stream"] = is_streamed
-        await run(make_context(broker, one, RunConfig.model_validate(tree), context.run_dir))
-        orders.append(await prompts_of(broker, one))
-    assert orders[0] == orders[1]
-
-
 async def test_files_without_a_name_have_a_curriculum_too(make, broker, keys):
     context = make(broker, keys, algorithm={}, max_staleness=0)
     files = [source.path for source in context.config.data.sources]
