@@ -119,6 +119,17 @@ async def append_at(broker: Broker, key: str, entry_id: str, message: Message) -
     await broker.execute("XADD", key, entry_id, *flat)
 
 
+async def rewrite(
+    broker: Broker, key: str, kind: type[Message], change: Callable[[Any], Message] = lambda message: message
+) -> None:
+    """Every entry again under its id, with what `change` makes of its message."""
+    entries = await read_range(broker, key, kind)
+    await broker.execute("DEL", key)
+    for entry in entries:
+        assert isinstance(entry, Entry)
+        await append_at(broker, key, entry.entry_id, change(entry.message))
+
+
 async def lose_tail(broker: Broker, key: str, last: str) -> None:
     """What a Redis does that comes back without its last second: entries above `last` never were."""
     gone = await broker.execute("XRANGE", key, f"({last}", "+")

@@ -25,10 +25,20 @@ async def run(context: ServiceContext) -> None:
 
 async def crash_after_commit(context: ServiceContext, step: int) -> None:
     """Run a trainer that dies when it has committed `step`, before it does anything else."""
+    await _crash_at_commit(context, step, is_appended=True)
+
+
+async def crash_before_commit(context: ServiceContext, step: int) -> None:
+    """Run a trainer that dies when it is about to commit `step`: the version before is announced."""
+    await _crash_at_commit(context, step, is_appended=False)
+
+
+async def _crash_at_commit(context: ServiceContext, step: int, is_appended: bool) -> None:
     append_commit = trainer_module.append_commit
 
     async def append_and_die(broker: Broker, keys: Keys, commit: Commit, *mark: Any) -> None:
-        await append_commit(broker, keys, commit, *mark)
+        if commit.step != step or is_appended:
+            await append_commit(broker, keys, commit, *mark)
         if commit.step == step:
             raise InterruptedError
 

@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import re
-import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,14 +25,12 @@ from tests.support.whole_trainer import (
     has_commits,
     run,
 )
-from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.files import StorageError
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, read_records
-from tidemill.common.run.weight_files import verified_files
-from tidemill.common.streams import id_order, last_id
+from tidemill.common.streams import id_order
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.trainer.durable import waiting
@@ -200,41 +197,6 @@ class TestWhatIsKept:
             (context.run_dir / "checkpoints" / "v00000008" / "checkpoint.json").write_text("torn")
             await run(make(steps=12, trims=True))
         assert await num_commits(broker, keys) == 12
-
-    async def test_weights_that_were_announced_stay_as_the_workers_know_them(
-        self, make, broker, keys, monkeypatch
-    ):
-        """A replay that is not exact must not change the bytes under a manifest that is out already."""
-
-        async def is_at_rest() -> bool:
-            """Everything that was answered is trained and announced."""
-            tickets = await broker.execute("XLEN", keys.prompts())
-            num_announced = id_order(await last_id(broker, keys.weights))[0] - 1
-            return num_announced == await num_commits(broker, keys) == tickets / GROUPS - 1
-
-        async with answering(broker, keys):
-            serving = asyncio.ensure_future(run(make(steps=100, max_staleness=0)))
-            await wait_until(lambda: has_commits(broker, keys, 2))
-        await wait_until(is_at_rest)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        for folder in (make().run_dir / "checkpoints").glob("v*"):
-            shutil.rmtree(folder)
-
-        def start_elsewhere(policy: SimulatedPolicy, config: RunConfig) -> None:
-            initialise(policy, config)
-            policy._chain = b"elsewhere elsew."
-
-        initialise = SimulatedPolicy.__init__
-        monkeypatch.setattr(SimulatedPolicy, "__init__", start_elsewhere)
-        context = make(steps=100, max_staleness=0)
-        serving = asyncio.ensure_future(run(context))
-        await wait_until(lambda: context.activity.state in ("wait:trajectories", "wait:scores"))
-        newest = (await messages(broker, keys.weights, WeightManifest))[-1]
-        assert newest.version >= 2
-        assert verified_files(context.run_dir, newest)
-        context.stopping.set()
-        await serving
 
     async def test_memory_does_not_grow_with_the_steps(self, make, broker, keys):
         """Streams are trimmed below the oldest kept checkpoint; commits stay."""

@@ -14,7 +14,6 @@ from tests.support.whole_trainer import (
     assert_each_once,
     assert_trained_once,
     crash_after_commit,
-    has_commits,
     has_tickets,
     is_answered,
     run,

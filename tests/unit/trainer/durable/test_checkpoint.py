@@ -15,7 +15,12 @@ from structlog.testing import capture_logs
 
 from tidemill.common import files
 from tidemill.common.files import StorageError
-from tidemill.services.trainer.durable.checkpoint import CheckpointError, CheckpointStore, TrainerState
+from tidemill.services.trainer.durable.checkpoint import (
+    CheckpointError,
+    CheckpointStore,
+    TrainerState,
+    read_checkpoint,
+)
 
 
 class Policy:
@@ -61,6 +66,7 @@ def loaded(run_dir: Path, keep: int = 2) -> tuple[int, float] | None:
 
 
 def test_state_and_tensors_come_back_as_they_were_saved(tmp_path: Path) -> None:
+    assert read_checkpoint(tmp_path, 20) is None and list(tmp_path.iterdir()) == [], "it only reads"
     assert CheckpointStore(tmp_path, keep=2).load_latest() is None
     before = state(
         12,
