@@ -1,6 +1,8 @@
 """A run whose trajectories lie beside the stream trains, archives and replays as any other."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,9 @@ from tests.support.training import commits_of, make_score
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import GROUPS, crash_after_commit, run
-from tidemill.common.archive import stream_folder
 from tidemill.common.archive.archiver import check
 from tidemill.common.history import History, StreamName
+from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore, claims
 from tidemill.common.streams import OffsetReader, append, read_raw
@@ -39,8 +41,7 @@ def large(ticket: Ticket, index: int) -> Trajectory:
     )
 
 
-async def answer(broker: Broker, keys: Keys, store: ClaimStore, lost: tuple[int, int] | None = None) -> None:
-    """Claims for every ticket, with scores; the file of one sample is lost before anybody reads it."""
+async def answer(broker: Broker, keys: Keys, store: ClaimStore, lost: tuple[int, int] | None) -> None:
     tickets = OffsetReader(broker, keys.prompts(), Ticket)
     while True:
         for entry in await tickets.read(block_s=0.2):
@@ -55,26 +56,45 @@ async def answer(broker: Broker, keys: Keys, store: ClaimStore, lost: tuple[int,
                 await append(broker, keys.scores(), score)
 
 
+@pytest.fixture
+def store(make: Any, broker: Broker) -> ClaimStore:
+    """Of the run that `make` makes; nearly all samples are larger than its limit."""
+    broker.claims = store = ClaimStore(make().run_dir, 1000)
+    return store
+
+
+@pytest.fixture
+def claiming(broker: Broker, keys: Keys, store: ClaimStore) -> Any:
+    """Claims for every ticket, with scores; the file of one sample is lost before anybody reads it."""
+
+    @asynccontextmanager
+    async def claiming(lost: tuple[int, int] | None = None) -> AsyncIterator[None]:
+        working = asyncio.create_task(answer(broker, keys, store, lost))
+        try:
+            yield
+        finally:
+            working.cancel()
+
+    return claiming
+
+
 @pytest.mark.parametrize("lost", [None, (3, 1)])
 async def test_a_run_of_claims_trains_archives_replays_and_leaves_no_files_behind(
-    make, broker, keys, archives_at_once, capfd, lost
+    make, broker, keys, store, claiming, archives_at_once, capfd, lost
 ) -> None:
     options: dict[str, Any] = {"trims": True, "archives": True, "keep_checkpoints": 1, "group_size": 3}
-    options["reward"] = {"min_group_size": 2}
-    context = make(checkpoint_every=100, **options)
-    store = broker.claims = ClaimStore(context.run_dir, 1000)
-    working = asyncio.create_task(answer(broker, keys, store, lost))
-    await crash_after_commit(context, 3)
-    assert len(list(store.folder.iterdir())) >= 4 * GROUPS * 3 - (lost is not None)
-    await run(make(checkpoint_every=100, **options))
-    working.cancel()
-    told = capfd.readouterr().out
+    options |= {"reward": {"min_group_size": 2}, "checkpoint_every": 100}
+    async with claiming(lost):
+        await crash_after_commit(make(**options), 3)
+        assert len(list(store.folder.iterdir())) >= 4 * GROUPS * 3 - (lost is not None)
+        await run(make(**options))
+    told, run_dir = capfd.readouterr().out, make().run_dir
     assert told.count("step replayed, same weights") == 4 and "weights differ" not in told
     left_out = [one for commit in await commits_of(broker, keys) for one in commit.dropped]
     assert left_out == ([(3, 1, "no_payload")] if lost else [])
     claimed = {p for p in map(_pointer, await read_raw(broker, keys.trajectories())) if p}
     assert {path.name for path in store.folder.iterdir()} <= claimed, "the last checkpoint needs no others"
-    archived = History(keys.run_id, context.run_dir, None)
+    archived = History(keys.run_id, run_dir, None)
     samples = [m async for m in archived.messages(StreamName.TRAJECTORIES, Trajectory)]
     tickets = {t.ticket: t async for t in archived.messages(StreamName.PROMPTS, Ticket)}
     assert len(samples) > 4 * GROUPS * 3
@@ -84,76 +104,62 @@ async def test_a_run_of_claims_trains_archives_replays_and_leaves_no_files_behin
         elif sample.ticket in tickets:
             whole = large(tickets[sample.ticket], sample.index)
             assert codec.encode_payload(sample) == codec.encode_payload(whole)
-    assert stream_folder(context.run_dir, StreamName.TRAJECTORIES).is_dir()
-    assert len(check(context.run_dir)) == (lost is not None), "what an archive has lost shows"
+    assert len(check(run_dir)) == (lost is not None), "what an archive has lost shows"
 
 
-async def test_a_checkpoint_looks_once_for_files_that_may_go(make, broker, keys, monkeypatch) -> None:
-    context = make(4, trims=True, checkpoint_every=2, keep_checkpoints=1, group_size=3)
-    store = broker.claims = ClaimStore(context.run_dir, 1000)
+async def test_a_checkpoint_looks_once_for_files_that_may_go(make, claiming, monkeypatch) -> None:
     calls: list[str] = []
 
-    def counted(name: str, call: Any) -> Any:
-        def counting(*args: Any) -> Any:
-            calls.append(name)
-            return call(*args)
+    def count(owner: type, name: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), call(*args))[1])
 
-        return counting
-
-    monkeypatch.setattr(ClaimStore, "settled", counted("settled", ClaimStore.settled))
-    monkeypatch.setattr(CheckpointStore, "save", counted("save", CheckpointStore.save))
-    working = asyncio.create_task(answer(broker, keys, store))
-    await run(context)
-    working.cancel()
+    count(ClaimStore, "settled")
+    count(CheckpointStore, "save")
+    async with claiming():
+        await run(make(4, trims=True, checkpoint_every=2, keep_checkpoints=1, group_size=3))
     assert calls == ["save", "settled"] * (len(calls) // 2) and len(calls) >= 4
 
 
 async def test_a_trainer_that_starts_while_the_store_is_away_waits_and_trains_on_all_samples(
-    make, broker, keys, capfd, monkeypatch
+    make, broker, keys, store, claiming, capfd, monkeypatch
 ) -> None:
     monkeypatch.setattr(claims, "LONGEST_PAUSE_S", claims.FIRST_PAUSE_S)
     options: dict[str, Any] = {"checkpoint_every": 100, "group_size": 3}
-    context = make(**options)
-    store = broker.claims = ClaimStore(context.run_dir, 1000)
-    working = asyncio.create_task(answer(broker, keys, store))
-    await crash_after_commit(context, 3)
-    working.cancel()
+    async with claiming():
+        await crash_after_commit(make(**options), 3)
     store.folder.rename(store.folder.with_name("away"))
 
-    def waits() -> bool:
-        return "waiting for the store" in capfd.readouterr().out
+    async def waiting(context: ServiceContext) -> asyncio.Future[None]:
+        running = asyncio.ensure_future(run(context))
+        await wait_until(lambda: "waiting for the store" in capfd.readouterr().out)
+        return running
 
     stopped = make(**options)
-    running = asyncio.create_task(run(stopped))
-    await wait_until(waits)
+    running = await waiting(stopped)
     stopped.stopping.set()
     await running
-    running = asyncio.create_task(run(make(**options)))
-    await wait_until(waits)
+    running = await waiting(make(**options))
     store.folder.with_name("away").rename(store.folder)
-    working = asyncio.create_task(answer(broker, keys, store))
-    await running
-    working.cancel()
+    async with claiming():
+        await running
     assert capfd.readouterr().out.count("step replayed, same weights") == 4
     assert not [one for commit in await commits_of(broker, keys) for one in commit.dropped]
 
 
 async def test_a_committed_sample_whose_payload_is_gone_is_named_with_its_path_and_may_be_put_back(
-    make, broker, keys, capfd
+    make, broker, keys, store, claiming, tmp_path, capfd
 ) -> None:
-    context = make(checkpoint_every=100)
-    store = broker.claims = ClaimStore(context.run_dir, 1000)
-    working = asyncio.create_task(answer(broker, keys, store))
-    await crash_after_commit(context, 3)
-    trained = (await commits_of(broker, keys))[2].trained_keys[0]
-    (path,) = store.folder.glob(f"{trained[0]}-{trained[1]}-*")
-    path.rename(context.run_dir / "elsewhere")
-    with pytest.raises(LostPayloadError) as raised:
+    async with claiming():
+        await crash_after_commit(make(checkpoint_every=100), 3)
+        ticket, index = (await commits_of(broker, keys))[2].trained_keys[0]
+        (path,) = store.folder.glob(f"{ticket}-{index}-*")
+        path.rename(tmp_path / "elsewhere")
+        with pytest.raises(LostPayloadError) as raised:
+            await run(make(checkpoint_every=100))
+        assert str(path) in str(raised.value)
+        (tmp_path / "elsewhere").rename(path)
         await run(make(checkpoint_every=100))
-    assert str(path) in str(raised.value)
-    (context.run_dir / "elsewhere").rename(path)
-    await run(make(checkpoint_every=100))
-    working.cancel()
     assert "weights differ" not in capfd.readouterr().out
 
 
@@ -165,7 +171,6 @@ def _pointer(entry: Any) -> str:
 async def test_without_a_folder_a_claim_is_no_trajectory_and_never_an_empty_one(
     broker, keys, tmp_path
 ) -> None:
-    store = ClaimStore(tmp_path, 1)
-    await append(broker, keys.trajectories(), store.check_in(make_trajectory(0, 0)))
+    await append(broker, keys.trajectories(), ClaimStore(tmp_path, 1).check_in(make_trajectory(0, 0)))
     entry = (await OffsetReader(broker, keys.trajectories(), Trajectory).read())[0]
     assert "was not looked into" in fault_of(entry.message)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The trainer trims what is archived, and nothing else; it waits for no archiver."""
+"""The trainer trims what is archived, and nothing else; it waits for no archiver, and forgets the dead."""
 
 import asyncio
 import os
@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import SERVERS
 from tests.support.archives import STREAM, fill, raw, scanned
+from tests.support.consumers import make_ticket
 from tests.support.preloaded import REPO
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.training import answering, make_context, make_trimmer, trainer_config
@@ -21,13 +22,14 @@ from tests.support.waiting import wait_until
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.history import History, StreamName
+from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
 from tidemill.common.store import ClaimStore
-from tidemill.common.streams import append, length, memory_bytes, read_range
-from tidemill.common.wire.keys import Keys
+from tidemill.common.streams import append, ensure_group, length, memory_bytes, read_range
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable import archive_requests
 from tidemill.services.trainer.service import serve
@@ -78,31 +80,14 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
     trimmer.first_ticket = 20
     with jobs_worker(keys):
         await trimmer.release({STREAM: entries[30][0]}, 0)
+        assert await length(broker, keys.trajectories()) == 40, "nothing goes before it is archived"
         await wait_until(lambda: len(list(store.folder.iterdir())) == 20)
     await trimmer.close()
+    left = await raw(broker, keys.trajectories())
+    assert left == entries[30:] and not trimmer.is_waiting
     assert {int(path.name.partition("-")[0]) for path in store.folder.iterdir()} == set(range(20, 40))
     found = await scanned(History(keys.run_id, context.run_dir, None))
     assert [record.message for record in found] == samples[: len(found)]  # type: ignore[union-attr]
-
-
-@ONE_SERVER
-async def test_a_worker_archives_and_then_the_entries_go(
-    context: ServiceContext, broker: Broker, keys: Keys
-) -> None:
-    await fill(broker, keys.trajectories(), range(60))
-    entries = await raw(broker, keys.trajectories())
-    trimmer = make_trimmer(context)
-    with jobs_worker(keys):
-        await trimmer.release({STREAM: entries[100][0]}, 0, is_urgent=True)
-        assert await length(broker, keys.trajectories()) == 180, "nothing goes before it is archived"
-        await wait_until(lambda: not trimmer.is_waiting)
-    assert archived(context).last_id == entries[99][0]
-    assert [entry_id for entry_id, _ in await raw(broker, keys.trajectories())] == [
-        i for i, _ in entries[100:]
-    ]
-    found = await scanned(History(keys.run_id, context.run_dir, broker))
-    assert [record.entry_id for record in found] == [entry_id for entry_id, _ in entries]
-    await trimmer.close()
 
 
 @ONE_SERVER
@@ -177,6 +162,27 @@ async def test_a_run_that_trims_to_its_archive_keeps_every_entry_and_resumes(
         found = [record.entry_id for record in await scanned(history, StreamName(name))]
         assert set(ids) <= set(found) and len(found) == len(set(found)), name
     assert await length(broker, keys.trajectories()) < len(seen[StreamName.TRAJECTORIES])
+
+
+async def test_the_dead_are_forgotten_after_a_while_with_what_they_hold_kept(
+    context: ServiceContext, broker: Broker, keys: Keys
+) -> None:
+    """What killed workers leave in Redis goes; what is held, and whoever is there, stays."""
+    prompts = keys.prompts()
+    await ensure_group(broker, prompts, ROLLOUT_GROUP)
+    await append(broker, prompts, make_ticket(0))
+    for name in ("holds-a-ticket", "holds-nothing"):
+        await publish_heartbeat(broker, keys, Heartbeat(name, "rollout"))
+        await broker.execute("XGROUP", "CREATECONSUMER", prompts, ROLLOUT_GROUP, name)
+    read = ("GROUP", ROLLOUT_GROUP, "holds-a-ticket", "COUNT", 1, "STREAMS", prompts, ">")
+    await broker.execute("XREADGROUP", *read)
+    trimmer = make_trimmer(context)
+    assert await trimmer.forget_departed() == 0, "an hour has not passed"
+    assert await trimmer.forget_departed(after_s=-1.0) == 0, "it has looked a moment ago"
+    assert await make_trimmer(context).forget_departed(after_s=-1.0) == 3
+    assert await read_heartbeats(broker, keys) == []
+    left = await broker.execute("XINFO", "CONSUMERS", prompts, ROLLOUT_GROUP)
+    assert [info[1] for info in left] == [b"holds-a-ticket"]
 
 
 @pytest.mark.skipif(
