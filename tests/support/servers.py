@@ -1,15 +1,16 @@
 """Real Redis servers with the settings of a deployment: ACL users, TLS, replicas and Sentinels."""
 
-import hashlib
 import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import redis
 
@@ -115,6 +116,40 @@ class RedisServer:
         return False
 
 
+class ServerWithUsers(RedisServer):
+    """One with the users that `infra/redis/make_users.py` makes, and of these runs' own."""
+
+    def __init__(self, folder: Path, *options: str, runs: Iterable[str] = ()) -> None:
+        self.users = folder / "users"
+        command = [sys.executable, str(INFRA / "make_users.py"), str(self.users)]
+        command += [part for run in runs for part in ("--run", run)]
+        subprocess.run(command, check=True, cwd=REPO, stdout=subprocess.DEVNULL)
+        super().__init__(folder / "redis", "--aclfile", str(self.users / "users.acl"), *options)
+
+    def passwords(self, run: str = "passwords") -> dict[str, str]:
+        """Of the users of a run, or of those of all runs, as TRAINER_PASSWORD and so on."""
+        lines = (self.users / f"{run}.env").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines)
+
+    def variables(self, user: str) -> dict[str, str]:
+        """The environment of a process of a user, or of one of a run: `RUN_ID.trainer`."""
+        run, _, role = user.rpartition(".")
+        password = self.passwords(run or "passwords")[f"{role.upper()}_PASSWORD"]
+        names = ("TIDEMILL_REDIS_URL", "TIDEMILL_REDIS_USERNAME", "TIDEMILL_REDIS_PASSWORD")
+        return dict(zip(names, (self.url, user, password), strict=True))
+
+    def client_of(self, user: str) -> redis.Redis:
+        options: dict[str, Any] = {"password": self.variables(user)["TIDEMILL_REDIS_PASSWORD"]}
+        if "--tls-port" in self.options:
+            certificate = self.options[self.options.index("--tls-ca-cert-file") + 1]
+            options |= {"ssl": True, "ssl_ca_certs": certificate}
+        return redis.Redis("127.0.0.1", self.port, username=user, protocol=2, **options)
+
+    def refusals(self) -> list[tuple[str, str]]:
+        """Who was refused what, as the server has noted it."""
+        return [(entry["username"], entry["object"]) for entry in self.client_of("admin").acl_log()]
+
+
 def free_port() -> int:
     """A port that nobody listens on now."""
     with socket.socket() as probe:
@@ -161,18 +196,6 @@ def tls_options(certificate: Path, key: Path) -> list[str]:
     return ["--tls-port", "0", *map(str, files), "--tls-auth-clients", "no"]
 
 
-def users_file(folder: Path, passwords: Mapping[str, str]) -> Path:
-    """The users of `infra/redis/users.acl` with these passwords."""
-    lines = []
-    for line in (INFRA / "users.acl").read_text().splitlines():
-        keyword, name, state, rules = line.split(" ", 3) if line.count(" ") > 2 else (*line.split(" "), "")
-        password = f" #{_hash(passwords[name])}" if name in passwords else ""
-        lines.append(f"{keyword} {name} {state}{password} {rules}".rstrip())
-    path = folder / "users.acl"
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
 def command_lines(pids: list[int]) -> str:
     """What `ps` shows of processes."""
     return "\n".join(
@@ -180,10 +203,6 @@ def command_lines(pids: list[int]) -> str:
         for pid in pids
         if os.path.exists(f"/proc/{pid}/cmdline")
     )
-
-
-def _hash(password: str) -> str:
-    return hashlib.sha256(password.encode()).hexdigest()
 
 
 class SentinelPair:

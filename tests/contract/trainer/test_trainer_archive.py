@@ -15,7 +15,6 @@ from tests.conftest import SERVERS
 from tests.support.archives import STREAM, fill, raw, scanned
 from tests.support.consumers import make_ticket
 from tests.support.preloaded import REPO
-from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.training import answering, make_context, make_trimmer, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
@@ -183,40 +182,3 @@ async def test_the_dead_are_forgotten_after_a_while_with_what_they_hold_kept(
     assert await read_heartbeats(broker, keys) == []
     left = await broker.execute("XINFO", "CONSUMERS", prompts, ROLLOUT_GROUP)
     assert [info[1] for info in left] == [b"holds-a-ticket"]
-
-
-@pytest.mark.skipif(
-    not newest_server() or server_version(newest_server()) < (7, 0),
-    reason="permissions on reading and writing a key need Redis 7",
-)
-async def test_trainer_and_archiver_need_no_more_than_their_users_may(
-    keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    passwords = {user: f"{user}-s3cret" for user in ("admin", "trainer", "jobs", "rollout")}
-    with RedisServer(tmp_path / "redis", "--aclfile", str(users_file(tmp_path, passwords))) as server:
-
-        def log_in(user: str) -> None:
-            monkeypatch.setenv("TIDEMILL_REDIS_URL", server.url)
-            monkeypatch.setenv("TIDEMILL_REDIS_USERNAME", user)
-            monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", passwords[user])
-
-        log_in("admin")
-        admin = await Broker.connect()
-        await fill(admin, keys.trajectories(), range(60))
-        config = trainer_config(streams__archive={"enabled": True, "segment_mb": 0.02})
-        await publish_config(admin, keys, config)
-        entries = await raw(admin, keys.trajectories())
-        log_in("jobs")
-        with jobs_worker(keys):
-            log_in("trainer")
-            broker = await Broker.connect()
-            context = make_context(broker, keys, config, tmp_path / keys.run_id)
-            trimmer = make_trimmer(context)
-            monkeypatch.setattr(archive_requests, "PATIENCE_S", 600.0)
-            await trimmer.release({STREAM: f"{entries[-1][0]}9"}, 0)
-            await wait_until(lambda: archived(context).entries > 0)
-            await trimmer.close()
-        assert await trimmer.trim() > 0
-        assert "no worker archives" not in capfd.readouterr().out
-        await broker.close()
-        await admin.close()

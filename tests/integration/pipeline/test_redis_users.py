@@ -1,8 +1,10 @@
-"""Every service works under a Redis user of its own, which may do what the service needs and nothing else."""
+"""Every service works under a Redis user of its own, which may do what the service needs and nothing else.
+
+Code is run under two of them, and no user reaches the queue of another.
+"""
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import subprocess
 import sys
@@ -16,28 +18,33 @@ import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from rq import Queue
+from rq import Retry as JobRetry
+from rq.serializers import JSONSerializer
 
 from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
-from tests.support.preloaded import REPO
+from tests.support.preloaded import REPO, start_plain
+from tests.support.rewards import code_reward
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import (
-    INFRA,
-    RedisServer,
+    ServerWithUsers,
     command_lines,
     has_tls,
     make_certificate,
     newest_server,
     server_version,
     tls_options,
-    users_file,
 )
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.archive import ARCHIVE_FOLDER
 from tidemill.common.config import RewardConfig, RunConfig, ServersConfig
+from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import BrokerError
+from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import START, append, last_id
 from tidemill.common.telemetry import metrics
@@ -48,7 +55,6 @@ from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
 
 USERS = ("trainer", "rollout", "reward", "sandbox", "jobs", "operator", "exporter")
 SERVICES = ("trainer", "rollout", "reward")
-PASSWORDS = {user: f"{user}-s3cret" for user in (*USERS, "admin", "replica", "sentinel")}
 
 pytestmark = pytest.mark.skipif(
     not newest_server() or server_version(newest_server()) < (7, 0),
@@ -57,30 +63,24 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    users = users_file(tmp_path, PASSWORDS)
-    with RedisServer(tmp_path / "redis", "--aclfile", str(users)) as server:
+def server(tmp_path: Path) -> Iterator[ServerWithUsers]:
+    with ServerWithUsers(tmp_path) as server:
         yield server
 
 
 @pytest.fixture
-def admin(server: RedisServer) -> redis.Redis:
-    return client_of(server, "admin")
+def admin(server: ServerWithUsers) -> redis.Redis:
+    return server.client_of("admin")
 
 
-def client_of(server: RedisServer, user: str, **options: Any) -> redis.Redis:
-    options |= {"username": user, "password": PASSWORDS[user], "protocol": 2}
-    return redis.Redis("127.0.0.1", server.port, **options)
+def become(monkeypatch: pytest.MonkeyPatch, server: ServerWithUsers, user: str) -> None:
+    for name, value in server.variables(user).items():
+        monkeypatch.setenv(name, value)
 
 
-def with_user(monkeypatch: pytest.MonkeyPatch, user: str) -> None:
-    monkeypatch.setenv("TIDEMILL_REDIS_USERNAME", user)
-    monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", PASSWORDS[user])
-
-
-def refusals(admin: redis.Redis) -> list[tuple[str, str]]:
-    """Who was refused what, as the server has noted it."""
-    return [(entry["username"], entry["object"]) for entry in admin.acl_log()]
+async def connected(server: ServerWithUsers, monkeypatch: pytest.MonkeyPatch, user: str) -> Broker:
+    become(monkeypatch, server, user)
+    return await Broker.connect(server.url)
 
 
 def may(admin: redis.Redis, user: str, *command: Any) -> bool:
@@ -95,87 +95,45 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
 ) -> None:
     """With all that uses a key: evaluation, trimming, a takeover, a dead letter. No password leaks."""
     certificate, key = make_certificate(tmp_path / "tls")
-    users = users_file(tmp_path, PASSWORDS)
-    options = ["--aclfile", str(users), *tls_options(certificate, key)]
-    with_user(monkeypatch, "operator")
     monkeypatch.setenv("TIDEMILL_REDIS_CA", str(certificate))
     config = users_config(tmp_path)
-    with RedisServer(tmp_path / "redis", *options) as server:
-        admin = client_of(server, "admin", ssl=True, ssl_ca_certs=str(certificate))
+    with ServerWithUsers(tmp_path, *tls_options(certificate, key)) as server:
+        become(monkeypatch, server, "operator")
+        admin = server.client_of("admin")
         async with ServiceRun(tmp_path, config, url=server.url, is_forked=False) as run:
-            for role in SERVICES:
-                run.variables[role] = {
-                    "TIDEMILL_REDIS_USERNAME": role,
-                    "TIDEMILL_REDIS_PASSWORD": PASSWORDS[role],
-                }
+            run.variables = {role: server.variables(role) for role in SERVICES}
             # Workers that come before the trainer has loaded the scripts ask once whether they may.
             run.start("trainer")
             await wait_until(lambda: admin.exists(run.keys.prompts()))
             for role in SERVICES[1:]:
                 run.start(role)
-            start_worker_of_jobs(run)
+            command = [sys.executable, "-m", "tidemill.services.jobs", run.keys.run_id]
+            environment = os.environ | server.variables("jobs")
+            run.processes["jobs"] = start_plain(command, tmp_path / "jobs.log", environment)
             admin.xadd(run.keys.trajectories(), {"p": b"poison"})
             await wait_until(lambda: admin.xlen(run.keys.commits) > 0)
             shown = command_lines([process.pid for process in run.processes.values()])
             run.kill("rollout")
             run.start("rollout", "second-rollout")
             assert await run.wait("trainer") == 0, run.log_of("trainer")
+            await wait_until(lambda: list((run.run_dir / ARCHIVE_FOLDER).rglob("*.parquet")))
             await run.stop_all("second-rollout", "reward", "jobs")
-            archive = await asyncio.to_thread(archive_the_rest, run)
-        assert archive.returncode == 0, archive.stderr
-        assert refusals(admin) == [], "a service has used a command or key that its user lacks"
+        assert "no worker archives" not in run.log_of("trainer")
+        assert server.refusals() == [], "a service has used a command or key that its user lacks"
         assert admin.xlen(run.keys.commits) == config.trainer.steps
         assert admin.xlen(run.keys.dead) > 0
-        assert "tidemill.services.trainer" in shown
-        assert list((run.run_dir / ARCHIVE_FOLDER).rglob("*.parquet"))
-        assert secrets_in(shown) == secrets_in(everything_in(admin)) == set()
-    assert leaky_files(tmp_path) == []
+        everything = "\n".join(f"{key!r} {admin.dump(key)!r}" for key in admin.scan_iter())
+    texts = texts_below(tmp_path) | {"command lines": shown, "Redis": everything}
+    assert {"trainer.log", "jobs.log"} <= texts.keys() and "tidemill.services.trainer" in shown
+    passwords = server.passwords().values()
+    leaky = {name for name, text in texts.items() if any(password in text for password in passwords)}
+    assert leaky == {"passwords.env"}
 
 
-def start_worker_of_jobs(run: ServiceRun) -> None:
-    """Under its own user."""
-    with open(run.folder / "jobs.log", "ab") as log:
-        run.processes["jobs"] = subprocess.Popen(
-            [sys.executable, "-m", "tidemill.services.jobs", run.keys.run_id],
-            cwd=REPO,
-            env=as_jobs(run),
-            stdout=log,
-            stderr=log,
-        )
-
-
-def archive_the_rest(run: ServiceRun) -> "subprocess.CompletedProcess[str]":
-    """What such a worker does for the trainer."""
-    command = [
-        sys.executable,
-        "-m",
-        "tidemill.services.jobs.archive",
-        run.keys.run_id,
-        str(run.run_dir),
-        "--rest",
-    ]
-    return subprocess.run(command, cwd=REPO, env=as_jobs(run), capture_output=True, text=True, timeout=120)
-
-
-def as_jobs(run: ServiceRun) -> dict[str, str]:
-    user = {"TIDEMILL_REDIS_USERNAME": "jobs", "TIDEMILL_REDIS_PASSWORD": PASSWORDS["jobs"]}
-    return os.environ | {"TIDEMILL_REDIS_URL": run.url} | user
-
-
-def leaky_files(folder: Path) -> list[str]:
-    """Names of files with a password: logs, the run's folder, the server's data."""
-    written = [path for path in folder.rglob("*") if path.is_file()]
-    assert folder / "trainer.log" in written
-    return [path.name for path in written if secrets_in(path.read_bytes().decode(errors="replace"))]
-
-
-def secrets_in(text: str) -> set[str]:
-    return {password for password in PASSWORDS.values() if password in text}
-
-
-def everything_in(admin: redis.Redis) -> str:
-    """All keys and values of the server."""
-    return "\n".join(f"{key!r} {admin.dump(key)!r}" for key in admin.scan_iter())
+def texts_below(folder: Path) -> dict[str, str]:
+    """Logs, the run's folder, the server's data."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.name: path.read_bytes().decode(errors="replace") for path in files}
 
 
 def users_config(folder: Path) -> RunConfig:
@@ -189,7 +147,7 @@ def users_config(folder: Path) -> RunConfig:
         data__eval={"held": str(evaluation)},
         streams__trim=True,
         streams__lease_s=1.0,
-        streams__archive={"enabled": True},
+        streams__archive={"enabled": True, "segment_mb": 0.004},
     )
 
 
@@ -248,7 +206,7 @@ def test_what_nobody_may_and_what_no_worker_may(admin: redis.Redis) -> None:
                 assert [user for user in users if may(admin, user, *command.split())] == [], command
 
 
-def test_nobody_is_let_in_without_a_password(server: RedisServer) -> None:
+def test_nobody_is_let_in_without_a_password(server: ServerWithUsers) -> None:
     once = Retry(NoBackoff(), 0)
     with pytest.raises(redis.AuthenticationError):
         redis.Redis(port=server.port, retry=once).ping()
@@ -257,19 +215,19 @@ def test_nobody_is_let_in_without_a_password(server: RedisServer) -> None:
             redis.Redis(port=server.port, username=user, password="", protocol=2, retry=once).ping()
 
 
-def test_the_operator_ends_a_script_that_does_not_end(server: RedisServer, admin: redis.Redis) -> None:
+def test_the_operator_ends_a_script_that_does_not_end(server: ServerWithUsers, admin: redis.Redis) -> None:
     admin.config_set("lua-time-limit", 50)
     failure: list[Exception] = []
 
     def loop() -> None:
         try:
-            client_of(server, "admin").eval("while true do end", 0)
+            server.client_of("admin").eval("while true do end", 0)
         except redis.ResponseError as error:
             failure.append(error)
 
     looping = threading.Thread(target=loop)
     looping.start()
-    operator = client_of(server, "operator")
+    operator = server.client_of("operator")
     deadline = time.monotonic() + 60
     while looping.is_alive():
         assert time.monotonic() < deadline
@@ -280,30 +238,30 @@ def test_the_operator_ends_a_script_that_does_not_end(server: RedisServer, admin
 
 
 async def test_workers_wait_for_the_trainer_to_load_what_a_new_server_lacks(
-    server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    server: ServerWithUsers, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a restart of Redis: nobody but the trainer's user may bring the scripts back."""
-    with_user(monkeypatch, "reward")
-    reward = await Broker.connect(server.url)
+    reward = await connected(server, monkeypatch, "reward")
     call = asyncio.create_task(
         reward.script(
             "store_result", [RUN.trajectories(), RUN.results(0), RUN.result_tickets()], [*"0123456"]
         )
     )
-    await wait_until(lambda: ("reward", "script|load") in refusals(admin))
+    await wait_until(lambda: ("reward", "script|load") in server.refusals())
     assert not call.done()
-    with_user(monkeypatch, "trainer")
-    trainer = await Broker.connect(server.url)
+    trainer = await connected(server, monkeypatch, "trainer")
     await trainer.keep_scripts(RUN.state)
     with contextlib.suppress(redis.ResponseError):  # NOGROUP: it has run
         await asyncio.wait_for(call, 120)
-    assert {user for user, _ in refusals(admin)} == {"reward"}
+    assert {user for user, _ in server.refusals()} == {"reward"}
     await reward.close()
     await trainer.close()
 
 
-async def test_scripts_may_not_do_what_their_user_may_not(server: RedisServer, admin: redis.Redis) -> None:
-    reward = client_of(server, "reward")
+async def test_scripts_may_not_do_what_their_user_may_not(
+    server: ServerWithUsers, admin: redis.Redis
+) -> None:
+    reward = server.client_of("reward")
     sha = admin.script_load("return redis.call('XADD', KEYS[1], '*', 'p', 'x')")
     assert reward.evalsha(sha, 1, RUN.scores())
     for key in (RUN.trajectories(), RUN.prompts(), RUN.commits):
@@ -313,10 +271,9 @@ async def test_scripts_may_not_do_what_their_user_may_not(server: RedisServer, a
 
 
 async def test_a_key_outside_its_patterns_ends_a_service_in_plain_words(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    server: ServerWithUsers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_user(monkeypatch, "reward")
-    broker = await Broker.connect(server.url)
+    broker = await connected(server, monkeypatch, "reward")
     with pytest.raises(BrokerError, match="lacks a permission"):
         await broker.execute("HSET", RUN.state, "a", "b")
     with pytest.raises(BrokerError, match="lacks a permission"):
@@ -324,29 +281,10 @@ async def test_a_key_outside_its_patterns_ends_a_service_in_plain_words(
     await broker.close()
 
 
-def test_passwords_are_made_once_and_the_server_gets_their_hashes(tmp_path: Path) -> None:
-    command = [sys.executable, str(INFRA / "make_users.py"), str(tmp_path)]
-    subprocess.run(command, check=True, cwd=REPO)
-    first = (tmp_path / "passwords.env").read_text()
-    subprocess.run(command, check=True, cwd=REPO)
-    assert (tmp_path / "passwords.env").read_text() == first
-    assert (tmp_path / "passwords.env").stat().st_mode & 0o077 == 0
-    passwords = dict(line.split("=", 1) for line in first.splitlines())
-    users = (tmp_path / "users.acl").read_text()
-    assert not [password for password in passwords.values() if password in users]
-    assert hashlib.sha256(passwords["REWARD_PASSWORD"].encode()).hexdigest() in users
-    with RedisServer(tmp_path / "redis", "--aclfile", str(tmp_path / "users.acl")) as server:
-        client = redis.Redis(
-            port=server.port, username="reward", password=passwords["REWARD_PASSWORD"], protocol=2
-        )
-        assert client.ping()
-
-
 async def test_the_exporter_reads_a_run_as_a_user_that_may_write_nothing(
-    server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: ServerWithUsers, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with_user(monkeypatch, "operator")
-    broker = await Broker.connect(server.url)
+    broker = await connected(server, monkeypatch, "operator")
     rewards = {"strict": {"judge": {"servers": "judge", "template": "x"}}}
     await publish_config(broker, RUN, users_config(tmp_path).model_copy(update=judged(rewards)))
     await append(broker, RUN.trajectories(), make_trajectory(0, 0), make_trajectory(0, 1))
@@ -355,15 +293,14 @@ async def test_the_exporter_reads_a_run_as_a_user_that_may_write_nothing(
         admin.xgroup_create(key, group, "0")
         admin.xreadgroup(group, "c", {key: ">"}, count=1)
     await broker.close()
-    with_user(monkeypatch, "exporter")
-    exporter = await Broker.connect(server.url)
+    exporter = await connected(server, monkeypatch, "exporter")
     reading = await MetricsReader(exporter, RUN).read()
     await exporter.close()
     assert reading.replicas == {"judge": []}
     gauges = {(gauge, labels): value for gauge, labels, value in reading.gauges}
     for where, lag in ((("trajectories", "reward"), 1), (("prompts", "rollout"), 0)):
         assert (gauges[metrics.STREAM_LAG, where], gauges[metrics.STREAM_PENDING, where]) == (lag, 1)
-    assert refusals(admin) == []
+    assert server.refusals() == []
 
 
 def judged(rewards: dict[str, Any]) -> dict[str, Any]:
@@ -372,15 +309,14 @@ def judged(rewards: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_the_trainer_may_move_unexpected_entries_aside(
-    server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    server: ServerWithUsers, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams: dict[str, type[Message]] = {
         RUN.prompts(): Ticket,
         RUN.weights: WeightManifest,
         RUN.commits: Commit,
     }
-    with_user(monkeypatch, "trainer")
-    broker = await Broker.connect(server.url)
+    broker = await connected(server, monkeypatch, "trainer")
     for key, kind in streams.items():
         admin.xgroup_create(key, ROLLOUT_GROUP, mkstream=True)
         admin.xadd(key, {"by": "hand"})
@@ -388,5 +324,112 @@ async def test_the_trainer_may_move_unexpected_entries_aside(
         assert await remove_unexpected(broker, RUN, key, kind) == 1
         assert await last_id(broker, key) == START
     await broker.close()
-    assert refusals(admin) == []
+    assert server.refusals() == []
     assert admin.xlen(RUN.dead) == len(streams)
+
+
+KEYS, OTHER = Keys("first.1"), Keys("second")
+LIMITS = SandboxConfig(time_s=30.0, total_s=60.0)
+
+
+async def run_code(
+    server: ServerWithUsers, prefix: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> dict[str, Any]:
+    """What comes of code that a reward worker asks for and a sandbox worker runs, each as its own user."""
+    become(monkeypatch, server, f"{prefix}trainer")
+    trainer = await Broker.connect()
+    rewards = {"code": {"sandbox": LIMITS.model_dump()}}
+    await publish_config(trainer, KEYS, make_config(run_id=KEYS.run_id, reward={"rewards": rewards}))
+    await trainer.close()
+    become(monkeypatch, server, f"{prefix}reward")
+    command = [sys.executable, "-m", "tidemill.services.jobs.sandbox", "--run", KEYS.run_id]
+    environment = os.environ | server.variables(f"{prefix}sandbox")
+    worker = start_plain([*command, "--name", "sandbox-0"], folder / "worker.log", environment)
+    broker = await Broker.connect()
+    reward = code_reward(broker, KEYS, LIMITS)
+    try:
+        tests = {"inputs": ["1"], "outputs": ["2"]}
+        found = await asyncio.wait_for(reward.run("print(int(input()) * 2)", tests), 120)
+    finally:
+        await reward.close()
+        await broker.close()
+        worker.terminate()
+        await asyncio.to_thread(worker.wait, 60)
+    return found
+
+
+def test_a_reward_worker_cannot_give_the_head_a_job(
+    server: ServerWithUsers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The attack that worked: its credentials, RQ's own client, and a function of the standard library."""
+    mark = tmp_path / "was-here"
+    for user in ("reward", "sandbox", "rollout"):
+        become(monkeypatch, server, user)
+        connection = make_blocking_client(server.url)
+        queue = Queue(KEYS.jobs_queue, connection=connection, serializer=JSONSerializer)
+        for job_id in (f"{KEYS.jobs_names}1", f"{KEYS.sandbox_names}1", None):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                queue.enqueue_call(
+                    "subprocess.getoutput", args=(f"touch {mark}",), job_id=job_id, retry=JobRetry(2)
+                )
+    subprocess.run(
+        [sys.executable, "-m", "tidemill.services.jobs", KEYS.run_id, "--burst"],
+        cwd=REPO,
+        env=os.environ | server.variables("jobs"),
+        check=True,
+        timeout=120,
+    )
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("job_id", [b"\xff", b"any", b"", f"{KEYS.jobs_names}1".encode()])
+async def test_an_id_of_no_job_in_the_queue_ends_no_worker(
+    isolated: None, server: ServerWithUsers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job_id: bytes
+) -> None:
+    """Reward workers may write the queue. The worker may not look at jobs of other names."""
+    server.client_of("reward").rpush(f"rq:queue:{KEYS.sandbox_queue}", job_id)
+    found = await run_code(server, "", monkeypatch, tmp_path)
+    assert found["passed"] == 1
+    assert server.refusals() == []
+    assert server.client_of("admin").llen(f"rq:queue:{KEYS.sandbox_queue}") == 0
+    assert server.client_of("sandbox").lrange(f"rq:queue:{KEYS.sandbox_queue}:intermediate", 0, -1) in (
+        [],
+        [job_id],
+    )
+
+
+async def test_a_heartbeat_is_told_for_its_own_role_only(
+    server: ServerWithUsers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(monkeypatch, server, "rollout")
+    rollout = await Broker.connect()
+    await publish_heartbeat(rollout, KEYS, Heartbeat("rollout-0", "rollout", state="generate"))
+    lie = server.client_of("reward")
+    lie.hset(KEYS.workers("reward"), "rollout-0", '{"name": "rollout-0", "role": "rollout", "state": "dead"}')
+    lie.hset(KEYS.workers("reward"), "a", '{"name": "b", "role": "reward"}')
+    become(monkeypatch, server, "operator")
+    operator = await Broker.connect()
+    (beat,) = await read_heartbeats(operator, KEYS)
+    assert (beat.name, beat.role, beat.state) == ("rollout-0", "rollout", "generate")
+    await operator.close()
+    await rollout.close()
+
+
+async def test_users_of_one_run_reach_no_other(
+    isolated: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ServerWithUsers(tmp_path, runs=(KEYS.run_id, OTHER.run_id)) as server:
+        found = await run_code(server, f"{KEYS.run_id}.", monkeypatch, tmp_path)
+        assert found["passed"] == 1
+        assert server.refusals() == []
+        admin = server.client_of("admin")
+        assert not any("on" in admin.acl_getuser(name)["flags"] for name in ("trainer", "rollout", "reward"))
+        for role, command in {
+            "rollout": ("GET", OTHER.config),
+            "reward": ("XADD", OTHER.scores(), "*", "p", "x"),
+            "trainer": ("HSET", OTHER.state, "a", "b"),
+            "sandbox": ("HSET", f"rq:job:{OTHER.sandbox_names}1", "a", "b"),
+            "jobs": ("LPOP", f"rq:queue:{OTHER.jobs_queue}"),
+        }.items():
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                server.client_of(f"{KEYS.run_id}.{role}").execute_command(*command)
