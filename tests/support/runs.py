@@ -16,6 +16,7 @@ from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import id_order, last_id
 from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
 
 SERVICES = ("rollout", "reward", "trainer")
 
@@ -124,6 +125,16 @@ class ServiceRun:
     async def wait(self, name: str, timeout_s: float = 120.0) -> int:
         """Wait for a process to end; returns its exit code."""
         return await asyncio.to_thread(self.processes[name].wait, timeout_s)
+
+    async def trained(self) -> list[Commit]:
+        """The commits of a trainer that has ended well: one for each step, and every ticket trained once."""
+        from tests.support.training import assert_nothing_lost
+
+        assert await self.wait("trainer") == 0, self.log_of("trainer")
+        trainer = self.config.trainer
+        commits = await assert_nothing_lost(self.broker, self.keys, trainer.steps * trainer.groups_per_step)
+        assert len(commits) == trainer.steps
+        return commits
 
     def log_of(self, name: str) -> str:
         """What a process has printed so far."""

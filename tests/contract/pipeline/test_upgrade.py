@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from tests.contract.reward.test_reward_worker import running
-from tests.support.training import make_score, outstanding
+from tests.support.training import make_score, messages, outstanding, reading
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
@@ -16,12 +16,11 @@ from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import read_config
-from tidemill.common.streams import Entry, read_range
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import DeadLetter, Message, Score
 from tidemill.services.reward.worker import serve
-from tidemill.services.trainer.batch.stream_join import SCORES, TRAJECTORIES, StreamJoin
+from tidemill.services.trainer.batch.stream_join import StreamJoin
 
 
 async def write_as(release: bytes, broker: Broker, key: str, message: Message) -> None:
@@ -38,8 +37,8 @@ async def test_a_reward_worker_scores_what_a_newer_minor_release_wrote_and_burie
     config = make_config(reward={"function": "gsm8k"})
     context = ServiceContext("reward", "w1", keys, config, broker, Path(), Activity("reward"))
     async with running(serve(context), context):
-        (score,) = await wait_until(lambda: read(broker, keys.scores(), Score))
-        (letter,) = await wait_until(lambda: read(broker, keys.dead, DeadLetter))
+        (score,) = await wait_until(lambda: messages(broker, keys.scores(), Score))
+        (letter,) = await wait_until(lambda: messages(broker, keys.dead, DeadLetter))
     assert (score.key, score.value) == ((0, 0), 1.0)
     assert "schema 2.0" in letter.error and "update the older side" in letter.error
 
@@ -51,14 +50,8 @@ async def test_the_trainer_takes_what_newer_minor_releases_of_its_workers_wrote(
     join.expect(outstanding(0, group_size=1))
     await write_as(b"1.9", broker, keys.trajectories(), make_trajectory(0, group_size=1))
     await write_as(b"1.9", broker, keys.scores(), make_score(0, 0))
-    tasks = [join.read(TRAJECTORIES), join.read(SCORES)]
-    context = ServiceContext("trainer", "t", keys, make_config(), broker, Path(), Activity("trainer"))
-    readers = [context.start(task, "reader") for task in tasks]
-    try:
+    async with reading(join):
         await wait_until(lambda: join.complete == [0])
-    finally:
-        for reader in readers:
-            reader.cancel()
 
 
 async def test_a_worker_refuses_the_config_of_a_newer_release_and_says_which_field(
@@ -71,7 +64,3 @@ async def test_a_worker_refuses_the_config_of_a_newer_release_and_says_which_fie
     with pytest.raises(ConfigError, match=r"trainer\.shiny: no such field") as caught:
         await read_config(broker, keys)
     assert caught.value.exit_code == 2
-
-
-async def read(broker: Broker, key: str, kind: type[Message]) -> list[Any]:
-    return [entry.message for entry in await read_range(broker, key, kind) if isinstance(entry, Entry)]

@@ -1,4 +1,7 @@
-"""Turns on a shared device: never both at once, nobody starves, a dead holder holds up nobody."""
+"""Turns on a shared device: never both at once, nobody starves, a dead holder holds up nobody.
+
+Locks and gates by themselves, an engine and a reward model, and whole runs of trainer and workers.
+"""
 
 import asyncio
 import fcntl
@@ -16,9 +19,11 @@ import pytest
 
 from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier
+from tests.support.runs import SERVICES, ServiceRun, simulated_config
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
 from tidemill.common.process.gpu_sharing import LOCKS_DIR_VARIABLE, GpuGate, GpuLock, lock_files
+from tidemill.common.run.state import EVALUATION, METRICS_FILE, read_records
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import GenerationRequest
@@ -247,3 +252,66 @@ def _config(folder: Path) -> RunConfig:
             "servers": servers,
         }
     )
+
+
+STEPS, GROUPS, SIZE = 5, 2, 3
+
+
+async def test_two_workers_and_a_trainer_take_turns_and_survive_deaths_of_the_holder(tmp_path: Path) -> None:
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text('{"prompt": "w3 w4", "ground_truth": "1"}\n')
+    config = simulated_config(
+        tmp_path,
+        data__eval={"held": str(held_out)},
+        rollout__engine="transformers",
+        rollout__trainer_gpus="turns",
+        rollout__gpu_turn_s=0.1,
+        rollout__sampling={"max_tokens": 8},
+        trainer__policy="transformers",
+        trainer__steps=STEPS,
+        trainer__groups_per_step=GROUPS,
+        trainer__group_size=SIZE,
+        trainer__mini_batches=2,
+        trainer__evaluation={"every": 1},
+        trainer__checkpoint_every=2,
+        streams__lease_s=2.0,
+    )
+    watcher = GpuLock([tmp_path / "device-0"])
+    async with ServiceRun(tmp_path, config) as run:
+        run.variables = {role: {LOCKS_DIR_VARIABLE: str(tmp_path)} for role in SERVICES}
+        for role, name in (("rollout", "r0"), ("rollout", "r1"), ("reward", ""), ("trainer", "")):
+            run.start(role, name)
+
+        await run.reach(1)
+        # Whoever dies gives the device back: a place in line is enough to see it.
+        run.kill("r0")
+        await watcher.acquire()
+        run.kill("trainer")
+        watcher.release()
+        run.start("trainer")
+        commits = await run.trained()
+        await run.stop_all("r1", "reward")
+        await watcher.acquire()  # nobody has it
+    assert all(commit.metrics["staleness/max"] <= 1.0 for commit in commits)
+    assert any(commit.metrics.get("time/wait_device_s", 0.0) > 0.0 for commit in commits)
+    evaluated = {r["version"] for r in read_records(run.run_dir / METRICS_FILE) if r["kind"] == EVALUATION}
+    assert evaluated == set(range(STEPS + 1))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_an_engine_that_finishes_what_runs_takes_turns_at_any_staleness(
+    tmp_path: Path, staleness: int
+) -> None:
+    config = simulated_config(
+        tmp_path,
+        rollout__trainer_gpus="turns",
+        rollout__gpu_turn_s=0.05,
+        trainer__steps=6,
+        trainer__groups_per_step=2,
+        trainer__max_staleness=staleness,
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        run.variables = {role: {LOCKS_DIR_VARIABLE: str(tmp_path)} for role in SERVICES}
+        run.start_all()
+        await run.trained()
+        await run.stop_all("rollout")
