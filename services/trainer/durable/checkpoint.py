@@ -82,11 +82,6 @@ class TrainerState(BaseModel):
         return positions
 
 
-WriteTensors = Callable[[Path], object]
-"""Writes everything else that training needs, as safetensors, into an existing folder: a policy's
-`save_state`, or the `write` of a snapshot of it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A whole checkpoint: its state, and the folder that the policy's `load_state` takes."""
@@ -103,8 +98,6 @@ class CheckpointStore:
     """The `checkpoints` folder of one run. One trainer writes it; construction clears what a crash left."""
 
     def __init__(self, run_dir: Path, keep: int) -> None:
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}")
         self.folder = run_dir / CHECKPOINTS_FOLDER
         self.keep = keep
         self.kept: list[TrainerState] = []
@@ -117,8 +110,9 @@ class CheckpointStore:
         """The versions that have a checkpoint, in ascending order; whether it is whole shows on loading."""
         return folder_versions(self.folder)
 
-    def save(self, state: TrainerState, write_tensors: WriteTensors) -> Path:
-        """Save state and tensors together; returns the folder. Replaces a checkpoint of the same version.
+    def save(self, state: TrainerState, write_tensors: Callable[[Path], object]) -> None:
+        """Save state and tensors together; replaces a checkpoint of the same version. `write_tensors` writes
+        all else that training needs, as safetensors, into an existing folder.
 
         Raises:
             StorageError: the disk is full or read-only. All earlier checkpoints are as they were; call again.
@@ -137,7 +131,6 @@ class CheckpointStore:
             publish_folder(aside, target)
         # Only behind the rename: a crash in between leaves one too many, which the next save removes.
         self._prune(state)
-        return target
 
     def load_latest(self) -> Checkpoint | None:
         """The newest whole checkpoint; None where there is none at all.
@@ -148,13 +141,13 @@ class CheckpointStore:
             CheckpointError: checkpoints exist, but none is whole, or the newest was written by another
                 release. Starting over silently would train on streams that were trimmed already.
         """
-        checkpoint, self.kept = _newest_whole(self.folder, self.versions()), []
+        versions = self.versions()
+        checkpoint, self.kept = _newest_whole(self.folder, versions), []
         # Those above it are not whole; the next save removes them.
-        for version in self.versions() if checkpoint else ():
-            path = self.folder / version_name(version) / STATE_FILE
-            if checkpoint and version <= checkpoint.state.version:
-                with contextlib.suppress(_TornError, CheckpointError):
-                    self.kept.append(_state_of(_read_document(path), version))
+        for version in [v for v in versions if checkpoint and v <= checkpoint.state.version]:
+            with contextlib.suppress(_TornError, CheckpointError):
+                document = _read_document(self.folder / version_name(version) / STATE_FILE)
+                self.kept.append(_state_of(document, version))
         del self.kept[: -self.keep]
         return checkpoint
 

@@ -230,7 +230,9 @@ async def read_commits(history: History, first_step: int) -> list[Commit]:
             log.error("an unexpected entry among the commits is skipped", entry=entry.entry_id)
             continue
         if isinstance(entry, Garbled):
-            raise TidemillError(f"commit {entry.entry_id} of run {history.run_id} is unreadable: {entry.error}")
+            raise TidemillError(
+                f"commit {entry.entry_id} of run {history.run_id} is unreadable: {entry.error}"
+            )
         commit = entry.message
         assert isinstance(commit, Commit), "the stream of commits has no others"
         if commit.step != expected:

@@ -36,7 +36,11 @@ async def check_committed(history: History, steps: Sequence[int]) -> None:
 
 def main() -> int:
     """Replay, and tell how it went; returns the exit code."""
-    options = _parser().parse_args()
+    parser = argparse.ArgumentParser(prog="python -m tidemill.services.trainer.replay", description=__doc__)
+    parser.add_argument("--run", required=True, metavar="RUN_ID")
+    parser.add_argument("--run-dir", required=True, type=Path, help="the run's folder")
+    parser.add_argument("--steps", required=True, help="numbers with commas between them")
+    options = parser.parse_args()
     # What a user's own loss prints must not stand between the lines of this protocol.
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -47,14 +51,6 @@ def main() -> int:
     except TidemillError as error:
         _print(lines, {"kind": "error", "message": str(error), "exit_code": error.exit_code})
         return error.exit_code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tidemill.services.trainer.replay", description=__doc__)
-    parser.add_argument("--run", required=True, metavar="RUN_ID")
-    parser.add_argument("--run-dir", required=True, type=Path, help="the run's folder")
-    parser.add_argument("--steps", required=True, help="numbers with commas between them")
-    return parser
 
 
 async def _replay(options: argparse.Namespace, lines: TextIO) -> bool:

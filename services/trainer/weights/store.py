@@ -302,8 +302,6 @@ class WeightStore:
         """Remove all but the newest `keep` versions, those `in_use`, and what they are deltas to; returns
         what was removed. The run stands at `newest`: what is above it belongs to a history that Redis has
         lost, and goes first."""
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}")
         versions = self.versions()
         lost = [version for version in versions if newest is not None and version > newest]
         standing = [version for version in versions if version not in lost]

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from tidemill.common import files
 from tidemill.common.files import StorageError
+from tidemill.services.trainer.durable import checkpoint as checkpoints
 from tidemill.services.trainer.durable.checkpoint import (
     CheckpointError,
     CheckpointStore,
@@ -203,42 +204,36 @@ def spoil(run_dir: Path, version: int) -> None:
     flip_a_bit(folder_of(run_dir, version) / "model.safetensors")
 
 
+def link_out(path: Path) -> None:
+    path.symlink_to(path.rename(path.parents[3] / "elsewhere"))
+
+
 def edit_the_state(path: Path) -> None:
     path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
 
 
-DAMAGES: list[tuple[str, str, Callable[[Path], object]]] = [
-    ("size", "model.safetensors", lambda path: os.truncate(path, 40)),
-    ("bytes", "optimizer/moments.safetensors", flip_a_bit),
-    ("missing", "model.safetensors", Path.unlink),
-    ("no state", "checkpoint.json", Path.unlink),
-    ("half a state", "checkpoint.json", lambda path: os.truncate(path, 60)),
-    ("another document", "checkpoint.json", lambda path: path.write_text("[1]")),
-    ("an empty state", "checkpoint.json", lambda path: os.truncate(path, 0)),
-    ("an edited state", "checkpoint.json", edit_the_state),
-]
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "size": ("model.safetensors", lambda path: os.truncate(path, 40)),
+    "bytes": ("optimizer/moments.safetensors", flip_a_bit),
+    "missing": ("model.safetensors", Path.unlink),
+    "a link out of the checkpoint": ("model.safetensors", link_out),
+    "no state": ("checkpoint.json", Path.unlink),
+    "half a state": ("checkpoint.json", lambda path: os.truncate(path, 60)),
+    "another document": ("checkpoint.json", lambda path: path.write_text("[1]")),
+    "an empty state": ("checkpoint.json", lambda path: os.truncate(path, 0)),
+    "an edited state": ("checkpoint.json", edit_the_state),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"), [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES]
-)
-def test_a_torn_checkpoint_is_named_in_the_log_and_the_one_before_is_loaded(
-    tmp_path: Path, name: str, damage: Callable[[Path], object]
-) -> None:
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_torn_checkpoint_is_named_in_the_log_and_the_one_before_is_loaded(tmp_path: Path, how: str) -> None:
     saved(tmp_path, 1, 2)
+    name, damage = DAMAGES[how]
     damage(folder_of(tmp_path, 2) / name)
     with capture_logs() as logs:
         assert loaded(tmp_path) == (1, 1.0)
     assert logs[0]["log_level"] == "warning" and logs[0]["version"] == 2
     assert name in logs[0]["problem"]
-
-
-def test_a_file_that_is_a_link_out_of_the_checkpoint_is_not_read(tmp_path: Path) -> None:
-    saved(tmp_path, 1, 2)
-    path = folder_of(tmp_path, 2) / "model.safetensors"
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    assert loaded(tmp_path) == (1, 1.0)
 
 
 def test_when_no_checkpoint_is_whole_the_run_does_not_silently_start_over(tmp_path: Path) -> None:
@@ -261,32 +256,24 @@ def test_a_checkpoint_under_the_name_of_another_version_is_torn_and_does_not_cou
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change checkpoint.json as another release would write it: with a valid checksum."""
-    from tidemill.services.trainer.durable import checkpoint
-
     path = folder / "checkpoint.json"
     document = json.loads(path.read_text())
     del document["checksum"]
     change(document)
-    path.write_text(json.dumps({**document, "checksum": checkpoint._checksum(document)}))
+    path.write_text(json.dumps({**document, "checksum": checkpoints._checksum(document)}))
 
 
-def test_a_checkpoint_of_a_newer_minor_release_is_read_without_its_new_fields(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    changes = {"schema": "2.7"}
-    rewrite(
-        folder_of(tmp_path, 1), lambda document: (document.update(changes), document["state"].update(new=[1]))
-    )
-    assert loaded(tmp_path) == (1, 1.0)
-
-
-@pytest.mark.parametrize("schema", ["1.0", "3.0"])
-def test_a_checkpoint_of_another_major_release_is_refused_and_not_skipped(
-    tmp_path: Path, schema: str
+def test_a_newer_minor_release_is_read_without_its_fields_and_another_major_refused_and_not_skipped(
+    tmp_path: Path,
 ) -> None:
     store = saved(tmp_path, 1, 2)
-    rewrite(folder_of(tmp_path, 2), lambda document: document.update(schema=schema))
-    with pytest.raises(CheckpointError, match=f"schema {schema}"):
-        store.load_latest()
+    rewrite(folder_of(tmp_path, 2), lambda document: document.update(schema="2.7"))
+    rewrite(folder_of(tmp_path, 2), lambda document: document["state"].update(new=[1]))
+    assert loaded(tmp_path) == (2, 2.0)
+    for schema in ("1.0", "3.0"):
+        rewrite(folder_of(tmp_path, 2), lambda document, schema=schema: document.update(schema=schema))
+        with pytest.raises(CheckpointError, match=f"schema {schema}"):
+            store.load_latest()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

@@ -92,17 +92,6 @@ def test_a_version_with_other_bytes_is_replaced(tmp_path: Path, damage: str) -> 
     assert os.listdir(store.folder) == [folder.name]
 
 
-def test_pruning_keeps_the_newest_and_those_in_use(tmp_path: Path) -> None:
-    store = WeightStore(tmp_path)
-    for version in range(6):
-        store.write(version, Policy(version))
-    assert store.prune(keep=2, in_use={1, 5}) == [0, 2, 3]
-    assert store.versions() == [1, 4, 5]
-    assert store.prune(keep=3) == []
-    with pytest.raises(ValueError, match="at least 1"):
-        store.prune(keep=0)
-
-
 def test_opening_the_store_clears_what_a_crash_left(tmp_path: Path) -> None:
     torn = tmp_path / "weights" / ".v00000003.0a1b2c3d.aside"
     torn.mkdir(parents=True)
