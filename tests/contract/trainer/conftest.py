@@ -1,11 +1,22 @@
-"""An archive that is as far as it may be."""
+"""What surrounds a whole trainer: workers that answer at once, and an archive that is as far as it may be."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from tests.support.training import answering
 from tidemill.common.archive.archiver import archive_run
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
 from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
+
+
+@pytest.fixture
+async def answers(broker: Broker, keys: Keys) -> AsyncIterator[None]:
+    """Workers that answer every ticket, for the length of a test."""
+    async with answering(broker, keys):
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import SERVERS
 from tests.support.archives import STREAM, archive, fill, raw, scanned
-from tests.support.training import answering, commits_of, lose_tail, publish_group
+from tests.support.training import commits_of, lose_tail, publish_group
 from tests.support.whole_trainer import GROUPS, SIZE, crash_after_commit, run
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.archiver import archive_run
@@ -37,12 +37,11 @@ async def crashed(make: Any, broker: Broker, keys: Keys) -> Path:
 
 
 async def test_steps_that_redis_let_go_of_are_replayed_from_the_archive(
-    make, broker, keys, archives_at_once, capfd
+    make, broker, keys, answers, archives_at_once, capfd
 ) -> None:
-    async with answering(broker, keys):
-        await crashed(make, broker, keys)
-        before = await commits_of(broker, keys)
-        await run(make(**TIGHT))
+    await crashed(make, broker, keys)
+    before = await commits_of(broker, keys)
+    await run(make(**TIGHT))
     commits = await commits_of(broker, keys)
     assert commits[:5] == before and [commit.step for commit in commits] == list(range(6))
     trained = [key for commit in commits for key in commit.trained_keys]
@@ -52,38 +51,36 @@ async def test_steps_that_redis_let_go_of_are_replayed_from_the_archive(
 
 
 async def test_commits_go_too_and_a_restart_reads_them_from_the_archive(
-    make, broker, keys, archives_at_once, monkeypatch
+    make, broker, keys, answers, archives_at_once, monkeypatch
 ) -> None:
     monkeypatch.setattr(checkpointing, "KEPT_COMMITS", 1)
-    async with answering(broker, keys):
-        context = make(**TIGHT)
-        await crash_after_commit(context, 4)
-        assert [commit.step for commit in await commits_of(broker, keys)] == [3, 4]
-        await run(make(**TIGHT))
+    context = make(**TIGHT)
+    await crash_after_commit(context, 4)
+    assert [commit.step for commit in await commits_of(broker, keys)] == [3, 4]
+    await run(make(**TIGHT))
     history = History(keys.run_id, context.run_dir, broker)
     assert [c.step async for c in history.messages(StreamName.COMMITS, Commit)] == list(range(6))
 
 
 @pytest.mark.parametrize("loss", ["the disk", "the last file", "a file in the middle", "bytes of a file"])
 async def test_what_is_missing_is_said_before_anything_is_trained(
-    make, broker, keys, archives_at_once, monkeypatch, loss
+    make, broker, keys, answers, archives_at_once, monkeypatch, loss
 ) -> None:
-    async with answering(broker, keys):
-        run_dir = await crashed(make, broker, keys)
-        files = sorted(stream_folder(run_dir, STREAM).glob("*.parquet"))
-        if loss == "the disk":
-            shutil.rmtree(run_dir / "archive")
-        elif loss == "bytes of a file":
-            files[1].write_bytes(files[1].read_bytes()[:-9])
-        else:
-            files[-1 if loss == "the last file" else 1].unlink()
-        trained: list[int] = []
-        monkeypatch.setattr(
-            "tidemill.services.trainer.step.StepRunner.replay",
-            lambda *_: trained.append(1) or pytest.fail("trained"),
-        )
-        with pytest.raises(TidemillError, match=r"(?s)steps 0 to 4 .*trajectories.*Restore .*archive"):
-            await serve(make(**TIGHT))
+    run_dir = await crashed(make, broker, keys)
+    files = sorted(stream_folder(run_dir, STREAM).glob("*.parquet"))
+    if loss == "the disk":
+        shutil.rmtree(run_dir / "archive")
+    elif loss == "bytes of a file":
+        files[1].write_bytes(files[1].read_bytes()[:-9])
+    else:
+        files[-1 if loss == "the last file" else 1].unlink()
+    trained: list[int] = []
+    monkeypatch.setattr(
+        "tidemill.services.trainer.step.StepRunner.replay",
+        lambda *_: trained.append(1) or pytest.fail("trained"),
+    )
+    with pytest.raises(TidemillError, match=r"(?s)steps 0 to 4 .*trajectories.*Restore .*archive"):
+        await serve(make(**TIGHT))
     assert not trained and [commit.step for commit in await commits_of(broker, keys)] == list(range(5))
 
 

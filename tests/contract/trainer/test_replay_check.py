@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from tests.support.training import answering, commits_of, make_score, messages, rewrite
+from tests.support.training import commits_of, make_score, messages, rewrite
 from tests.support.trajectories import make_trajectory
 from tests.support.whole_trainer import SIZE, crash_after_commit, crash_before_commit, run
 from tidemill.common.errors import TidemillError
@@ -17,6 +17,8 @@ from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
 DIFFER = "step replayed, but the weights differ"
+
+pytestmark = pytest.mark.usefixtures("answers")
 
 
 @pytest.fixture
@@ -41,13 +43,12 @@ async def test_a_difference_is_told_with_its_size(
 ):
     """An error where the run promised identical weights: deterministic, on a CPU. Without weights on the disk
     the metrics tell the size. The run goes on from what it has; the commits before stay as they are."""
-    async with answering(broker, keys):
-        await crash_after_commit(make(steps=4), 2)
-        elsewhere()
-        if not has_weights:
-            shutil.rmtree(make().run_dir / "weights")
-        with capture_logs() as logs:
-            await run(make(steps=4, deterministic=deterministic, device="cpu"))
+    await crash_after_commit(make(steps=4), 2)
+    elsewhere()
+    if not has_weights:
+        shutil.rmtree(make().run_dir / "weights")
+    with capture_logs() as logs:
+        await run(make(steps=4, deterministic=deterministic, device="cpu"))
     lines = [line for line in logs if line["event"].startswith("step replayed")]
     assert [(line["log_level"], line["event"]) for line in lines] == [(level, DIFFER)] * 3
     for line in lines[:2]:  # the crash came before the last version was written
@@ -61,11 +62,10 @@ async def test_a_difference_is_told_with_its_size(
 
 async def test_weights_that_were_announced_stay_as_the_workers_know_them(make, broker, keys, elsewhere):
     """A replay that is not exact must not change the bytes under a manifest that is out already."""
-    async with answering(broker, keys):
-        await crash_before_commit(make(checkpoint_every=100), 3)
-        announced = (await messages(broker, keys.weights, WeightManifest))[-1]
-        elsewhere()
-        await run(make(3))
+    await crash_before_commit(make(checkpoint_every=100), 3)
+    announced = (await messages(broker, keys.weights, WeightManifest))[-1]
+    elsewhere()
+    await run(make(3))
     newest = (await messages(broker, keys.weights, WeightManifest))[-1]
     assert (newest.version, newest.digest) == (3, announced.digest)
     assert verified_files(make().run_dir, newest)
@@ -74,8 +74,7 @@ async def test_weights_that_were_announced_stay_as_the_workers_know_them(make, b
 @pytest.mark.parametrize("change", ["tokens", "reward"])
 async def test_a_step_is_not_replayed_with_other_samples_than_it_was_trained_on(make, broker, keys, change):
     """Redis has lost them, and workers have generated and scored the group again."""
-    async with answering(broker, keys):
-        await crash_after_commit(make(steps=4, checkpoint_every=100), 2)
+    await crash_after_commit(make(steps=4, checkpoint_every=100), 2)
     ticket, index = (await commits_of(broker, keys))[2].trained_keys[0]
     prompt = np.arange(9, dtype=np.int32)
     key, other = {

@@ -130,28 +130,25 @@ async def test_the_first_score_of_a_key_counts_and_failures_are_left_out_again(m
     assert any(result["left_out"]["replayed"] for result in results), "some scores had failed"
 
 
-async def test_what_was_trimmed_is_said_to_be_missing(make, broker, keys):
+async def test_what_was_trimmed_is_said_to_be_missing(make, broker, keys, answers):
     context = make(steps=4, checkpoint_every=10)
-    async with answering(broker, keys):
-        await run(context)
+    await run(context)
     newest = (await broker.execute("XREVRANGE", keys.trajectories(), "+", "-", "COUNT", 1))[0][0].decode()
     await trim_before(broker, keys.trajectories(), newest)
     with pytest.raises(TidemillError, match=r"step 0 cannot be trained again.*archive"):
         await replayed(context, 2)
 
 
-async def test_a_step_that_the_run_never_made_is_refused(make, broker, keys):
+async def test_a_step_that_the_run_never_made_is_refused(make, broker, keys, answers):
     context = make(steps=2)
-    async with answering(broker, keys):
-        await run(context)
+    await run(context)
     with pytest.raises(ConfigError, match=r"no commit of step 7: its commits end with step 1"):
         await check_committed(History(keys.run_id, None, broker), [1, 7])
 
 
-async def test_nothing_of_the_run_is_written(make, broker, keys):
+async def test_nothing_of_the_run_is_written(make, broker, keys, answers):
     context = make(policy="transformers", steps=3, checkpoint_every=2)
-    async with answering(broker, keys):
-        await run(context)
+    await run(context)
 
     async def everything() -> tuple[dict[str, tuple[int, int]], dict[str, bytes]]:
         files = {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in context.run_dir.rglob("*")}
@@ -163,11 +160,10 @@ async def test_nothing_of_the_run_is_written(make, broker, keys):
     assert await everything() == before
 
 
-async def test_a_checkpoint_that_is_not_what_was_committed_is_named(make, broker, keys):
+async def test_a_checkpoint_that_is_not_what_was_committed_is_named(make, broker, keys, answers):
     """As after a crash, where the replay on other hardware did not come out bit by bit."""
     context = make(steps=3, checkpoint_every=2)
-    async with answering(broker, keys):
-        await run(context)
+    await run(context)
     forged = {1: {"digest": "f" * 32}}
     change = lambda commit: commit.model_copy(update=forged.get(commit.step))  # noqa: E731
     await rewrite(broker, keys.commits, Commit, change)

@@ -47,14 +47,14 @@ async def test_an_unexpected_entry_before_the_trainer_and_in_the_middle_of_a_run
 
 @each_stream
 @pytest.mark.parametrize("entry_id", ["*", "9-0", "3-7"], ids=["time", "number", "sequence"])
+@pytest.mark.usefixtures("answers")
 async def test_one_that_comes_between_two_trainers_is_moved_aside(make, broker, keys, key_of, entry_id):
-    async with answering(broker, keys):
-        await crash_after_commit(make(), 1)
-        key = key_of(keys)
-        if "prompts" in key and entry_id != "*":
-            entry_id = entry_id.replace("9", "99").replace("3-", "8-")
-        stray = (await broker.execute("XADD", key, entry_id, "by", "hand")).decode()
-        await run(make())
+    await crash_after_commit(make(), 1)
+    key = key_of(keys)
+    if "prompts" in key and entry_id != "*":
+        entry_id = entry_id.replace("9", "99").replace("3-", "8-")
+    stray = (await broker.execute("XADD", key, entry_id, "by", "hand")).decode()
+    await run(make())
     await assert_trained_once(broker, keys, 6)
     await assert_moved(broker, keys, key, stray)
 

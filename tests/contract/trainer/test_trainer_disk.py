@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.support.training import answering, commits_of, messages, num_commits, replayed_digests
+from tests.support.training import commits_of, messages, num_commits, replayed_digests
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import (
     GROUPS,
@@ -41,6 +41,8 @@ from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 from tidemill.services.trainer.service import serve
 from tidemill.services.trainer.weights.store import WeightStore
 
+pytestmark = pytest.mark.usefixtures("answers")
+
 
 def versions(context: ServiceContext) -> list[int]:
     """Those that have a checkpoint."""
@@ -61,41 +63,37 @@ class TestDamage:
     async def test_two_damaged_checkpoints_one_after_the_other_do_not_end_a_run(self, make, broker, keys):
         """Streams are trimmed meanwhile: only below what the oldest whole checkpoint needs."""
         options = {"checkpoint_every": 1, "keep_checkpoints": 2, "trims": True, "steps": 8}
-        async with answering(broker, keys):
-            await crash_after_commit(make(**options), 3)
-            first = tear_newest(make(**options).run_dir)
-            await crash_after_commit(make(**options), 5)
-            assert tear_newest(make(**options).run_dir) > first
-            await run(make(**options))
+        await crash_after_commit(make(**options), 3)
+        first = tear_newest(make(**options).run_dir)
+        await crash_after_commit(make(**options), 5)
+        assert tear_newest(make(**options).run_dir) > first
+        await run(make(**options))
         assert_each_once(await commits_of(broker, keys), 8)
 
     async def test_the_only_checkpoint_is_not_needed_while_the_streams_hold_everything(
         self, make, broker, keys
     ):
         options = {"checkpoint_every": 2, "keep_checkpoints": 2, "trims": True}
-        async with answering(broker, keys):
-            await crash_after_commit(make(**options), 2)
-            assert tear_newest(make(**options).run_dir) == 2
-            await run(make(**options))
+        await crash_after_commit(make(**options), 2)
+        assert tear_newest(make(**options).run_dir) == 2
+        await run(make(**options))
         assert_each_once(await commits_of(broker, keys), 6)
 
     async def test_streams_that_were_trimmed_are_no_place_to_start_over(self, make, broker, keys):
         options = {"checkpoint_every": 1, "keep_checkpoints": 1, "trims": True}
-        async with answering(broker, keys):
-            await crash_after_commit(make(**options), 3)
-            tear_newest(make(**options).run_dir)
-            with pytest.raises(CheckpointError):
-                await run(make(**options))
+        await crash_after_commit(make(**options), 3)
+        tear_newest(make(**options).run_dir)
+        with pytest.raises(CheckpointError):
+            await run(make(**options))
         assert await num_commits(broker, keys) == 4
 
     async def test_metrics_that_someone_has_emptied_come_back_from_the_commits(self, make, broker, keys):
-        async with answering(broker, keys):
-            context = make(has_eval=True)
-            await crash_after_commit(context, 4)
-            path = context.run_dir / METRICS_FILE
-            (before,) = [record for record in read_records(path) if record["kind"] == EVALUATION]
-            path.write_bytes(b"")
-            await run(make(has_eval=True))
+        context = make(has_eval=True)
+        await crash_after_commit(context, 4)
+        path = context.run_dir / METRICS_FILE
+        (before,) = [record for record in read_records(path) if record["kind"] == EVALUATION]
+        path.write_bytes(b"")
+        await run(make(has_eval=True))
         records = read_records(path)
         after = [record for record in records if record["kind"] == EVALUATION]
         assert after[0] == before and [record["version"] for record in after] == [0, 6]
@@ -105,8 +103,7 @@ class TestDamage:
 
     async def test_a_commit_whose_records_are_gone_is_said_without_waiting(self, make, broker, keys):
         """Everything was read: nothing more can come that was there when the step was committed."""
-        async with answering(broker, keys):
-            await crash_after_commit(make(), 1)
+        await crash_after_commit(make(), 1)
         await broker.execute("DEL", keys.trajectories())
         with pytest.raises(TidemillError, match="step 0 was committed, but"):
             await asyncio.wait_for(serve(make()), 30.0)
@@ -147,14 +144,13 @@ class TestFullDisk:
                 raise StorageError("the weights", store.folder, 28, "No space left on device")
             return begin(store, version, *rest)
 
-        async with answering(broker, keys):
-            with monkeypatch.context() as patch:
-                patch.setattr(WeightStore, "begin", full)
-                await run(context)
-            assert await num_commits(broker, keys) == 2
-            announced = await messages(broker, keys.weights, WeightManifest)
-            assert [manifest.version for manifest in announced] == [0, 1]
-            await run(make())
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightStore, "begin", full)
+            await run(context)
+        assert await num_commits(broker, keys) == 2
+        announced = await messages(broker, keys.weights, WeightManifest)
+        assert [manifest.version for manifest in announced] == [0, 1]
+        await run(make())
         commits = await assert_trained_once(broker, keys, 6)
         digests = await replayed_digests(broker, keys, context.config, SimulatedPolicy(context.config))
         assert [commit.digest for commit in commits] == digests
@@ -165,13 +161,12 @@ class TestFullDisk:
     ):
         monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.01)
         options: dict[str, Any] = {"archives": True, "checkpoint_every": 2}
-        async with answering(broker, keys):
-            if crashed_after:
-                await crash_after_commit(make(**options), crashed_after)
-            context = make(**options)
-            with monkeypatch.context() as patch:
-                disk = FirstRefusals(patch, context.run_dir)
-                await run(context)
+        if crashed_after:
+            await crash_after_commit(make(**options), crashed_after)
+        context = make(**options)
+        with monkeypatch.context() as patch:
+            disk = FirstRefusals(patch, context.run_dir)
+            await run(context)
         names = {Path(place).name for place in disk.refused}
         assert {"trainer.lock", ".lock", JOURNAL_FILE, "metrics.jsonl"} <= names
         await assert_trained_once(broker, keys, 6)
@@ -189,20 +184,18 @@ class TestWhatIsKept:
             if version == 8:
                 context.stopping.set()
 
-        async with answering(broker, keys):
-            with monkeypatch.context() as patch:
-                patch.setattr(Checkpointer, "begin", begin_and_stop)
-                await run(context)
-            assert versions(context) == [4, 8]
-            (context.run_dir / "checkpoints" / "v00000008" / "checkpoint.json").write_text("torn")
-            await run(make(steps=12, trims=True))
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpointer, "begin", begin_and_stop)
+            await run(context)
+        assert versions(context) == [4, 8]
+        (context.run_dir / "checkpoints" / "v00000008" / "checkpoint.json").write_text("torn")
+        await run(make(steps=12, trims=True))
         assert await num_commits(broker, keys) == 12
 
     async def test_memory_does_not_grow_with_the_steps(self, make, broker, keys):
         """Streams are trimmed below the oldest kept checkpoint; commits stay."""
         context = make(steps=40, trims=True, checkpoint_every=4, keep_checkpoints=1)
-        async with answering(broker, keys):
-            await run(context)
+        await run(context)
         assert await num_commits(broker, keys) == 40
         for key in (keys.prompts(), keys.trajectories(), keys.scores()):
             assert await broker.execute("XLEN", key) <= 2
@@ -214,9 +207,8 @@ class TestWhatIsKept:
     ):
         """What a restarted trainer finds on the disk counts as kept, or memory would grow with crashes."""
         options = {"steps": 20, "trims": True, "checkpoint_every": 4, "keep_checkpoints": 2}
-        async with answering(broker, keys):
-            for step in (5, 9, 13):
-                await crash_after_commit(make(**options), step)
+        for step in (5, 9, 13):
+            await crash_after_commit(make(**options), step)
         (first, _), *_ = await broker.execute("XRANGE", keys.prompts(), "-", "+", "COUNT", 1)
         assert id_order(first.decode())[0] > 8 * GROUPS, "the checkpoints of versions 8 and 12 are kept"
 
@@ -263,14 +255,13 @@ class TestCheckpointBesideSteps:
         first = context()
         if is_full:
             gate.error = StorageError("a checkpoint", first.run_dir, 28, "No space left on device")
-        async with answering(broker, keys):
-            serving = asyncio.ensure_future(run(first))
-            await self.until_it_waits(first, broker, keys)
-            assert versions(first) == [2]
-            ((entry_id, _), *_) = await broker.execute("XRANGE", keys.prompts(), "-", "+", "COUNT", 1)
-            assert int(entry_id.split(b"-")[0]) - 1 <= 2 * GROUPS, "what the checkpoint before needs is there"
-            gate.opened.set()
-            await serving
+        serving = asyncio.ensure_future(run(first))
+        await self.until_it_waits(first, broker, keys)
+        assert versions(first) == [2]
+        ((entry_id, _), *_) = await broker.execute("XRANGE", keys.prompts(), "-", "+", "COUNT", 1)
+        assert int(entry_id.split(b"-")[0]) - 1 <= 2 * GROUPS, "what the checkpoint before needs is there"
+        gate.opened.set()
+        await serving
         assert versions(first) == [STEPS]
         assert not await broker.execute("XLEN", keys.prompts())
 
@@ -278,16 +269,15 @@ class TestCheckpointBesideSteps:
     async def test_a_trainer_that_dies_goes_on_from_the_one_before(self, context, gate, broker, keys, trims):
         """All its records are there: what is committed is replayed bit by bit."""
         first = context(trims)
-        async with answering(broker, keys):
-            serving = asyncio.ensure_future(run(first))
-            await self.until_it_waits(first, broker, keys)
-            gate.error = InterruptedError("the process is gone")
-            serving.cancel()
-            gate.opened.set()
-            await asyncio.gather(serving, return_exceptions=True)
-            assert versions(first) == [2]
-            with capture_logs() as logs:
-                await run(context(trims))
+        serving = asyncio.ensure_future(run(first))
+        await self.until_it_waits(first, broker, keys)
+        gate.error = InterruptedError("the process is gone")
+        serving.cancel()
+        gate.opened.set()
+        await asyncio.gather(serving, return_exceptions=True)
+        assert versions(first) == [2]
+        with capture_logs() as logs:
+            await run(context(trims))
         replayed = [line["event"] for line in logs if line["event"].startswith("step replayed")]
         assert replayed == ["step replayed, same weights"] * (HELD + EVERY - 2)
         assert_each_once(await commits_of(broker, keys), STEPS)
@@ -297,24 +287,22 @@ class TestCheckpointBesideSteps:
     ):
         first = context()
         gate.error = StorageError("a checkpoint", first.run_dir, 20, "Not a directory")
-        async with answering(broker, keys):
-            serving = asyncio.ensure_future(run(first))
-            await asyncio.to_thread(gate.is_held.wait, 60)
-            gate.opened.set()
-            with pytest.raises(StorageError) as raised:
-                await serving
-            assert raised.value is gate.error
-            await run(context())
+        serving = asyncio.ensure_future(run(first))
+        await asyncio.to_thread(gate.is_held.wait, 60)
+        gate.opened.set()
+        with pytest.raises(StorageError) as raised:
+            await serving
+        assert raised.value is gate.error
+        await run(context())
         assert await num_commits(broker, keys) == STEPS
 
     async def test_a_trainer_that_is_asked_to_stop_writes_it_first(self, context, gate, broker, keys):
         first = context()
-        async with answering(broker, keys):
-            serving = asyncio.ensure_future(run(first))
-            await self.until_it_waits(first, broker, keys)
-            first.stopping.set()
-            gate.opened.set()
-            await serving
-            assert versions(first) == [HELD + EVERY]
-            await run(context())
+        serving = asyncio.ensure_future(run(first))
+        await self.until_it_waits(first, broker, keys)
+        first.stopping.set()
+        gate.opened.set()
+        await serving
+        assert versions(first) == [HELD + EVERY]
+        await run(context())
         assert await num_commits(broker, keys) == STEPS

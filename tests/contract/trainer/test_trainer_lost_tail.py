@@ -35,12 +35,11 @@ from tidemill.services.trainer.trainer import Trainer
 
 @pytest.mark.parametrize(("step", "left", "every"), [(3, 1, 4), (4, 3, 1), (4, 2, 1), (4, 0, 1)])
 async def test_lost_commits_come_back_before_the_next_one_however_many_and_however_often_the_trainer_saves(
-    make, broker, keys, monkeypatch, step, left, every
+    make, broker, keys, answers, monkeypatch, step, left, every
 ):
     """Behind the next one there would be no place for them any more, and no way to replay them."""
     after_training(monkeypatch, step, lambda _: lose_tail(broker, keys.commits, f"{left}-0"))
-    async with answering(broker, keys):
-        await run(make(checkpoint_every=every))
+    await run(make(checkpoint_every=every))
     await assert_trained_once(broker, keys, 6)
 
 
@@ -63,38 +62,37 @@ async def test_a_run_that_goes_back_with_its_trainer_trains_nothing_of_the_histo
     assert [manifest.term for manifest in manifests][-1] == 2
 
 
+@pytest.mark.usefixtures("answers")
 async def test_the_next_trainer_announces_the_version_that_the_run_is_at_once_more(make, broker, keys):
     """Also where the stream has it: workers may hold a newer one, which nobody knows any more."""
-    async with answering(broker, keys):
-        for steps in (2, 2, 3):
-            await run(make(steps=steps, checkpoint_every=1))
+    for steps in (2, 2, 3):
+        await run(make(steps=steps, checkpoint_every=1))
     manifests = await messages(broker, keys.weights, WeightManifest)
     assert [(m.version, m.term) for m in manifests] == [(0, 1), (1, 1), (2, 1), (2, 2), (2, 3), (3, 3)]
 
 
 @pytest.mark.parametrize("num_lost", [2, 4])
 async def test_commits_that_were_lost_with_the_trainer_come_back_with_the_next_one(
-    make, broker, keys, num_lost
+    make, broker, keys, answers, num_lost
 ):
     """Or their lack is said, where the journal is gone too."""
     context = make(checkpoint_every=1)
-    async with answering(broker, keys):
-        await crash_after_commit(context, 4)
-        before = (await commits_of(broker, keys))[:4]
-        await lose_tail(broker, keys.commits, f"{4 - num_lost}-0")
-        journal = context.run_dir / "commits.jsonl"
-        kept = journal.read_bytes()
-        journal.unlink()
-        with pytest.raises(TidemillError, match=rf"commits of steps {4 - num_lost} to 3.*Restore"):
-            await run(make(checkpoint_every=1))
-        assert len(await commits_of(broker, keys)) == 4 - num_lost
-        journal.write_bytes(kept)
+    await crash_after_commit(context, 4)
+    before = (await commits_of(broker, keys))[:4]
+    await lose_tail(broker, keys.commits, f"{4 - num_lost}-0")
+    journal = context.run_dir / "commits.jsonl"
+    kept = journal.read_bytes()
+    journal.unlink()
+    with pytest.raises(TidemillError, match=rf"commits of steps {4 - num_lost} to 3.*Restore"):
         await run(make(checkpoint_every=1))
+    assert len(await commits_of(broker, keys)) == 4 - num_lost
+    journal.write_bytes(kept)
+    await run(make(checkpoint_every=1))
     assert (await assert_trained_once(broker, keys, 6))[:4] == before
 
 
 async def test_records_that_redis_has_lost_are_not_needed_once_their_commit_is_out(
-    make, broker, keys, monkeypatch
+    make, broker, keys, answers, monkeypatch
 ):
     """Redis loses what a step has trained on, and the trainer dies as soon as it has committed the step."""
     info, is_second = broker.info, False
@@ -113,17 +111,16 @@ async def test_records_that_redis_has_lost_are_not_needed_once_their_commit_is_o
         is_second = True
 
     monkeypatch.setattr(broker, "info", info_of_two_servers)
-    async with answering(broker, keys):
-        with monkeypatch.context() as patch:
-            after_training(patch, 2, lose)
-            await crash_after_commit(make(), 2)
-        assert [commit.step for commit in await commits_of(broker, keys)] == [0, 1, 2]
-        await run(make())
+    with monkeypatch.context() as patch:
+        after_training(patch, 2, lose)
+        await crash_after_commit(make(), 2)
+    assert [commit.step for commit in await commits_of(broker, keys)] == [0, 1, 2]
+    await run(make())
     assert_each_once(await commits_of(broker, keys), 6)
 
 
 async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
-    make, broker, keys, monkeypatch
+    make, broker, keys, answers, monkeypatch
 ):
     """What was trained on may be gone, so that the steps since the last checkpoint cannot be replayed."""
     info, saved, begin = broker.info, [], Checkpointer.begin
@@ -138,8 +135,7 @@ async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
 
     monkeypatch.setattr(broker, "info", info_of_two_servers)
     monkeypatch.setattr(Checkpointer, "begin", note)
-    async with answering(broker, keys):
-        await run(make())
+    await run(make())
     assert saved == [2, 4, 6]
     await assert_trained_once(broker, keys, 6)
 
@@ -159,6 +155,7 @@ async def test_an_evaluation_gets_the_announcement_back_that_its_workers_wait_fo
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.usefixtures("answers")
 async def test_a_run_is_over_only_where_redis_has_its_last_commit(make, broker, keys, monkeypatch, is_hidden):
     """Another server may take over between the last commit and the word that the run is finished. An entry of
     somebody else's may stand where the commits end now."""
@@ -172,12 +169,12 @@ async def test_a_run_is_over_only_where_redis_has_its_last_commit(make, broker, 
         return await finish(*arguments, **state)
 
     monkeypatch.setattr(trainer_module, "finish_state", lose_and_finish)
-    async with answering(broker, keys):
-        await run(make())
+    await run(make())
     await assert_trained_once(broker, keys, 6)
     assert (await read_state(broker, keys))["status"] == FINISHED
 
 
+@pytest.mark.usefixtures("answers")
 async def test_a_checkpoint_comes_before_a_commit_whose_mark_is_lost(make, broker, keys, monkeypatch):
     """What the step was trained on may be gone with the mark: nobody could replay the commit."""
     append_commit, save, order = trainer_module.append_commit, Trainer._save, []
@@ -195,8 +192,7 @@ async def test_a_checkpoint_comes_before_a_commit_whose_mark_is_lost(make, broke
 
     monkeypatch.setattr(trainer_module, "append_commit", lose_and_append)
     monkeypatch.setattr(Trainer, "_save", note_save)
-    async with answering(broker, keys):
-        await run(make(checkpoint_every=100))
+    await run(make(checkpoint_every=100))
     assert order[order.index("lost") :][:3] == ["lost", "version 4", 3]
 
 
@@ -210,10 +206,9 @@ class TestEmptied:
         assert (await read_config(broker, keys)).trainer.steps == 6
 
     @pytest.mark.parametrize("step", [0, 3, 5])
-    async def test_while_a_step_is_trained(self, make, broker, keys, monkeypatch, step):
+    async def test_while_a_step_is_trained(self, make, broker, keys, answers, monkeypatch, step):
         after_training(monkeypatch, step, lambda _: empty(broker, keys))
-        async with answering(broker, keys):
-            await run(make())
+        await run(make())
         await self.assert_whole(broker, keys)
 
     async def test_while_the_trainer_waits(self, make, broker, keys):

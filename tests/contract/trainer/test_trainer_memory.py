@@ -7,7 +7,6 @@ import psutil
 import pytest
 
 from tests.conftest import SERVERS
-from tests.support.training import answering
 from tests.support.whole_trainer import GROUPS
 from tidemill.services.trainer.service import serve
 from tidemill.services.trainer.trainer import Trainer
@@ -23,7 +22,7 @@ MOST_BYTES = 6 << 20
 
 @pytest.mark.timeout(1800)  # a thousand steps, on a busy machine
 @pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
-async def test_memory_is_flat_over_a_thousand_steps(make, broker, keys, monkeypatch):
+async def test_memory_is_flat_over_a_thousand_steps(make, broker, keys, answers, monkeypatch):
     step, seen = Trainer._step, {}
 
     async def measured(trainer: Trainer, number: int) -> None:
@@ -37,8 +36,7 @@ async def test_memory_is_flat_over_a_thousand_steps(make, broker, keys, monkeypa
 
     monkeypatch.setattr(Trainer, "_step", measured)
     context = make(STEPS, trims=True, checkpoint_every=50, mini_batches=GROUPS)
-    async with answering(broker, keys):
-        await serve(context)
+    await serve(context)
     (objects, rss), (objects_later, rss_later) = seen[WARM_UP], seen[STEPS - 1]
     num_steps = STEPS - 1 - WARM_UP
     assert (objects_later - objects) / num_steps < MOST_OBJECTS_PER_STEP

@@ -38,7 +38,7 @@ from tidemill.services.trainer.weights.store import WeightStore
 
 
 async def test_a_trainer_that_starts_after_its_workers_takes_in_what_they_did_meanwhile(
-    make, broker, keys, monkeypatch
+    make, broker, keys, answers, monkeypatch
 ):
     """Nothing may be read before the tickets it belongs to are known again, however long that takes: it would
     be thrown away. There is no checkpoint yet, so everything is read again."""
@@ -51,23 +51,21 @@ async def test_a_trainer_that_starts_after_its_workers_takes_in_what_they_did_me
         await broker.execute("PING")
         return adopted
 
-    async with answering(broker, keys):
-        await crash_after_commit(make(), 2)
-        await wait_until(lambda: is_answered(broker, keys))
-        monkeypatch.setattr(Scheduler, "adopt_issued", slowly)
-        await run(make())
+    await crash_after_commit(make(), 2)
+    await wait_until(lambda: is_answered(broker, keys))
+    monkeypatch.setattr(Scheduler, "adopt_issued", slowly)
+    await run(make())
     await assert_trained_once(broker, keys, 6)
     state = await read_state(broker, keys)
     assert (state["status"], state["version"], state["trajectories_seen"]) == (FINISHED, 6, 6 * GROUPS * SIZE)
 
 
 @pytest.mark.parametrize(("step", "every"), [(0, 4), (3, 4), (5, 4), (5, 0)])
-async def test_a_crash_between_commit_and_announcement_is_repaired(make, broker, keys, step, every):
+async def test_a_crash_between_commit_and_announcement_is_repaired(make, broker, keys, answers, step, every):
     """Without a checkpoint before the last one, from the streams alone."""
     options = {"checkpoint_every": every, "trims": not every}
-    async with answering(broker, keys):
-        await crash_after_commit(make(**options), step)
-        await run(make(**options))
+    await crash_after_commit(make(**options), step)
+    await run(make(**options))
     commits = await assert_trained_once(broker, keys, 6)
     manifests = await messages(broker, keys.weights, WeightManifest)
     assert [m.version for m in manifests][-1] == 6
@@ -76,9 +74,9 @@ async def test_a_crash_between_commit_and_announcement_is_repaired(make, broker,
     assert CheckpointStore(make().run_dir, 2).versions()[-1] == 6
 
 
+@pytest.mark.usefixtures("answers")
 async def test_a_finished_run_that_is_started_again_trains_nothing_and_ends(make, broker, keys, monkeypatch):
-    async with answering(broker, keys):
-        await run(make(has_eval=True))
+    await run(make(has_eval=True))
     before = await commits_of(broker, keys)
     records = read_records(make().run_dir / METRICS_FILE)
     evaluations = (await read_state(broker, keys))["evaluations"]
@@ -127,20 +125,19 @@ async def test_replacements_survive_crashes(make, broker, keys, order):
 
 @pytest.mark.parametrize(("owner", "name"), [(StreamJoin, "read"), (Evaluator, "evaluate")])
 async def test_work_beside_the_steps_that_fails_ends_the_trainer_with_its_error(
-    make, broker, keys, monkeypatch, owner, name
+    make, broker, keys, answers, monkeypatch, owner, name
 ):
     async def fail(*_: object) -> None:
         raise RuntimeError("it broke")
 
     monkeypatch.setattr(owner, name, fail)
-    async with answering(broker, keys):
-        with pytest.raises(RuntimeError, match="it broke"):
-            await run(make(has_eval=True))
+    with pytest.raises(RuntimeError, match="it broke"):
+        await run(make(has_eval=True))
     assert (await read_state(broker, keys)).get("status") != FINISHED
 
 
 async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_before_it_is_announced(
-    make, broker, keys, monkeypatch
+    make, broker, keys, answers, monkeypatch
 ):
     """A crash between any two of these must leave something to go on from."""
     order: list[tuple[str, int]] = []
@@ -165,8 +162,7 @@ async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_befor
     monkeypatch.setattr(trainer_module, "append_commit", note_commit)
     monkeypatch.setattr(Reconciler, "announce", note_announcement)
     monkeypatch.setattr(WeightStore, "finish", note_write)
-    async with answering(broker, keys):
-        await run(make(steps=3))
+    await run(make(steps=3))
     expected = [(what, version) for version in range(4) for what in ("commit", "write", "announce")]
     assert order == [item for item in expected if item != ("commit", 0)]
 
@@ -186,14 +182,13 @@ class TestEvaluations:
         return [record["version"] for record in records if record["kind"] == EVALUATION]
 
     async def test_those_after_the_checkpoint_are_not_forgotten_and_the_best_version_is_kept(
-        self, make, broker, keys
+        self, make, broker, keys, answers
     ):
         """Steps are replayed, evaluations are not: their records must outlive the crash. All scores are
         equal, so the first version that was evaluated stays the best one."""
         options = {"has_eval": True, "evaluation": {"every": 1}, "keep_weights": 2}
-        async with answering(broker, keys):
-            await crash_after_commit(make(**options), 3)
-            await run(make(**options))
+        await crash_after_commit(make(**options), 3)
+        await run(make(**options))
         run_dir = make().run_dir
         assert self.on_record(make()) == list(range(7))
         steps = [record["step"] for record in read_records(run_dir / METRICS_FILE) if record["kind"] == STEP]
@@ -215,17 +210,16 @@ class TestEvaluations:
         assert self.on_record(make()) == [0, 6]
 
     async def test_a_crash_between_record_and_trim_does_not_make_the_next_start_wait(
-        self, make, broker, keys, monkeypatch
+        self, make, broker, keys, answers, monkeypatch
     ):
         async def die(*_: object) -> None:
             raise InterruptedError
 
-        async with answering(broker, keys):
-            with monkeypatch.context() as patch:
-                patch.setattr(Evaluator, "trim", die)
-                with pytest.raises(InterruptedError):
-                    await run(make(has_eval=True))
-            await run(make(has_eval=True))
+        with monkeypatch.context() as patch:
+            patch.setattr(Evaluator, "trim", die)
+            with pytest.raises(InterruptedError):
+                await run(make(has_eval=True))
+        await run(make(has_eval=True))
         assert self.on_record(make()) == [0, 6]
 
 
@@ -241,11 +235,10 @@ class TestSeveralUpdates:
 
     @pytest.mark.parametrize("order", ["in_order", "as_ready"])
     async def test_every_step_has_its_updates_and_every_ticket_is_trained_once(
-        self, make, broker, keys, order
+        self, make, broker, keys, answers, order
     ):
         context = make(mini_batches=2, batch_order=order)
-        async with answering(broker, keys):
-            await run(context)
+        await run(context)
         for commit in await assert_trained_once(broker, keys, 6):
             assert len(commit.mini_batches) == commit.metrics["mini_batches"] == 2
             tickets = [sorted({t for micro in mini for t, _ in micro}) for mini in commit.mini_batches]
@@ -255,7 +248,7 @@ class TestSeveralUpdates:
     @pytest.mark.parametrize("number", [2, 6, 12])
     @pytest.mark.parametrize("updates", [{"mini_batches": 2}, {"passes": 2}])
     async def test_a_crash_between_two_of_a_step_leaves_nothing_of_it(
-        self, make, broker, keys, monkeypatch, updates, number
+        self, make, broker, keys, answers, monkeypatch, updates, number
     ):
         """The process dies in the middle of update `number`, counted from 1."""
         context = make(**updates, checkpoint_every=2)
@@ -268,13 +261,12 @@ class TestSeveralUpdates:
                 raise InterruptedError
             return update(policy, denominator)
 
-        async with answering(broker, keys):
-            with monkeypatch.context() as patch:
-                patch.setattr(SimulatedPolicy, "update", update_or_die)
-                with pytest.raises(InterruptedError):
-                    await run(context)
-            assert len(await commits_of(broker, keys)) == number // 2 - 1
-            await run(make(**updates, checkpoint_every=2))
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedPolicy, "update", update_or_die)
+            with pytest.raises(InterruptedError):
+                await run(context)
+        assert len(await commits_of(broker, keys)) == number // 2 - 1
+        await run(make(**updates, checkpoint_every=2))
         await assert_trained_once(broker, keys, 6)
         await self.assert_replays_alike(broker, keys, context)
 

@@ -23,6 +23,8 @@ from tidemill.services.trainer.durable.commits import CommitJournal
 KEPT = 2
 STEPS = 10
 
+pytestmark = pytest.mark.usefixtures("answers")
+
 
 @pytest.fixture(autouse=True)
 def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +52,7 @@ async def assert_whole(context: ServiceContext, steps: int = STEPS) -> None:
 @pytest.mark.parametrize("keep", [1, 2])
 async def test_the_newest_commits_stay_and_those_that_a_kept_checkpoint_needs(make, broker, keys, keep):
     context = trimming(make, keep=keep)
-    async with answering(broker, keys):
-        await run(context)
+    await run(context)
     oldest = STEPS - (keep - 1)
     assert await steps_in_redis(broker, keys) == list(range(oldest - KEPT, STEPS))
     await assert_whole(context)
@@ -61,21 +62,19 @@ async def test_the_newest_commits_stay_and_those_that_a_kept_checkpoint_needs(ma
 
 
 async def test_nothing_is_trimmed_where_trimming_is_off(make, broker, keys):
-    async with answering(broker, keys):
-        await run(make(STEPS, checkpoint_every=1, keep_checkpoints=1))
+    await run(make(STEPS, checkpoint_every=1, keep_checkpoints=1))
     assert await steps_in_redis(broker, keys) == list(range(STEPS))
 
 
 @pytest.mark.parametrize("is_emptied", [False, True])
 async def test_a_trainer_that_dies_after_a_trim_goes_on_without_a_hole(make, broker, keys, is_emptied):
     """An emptied Redis gets the newest commits back."""
-    async with answering(broker, keys):
-        for step in (5, 7):
-            await crash_after_commit(trimming(make), step)
-            assert (await steps_in_redis(broker, keys))[0] > 0
-        if is_emptied:
-            await empty(broker, keys)
-        await run(trimming(make))
+    for step in (5, 7):
+        await crash_after_commit(trimming(make), step)
+        assert (await steps_in_redis(broker, keys))[0] > 0
+    if is_emptied:
+        await empty(broker, keys)
+    await run(trimming(make))
     assert (await steps_in_redis(broker, keys))[0] > 0
     await assert_whole(trimming(make))
 
@@ -96,14 +95,13 @@ async def test_an_emptied_redis_is_given_no_more_than_is_kept(make, broker, keys
 async def test_commits_that_the_journal_lacks_stay_in_redis(make, broker, keys):
     """It was damaged at its start, so that it holds later steps alone."""
     context = trimming(make)
-    async with answering(broker, keys):
-        await run(make(4, checkpoint_every=1, keep_checkpoints=1))
-        (context.run_dir / "commits.jsonl").unlink()
-        for step in range(2):
-            await broker.execute("XDEL", keys.commits, entry_id_of(step))
-        journal = CommitJournal(context.run_dir)
-        journal.append((await commits_of(broker, keys))[-1])
-        await run(context)
+    await run(make(4, checkpoint_every=1, keep_checkpoints=1))
+    (context.run_dir / "commits.jsonl").unlink()
+    for step in range(2):
+        await broker.execute("XDEL", keys.commits, entry_id_of(step))
+    journal = CommitJournal(context.run_dir)
+    journal.append((await commits_of(broker, keys))[-1])
+    await run(context)
     assert await steps_in_redis(broker, keys) == list(range(2, STEPS))
 
 
@@ -111,24 +109,21 @@ async def test_an_older_checkpoint_that_cannot_be_replayed_costs_the_journal_not
     """What was trained on since is trimmed: the trainer ends, and the newer checkpoint still can go on."""
     context = trimming(make)
     folder, older, newer = (context.run_dir / name for name in ("checkpoints", "older", "newer"))
-    async with answering(broker, keys):
-        await run(trimming(make, 3))
-        shutil.copytree(folder, older)
-        await run(trimming(make, 8))
-        shutil.move(folder, newer)
-        shutil.move(older, folder)
-        with pytest.raises(TidemillError):
-            await run(trimming(make))
-        assert CommitJournal(context.run_dir).steps == range(8)
-        shutil.rmtree(folder)
-        shutil.move(newer, folder)
+    await run(trimming(make, 3))
+    shutil.copytree(folder, older)
+    await run(trimming(make, 8))
+    shutil.move(folder, newer)
+    shutil.move(older, folder)
+    with pytest.raises(TidemillError):
         await run(trimming(make))
+    assert CommitJournal(context.run_dir).steps == range(8)
+    shutil.rmtree(folder)
+    shutil.move(newer, folder)
+    await run(trimming(make))
     await assert_whole(context)
 
 
-async def test_of_dead_letters_the_newest_stay_of_those_that_the_trainer_has_read(
-    make, broker, keys, monkeypatch
-):
+async def test_of_dead_letters_that_the_trainer_has_read_the_newest_stay(make, broker, keys, monkeypatch):
     letters = [make_letter(Garbled(f"{number}-0", {}, "no")) for number in range(1, 7)]
     assert await newest_begin(broker, keys.dead, 2) == START
     await append(broker, keys.dead, *letters)
