@@ -10,7 +10,7 @@ from tests.support.numbered import append_numbered
 from tests.support.training import lose_tail, make_plan, make_prompts, messages, trainer_config
 from tidemill.common.errors import TidemillError
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import append, append_missing, entry_id_of, last_id, read_range
+from tidemill.common.streams import append, append_missing, entry_id_of, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Ticket
 from tidemill.services.trainer.batch.scheduler import Scheduler
@@ -63,11 +63,8 @@ class TestGate:
         assert [entry.entry_id for entry in await read_range(broker, keys.prompts(), Ticket)] == [
             entry_id_of(number) for number in range(6)
         ]
-
-    async def test_prompts_follow_the_order_of_the_data(self, make, broker, keys):
-        await make(max_staleness=3).admit(0)
         source = make_prompts()
-        for ticket in await tickets_of(broker, keys):
+        for ticket in tickets:
             prompt = source.prompt_at(ticket.ticket)
             assert ticket.prompt_ids.tolist() == prompt.ids.tolist()
             assert (ticket.row, ticket.ground_truth) == (prompt.row, prompt.ground_truth)
@@ -210,6 +207,7 @@ class TestAfterRedisLostItsTail:
 
 class TestWritersBesideTheTrainer:
     async def test_the_same_tickets_from_two_processes_are_in_the_stream_once(self, make, broker, keys):
+        """Nor is it an error where an append was done before the connection broke, and is repeated."""
         for scheduler in (make(), make()):
             await scheduler.admit(0)
             await scheduler.replace(0, 0)
@@ -228,14 +226,3 @@ class TestWritersBesideTheTrainer:
         await append_numbered(broker, keys.prompts(), [(8, stray.model_copy(update={"ticket": 8}))])
         with pytest.raises(TidemillError, match=r"ticket 6 cannot be issued.*XSETID"):
             await scheduler.admit(2)
-
-    async def test_an_append_that_was_done_before_the_connection_broke_is_no_error(
-        self, make, broker, keys, monkeypatch
-    ):
-        async def twice(*args: Any) -> list[int]:
-            assert await append_missing(*args) == [0, 1, 2, 3]
-            return await append_missing(*args)
-
-        monkeypatch.setattr("tidemill.services.trainer.batch.scheduler.append_missing", twice)
-        assert len(await make().admit(0)) == 4
-        assert await last_id(broker, keys.prompts()) == entry_id_of(3)
