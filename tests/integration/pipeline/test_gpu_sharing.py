@@ -21,7 +21,6 @@ from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier
 from tests.support.runs import SERVICES, ServiceRun, simulated_config
 from tests.support.waiting import wait_until
-from tidemill.common.config import RunConfig
 from tidemill.common.process.gpu_sharing import LOCKS_DIR_VARIABLE, GpuGate, GpuLock, lock_files
 from tidemill.common.run.state import EVALUATION, METRICS_FILE, read_records
 from tidemill.common.wire.messages import SamplingParams
@@ -178,7 +177,7 @@ async def test_a_device_that_cannot_be_entered_fails_who_waits_for_it(tmp_path: 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """A real reward model server that shares the device of this test."""
-    path = tiny_classifier(tmp_path / "model")
+    path = tiny_classifier(tmp_path / "reward-model")
     arguments = ["--share-device", "--turn-s", "0.2", "--served-model-name", "rm"]
     process = start_server(path, tmp_path / "log", *arguments, **{LOCKS_DIR_VARIABLE: str(tmp_path)})
     try:
@@ -194,7 +193,14 @@ async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
     url, process = server
     monkeypatch.setenv(LOCKS_DIR_VARIABLE, str(tmp_path))
     assert lock_files() == [tmp_path / "device-0"]
-    engine = build_engine(_config(tmp_path))
+    config = simulated_config(
+        tmp_path,
+        rollout__gpu_turn_s=0.2,
+        rollout__simulated={"group_s": 0.03, "tokens": 4},
+        reward={"rewards": {"rm": {"model": {"servers": "rm"}}}},
+        servers={"rm": {"model": "rm", "local": {"shares_rollout_gpus": True}}},
+    )
+    engine = build_engine(config)
     assert isinstance(engine, GpuSharingEngine)
     await engine.start()
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -234,24 +240,6 @@ async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
     request = GenerationRequest("last", [1], SamplingParams(max_tokens=4))
     assert (await asyncio.wait_for(engine.generate(request), 120)).token_ids
     await engine.close()
-
-
-def _config(folder: Path) -> RunConfig:
-    servers = {"rm": {"model": str(folder / "model"), "local": {"shares_rollout_gpus": True}}}
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(folder / "model"), "max_model_len": 64},
-            "data": {"train": "x", "max_prompt_tokens": 16},
-            "rollout": {
-                "engine": "simulated",
-                "gpu_turn_s": 0.2,
-                "sampling": {"max_tokens": 16},
-                "simulated": {"group_s": 0.03, "tokens": 4},
-            },
-            "reward": {"rewards": {"rm": {"model": {"servers": "rm"}}}},
-            "servers": servers,
-        }
-    )
 
 
 STEPS, GROUPS, SIZE = 5, 2, 3

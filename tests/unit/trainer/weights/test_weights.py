@@ -1,4 +1,7 @@
-"""A manifest exists only for whole bytes, and a reader loads only the bytes it names."""
+"""A manifest exists only for whole bytes, and a reader loads only the bytes it names.
+
+At the end: the digest that adapters know their base by, of which every bit of every parameter counts.
+"""
 
 import errno
 import os
@@ -7,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import xxhash
 from safetensors.numpy import load_file, save_file
 
 from tests.support.full_versions import WritesFull
@@ -14,7 +19,8 @@ from tidemill.common.errors import WeightsError
 from tidemill.common.files import StorageError
 from tidemill.common.run.weight_files import folder_versions, read_manifest, verified_files
 from tidemill.common.wire.messages import WeightFile, WeightManifest
-from tidemill.services.trainer.weights.store import WeightStore
+from tidemill.services.trainer.weights import store
+from tidemill.services.trainer.weights.store import WeightStore, digest_parameters
 
 
 class Policy(WritesFull):
@@ -200,3 +206,26 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weights" / manifest.folder / "manifest.json").write_text("{")
     with pytest.raises(WeightsError, match="not a weight manifest"):
         read_manifest(tmp_path, 1)
+
+
+def test_the_digest_is_xxh3_of_the_bytes_in_name_order(monkeypatch):
+    torch.manual_seed(0)
+    tensors = {
+        "b": torch.randn(3, 4),
+        "a": torch.randn(5),
+        "c": torch.randn(2, 2, dtype=torch.bfloat16),
+        "d": torch.tensor(1.0),
+        "e": torch.zeros(0),
+    }
+    hasher = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        hasher.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    expected = hasher.hexdigest()
+    assert digest_parameters(tensors.items()) == expected
+    assert digest_parameters(reversed(list(tensors.items()))) == expected
+    monkeypatch.setattr(store, "PIECE_BYTES", 7)
+    assert digest_parameters(tensors.items()) == expected
+    tensors["b"] = tensors["b"].t().contiguous().t()
+    assert digest_parameters(tensors.items()) == expected, "whatever its layout in memory"
+    tensors["a"].view(torch.int32)[3] ^= 1
+    assert digest_parameters(tensors.items()) != expected
