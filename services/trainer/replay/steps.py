@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,8 @@ Say = Callable[[dict[str, Any]], None]
 """Reports how far the replay is."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayedStep:
-    """A committed step and what came out now; the policy has its version at this moment."""
-
-    commit: Commit
-    result: StepResult
-    digest: str
-
-
 class StepReplay:
-    """One pass through a run, forward only. Lifecycle: `steps` once."""
+    """One pass through a run, forward only. Lifecycle: `results` once."""
 
     def __init__(
         self,
@@ -63,9 +53,7 @@ class StepReplay:
         say: Say,
     ) -> None:
         """Args:
-        history: the run's streams.
-        config: of the run.
-        run_dir: the run's folder, where its checkpoints are.
+        history, config, run_dir: of the run.
         policy: at the starting model; it is trained.
         thread: where its calls are made.
         say: gets an event for each start and step.
@@ -78,18 +66,27 @@ class StepReplay:
         """The first step, of those replayed since the last restored checkpoint, with another digest."""
         self._cursor: GroupCursor | None = None
 
-    async def steps(self, wanted: Sequence[int]) -> AsyncIterator[ReplayedStep]:
-        """Each wanted step, ascending. Raises TidemillError: its streams do not hold what it was trained on,
-        or the config has changed."""
+    async def results(self, wanted: Sequence[int]) -> AsyncIterator[dict[str, Any]]:
+        """What came out of each wanted step, ascending. Raises TidemillError: its streams do not hold what it
+        was trained on, or the config has changed."""
         async with AsyncExitStack() as stack:
             for step in sorted(set(wanted)):
                 if (cursor := await self._restore(step)) is not None:
                     self._cursor = await stack.enter_async_context(cursor)
                     self.say({"kind": "start", "version": self.version, "step": step})
                 async for commit in self._commits(self.version, step):
-                    replayed = await self._train(commit)
+                    result, digest = await self._train(commit)
                     if commit.step == step:
-                        yield replayed
+                        found = _compare_step(commit, result, digest, self.config)
+                        if digest != commit.digest:
+                            # The policy has this step's version now.
+                            found["weights"] = await self.thread.call(
+                                weight_difference, self.policy, self.run_dir, commit
+                            )
+                        yield found | {
+                            "first_difference": self.first_difference,
+                            "from_version": self.from_version,
+                        }
 
     async def _restore(self, step: int) -> GroupCursor | None:
         """Take the newest checkpoint up to `step`, where that is nearer than what the policy holds. Returns a
@@ -126,7 +123,7 @@ class StepReplay:
                 f"from version {first}. Restore the stream from its backup, or the archive."
             )
 
-    async def _train(self, commit: Commit) -> ReplayedStep:
+    async def _train(self, commit: Commit) -> tuple[StepResult, str]:
         assert self._cursor is not None, "`_restore` comes first"
         started_at = time.monotonic()
         # Groups that were replaced are never trained: the reader need not keep what it has of them.
@@ -146,12 +143,11 @@ class StepReplay:
             self.first_difference = commit.step
         seconds = time.monotonic() - started_at
         self.say({"kind": "step", "step": commit.step, "seconds": seconds, "equal": digest == commit.digest})
-        return ReplayedStep(commit, result, digest)
+        return result, digest
 
 
-def compare_step(replayed: ReplayedStep, config: RunConfig) -> dict[str, Any]:
+def _compare_step(commit: Commit, result: StepResult, digest: str, config: RunConfig) -> dict[str, Any]:
     """`equal` says whether everything that is compared is the same, bit by bit."""
-    commit, result = replayed.commit, replayed.result
     num_dropped = sum(index < 0 for _, index, _ in commit.dropped)
     now = step_metrics(commit.step, result, num_dropped, 0.0, config.trainer.algorithm.success_threshold)
     del now["step_time_s"]
@@ -170,7 +166,7 @@ def compare_step(replayed: ReplayedStep, config: RunConfig) -> dict[str, Any]:
     advantages = _compare_advantages(commit, result)
     dropped = sorted(item for item in commit.dropped if item[1] >= 0)
     left_out = sorted((g.ticket, index, reason) for g in result.groups for index, reason in g.left_out)
-    is_same_digest = commit.digest == replayed.digest
+    is_same_digest = commit.digest == digest
     return {
         "step": commit.step,
         "version": commit.version,
@@ -178,7 +174,7 @@ def compare_step(replayed: ReplayedStep, config: RunConfig) -> dict[str, Any]:
         and all(row["equal"] for row in metrics)
         and advantages["equal"]
         and dropped == left_out,
-        "digest": {"recorded": commit.digest, "replayed": replayed.digest, "equal": is_same_digest},
+        "digest": {"recorded": commit.digest, "replayed": digest, "equal": is_same_digest},
         "metrics": metrics,
         "not_compared": sorted(then.keys() - now.keys()),
         "advantages": advantages,
@@ -229,13 +225,8 @@ async def replay_steps(
     replay = StepReplay(history, config, run_dir, policy, thread, say)
     is_equal, started_at = True, time.monotonic()
     try:
-        async for replayed in replay.steps(steps):
-            result = compare_step(replayed, config)
+        async for result in replay.results(steps):
             is_equal = is_equal and result["equal"]
-            result["first_difference"] = replay.first_difference
-            result["from_version"] = replay.from_version
-            if not result["digest"]["equal"]:
-                result["weights"] = await thread.call(weight_difference, policy, run_dir, replayed.commit)
             say({"kind": "result", "seconds": time.monotonic() - started_at, **result})
     finally:
         if isinstance(policy, ShardedPolicy):

@@ -15,7 +15,7 @@ from tidemill.common.wire.messages import Commit, Score, ScoreStatus
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.replay.__main__ import check_committed
-from tidemill.services.trainer.replay.steps import StepReplay, compare_step
+from tidemill.services.trainer.replay.steps import StepReplay
 
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.01}}
 TWO_REWARDS = {"rewards": {"right": {"function": "gsm8k"}, "short": {"function": "math", "weight": 0.5}}}
@@ -83,7 +83,7 @@ def session_of(context: Any) -> StepReplay:
 
 
 async def replayed(context: Any, *steps: int) -> list[dict[str, Any]]:
-    return [compare_step(step, context.config) async for step in session_of(context).steps(steps)]
+    return [result async for result in session_of(context).results(steps)]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -168,5 +168,4 @@ async def test_a_checkpoint_that_is_not_what_was_committed_is_named(make, broker
     change = lambda commit: commit.model_copy(update=forged.get(commit.step))  # noqa: E731
     await rewrite(broker, keys.commits, Commit, change)
     session = session_of(context)
-    assert [step.commit.step async for step in session.steps([2])] == [2]
-    assert session.first_difference == 1
+    assert [result["first_difference"] async for result in session.results([2])] == [1]
