@@ -207,25 +207,34 @@ def last_below(stream: str, entry_id: str) -> str:
 
 
 def gaps(manifest: Manifest) -> Iterator[str]:
-    segments, start = manifest.segments, manifest.removed.last_id
-    is_numbered = manifest.folder.name in CONSECUTIVE
-    if segments and (previous := segments[0].details.previous_id) not in ("", start):
-        yield f"entries after {start} up to {previous} are missing before {segments[0].path.name}"
-    for before, after in pairwise(segments):
-        previous = after.details.previous_id
-        if previous and previous != before.last_id:
-            yield f"entries after {before.last_id} up to {previous} are missing before {after.path.name}"
-        elif is_numbered and id_order(after.first_id)[0] > id_order(before.last_id)[0] + 1:
-            yield f"entries between {before.last_id} and {after.first_id} are missing"
-    for segment in segments if is_numbered else ():
-        (first, _), (last, _) = id_order(segment.first_id), id_order(segment.last_id)
-        if (missing := last - first + 1 - segment.entries) > 0:
-            yield f"{missing} of the entries from {segment.first_id} to {segment.last_id} are missing"
+    """What is missing of a stream's archive."""
     trimmed = trimmed_up_to(manifest.folder)
     # Read again, because the run may have archived and trimmed meanwhile.
     known = (manifest, Manifest.load(manifest.folder))
-    if all(id_order(each.last_id) < id_order(trimmed) for each in known):
-        yield f"entries after {manifest.last_id} up to {trimmed} were trimmed from Redis and are not here"
+    is_lacking = all(id_order(each.last_id) < id_order(trimmed) for each in known)
+    yield from missing_after(manifest, START, trimmed if is_lacking else START)
+    if manifest.folder.name not in CONSECUTIVE:
+        return
+    for before, after in pairwise(manifest.segments):
+        is_told = id_order(after.details.previous_id or START) > id_order(before.last_id)
+        if not is_told and id_order(after.first_id)[0] > id_order(before.last_id)[0] + 1:
+            yield f"entries between {before.last_id} and {after.first_id} are missing"
+    for segment in manifest.segments:
+        (first, _), (last, _) = id_order(segment.first_id), id_order(segment.last_id)
+        if (missing := last - first + 1 - segment.entries) > 0:
+            yield f"{missing} of the entries from {segment.first_id} to {segment.last_id} are missing"
+
+
+def missing_after(manifest: Manifest, position: str, trimmed: str) -> Iterator[str]:
+    """Which entries after a position, of those that Redis had or has trimmed up to an id, no segment has."""
+    last = max(position, manifest.removed.last_id, key=id_order)
+    for segment in manifest.segments:
+        previous = segment.details.previous_id
+        if id_order(previous or START) > id_order(last):
+            yield f"entries after {last} up to {previous} are missing before {segment.path.name}"
+        last = max(last, segment.last_id, key=id_order)
+    if id_order(trimmed) > id_order(last):
+        yield f"entries after {last} up to {trimmed} were trimmed from Redis and are not here"
 
 
 def _noted(folder: Path, name: str) -> str:

@@ -8,7 +8,6 @@ server answers, the two are laid side by side before anything more is trimmed, o
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import structlog
 import xxhash
 
 from tidemill.common.archive import archive_folder, stream_folder
-from tidemill.common.archive.manifest import ArchiveSegment, Manifest, last_below
+from tidemill.common.archive.manifest import ArchiveSegment, Manifest, last_below, missing_after
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import LockedError, file_checksum
 from tidemill.common.history import History, Selection, StreamName
@@ -151,35 +150,17 @@ class ArchivedHistory:
 
 
 def _missing(folder: Path, position: str, trimmed: str) -> list[str]:
-    manifest = Manifest.load(folder)
-
-    def matters(entry_id: str) -> bool:
-        return id_order(entry_id) > id_order(position)
-
-    found: list[str] = []
-    if matters(manifest.removed.last_id):
-        found.append(f"{folder}: entries up to {manifest.removed.last_id} were removed by retention")
-    before = max(position, manifest.removed.last_id, key=id_order)
-    segments = [segment for segment in manifest.segments if matters(segment.last_id)]
-    is_first = bool(segments) and segments[0] is manifest.segments[0]
-    if is_first and id_order(segments[0].details.previous_id or START) > id_order(before):
-        previous = segments[0].details.previous_id
-        found.append(f"{folder}: entries after {before} up to {previous} are not there")
-    for one, other in pairwise(manifest.segments):
-        previous = other.details.previous_id
-        if matters(previous or START) and previous != one.last_id:
-            found.append(f"{folder}: entries after {one.last_id} up to {previous} are not there")
-    found += [problem for segment in segments if (problem := _damage(segment))]
-    last = max(before, manifest.last_id, key=id_order)
-    if id_order(trimmed) > id_order(last):
-        found.append(
-            f"{folder}: entries after {last} up to {trimmed}, which Redis has trimmed, are not there"
-        )
-    return found
+    manifest, found = Manifest.load(folder), []
+    if id_order(manifest.removed.last_id) > id_order(position):
+        found.append(f"entries up to {manifest.removed.last_id} were removed by retention")
+    found += missing_after(manifest, position, trimmed)
+    needed = [segment for segment in manifest.segments if id_order(segment.last_id) > id_order(position)]
+    found += [problem for segment in needed if (problem := _damage(segment))]
+    return [f"{folder}: {problem}" for problem in found]
 
 
 def _damage(segment: ArchiveSegment) -> str:
-    what = f"{segment.path}, with {segment.entries} entries,"
+    what = f"{segment.path.name}, with {segment.entries} entries,"
     try:
         is_whole = file_checksum(segment.path) == segment.checksum
     except OSError as error:
