@@ -63,6 +63,7 @@ class Death:
 def live(url: str, run_id: str, folder: str, config_json: str, death: Death | None) -> None:
     """One life of a trainer process; the target of a forked process."""
     torch.set_num_threads(1)
+    WeightStore.max_chain_share = 10.0  # deltas however much has changed
     if death is not None:
         _arrange(death)
     asyncio.run(_serve(url, Keys(run_id), Path(folder), RunConfig.model_validate_json(config_json)))
