@@ -29,7 +29,6 @@ PINNED = 4.0 / 3.0
 """What torch takes of a host for a pinned tensor, on average: sizes are rounded up to powers of two."""
 
 Parts = Mapping[str, float]
-NOTHING: Parts = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +42,9 @@ class Take:
     """The most within a step."""
 
 
-def make_take(
-    always: Parts, training: Parts = NOTHING, scoring: Parts = NOTHING, starting: Parts = NOTHING
-) -> Take:
-    """With what is `always` there, the larger of what training and scoring take beside it; what `starting`
-    takes is in place of all others."""
-    beside: Parts = max((training, scoring), key=_total)
-    running = {**always, **beside}
-    parts: Parts = max((running, starting), key=_total)
+def make_take(running: Parts, starting: Parts) -> Take:
+    """The larger of what a step takes and of what is there when the process starts."""
+    parts = max(running, starting, key=_total)
     return Take(parts, _total(parts), _total(running))
 
 
@@ -73,18 +67,23 @@ def num_trained(config: RunConfig, sizes: ModelSizes) -> int:
     return sizes.parameters if lora is None else sizes.adapters_per_rank * lora.rank
 
 
+def has_critic(config: RunConfig) -> bool:
+    return config.trainer.algorithm.needs_values and config.trainer.algorithm.value.model == "own"
+
+
+def num_shards(config: RunConfig) -> int:
+    """Ranks that hold one copy of the model together."""
+    return config.trainer.shard_ranks or config.trainer.num_ranks
+
+
 def trainer_take(
     config: RunConfig, sizes: ModelSizes, gpu_bytes: float, num_tokens: int, recomputed: bool
 ) -> Take:
     """A GPU of the trainer with forward passes of `num_tokens`, or of the longest sequence where that is
     more."""
-    trainer = config.trainer
+    trainer, shards, copies = config.trainer, num_shards(config), 1 + has_critic(config)
     num_tokens = max(num_tokens, config.model.max_model_len)
-    shards = trainer.shard_ranks or trainer.num_ranks
-    trained = num_trained(config, sizes)
-    has_critic = trainer.algorithm.needs_values and trainer.algorithm.value.model == "own"
-    states = _states(config, sizes, gpu_bytes, shards, trained, has_critic)
-    copies = 1 + has_critic
+    states = _states(config, sizes, gpu_bytes)
     training = {
         "activations": copies * sizes.kept_bytes(num_tokens, recomputed),
         "gradients of one layer's activations": num_tokens * sizes.layer_bytes,
@@ -93,23 +92,23 @@ def trainer_take(
     }
     if trainer.algorithm.router.is_on:
         training["router logits"] = float(num_tokens * sizes.router_logits * element_bytes(config))
-    holds = trainer.updates_per_step > 1 and "held weights" in states
-    scoring = {"held weights, swapped": 4.0 * trained / shards} if holds else {}
+    scoring = {}
+    if "held weights" in states:
+        scoring["held weights, swapped"] = states["held weights"]
     if trainer.lora is not None:
         scoring["merged weights of an export"] = float(element_bytes(config) * sizes.parameters) / shards
     starting = {}
     if sizes.is_read_whole:
         starting["whole model in float32, before it is split"] = 4.0 * sizes.parameters
-        if shards > 1 and (trainer.algorithm.needs_reference or has_critic):
+        if shards > 1 and (trainer.algorithm.needs_reference or has_critic(config)):
             starting["its copy"] = 4.0 * sizes.parameters
-    return make_take(states, training, scoring, starting)
+    return make_take(states | max(training, scoring, key=_total), starting)
 
 
-def _states(
-    config: RunConfig, sizes: ModelSizes, gpu_bytes: float, shards: int, trained: int, has_critic: bool
-) -> dict[str, float]:
+def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str, float]:
+    """What is always there."""
     trainer, algorithm, count = config.trainer, config.trainer.algorithm, sizes.parameters
-    width = element_bytes(config)
+    shards, trained, width = num_shards(config), num_trained(config, sizes), element_bytes(config)
     masters = 4.0 * count
     if trainer.lora is not None:
         masters = float(width * sizes.linears + 4 * (count - sizes.linears) + 4 * trained)
@@ -130,7 +129,7 @@ def _states(
     if algorithm.needs_reference and trainer.lora is None:
         size = 2.0 if algorithm.reference.dtype == "bfloat16" else 4.0
         parts["reference model"] = size * count / shards
-    if has_critic:
+    if has_critic(config):
         parts["critic"] = 16.0 * count / shards
     needs_start = trainer.needs_proximal or algorithm.needs_start_logprobs or algorithm.needs_start_entropies
     if trainer.updates_per_step > 1 and (needs_start or algorithm.needs_values):
@@ -194,11 +193,8 @@ def kv_bytes(config: Any, length: int, width: int, ways: int = 1) -> float:
     window = getattr(text, "sliding_window", None) or length
     usual = "sliding_attention" if window < length else "full_attention"
     kinds = list(getattr(text, "layer_types", None) or [usual] * num_layers)
-    lengths = {
-        "full_attention": length,
-        "sliding_attention": min(window, length),
-        "chunked_attention": length,
-    }
+    lengths = {"full_attention": length, "chunked_attention": length}
+    lengths["sliding_attention"] = min(window, length)
     own = layer_configs(config)
     layers = own if len(own) == num_layers else own * num_layers
     return float(
@@ -221,28 +217,24 @@ def host_take(
     config: RunConfig, sizes: ModelSizes, ranks: int, engines: int, takes_turns: bool = False
 ) -> Take:
     """A host with so many ranks of the trainer and engines; in turns it holds who has not the GPU."""
-    trainer, count = config.trainer, sizes.parameters
-    shards = trainer.shard_ranks or trainer.num_ranks
-    trained = num_trained(config, sizes)
-    checkpoint = 12.0 * trained / shards
+    count, trained, shards = sizes.parameters, num_trained(config, sizes), num_shards(config)
     always = {"processes and their libraries": 4.0 * GIB * (ranks + engines)} if ranks + engines else {}
+    training, starting = {}, {}
     if engines:
         always["full versions that engines stage"] = element_bytes(config) * count * engines
-    if ranks and trainer.offload_optimizer:
-        always["AdamW moments"] = PINNED * 8.0 * trained / shards * ranks
+        if config.weights.base_every > 1 and element_bytes(config) == 2:
+            share = config.weights.max_share_changed
+            training["changes that engines stage"] = 6.0 * share * count * engines
+    if ranks:
+        training["checkpoint on its way to the disk"] = 12.0 * trained / shards * min(ranks, shards)
+        if config.trainer.offload_optimizer:
+            always["AdamW moments"] = PINNED * 8.0 * trained / shards * ranks
+        if sizes.is_read_whole:
+            starting["whole model in float32, of each rank"] = 4.0 * count * ranks
     if takes_turns:
         always["weights of engines that sleep"] = PINNED * element_bytes(config) * count * engines
         # Between steps there are no gradients.
-        states = _states(config, sizes, 0.0, shards, trained, trainer.algorithm.value.model == "own")
+        states = _states(config, sizes, gpu_bytes=0.0)
         parked = sum(size for name, size in states.items() if not name.startswith("gradients"))
         always["trainer outside of its turn"] = PINNED * parked * ranks
-    training = {}
-    if ranks:
-        training["checkpoint on its way to the disk"] = checkpoint * min(ranks, shards)
-    if engines and config.weights.base_every > 1 and element_bytes(config) == 2:
-        share = config.weights.max_share_changed
-        training["changes that engines stage"] = 6.0 * share * count * engines
-    starting = {}
-    if ranks and sizes.is_read_whole:
-        starting["whole model in float32, of each rank"] = 4.0 * count * ranks
-    return make_take(always, training, starting={**always, **starting} if starting else {})
+    return make_take(always | training, always | starting)

@@ -44,6 +44,9 @@ from tidemill.services.trainer.policy.model_loading import pick_device
 log = structlog.get_logger(__name__)
 
 
+Settings = dict[str, Any]
+"""Fields of the config, and values."""
+TOKENS, RECOMPUTES = "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"
 PASSES_FILE = "passes.json"
 """In the run's folder: the tokens of a pass that were chosen when the run started. Another GPU would choose
 others, and sum gradients in another order: a replay there would not give the recorded bits."""
@@ -57,8 +60,9 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
     is_auto = "auto" in (config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing)
     if device.type != "cuda" or not is_auto:
         return config
-    if config.trainer.micro_batch_tokens == "auto" and (recorded := _recorded_tokens(folder)):
-        config = _with_passes(config, micro_batch_tokens=recorded)
+    record = None if folder is None or config.trainer.micro_batch_tokens != "auto" else folder / PASSES_FILE
+    if record is not None and record.exists():
+        config = _changed(config, {TOKENS: int(json.loads(record.read_text())["micro_batch_tokens"])})
     try:
         sizes = read_model(config)
     except ConfigError as error:
@@ -77,29 +81,17 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
         estimated_gib=round(take.running / GIB, 1),
         usable_gib=round(room / GIB, 1),
     )
-    if folder is not None and config.trainer.micro_batch_tokens == "auto":
-        write_atomically(folder / PASSES_FILE, json.dumps({"micro_batch_tokens": tokens}) + "\n")
-    return _with_passes(config, micro_batch_tokens=tokens, gradient_checkpointing=recomputed)
+    if record is not None and not record.exists():
+        write_atomically(record, json.dumps({"micro_batch_tokens": tokens}) + "\n")
+    changed: RunConfig = _changed(config, {TOKENS: tokens, RECOMPUTES: recomputed})
+    return changed
 
 
-def _recorded_tokens(folder: Path | None) -> int | None:
-    if folder is None or not (path := folder / PASSES_FILE).exists():
-        return None
-    return int(json.loads(path.read_text())["micro_batch_tokens"])
-
-
-def _with_passes(config: RunConfig, **chosen: Any) -> RunConfig:
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=chosen)})
-
-
-Settings = dict[str, Any]
-"""Fields of the config, and values."""
 SMALLEST_TILE = 1024
 """Tokens of a forward pass below which a GPU has too little to do."""
 ENOUGH_SEQUENCES = 16
 """Of full length in an engine's KV cache: with fewer, more GPUs hold an engine together."""
 WAYS = (1, 2, 4, 8)
-AUTO: Settings = {"trainer.micro_batch_tokens": "auto", "trainer.gradient_checkpointing": "auto"}
 GPUS_OF_A_HOST = 8
 
 
@@ -147,32 +139,29 @@ def choose_passes(
 ) -> tuple[int, bool, Take]:
     """Tokens of a forward pass, whether layers are computed again, and what that takes: the first choice that
     fits into `room`, else the smallest. What the config names is kept."""
-    found: tuple[int, bool, Take] | None = None
-    for num_tokens, recomputed in _choices(config, sizes):
-        take = trainer_take(config, sizes, gpu_bytes, num_tokens, recomputed)
-        if found is None or take.running < found[2].running:
-            found = (num_tokens, recomputed, take)
-        if take.running <= room:
-            break
-    assert found is not None, "there is always a choice"
-    return found
+    takes = [
+        (num_tokens, recomputed, trainer_take(config, sizes, gpu_bytes, num_tokens, recomputed))
+        for num_tokens, recomputed in _choices(config, sizes)
+    ]
+    fitting = (choice for choice in takes if choice[2].running <= room)
+    return next(fitting, min(takes, key=lambda choice: choice[2].running))
 
 
-def _choices(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[int, bool]]:
+def _choices(config: RunConfig, sizes: ModelSizes) -> list[tuple[int, bool]]:
     """From fast to small. A pass holds the longest sequence anyway."""
-    trainer, longest = config.trainer, config.model.max_model_len
-    tiles = [trainer.micro_batch_tokens] if isinstance(trainer.micro_batch_tokens, int) else []
-    if not tiles:
-        size = max(DEFAULT_TILE_TOKENS, longest)
-        while size >= max(SMALLEST_TILE, longest):
-            tiles.append(size)
-            size //= 2
-    given = trainer.gradient_checkpointing
-    possible = (False, True) if sizes.can_recompute else (False,)
-    for recomputed in possible if given == "auto" else (given,):
-        # Half of the work of a pass is worth more than computing layers again; less is not.
-        limited = tiles[:2] if given == "auto" and not recomputed else tiles
-        yield from ((size, recomputed) for size in limited)
+    tokens, recomputed = config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing
+    if isinstance(tokens, int):
+        tiles = [tokens]
+    else:
+        longest = config.model.max_model_len
+        tiles = [max(DEFAULT_TILE_TOKENS, longest)]
+        while tiles[-1] // 2 >= max(SMALLEST_TILE, longest):
+            tiles.append(tiles[-1] // 2)
+    if recomputed != "auto":
+        return [(size, recomputed) for size in tiles]
+    # Half of the work of a pass is worth more than computing layers again; less is not.
+    kept = [(size, False) for size in tiles[:2]]
+    return kept + [(size, True) for size in tiles] if sizes.can_recompute else kept
 
 
 def examine_fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
@@ -196,12 +185,12 @@ def find_settings(
     placements += _placements(config, sizes, machine)
     settings: Settings = {}
     for remedies, placement in product(_remedies(config), placements):
-        settings = {**AUTO, **remedies, **placement}
+        settings = {TOKENS: "auto", RECOMPUTES: "auto", **remedies, **placement}
         fit = _fit(_changed(config, settings), sizes, machine)
         if not fit.problems:
             break
     if fit.trainer is not None:
-        settings |= dict(zip(AUTO, (fit.tokens, fit.recomputed), strict=True))
+        settings |= {TOKENS: fit.tokens, RECOMPUTES: fit.recomputed}
     given = {name: reduce(getattr, name.split("."), config) for name in settings}
     return replace(fit, settings={n: value for n, value in settings.items() if given[n] != value})
 
