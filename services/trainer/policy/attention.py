@@ -16,6 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTra
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from tidemill.common.run.model_config import exact_attention, has_capped_attention
+from tidemill.services.trainer.policy.precision import autocast_dtype
 
 log = structlog.get_logger(__name__)
 
@@ -132,8 +133,7 @@ def attend_varlen(
 
 def _half(tensor: Tensor) -> Tensor:
     """Rotary embeddings of some models give float32, and autocast does not know this kernel."""
-    kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+    return tensor.to(autocast_dtype(tensor) or tensor.dtype)
 
 
 AttentionInterface.register(VARLEN, attend_varlen)

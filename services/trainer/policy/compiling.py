@@ -65,13 +65,14 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """The blocks that transformers keeps in one piece, and that are in no other such block; ranks gather them
     one after the other."""
     names = set(getattr(model, "_no_split_modules", None) or ())
+    return outermost(model, lambda module: type(module).__name__ in names)
 
-    def blocks(module: nn.Module) -> list[nn.Module]:
-        if type(module).__name__ in names:
-            return [module]
-        return [block for child in module.children() for block in blocks(child)]
 
-    return blocks(model)
+def outermost(module: nn.Module, is_meant: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Those of its modules that are meant and that are in no other such module, in the model's order."""
+    if is_meant(module):
+        return [module]
+    return [found for child in module.children() for found in outermost(child, is_meant)]
 
 
 def _output_of(model: PreTrainedModel, device: torch.device, **named: Any) -> Tensor:

@@ -21,8 +21,8 @@ from tidemill.common.weights.digest import PREFIX, Digest, DigestSum, header_dig
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters
 from tidemill.services.trainer.policy.offload import local
-from tidemill.services.trainer.policy.saving import SavesState
 from tidemill.services.trainer.policy.side_models import VALUE_PREFIX
+from tidemill.services.trainer.policy.state import SavesState
 from tidemill.services.trainer.weights.exported import DTYPES
 from tidemill.services.trainer.weights.shadow import owned_range
 from tidemill.services.trainer.weights.shard_writer import ShardWriter, sum_over_ranks

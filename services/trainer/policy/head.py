@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tidemill.services.trainer.policy.precision import autocast_dtype
+
 CPU_ELEMENTS = 1 << 26
 """Logits in one chunk: 256 MiB of float32, or 441 tokens of a vocabulary of 152,064."""
 GPU_ELEMENTS = 1 << 28
@@ -88,7 +90,7 @@ def score_hidden(
     chunk = max(1, (max_elements or (CPU_ELEMENTS if kind == "cpu" else GPU_ELEMENTS)) // vocabulary)
     is_one = len(targets_N) <= chunk
     if type(head) is nn.Linear and not (is_one and kind == "cpu"):
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+        dtype = autocast_dtype(hidden_NH) or head.weight.dtype
         options = Options(temperature, chunk, dtype, entropy_gradient, scaling)
         apply: Callable[..., tuple[Tensor, Tensor]] = ChunkedScores.apply
         return apply(hidden_NH, head.weight, head.bias, targets_N, options)

@@ -25,7 +25,7 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import freeze_rope, with_overrides
 from tidemill.services.trainer.policy.attention import choose_attention
-from tidemill.services.trainer.policy.compiling import compile_model
+from tidemill.services.trainer.policy.compiling import compile_model, outermost
 from tidemill.services.trainer.weights.pretrained import (
     PretrainedWeights,
     UnclearError,
@@ -228,6 +228,4 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def recomputable_layers(module: nn.Module) -> list[nn.Module]:
     """Layers that transformers would checkpoint, and that are in no other such layer."""
-    if isinstance(module, GradientCheckpointingLayer):
-        return [module]
-    return [layer for child in module.children() for layer in recomputable_layers(child)]
+    return outermost(module, lambda part: isinstance(part, GradientCheckpointingLayer))

@@ -120,24 +120,22 @@ def load_optimizer(optimizer: AdamW, parameters: NamedParameters, source: ShardR
     that no two of them are beside each other. Raises ConfigError: a tensor belongs to no parameter, or has
     another shape; nothing is changed."""
     by_name, shapes = dict(parameters), source.shapes
-    keys = [key for key in shapes if key.startswith(OPTIMIZER)]
-    for key in keys:
+    owners = {}
+    for key in (key for key in shapes if key.startswith(OPTIMIZER)):
         name, _, moment = key.removeprefix(OPTIMIZER).rpartition(".")
         if name not in by_name or (moment != "step" and shapes[key] != tuple(by_name[name].shape)):
             raise ConfigError(
                 f"the checkpoint's optimizer state {key} of shape {shapes[key]} does not fit the model; "
                 "resume with the model the run was started with"
             )
+        owners[key] = by_name[name], moment
     optimizer.state.clear()
-    for key in keys:
-        name, _, moment = key.removeprefix(OPTIMIZER).rpartition(".")
-        parameter = by_name[name]
+    for key, (parameter, moment) in owners.items():
         if moment == "step":
             # It stays float32: AdamW's fused kernel wants it beside the parameter.
             value = source.read(key).to(device=parameter.device, dtype=torch.float32, copy=True)
         else:
-            offloads = isinstance(optimizer, OffloadedAdamW)
-            value = fill(
-                host_like(parameter) if offloads else torch.empty_like(parameter.detach()), source, key
-            )
+            is_offloaded = isinstance(optimizer, OffloadedAdamW)
+            room = host_like(parameter) if is_offloaded else torch.empty_like(parameter.detach())
+            value = fill(room, source, key)
         optimizer.state[parameter][moment] = value

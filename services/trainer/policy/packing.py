@@ -119,13 +119,6 @@ Lines = list[list[TokenRow]]
 """The rows of each line of a tile, from left to right."""
 
 
-def make_tiles(
-    rows: Sequence[TokenRow], layout: Layout, max_tokens: int, keeps_samples: bool = False
-) -> list[Tile]:
-    """Distribute rows over tiles of at most `max_tokens` positions, as `plan_tiles` says."""
-    return [make_tile(lines, layout) for lines in plan_tiles(rows, layout, max_tokens, keeps_samples)]
-
-
 def plan_tiles(
     rows: Sequence[TokenRow], layout: Layout, max_tokens: int, keeps_samples: bool = False
 ) -> list[Lines]:

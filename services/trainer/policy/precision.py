@@ -26,15 +26,15 @@ class RoundsWeights(nn.Module):
         # Nobody computes with a shard; FSDP looks it up to see whether it is still the one it knows.
         if not isinstance(value, nn.Parameter) or isinstance(value, DTensor):
             return value
-        if (dtype := _half(value)) is None:
+        if (dtype := autocast_dtype(value)) is None:
             return value
         rounded = value.to(dtype)
         # Kernels of norms want vectors in the dtype of what they work on.
         return rounded if rounded.ndim > 1 else rounded.float()
 
 
-def _half(tensor: Tensor) -> torch.dtype | None:
-    """Autocast's dtype where it is on; torch knows none of tensors without storage."""
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Autocast's, where it is on for the tensor's device; torch knows none of tensors without storage."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
@@ -56,4 +56,4 @@ def round_alike(model: PreTrainedModel) -> None:
 
 
 def _widen(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
-    return embedded if _half(embedded) is None else embedded.float()
+    return embedded if autocast_dtype(embedded) is None else embedded.float()

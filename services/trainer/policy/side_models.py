@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithm_sections import ReferenceConfig
 from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.packing import Tile
@@ -26,9 +25,6 @@ REFERENCE_PREFIX = "reference."
 MakeScorer = Callable[[PreTrainedModel], TokenScorer]
 """For a model that may be split over ranks."""
 
-_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
-"""None keeps that of the policy's master weights."""
-
 
 class ReferenceModel:
     """A copy of the policy's model. Make it before the first update and before a checkpoint is loaded."""
@@ -36,8 +32,8 @@ class ReferenceModel:
     def __init__(self, model: PreTrainedModel, config: ReferenceConfig, make_scorer: MakeScorer) -> None:
         self._config = config
         self._model = copy.deepcopy(model).requires_grad_(False).eval()
-        if (dtype := _DTYPES[config.dtype]) is not None:
-            self._model.to(dtype)
+        if config.dtype == "bfloat16":  # else in that of the policy's master weights
+            self._model.to(torch.bfloat16)
         self.scorer = make_scorer(self._model)
 
     def is_due(self, num_steps: int) -> bool:
@@ -120,14 +116,3 @@ class Critic(ValueHead):
         """Those of the head, and of the model whatever is trained."""
         own = [(f"{VALUE_PREFIX}model.{name}", weight) for name, weight in self.model.named_parameters()]
         return [*super().named(), *((name, weight) for name, weight in own if weight.requires_grad)]
-
-
-def make_value_head(
-    model: PreTrainedModel, algorithm: AlgorithmConfig, make_scorer: MakeScorer, device: torch.device
-) -> ValueHead | None:
-    """What estimates values, where the config wants any; the model may be without storage as yet."""
-    if not algorithm.needs_values:
-        return None
-    if algorithm.value.model == "own":
-        return Critic(model, make_scorer, device)
-    return ValueHead(model, algorithm.value.detach, device)

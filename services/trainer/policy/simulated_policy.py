@@ -28,8 +28,7 @@ from tidemill.services.trainer.algorithm.losses.tokens import denominator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
-from tidemill.services.trainer.policy.saving import SavesState
-from tidemill.services.trainer.policy.state import PolicyState, ShardReader
+from tidemill.services.trainer.policy.state import PolicyState, SavesState, ShardReader
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
 PROGRESS = TensorInfo("simulated", "I64", (17,))

@@ -65,7 +65,7 @@ from tidemill.services.trainer.policy.packing import (
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
-from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
+from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
 from tidemill.services.trainer.weights.store import model_tensors
 
@@ -111,8 +111,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         max_completion_tokens: int,
         adapters: Adapters | None = None,
         max_model_len: int = 64,
+        device: torch.device | None = None,
     ) -> None:
-        self._model, self._adapters, self._device = model, adapters, self._find_device(model)
+        """`device` is where the weights will be, of a model that has none yet."""
+        self._model, self._adapters, self._device = model, adapters, device or model.device
         self._config = config
         self._dtype = dtype
         self._temperature = temperature
@@ -157,10 +159,12 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         return TokenScorer(model, self._dtype, routers)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
-        return make_value_head(model, self._config.algorithm, self._make_scorer, self._device)
-
-    def _find_device(self, model: PreTrainedModel) -> torch.device:
-        return model.device
+        algorithm = self._config.algorithm
+        if not algorithm.needs_values:
+            return None
+        if algorithm.value.model == "own":
+            return Critic(model, self._make_scorer, self._device)
+        return ValueHead(model, algorithm.value.detach, self._device)
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""

@@ -2,24 +2,21 @@
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgpack
 import numpy as np
+
+Thread = Literal["policy", "weights", "states"]
+"""Of a rank: the policy's own, and those that write weights and checkpoints beside it."""
 
 
 class Peers(Protocol):
     rank: int
     size: int
 
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, on every rank; only in the policy's thread."""
-
-    def gather_beside(self, payload: bytes) -> list[bytes]:
-        """The same, only in the thread that writes weights."""
-
-    def gather_state(self, payload: bytes) -> list[bytes]:
-        """The same, only in the thread that writes checkpoints."""
+    def gather(self, payload: bytes, thread: Thread = "policy") -> list[bytes]:
+        """Every rank's bytes, on every rank; `thread` is the one that calls."""
 
 
 class Alone:
@@ -27,10 +24,8 @@ class Alone:
 
     rank, size = 0, 1
 
-    def gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, payload: bytes, thread: Thread = "policy") -> list[bytes]:
         return [payload]
-
-    gather_beside = gather_state = gather
 
 
 def pack(value: Any) -> bytes:

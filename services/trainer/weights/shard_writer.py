@@ -95,9 +95,9 @@ class ShardWriter:
                     file = self._write_delta(folder)
                     receipt = file.name, file.num_bytes, file.checksum
         except StorageError as error:
-            # Not raised before all have told: others wait in `gather_beside` for this rank's receipt.
+            # Not raised before all have told: others wait in `gather` for this rank's receipt.
             receipt = (error.errno, error.reason)
-        receipts = [unpack(part) for part in self._peers.gather_beside(pack(receipt))]
+        receipts = [unpack(part) for part in self._peers.gather(pack(receipt), "weights")]
         for rank, failed in enumerate(receipts):
             # Of a full version receipts are empty, of a delta they have three values, of an error two.
             if len(failed) == 2:

@@ -188,7 +188,7 @@ class RankPolicy(TransformersPolicy):
         self._holds_gradients = False
         """Each rank has gradients of its own that are not summed yet."""
         self._reduces_once = reduces_once(model, config, ranks)
-        super().__init__(model, config, **options)
+        super().__init__(model, config, device=ranks.device, **options)
         self._pretrained = None  # with its open files
 
     def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
@@ -200,9 +200,6 @@ class RankPolicy(TransformersPolicy):
             self._ranks.meet()
         self._remember(root)
         return ShardedScorer(root, model, self._dtype, routers)
-
-    def _find_device(self, model: PreTrainedModel) -> torch.device:
-        return self._ranks.device
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         head = super()._make_value_head(model)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, get_args
 
 import numpy as np
 import structlog
@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import Program, ending_in_words, run_own
+from tidemill.services.trainer.weights.peers import Thread
 
 log = structlog.get_logger(__name__)
 
@@ -39,13 +40,6 @@ BEAT_S, SILENT_S = 2.0, 60.0
 """Between two counts, and after how long without one a rank is lost: loading may hold up all threads."""
 SHUTDOWN_TIMEOUT_S = 60.0
 EXIT_CODE = 1
-
-
-class Counters(Protocol):
-    """Torch's store: numbers by name."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 at first; returns the sum."""
 
 
 class RankWatch:
@@ -136,11 +130,9 @@ class RankWatch:
 
 
 class Heartbeats:
-    """What one rank counts, and whose numbers it looks at."""
+    """What one rank counts in torch's store, and whose numbers it looks at."""
 
-    def __init__(
-        self, store: Counters, rank: int, size: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._rank, self._clock = store, rank, clock
         others = range(1, size) if rank == 0 else range(1)
         self._looked_at = clock()
@@ -149,10 +141,10 @@ class Heartbeats:
 
     def look(self) -> str:
         """Count once; returns which rank has not counted for too long, as a sentence; empty where none."""
-        self._store.add(_key(self._rank), 1)
+        self._store.add(f"tidemill/beat/{self._rank}", 1)
         for other, (before, since) in self._seen.items():
             # Adding 0 reads it: `get` would wait for a number that is not there yet.
-            number = self._store.add(_key(other), 0)
+            number = self._store.add(f"tidemill/beat/{other}", 0)
             if number != before:
                 self._seen[other] = number, self._clock()
             elif self._clock() - since > SILENT_S:
@@ -165,10 +157,6 @@ class Heartbeats:
     def is_stuck(self) -> bool:
         """Whether a look takes too long."""
         return self._clock() - self._looked_at > SILENT_S
-
-
-def _key(rank: int) -> str:
-    return f"tidemill/beat/{rank}"
 
 
 PATIENCE = timedelta(days=365)
@@ -200,9 +188,9 @@ class Ranks:
         self.rank, self.size, self.device = rank, size, device
         self._watch = watch or RankWatch()
         # One for each thread: in a group, all ranks make their calls in the same order.
-        self._control, self._beside, self._states = (
-            dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(3)
-        )
+        self._groups = {
+            thread: dist.new_group(backend="gloo", timeout=PATIENCE) for thread in get_args(Thread)
+        }
 
     def lay_out(self, shard_size: int | None) -> None:
         """Let each `shard_size` ranks hold a copy of the model, or all of them one. A call of all ranks."""
@@ -229,30 +217,20 @@ class Ranks:
         """The leader's bytes, on every rank. Raises RankLostError: another rank has ended."""
         with self._naming_lost_ranks():
             length = torch.tensor([len(payload)])
-            dist.broadcast(length, 0, group=self._control)
+            dist.broadcast(length, 0, group=self._groups["policy"])
             data = _tensor_of(payload) if self.is_leader else torch.empty(int(length), dtype=torch.uint8)
             if len(data):
-                dist.broadcast(data, 0, group=self._control)
+                dist.broadcast(data, 0, group=self._groups["policy"])
             return data.numpy().tobytes()
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, in the order of ranks, on every rank. Raises RankLostError: another rank has
-        ended."""
-        return self._gather(payload, self._control)
 
     def meet(self) -> None:
         """Wait for all ranks, for as long as it takes: one whose disk is slow is not one that hangs."""
         self.gather(b"")
 
-    def gather_beside(self, payload: bytes) -> list[bytes]:
-        """The same, for the thread that writes weights: it may run beside all other calls."""
-        return self._gather(payload, self._beside)
-
-    def gather_state(self, payload: bytes) -> list[bytes]:
-        """The same, for the thread that writes checkpoints."""
-        return self._gather(payload, self._states)
-
-    def _gather(self, payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    def gather(self, payload: bytes, thread: Thread = "policy") -> list[bytes]:
+        """Every rank's bytes, in the order of ranks, on every rank; `thread` is the one that calls. Raises
+        RankLostError: another rank has ended."""
+        group = self._groups[thread]
         with self._naming_lost_ranks():
             lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
