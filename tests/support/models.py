@@ -1,5 +1,6 @@
 """Models of a few thousand parameters, samples for them, and policies that train them, made on the spot."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -134,6 +135,12 @@ def accumulate_all(policy: Policy, batches: list[MicroBatch]) -> MicroBatchMetri
 
 def train(policy: Policy, batches: list[MicroBatch]) -> UpdateResult:
     return policy.update(accumulate_all(policy, batches).denominator)
+
+
+def assert_all_close(mine: Iterable[Any], expected: Iterable[Any], atol: float = 1e-5) -> None:
+    """Array by array; with 0 they are equal."""
+    for left, right in zip(mine, expected, strict=True):
+        np.testing.assert_allclose(left, right, atol=atol, rtol=0.0)
 
 
 def one_batch(samples: list[Sample]) -> MicroBatch:

@@ -26,7 +26,6 @@ from tests.support.models import (
     write_tokenizer,
 )
 from tests.support.parity import score
-from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
@@ -34,7 +33,6 @@ from tidemill.services.rollout.engines.engine import GenerationRequest
 from tidemill.services.rollout.engines.transformers import TransformersEngine
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
-from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 FLOAT32_ONLY = ("Mixtral", "Phimoe", "GptOss")
 """Kernels of experts know no float64."""
@@ -153,11 +151,3 @@ async def test_the_engine_samples_from_the_distribution_that_the_trainer_scores(
             mask=np.ones(len(logprobs), np.bool_),
         )
         np.testing.assert_allclose(policy.logprobs([sample])[0], logprobs, atol=2e-4)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_a_context_that_is_shorter_than_the_run_is_told_wherever_it_stands(family, tmp_path):
-    make_model(family).save_pretrained(tmp_path)
-    config = run_config(tmp_path, model={"max_model_len": 256}, trainer={"device": "cpu"})
-    with pytest.raises(ConfigError, match="256 exceeds the model's context of 128"):
-        load_policy(config)

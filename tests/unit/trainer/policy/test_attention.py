@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreTrainedModel
 
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
-from tests.support.models import make_policy, make_samples, run_config, write_tokenizer
+from tests.support.models import assert_all_close, make_policy, make_samples, run_config, write_tokenizer
 from tests.support.parity import score_plain
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
@@ -263,8 +263,7 @@ def test_sequences_end_to_end_are_those_of_plain_attention(family, monkeypatch):
     batch = MicroBatch(tuple(samples))
     for policy in (plain, packed):
         policy.accumulate(batch)
-    for mine, expected in zip(packed.logprobs(samples), plain.logprobs(samples), strict=True):
-        np.testing.assert_allclose(mine, expected, atol=2e-5)
+    assert_all_close(packed.logprobs(samples), plain.logprobs(samples), 2e-05)
     for (name, weight), (_, other) in zip(packed._parameters, plain._parameters, strict=True):
         if other.grad is not None:
             torch.testing.assert_close(weight.grad, other.grad, atol=2e-4, rtol=2e-3, msg=name)

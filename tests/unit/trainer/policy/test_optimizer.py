@@ -19,7 +19,6 @@ from tidemill.services.trainer.policy.optimizer import (
     is_matrix,
     learning_rate,
     load_optimizer,
-    optimizer_tensors,
 )
 
 
@@ -77,54 +76,10 @@ def test_a_gradient_that_is_not_finite_is_reported_and_left_alone(bad):
     assert parameters[0][1].grad.tolist() == [1.0]
 
 
-def test_weight_decay_is_for_matrices_only():
-    matrix, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-    config = OptimizerConfig(lr=0.1, weight_decay=0.5)
-    optimizer = build_optimizer([("matrix", matrix), ("bias", bias)], config)
-    for parameter in (matrix, bias):
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    # decoupled: 1 - lr * decay = 0.95; a zero gradient moves nothing else
-    torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))
-    assert bias.tolist() == [1.0, 1.0]
-
-
 def held(tensors: dict[str, torch.Tensor]) -> Any:
     """Tensors in memory, in place of those of a folder."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return SimpleNamespace(shapes=shapes, read=lambda name: tensors[name])
-
-
-def test_state_comes_back_as_it_was_and_not_as_an_alias():
-    def build() -> tuple[list[tuple[str, nn.Parameter]], torch.optim.AdamW]:
-        torch.manual_seed(1)
-        parameters = [
-            ("layer.weight", nn.Parameter(torch.randn(3, 2))),
-            ("layer.bias", nn.Parameter(torch.randn(3))),
-        ]
-        return parameters, build_optimizer(parameters, OptimizerConfig(lr=0.1))
-
-    def step(parameters, optimizer, seed):
-        torch.manual_seed(seed)
-        for _, parameter in parameters:
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-
-    parameters, optimizer = build()
-    assert optimizer_tensors(optimizer, parameters) == {}
-    step(parameters, optimizer, 2)
-    saved = optimizer_tensors(optimizer, parameters)
-    assert set(saved) == {
-        f"layer.{n}.{m}" for n in ("weight", "bias") for m in ("step", "exp_avg", "exp_avg_sq")
-    }
-
-    others, other = build()
-    step(others, other, 2)
-    load_optimizer(other, others, held({f"optimizer.{name}": tensor for name, tensor in saved.items()}))
-    step(parameters, optimizer, 3)
-    step(others, other, 3)
-    for (_, mine), (_, theirs) in zip(parameters, others, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 class Pinned(TorchDispatchMode):

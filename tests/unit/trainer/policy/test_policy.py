@@ -18,7 +18,6 @@ from tests.support.models import (
     make_samples,
     masked,
     one_batch,
-    tiny_llama,
     train,
 )
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
@@ -26,37 +25,6 @@ from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 NORMALISATIONS = ["sequence", "token", "constant"]
-
-
-@pytest.mark.parametrize("normalisation", NORMALISATIONS)
-@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
-def test_the_gradient_is_that_of_the_loss_written_out(normalisation, old_logprobs):
-    algorithm = {"normalisation": normalisation, "old_logprobs": old_logprobs}
-    policy, samples = make_policy(torch.float64, algorithm=algorithm), make_samples(6)
-    metrics = accumulate_all(policy, [one_batch(samples)])
-
-    model = tiny_llama().double()
-    losses, num_tokens = [], 0
-    for sample in samples:
-        ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
-        logprobs = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
-        start = len(sample.prompt_ids)
-        terms = []
-        for t in np.flatnonzero(sample.mask):
-            current = logprobs[start + t - 1, ids[start + t]]
-            ratio = (current - float(sample.rollout_logprobs[t])).exp()
-            if old_logprobs == "recompute":
-                terms.append(-min(ratio.item(), 2.0) * sample.advantage * current)
-            else:
-                clipped = ratio.clamp(0.8, 1.28)
-                terms.append(-torch.minimum(ratio * sample.advantage, clipped * sample.advantage))
-        num_tokens += len(terms)
-        losses.append(sum(terms) / (len(terms) if normalisation == "sequence" else 1))
-    size = {"sequence": 6, "token": num_tokens, "constant": 6 * MAX_COMPLETION}[normalisation]
-    sum(losses).backward()
-    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    assert (metrics.tokens, metrics.sequences, metrics.denominator) == (num_tokens, 6, size)
-    torch.testing.assert_close(gradients_of(policy), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_on_policy_nothing_is_corrected_clipped_or_capped():
@@ -70,17 +38,6 @@ def test_on_policy_nothing_is_corrected_clipped_or_capped():
     assert metrics.mismatch_max < 1e-5
     assert abs(metrics.rollout_kl_sum) < 1e-5
     assert (metrics.clipped_low, metrics.clipped_high, metrics.weights_bounded) == (0, 0, 0)
-
-
-def test_logprobs_and_training_use_the_sampling_temperature():
-    policy, samples = make_policy(temperature=1.6), make_samples(10)
-    own = [
-        replace(sample, rollout_logprobs=logprobs)
-        for sample, logprobs in zip(samples, policy.logprobs(samples, temperature=1.6), strict=True)
-    ]
-    assert policy.accumulate(one_batch(own)).mismatch_max < 1e-5
-    other = policy.logprobs(samples)
-    assert max(np.abs(a.rollout_logprobs - b).max() for a, b in zip(own, other, strict=True)) > 0.1
 
 
 @pytest.mark.parametrize("useless", [masked, emptied])
@@ -227,10 +184,3 @@ def sample_from(policy: TransformersPolicy, count: int, generator: torch.Generat
         )
         for i in range(count)
     ]
-
-
-def test_metrics_join_sums_and_maxima():
-    left = MicroBatchMetrics(sequences=1, tokens=2, loss_sum=0.5, weight_max=2.0, mismatch_max=0.1)
-    right = MicroBatchMetrics(sequences=3, tokens=4, loss_sum=-1.5, weight_max=1.0, mismatch_max=0.3)
-    expected = MicroBatchMetrics(sequences=4, tokens=6, loss_sum=-1.0, weight_max=2.0, mismatch_max=0.3)
-    assert left + right == right + left == expected

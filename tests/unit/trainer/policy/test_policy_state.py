@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM
 
+from tests.support.architectures import make_model
 from tests.support.models import (
     accumulate_all,
     load_state,
@@ -26,7 +27,6 @@ from tidemill.common.files import StorageError
 from tidemill.services.trainer.policy import state
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.policy.transformers_policy import load_policy
-from tidemill.services.trainer.weights.store import export_tensors
 
 
 def test_a_checkpoint_continues_bit_by_bit(tmp_path):
@@ -125,29 +125,6 @@ def test_saved_weights_load_back_equal(tmp_path, tie_word_embeddings, dtype):
         assert torch.equal(parameter, dict(model.named_parameters())[name].to(dtype)), name
 
 
-def test_weights_have_the_names_of_a_published_checkpoint(tmp_path):
-    # transformers fuses Mixtral's experts when it loads them; engines expect them one by one
-    config = MixtralConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=3,
-    )
-    model = MixtralForCausalLM(config)
-    model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = (
-        dict(export_tensors(model, torch.float32)),
-        load_file(tmp_path / "theirs" / "model.safetensors"),
-    )
-    assert "model.layers.0.block_sparse_moe.experts.2.w1.weight" in ours
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert len(dict(model.named_parameters())) < len(dict(export_tensors(model, torch.float32)))
-
-
 def test_a_policy_is_loaded_as_configured(tmp_path):
     tiny_model(tmp_path, attention_dropout=0.3)
     policy = load_policy(run_config(tmp_path, trainer={"device": "cpu"}))
@@ -170,6 +147,10 @@ def test_what_cannot_be_loaded_is_explained(tmp_path):
     tiny_model(tmp_path)
     with pytest.raises(ConfigError, match=r"model\.max_model_len: 4096 exceeds the model's context of 128"):
         load_policy(run_config(tmp_path, model={"max_model_len": 4096}))
+    text_within = run_config(tmp_path / "images", model={"max_model_len": 256}, trainer={"device": "cpu"})
+    make_model("Gemma3").save_pretrained(tmp_path / "images")
+    with pytest.raises(ConfigError, match=r"256 exceeds the model's context of 128"):
+        load_policy(text_within)
     with pytest.raises(ConfigError, match=r"trainer\.device: 'gpu' is no device"):
         load_policy(run_config(tmp_path, trainer={"device": "gpu"}))
     if not torch.cuda.is_available():

@@ -19,15 +19,18 @@ from tests.support.models import (
 )
 from tests.support.sessions import make_segment, make_session, rows_by_hand, session_samples
 from tests.support.training import make_score, trainer_config
+from tidemill.common.config.algorithm_sections import TeacherTermConfig
 from tidemill.common.wire.messages import Trajectory
+from tidemill.services.trainer.algorithm.advantages.teaching import with_teacher
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import (
     Sample,
     form_micro_batches,
     make_sample,
     num_sampled,
+    with_teaching,
 )
-from tidemill.services.trainer.policy.packing import make_rows, make_tiles
+from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
 
 NORMALISATIONS = ["sequence", "token", "constant"]
 TWO_TURNS = make_session(0, 0, make_segment((3, 4, 5), (6, 7), (8, 9, 10), (11, 12, 13)))
@@ -55,9 +58,11 @@ def logprobs_by_hand(model: Any, trajectory: Trajectory) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
-def test_loss_and_gradient_are_those_written_out_row_by_row(normalisation: str) -> None:
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
+def test_loss_and_gradient_are_those_written_out_row_by_row(normalisation: str, old_logprobs: Any) -> None:
     """A session of two turns, and one with a fork whose two rows share one advantage and one count."""
-    policy = make_policy(torch.float64, algorithm={"normalisation": normalisation, "old_logprobs": "rollout"})
+    algorithm = {"normalisation": normalisation, "old_logprobs": old_logprobs}
+    policy = make_policy(torch.float64, algorithm=algorithm)
     metrics = accumulate_all(policy, [one_batch(samples_of(TWO_TURNS, FORKED))])
 
     model = tiny_llama().double()
@@ -65,9 +70,13 @@ def test_loss_and_gradient_are_those_written_out_row_by_row(normalisation: str) 
     for trajectory, advantage in zip((TWO_TURNS, FORKED), ADVANTAGES, strict=True):
         current, rollout = logprobs_by_hand(model, trajectory)
         ratio = (current - rollout).exp()
-        objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-        if advantage < 0:
-            objective = torch.maximum(objective, torch.tensor(3.0 * advantage).double())
+        if old_logprobs == "recompute":  # its value counts the ratio to the current logprobs, which is 1
+            weight = ratio.detach().clamp(max=2.0) * advantage
+            objective = weight * (current - current.detach()).exp()
+        else:
+            objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            if advantage < 0:
+                objective = torch.maximum(objective, torch.tensor(3.0 * advantage).double())
         counts.append(len(current))
         losses.append(-objective.sum() / (len(current) if normalisation == "sequence" else 1))
     loss = sum(losses)
@@ -78,6 +87,41 @@ def test_loss_and_gradient_are_those_written_out_row_by_row(normalisation: str) 
     assert (metrics.sequences, metrics.tokens, metrics.denominator) == (2, 10, size)
     assert metrics.loss_sum == pytest.approx(loss.item(), rel=1e-6)
     torch.testing.assert_close(gradients_of(policy), expected, rtol=1e-6, atol=1e-6)
+
+
+TEACHING: dict[str, dict[str, Any]] = {
+    "reward": {"gamma": 0.0},
+    "loss": {"place": "loss", "estimator": "k3", "clip": 3.0},
+}
+
+
+@pytest.mark.parametrize("place", TEACHING)
+def test_a_teacher_scores_each_row_of_a_session_as_written_out(place: str) -> None:
+    """A fork's rows share nothing but their sample."""
+    weight, term = 0.7, TeacherTermConfig(**TEACHING[place])
+    model, teacher = tiny_llama().double(), tiny_llama(seed=9).double()
+    samples, loss = [], torch.zeros(()).double()
+    for trajectory in (TWO_TURNS, FORKED):
+        student, wise = (logprobs_by_hand(of, trajectory)[0] for of in (model, teacher))
+        wise = wise.detach().float()
+        # On policy: the rollout's logprobs are the policy's own, so that every importance weight is 1.
+        sample = make_sample(trajectory)
+        rollout = np.zeros(len(sample.mask), np.float32)
+        rollout[sample.mask] = student.detach().float().numpy()
+        sample = replace(sample, rollout_logprobs=rollout)
+        samples.append(with_teacher(with_teaching(sample, "wise", wise.numpy(), weight), term))
+        if place == "reward":
+            d = (student.detach().float().double() - wise.double()).clamp(-term.clip, term.clip)
+            loss = loss + (weight * d * (student - student.detach()).exp()).sum()
+        else:
+            d = (student.detach() - wise.double()).clamp(-term.clip, term.clip)
+            loss = loss + (weight * (1 - torch.exp(-d)) * student).sum()
+    loss.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    algorithm = {"teacher": TEACHING[place], "loss": "reinforce", "normalisation": "constant"}
+    policy = make_policy(torch.float64, algorithm=algorithm)
+    assert accumulate_all(policy, form_micro_batches(samples, 12)).denominator == 2 * MAX_COMPLETION
+    assert ((gradients_of(policy) - expected).norm() / expected.norm()).item() < 1e-5
 
 
 def test_a_ratio_of_a_sequence_is_over_all_segments_of_a_session() -> None:
@@ -129,7 +173,7 @@ def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matter
 ) -> None:
     samples = session_samples(12)
     rows = make_rows(samples, [sample.mask for sample in samples])
-    tiles = make_tiles(rows, layout, 40, keeps_samples)
+    tiles = [make_tile(lines, layout) for lines in plan_tiles(rows, layout, 40, keeps_samples)]
     placed = [(row.sample, int(place)) for tile in tiles for row in tile.rows for place in row.places]
     trained = [(i, int(place)) for i, s in enumerate(samples) for place in np.flatnonzero(s.mask)]
     assert sorted(placed) == trained

@@ -1,0 +1,282 @@
+"""Ranks: how they meet, divide a host and a batch, what they send each other, and who is missed."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.models import make_samples, run_config
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample, with_teaching
+from tidemill.services.trainer.policy.fsdp import rank_policy, ranks
+from tidemill.services.trainer.policy.fsdp.rank_policy import (
+    RankPolicy,
+    cores_beside,
+    split_samples,
+    take_share,
+)
+from tidemill.services.trainer.policy.fsdp.ranks import (
+    JOIN_TIMEOUT,
+    NCCL_TIMEOUT,
+    SILENT_S,
+    Heartbeats,
+    Ranks,
+    RankWatch,
+    join_ranks,
+    lead_ranks,
+)
+from tidemill.services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
+from tidemill.services.trainer.policy.model_loading import prepare_torch
+from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+
+VARIABLES = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Torch's calls, on a machine with a GPU."""
+    calls = MagicMock(PrefixStore=lambda _, store: store)
+    calls.rendezvous = lambda *_, timeout: iter([(timeout, 0, 4)])
+    calls.new_subgroups_by_enumeration = lambda parts, timeout: ((parts, timeout), [])
+    monkeypatch.setattr(ranks, "dist", calls)
+    monkeypatch.setattr(ranks, "rendezvous", calls.rendezvous, raising=False)
+    for name, answer in {"is_available": True, "device_count": 8, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    return calls
+
+
+def test_ranks_wait_longer_for_one_that_still_loads_than_for_one_that_hangs(group: MagicMock) -> None:
+    join_ranks(VARIABLES)
+    _, options = group.init_process_group.call_args
+    assert options["timeout"] == NCCL_TIMEOUT < JOIN_TIMEOUT == options["store"]
+
+
+def test_ranks_that_share_a_copy_wait_no_longer_for_each_other_than_all_do(
+    group: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mesh_of(groups: list[tuple[Any, timedelta]], *_: Any, **__: Any) -> Any:
+        return groups
+
+    monkeypatch.setattr(ranks.DeviceMesh, "from_group", mesh_of)
+    joined = Ranks(3, 4, torch.device("cuda", 3))
+    joined.lay_out(2)
+    assert joined.mesh == [([[0, 2], [1, 3]], NCCL_TIMEOUT), ([[0, 1], [2, 3]], NCCL_TIMEOUT)]
+
+
+def test_another_number_of_ranks_than_torchrun_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"torchrun started 4 ranks, trainer\.num_ranks is 2"):
+        lead_ranks(run_config("x", trainer={"num_ranks": 2, "device": "cpu"}).trainer)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep processes apart by other means")
+def test_a_rank_is_hidden_from_other_processes_of_its_user() -> None:
+    program = (
+        "import ctypes, os\n"
+        "from tidemill.services.trainer.policy.fsdp import rank_main\n"
+        "rank_main.join_ranks = lambda: exit(ctypes.CDLL(None).prctl(3))\n"
+        "rank_main.main(os.getppid())"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_ranks_meet_once_each_has_read_its_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else the fastest would wait for the others in a call on GPUs, which gives up after minutes."""
+    events: list[str] = []
+    monkeypatch.setattr(TransformersPolicy, "load_state", lambda *_: events.append("read"))
+    policy = object.__new__(RankPolicy)
+    policy.__dict__["_ranks"] = SimpleNamespace(meet=lambda: events.append("met"))
+    policy.load_state(tmp_path)
+    assert events == ["read", "met"]
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of threads that torch is given, on a host of 16 cores."""
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    return given
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, [4]),
+        ({"LOCAL_WORLD_SIZE": "2"}, [8]),
+        ({"LOCAL_WORLD_SIZE": "32"}, [1]),
+        ({"OMP_NUM_THREADS": "3"}, []),
+    ],
+)
+def test_threads_are_divided_between_the_ranks_of_a_host(
+    environment: dict[str, str], expected: list[int], threads: list[int]
+) -> None:
+    take_share(torch.device("cpu"), 4, environment)
+    assert threads == expected
+
+
+def test_the_cores_beside_a_gpu_are_those_that_the_system_tells(tmp_path: Path) -> None:
+    (tmp_path / "0000:3b:00.0").mkdir()
+    (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text("0-2,8,10-11\n")
+    assert cores_beside("0000:3b:00.0", tmp_path) == {0, 1, 2, 8, 10, 11}
+    assert cores_beside("0000:5e:00.0", tmp_path) == set()
+
+
+@pytest.mark.parametrize(("beside", "bound"), [({4, 5, 40}, [{4, 5}]), (set(), [])])
+def test_a_rank_is_bound_to_those_of_them_that_it_may_use(
+    beside: set[int], bound: list[set[int]], threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses: list[str] = []
+    monkeypatch.setattr(rank_policy, "cores_beside", lambda address: addresses.append(address) or beside)
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    taken: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: taken.append(cores))
+    take_share(torch.device("cuda"), 4, {})
+    assert (addresses, taken) == (["0000:3b:00.0"], bound)
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "b"}])
+def test_segments_grow_unless_the_user_says_otherwise(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    prepare_torch(run_config("x").trainer)
+    assert os.environ == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_shares_are_balanced_by_tokens_and_hold_every_sample_once() -> None:
+    samples = make_samples(40)
+    shares = split_samples(samples, 3)
+    assert sorted(i for share in shares for i in share) == list(range(40))
+    loads = [sum(samples[i].num_tokens for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sample.num_tokens for sample in samples)
+    assert split_samples(samples[:1], 2) == [[0], []]
+
+
+def as_plain(value: Any) -> Any:
+    """Arrays as their dtype and elements, and dataclasses as their fields."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tolist()
+    names = [item.name for item in fields(value)] if hasattr(value, "__dataclass_fields__") else []
+    return {name: as_plain(getattr(value, name)) for name in names} if names else value
+
+
+def test_a_call_arrives_as_it_was_sent() -> None:
+    plain, sample = make_samples(2)
+    taught = with_teaching(sample, "wise", np.full(sample.num_trained, -1.5, np.float32), 0.5)
+    taught = replace(taught, advantage=np.array([0.5] * len(sample.mask)))
+    name, (batch,) = decode_call(encode_call("accumulate", [MicroBatch((plain, taught))]))
+    assert name == "accumulate" and all(isinstance(one, Sample) for one in batch.samples)
+    assert [as_plain(one) for one in batch.samples] == [as_plain(one) for one in (plain, taught)]
+    assert decode_call(encode_call("save_state", [Path("a/b")])) == ("save_state", (Path("a/b"),))
+    assert decode_call(encode_call("update", [2.5])) == ("update", (2.5,))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 6])
+@pytest.mark.parametrize("num_writers", [1, 2, 3])
+def test_rows_written_by_some_ranks_are_read_by_any_number(
+    tmp_path: Path, num_rows: int, num_writers: int
+) -> None:
+    whole = torch.arange(num_rows * 2.0).reshape(num_rows, 2)
+    for rank in range(num_writers):
+        start, stop = rows_of(num_rows, rank, num_writers)
+        shard = Shard(rank, num_writers, {"a": num_rows})
+        PolicyState({"a": whole[start:stop]}, shard=shard).write(tmp_path)
+    reader = ShardReader(tmp_path)
+    assert torch.equal(reader.read("a"), whole)
+    for size in (1, 2, 4):
+        parts = [reader.read("a", *rows_of(num_rows, rank, size)) for rank in range(size)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size - 1)])
+def test_a_checkpoint_that_lacks_a_byte_of_one_rank_is_passed_over(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    def write(folder: Path) -> None:
+        for rank in range(2):
+            shard = Shard(rank, 2, {"a": 4})
+            PolicyState({"a": torch.ones(2, 3)}, {"updates": 1} if rank == 0 else {}, shard).write(folder)
+
+    store = CheckpointStore(tmp_path, keep=2)
+    first, second = (store.save(TrainerState(version=version), write) for version in (1, 2))
+    assert store.load_latest().folder == second
+    damage(second / "policy-00001-of-00002.safetensors")
+    assert store.load_latest().folder == first
+
+
+@dataclass
+class Store:
+    """Torch's, in this process."""
+
+    numbers: Counter[str] = field(default_factory=Counter)
+    is_gone: bool = False
+
+    def add(self, key: str, amount: int) -> int:
+        if self.is_gone:
+            raise RuntimeError("connection refused")
+        self.numbers[key] += amount
+        return self.numbers[key]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_who_stands_still_is_named_and_who_counts_is_not() -> None:
+    store, clock = Store(), Clock()
+    beating = [Heartbeats(store, rank, 3, clock) for rank in range(3)]
+    for _ in range(4):
+        assert [beats.look() for beats in beating] == ["", "", ""]
+        clock.now += 0.9 * SILENT_S
+    for _ in range(2):
+        assert [beating[rank].look() for rank in (0, 2)] == ["", ""]
+        clock.now += 0.9 * SILENT_S
+    assert "rank 1" in beating[0].look()
+    assert beating[2].look() == "", "rank 0 has counted"
+    clock.now += 1.1 * SILENT_S
+    assert "rank 0" in beating[2].look()
+
+
+def test_a_count_that_does_not_come_back_is_noticed() -> None:
+    clock = Clock()
+    beats = Heartbeats(Store(), 1, 2, clock)
+    beats.look()
+    clock.now += 0.9 * SILENT_S
+    assert not beats.is_stuck()
+    clock.now += 0.2 * SILENT_S
+    assert beats.is_stuck()
+
+
+def test_a_store_that_is_gone_means_that_rank_0_is_unless_the_run_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "BEAT_S", 0.001)
+    watch, store = RankWatch(), Store()
+    watch.follow(Heartbeats(store, 1, 2))
+    store.is_gone = True
+    watch._lost.wait(60)
+    watch.stop()
+    assert "rank 0" in watch.loss()[0]
+    monkeypatch.setattr(ranks, "BEAT_S", 60)  # the next one comes after the end
+    watch = RankWatch()
+    watch.follow(Heartbeats(store, 1, 2))
+    watch.stop()
+    assert not watch._lost.is_set()
