@@ -81,7 +81,7 @@ def prepare_torch(config: TrainerConfig) -> None:
 
 
 def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
-    """Load `model.path` in float32 onto the device, with every dropout at 0. Raises ConfigError: no model
+    """Load `model.path` in float32 onto the device, in eval mode. Raises ConfigError: no model
     there, weights missing, or a context shorter than `model.max_model_len`."""
     # Read by transformers into the CPU's memory; for a GPU that would be once more than is needed.
     model, weights = open_model(config, device, reads_later=device.type != "cpu")
@@ -99,7 +99,6 @@ def open_model(
     try:
         model_config = with_overrides(AutoConfig.from_pretrained(config.path), config)
         model_config = freeze_rope(model_config, config.max_model_len)
-        _disable_dropout(model_config)
         attention = choose_attention(model_config, device, compute_dtype(config))
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
         found: Any = _open_empty(config.path, model_config, options) if reads_later else None
@@ -120,11 +119,9 @@ def open_model(
     model, info, weights = found
     _check_weights(config, info)
     _check_context(config, model)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     if weights is None:
         model.to(device)
+    # Without dropout: sampling has none, so the trainer's logprobs must not have any either.
     return model.eval(), weights
 
 
@@ -136,14 +133,6 @@ def _open_empty(
     except UnclearError as error:
         log.warning("the whole model is read before it goes to its device", path=path, reason=str(error))
         return None
-
-
-def _disable_dropout(model_config: Any) -> None:
-    """Sampling has none, so the trainer's logprobs must not have any either; eval mode has none as well."""
-    for part in {id(part): part for part in (model_config, model_config.get_text_config())}.values():
-        for name, value in list(vars(part).items()):
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                setattr(part, name, 0.0)
 
 
 def _check_weights(config: ModelConfig, info: dict[str, Any]) -> None:
