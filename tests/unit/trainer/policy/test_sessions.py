@@ -21,7 +21,7 @@ from tests.support.sessions import make_segment, make_session, rows_by_hand, ses
 from tests.support.training import make_score, trainer_config
 from tidemill.common.config.algorithm_sections import TeacherTermConfig
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.trainer.algorithm.advantages.teaching import with_teacher
+from tidemill.services.trainer.algorithm.advantages.shaping import with_teacher
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import (
     Sample,
