@@ -21,7 +21,7 @@ from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments.environment import chat_of
 from tidemill.services.rollout.environments.player import EnvironmentPlayer, build_stage
-from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed, Tools
+from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed, Tools, call_of
 from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import open_chat
 
@@ -121,8 +121,7 @@ class ScriptedChat:
         schema = function.get("parameters") or {}
         properties = schema.get("properties") or {}
         arguments = {name: _example(properties.get(name) or {}) for name in schema.get("required") or ()}
-        written = {"name": function["name"], "arguments": json.dumps(arguments)}
-        message["tool_calls"] = [{"id": "call_0", "type": "function", "function": written}]
+        message["tool_calls"] = [call_of("call_0", function["name"], json.dumps(arguments))]
         return Parsed(message, (Call(function["name"], arguments),))
 
 

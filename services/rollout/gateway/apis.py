@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from tidemill.services.rollout.gateway.dialogue import Answer, Question, RequestError, Tool
-from tidemill.services.rollout.gateway.request import (
+from tidemill.services.rollout.gateway.dialogue import (
+    Answer,
     Body,
+    Question,
+    RequestError,
+    Tool,
     has_usage,
     limit_of,
     messages_of,

@@ -3,10 +3,14 @@
 Messages are kept in one form, that of OpenAI's chat with text as a string. What two messages have in common
 is compared by `identity`, which survives what clients do to a history that they send back: text as a list of
 parts, null for no text, new ids of calls, arguments written as other JSON, dropped reasoning.
+
+Answers are sampled freely, by `rollout.sampling`, as they are trained. Clients that ask for a form validate
+what they get and ask again, so their wishes are counted and not obeyed; where the config says so, refused.
+Whatever is malformed raises `RequestError`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -14,6 +18,7 @@ from typing import Any, Literal
 from xxhash import xxh3_128_digest
 
 from tidemill.common.wire.codec import sendable
+from tidemill.services.rollout.sessions.chat import call_of
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -23,6 +28,25 @@ Identity = tuple[str, str, tuple[tuple[str, str], ...]]
 FinishReason = Literal["stop", "length", "tool_calls"]
 SESSION_LIMIT = "session_limit"
 """The code of the error that says that a session has reached a limit."""
+Body = Mapping[str, Any]
+"""A request."""
+GUIDED = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"),
+    *("structured_outputs", "output_format"),
+)
+"""Fields by which vLLM and older clients of Anthropic ask for a form."""
+READ = frozenset(
+    [
+        *("model", "messages", "tools", "tool_choice", "stream", "stream_options", "n", "stop", "functions"),
+        *("max_tokens", "max_completion_tokens", "max_output_tokens", "stop_sequences", "response_format"),
+        *("prompt", "best_of", "echo", "suffix", "continue_final_message", "add_generation_prompt"),
+        *("input", "instructions", "previous_response_id", "conversation", "background", "text", "system"),
+        *("output_config", "logprobs"),
+        *GUIDED,
+    ]
+)
+"""Fields that are obeyed, refused, or counted as wishes."""
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 
 
 class RequestError(Exception):
@@ -99,12 +123,6 @@ class Answer:
         return list(self.message.get("tool_calls", ()))
 
 
-def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in a message; its arguments are JSON."""
-    function = {"name": sendable(name), "arguments": sendable(arguments)}
-    return {"id": sendable(call_id), "type": "function", "function": function}
-
-
 def identity(message: Mapping[str, Any]) -> Identity:
     """What stays of a message, whatever a client does to its form."""
     calls = (call.get("function", {}) for call in message.get("tool_calls") or ())
@@ -119,3 +137,130 @@ def _same_json(arguments: Any) -> str:
         return json.dumps(arguments if arguments is not None else {}, sort_keys=True)
     except (ValueError, RecursionError):
         return str(arguments)
+
+
+def wishes_in(body: Body) -> list[str]:
+    """The fields by which the request asks for a form of the answer, or for a call."""
+    forms = {
+        "response_format": object_in(body, "response_format"),
+        "text.format": object_in(object_in(body, "text"), "format"),
+        "output_config.format": object_in(object_in(body, "output_config"), "format"),
+    }
+    wishes = [name for name, form in forms.items() if form.get("type", "text") != "text"]
+    wishes += [name for name in GUIDED if body.get(name)]
+    return wishes + (["tool_choice"] if _tool_choice_word(body) not in ("auto", "none") else [])
+
+
+def ignored_in(body: Body) -> list[str]:
+    """The fields that do nothing here."""
+    return sorted(name for name in body.keys() - READ if body[name] is not None)
+
+
+def messages_of(found: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Message, ...]:
+    """Messages of OpenAI's chat, each after its place in the request, in the one form that is kept. Results
+    of tools say which tool it was: some chat templates need it."""
+    messages: list[Message] = []
+    names: dict[str, str] = {}
+    for where, message in found:
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise RequestError(f"{where} has role {role!r}; expected system, user, assistant or tool")
+        plain: Message = {"role": ROLES[role], "content": text_of(message.get("content"), where)}
+        if calls := objects(message, "tool_calls"):
+            plain["tool_calls"] = [_call(call, where) for call in calls]
+            names |= {call["id"]: call["function"]["name"] for call in plain["tool_calls"]}
+        if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+            plain["reasoning_content"] = text_of(reasoning, where)
+        plain |= {name: str(message[name]) for name in ("tool_call_id", "name") if message.get(name)}
+        if role == "tool" and (name := names.get(plain.get("tool_call_id", ""))):
+            plain.setdefault("name", name)
+        messages.append(plain)
+    return tuple(messages)
+
+
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} has a call without a function's name")
+    given = function.get("arguments")  # as JSON; some clients send the object itself
+    arguments = given if isinstance(given, str) and given else json.dumps(given or {})
+    return call_of(str(call.get("id") or ""), function["name"], arguments)
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message: a string, nothing, or a list of parts that are text."""
+    if content is None or isinstance(content, str):
+        return sendable(content or "")
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be text or a list of parts, got {type(content).__name__}")
+    texts = []
+    for part in content:
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RequestError(f"{where} has a part of type {kind!r}; this model reads text only")
+        texts.append(text)
+    return sendable("\n".join(texts))
+
+
+def tool_of(name: Any, description: Any, parameters: Any) -> Tool:
+    """A tool in OpenAI's form."""
+    if not isinstance(name, str) or not isinstance(parameters or {}, dict):
+        raise RequestError(f"a tool needs a name, and an object as its parameters; got {name!r}")
+    function: dict[str, Any] = {"name": name, "description": str(description or "")}
+    return {"type": "function", "function": function | {"parameters": parameters or {"type": "object"}}}
+
+
+def tool_choice_of(body: Body) -> str:
+    """Whether the model may call, need not, or should, and which tools, where the client names some."""
+    choice = _tool_choice_word(body)
+    return choice if choice in ("auto", "none") else json.dumps(body["tool_choice"], sort_keys=True)
+
+
+def _tool_choice_word(body: Body) -> str:
+    """`auto`, `none`, or the word for the rest."""
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = choice.get("mode") or choice.get("type")
+    if not isinstance(choice, str | None):
+        raise RequestError(f"tool_choice must be a word or an object with a type, got {choice!r}")
+    return choice or "auto"
+
+
+def object_in(body: Body, name: str) -> Mapping[str, Any]:
+    """The object in a field of a request; empty where the field is absent."""
+    value = body.get(name) or {}
+    if not isinstance(value, dict):
+        raise RequestError(f"`{name}` must be an object, got {type(value).__name__}")
+    return value
+
+
+def objects(body: Body, name: str) -> Sequence[Mapping[str, Any]]:
+    """The list of objects in a field of a request; empty where the field is absent."""
+    value = body.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RequestError(f"`{name}` must be a list of objects")
+    return value
+
+
+def has_usage(body: Body) -> bool:
+    """Whether a stream ends with what the answer used."""
+    return bool(object_in(body, "stream_options").get("include_usage"))
+
+
+def limit_of(body: Body, *names: str) -> int | None:
+    """The client's limit of tokens, under the first of the names that is there."""
+    for name in names:
+        if (value := body.get(name)) is not None:
+            # By `type`: true is an instance of int.
+            if type(value) is not int or value < 1:
+                raise RequestError(f"`{name}` must be a whole number from 1, got {value!r}")
+            return value
+    return None
+
+
+def stops_of(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise RequestError("stop sequences must be text, or a list of texts")
+    return tuple(stop for stop in stops if stop)

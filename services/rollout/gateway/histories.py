@@ -12,7 +12,7 @@ prompt describes.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from tidemill.common.wire.segments import SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
@@ -24,7 +24,7 @@ from tidemill.services.rollout.gateway.dialogue import (
     RequestError,
     identity,
 )
-from tidemill.services.rollout.sessions.chat import ChatFormat
+from tidemill.services.rollout.sessions.chat import ChatFormat, num_shared
 from tidemill.services.rollout.sessions.player import Decode
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder
 
@@ -233,9 +233,3 @@ def num_within(ids: Sequence[int], num_chars: int, decode: Decode) -> int:
     """Tokens at the start whose text is not longer."""
     # By bisection: to decode every prefix takes quadratic time, and an answer may be long.
     return bisect_right(range(len(ids)), num_chars, key=lambda i: len(decode(ids[: i + 1])))
-
-
-def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Items at the start of both."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

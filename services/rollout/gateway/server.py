@@ -11,6 +11,7 @@ import hmac
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import structlog
 from starlette.applications import Starlette
@@ -22,8 +23,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.http_server import ServerInService, listen, server_config
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.gateway.apis import APIS, Api, anthropic_question
-from tidemill.services.rollout.gateway.dialogue import RequestError
-from tidemill.services.rollout.gateway.request import Body, has_usage, ignored_in, wishes_in
+from tidemill.services.rollout.gateway.dialogue import Body, RequestError, has_usage, ignored_in, wishes_in
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.calls import MAX_DEPTH, is_deeper
 
@@ -63,18 +63,19 @@ class Gateway:
         """By the client's end of a connection."""
         self._noted: set[str] = set()
         self._serving: asyncio.Task[None] | None = None
-        posts = {path: self._asking(api) for path, api in APIS.items()} | {COUNT: self._count}
+        posts: dict[str, Endpoint] = {path: partial(self._ask, api) for path, api in APIS.items()}
+        posts[COUNT] = self._count
         gets: dict[str, Endpoint] = {"models": self._models, "models/{name:path}": self._models}
         routes = [
-            Route(f"{prefix}/v1/{path}", self._endpoint(endpoint), methods=[method])
+            Route(f"{prefix}/v1/{path}", partial(self._answer, endpoint), methods=[method])
             for prefix in ("/s/{token}", "")
             for method, endpoints in (("POST", posts), ("GET", gets))
             for path, endpoint in endpoints.items()
         ]
-        claims = Route("/s/{token}/connections/{port:int}", self._endpoint(self._claim), methods=["POST"])
-        app = Starlette(routes=[*routes, claims])
+        claim = partial(self._answer, self._claim)
+        routes.append(Route("/s/{token}/connections/{port:int}", claim, methods=["POST"]))
         # A connection's other end is what the kernel says, whatever headers say.
-        config = server_config(app, timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=False)
+        config = server_config(Starlette(routes=routes), timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=False)
         self._server = ServerInService(config)
 
     async def start(self) -> None:
@@ -105,27 +106,24 @@ class Gateway:
             # The kernel gives a client's port to other connections later: no claim may outlive its session.
             self._claimed = {end: one for end, one in self._claimed.items() if one is not session}
 
-    def _endpoint(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            try:
-                return await endpoint(self._session(request), request)
-            except RequestError as error:
-                refused = error
-            except asyncio.CancelledError:  # its turn was, when the session was closed
-                refused = RequestError("the session is over", "session_over", 404)
-            except Exception as error:  # the session fails with it; its program must not try again
-                log.warning("a request of an agent failed", error=str(error))
-                refused = RequestError("the engine failed", "engine_failed", 500)
-            described = {  # in a form that both clients read
-                "message": f"{refused.message} ({refused.code})",
-                "type": ERROR_TYPES.get(refused.status, "invalid_request_error"),
-                "code": refused.code,
-                "param": None,
-                "details": {"error_code": refused.code},  # Anthropic's client then sends its history whole
-            }
-            return JSONResponse({"type": "error", "error": described}, refused.status, NO_RETRY)
-
-        return answer
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
+        try:
+            return await endpoint(self._session(request), request)
+        except RequestError as error:
+            refused = error
+        except asyncio.CancelledError:  # its turn was, when the session was closed
+            refused = RequestError("the session is over", "session_over", 404)
+        except Exception as error:  # the session fails with it; its program must not try again
+            log.warning("a request of an agent failed", error=str(error))
+            refused = RequestError("the engine failed", "engine_failed", 500)
+        described = {  # in a form that both clients read
+            "message": f"{refused.message} ({refused.code})",
+            "type": ERROR_TYPES.get(refused.status, "invalid_request_error"),
+            "code": refused.code,
+            "param": None,
+            "details": {"error_code": refused.code},  # Anthropic's client then sends its history whole
+        }
+        return JSONResponse({"type": "error", "error": described}, refused.status, NO_RETRY)
 
     def _session(self, request: Request) -> GatewaySession:
         token = request.path_params.get("token")
@@ -149,28 +147,23 @@ class Gateway:
         self._claimed[_end_of(request)[0], request.path_params["port"]] = session
         return Response()
 
-    def _asking(self, api: Api) -> Endpoint:
-        """The endpoint that has the model answer."""
-
-        async def ask(session: GatewaySession, request: Request) -> Response:
-            # What is malformed is refused before anything is generated, so all of the request is read first.
-            body = await _body(request, session)
-            question = api.question_of(body)
-            # `has_usage` is called for its error alone, and before the model is asked.
-            is_stream, _ = body.get("stream"), has_usage(body)
-            self._check_wishes(body)
-            retry_count = request.headers.get(RETRY_COUNT)
-            answer = await session.answer(question, None if retry_count is None else retry_count != "0")
-            if not is_stream:
-                return JSONResponse(api.answer_of(answer, self.model, body))
-            lines = []
-            for event in api.events_of(answer, self.model, body):
-                named = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
-                lines.append(f"{named}data: {event if isinstance(event, str) else json.dumps(event)}\n\n")
-            headers = {"cache-control": "no-cache"}
-            return Response("".join(lines), media_type="text/event-stream", headers=headers)
-
-        return ask
+    async def _ask(self, api: Api, session: GatewaySession, request: Request) -> Response:
+        """Have the model answer."""
+        # What is malformed is refused before anything is generated, so all of the request is read first.
+        body = await _body(request, session)
+        question = api.question_of(body)
+        has_usage(body)  # for its error alone
+        self._check_wishes(body)
+        retry_count = request.headers.get(RETRY_COUNT)
+        answer = await session.answer(question, None if retry_count is None else retry_count != "0")
+        if not body.get("stream"):
+            return JSONResponse(api.answer_of(answer, self.model, body))
+        lines = []
+        for event in api.events_of(answer, self.model, body):
+            named = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
+            lines.append(f"{named}data: {event if isinstance(event, str) else json.dumps(event)}\n\n")
+        headers = {"cache-control": "no-cache"}
+        return Response("".join(lines), media_type="text/event-stream", headers=headers)
 
     def _check_wishes(self, body: Body) -> None:
         """Count what the request asks of sampling, or refuse it."""

@@ -26,16 +26,14 @@ from tidemill.services.rollout.gateway.dialogue import (
     Message,
     Question,
     RequestError,
-    call_of,
 )
 from tidemill.services.rollout.gateway.histories import (
     Continuation,
     Histories,
     RecordedHistory,
-    num_shared,
     num_within,
 )
-from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed
+from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of, num_shared
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played
 
 MAX_REPEATS = 8

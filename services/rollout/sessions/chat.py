@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tidemill.common.wire.codec import sendable
+
 ChatMessage = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 """Schemas of what the model may call."""
@@ -17,6 +19,12 @@ class Call:
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+
+
+def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in a message; its arguments are JSON."""
+    function = {"name": sendable(name), "arguments": sendable(arguments)}
+    return {"id": sendable(call_id), "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +93,9 @@ class SimulatedChat:
 
     def shorten(self, text: str, max_tokens: int) -> str:
         return " ".join(text.split()[:max_tokens])
+
+
+def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Items at the start of both."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -21,6 +21,8 @@ from tidemill.services.rollout.sessions.chat import (
     Parsed,
     SimulatedChat,
     Tools,
+    call_of,
+    num_shared,
 )
 
 MARK = "MODELSTURN"
@@ -72,11 +74,7 @@ class TemplateChat:
         is_prefilled = messages[-1].get("role") == "assistant"
         chat = [*_marked(caller), *messages]
         after = self.encode(self._after_mark(chat, tools, speaks=not is_prefilled, continues=is_prefilled))
-        ending = self._ending(caller)
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(after, ending, strict=False)) if a != b),
-            min(len(after), len(ending)),
-        )
+        shared = num_shared(after, self._ending(caller))
         last = turn_ids[-1] if is_stopped and turn_ids else None
         place = self._place_of_end(after, shared, last)
         if place is None:
@@ -271,11 +269,7 @@ def _message(text: str, thought: str, calls: Sequence[Call]) -> dict[str, Any]:
         message["reasoning_content"] = thought
     if calls:
         message["tool_calls"] = [
-            {
-                "id": f"call_{number}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
+            call_of(f"call_{number}", call.name, json.dumps(call.arguments))
             for number, call in enumerate(calls)
         ]
     return message

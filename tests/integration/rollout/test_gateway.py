@@ -19,7 +19,7 @@ from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Segment
-from tidemill.services.rollout.gateway.request import READ
+from tidemill.services.rollout.gateway.dialogue import READ
 from tidemill.services.rollout.gateway.server import RETRY_COUNT, Gateway
 from tidemill.services.rollout.gateway.session import LONG_CHARACTERS, GatewaySession
 

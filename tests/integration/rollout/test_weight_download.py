@@ -25,8 +25,8 @@ from tidemill.common.run.state import read_state
 from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions
 from tidemill.common.weights.remote import WeightServer, open_remote
 from tidemill.common.wire.messages import WeightFile, WeightManifest
-from tidemill.services.rollout import weight_versions
-from tidemill.services.rollout.weight_versions import WeightDownload
+from tidemill.services.rollout import weight_follower
+from tidemill.services.rollout.weight_follower import WeightDownload
 from tidemill.services.trainer.weights.store import WeightState, WeightStore, list_files
 
 RUN, TOKEN = "far-away", "a-token-that-is-long-enough"
@@ -156,7 +156,7 @@ def test_other_bytes_than_those_announced_are_not_kept(server: Server, tmp_path:
 def test_a_broken_download_goes_on_where_it_was(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_versions, "PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(weight_follower, "PIECE_BYTES", 1 << 18)
     manifest, asked = written(server, 1, 7.0), list[int]()
     read, num_answers = WeightServer.read, 9
 

@@ -4,15 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from tests.support.models import run_config
-from tidemill.common.config.rollout import ENGINES, RolloutConfig
-from tidemill.common.config.run import RunConfig
-from tidemill.common.errors import EngineError
 from tidemill.common.wire.messages import SamplingParams
-from tidemill.services.rollout.engines import build_engine, simulated
-from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
+from tidemill.services.rollout.engines import simulated
+from tidemill.services.rollout.engines.engine import GenerationRequest
+from tidemill.services.rollout.engines.simulated import SimulatedEngine
 
 
 class FakeTime:
@@ -48,22 +45,9 @@ def time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     return fake
 
 
-async def started_engine(seed: int = 0, max_num_seqs: int = 256, **options: Any) -> simulated.SimulatedEngine:
-    config = RunConfig.model_validate(
-        {
-            "seed": seed,
-            "model": {"path": "none", "max_model_len": 64},
-            "data": {"train": "none", "max_prompt_tokens": 16},
-            "rollout": {
-                "engine": "simulated",
-                "max_num_seqs": max_num_seqs,
-                "simulated": options,
-                "sampling": {"max_tokens": 32},
-            },
-        }
-    )
-    engine = build_engine(config)
-    assert isinstance(engine, simulated.SimulatedEngine)
+async def started_engine(seed: int = 0, max_num_seqs: int = 256, **options: Any) -> SimulatedEngine:
+    rollout = {"engine": "simulated", "max_num_seqs": max_num_seqs, "simulated": options}
+    engine = SimulatedEngine(run_config("none", rollout=rollout).model_copy(update={"seed": seed}))
     await engine.start()
     return engine
 
@@ -80,19 +64,14 @@ async def test_tokens_depend_on_the_seed_and_the_request_alone() -> None:
     assert (await engine.generate(request("b"))).token_ids != first.token_ids
 
 
-async def test_tokens_are_of_the_vocabulary_and_equally_likely() -> None:
+async def test_tokens_are_of_the_vocabulary_and_equally_likely_up_to_a_limit() -> None:
     engine = await started_engine(vocab_size=4, tokens=32)
     result = await engine.generate(request())
-    assert set(result.token_ids) == {0, 1, 2, 3}
+    assert set(result.token_ids) == {0, 1, 2, 3} and result.finish == "stop"
     assert result.logprobs == [-math.log(4)] * 32
     assert engine.decode([1, 3]) == "t1 t3"
-
-
-async def test_a_completion_that_max_tokens_cuts_has_finish_length() -> None:
-    engine = await started_engine(tokens=16)
-    assert (await engine.generate(request(max_tokens=16))).finish == "stop"
-    cut = await engine.generate(request(max_tokens=15))
-    assert (cut.finish, len(cut.token_ids)) == ("length", 15)
+    cut = await engine.generate(request(max_tokens=31))
+    assert (cut.finish, len(cut.token_ids)) == ("length", 31)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +119,6 @@ async def test_a_finished_completion_frees_a_slot_for_the_next(time: FakeTime) -
     assert engine.num_running == 0
 
 
-async def test_a_cancelled_completion_frees_its_slot(time: FakeTime) -> None:
-    engine = await started_engine(max_num_seqs=1, group_s=1.0)
-    first, second = (asyncio.create_task(engine.generate(request(name))) for name in "ab")
-    await settle()
-    first.cancel()
-    await time.move(0.0)
-    await time.move(1.0)
-    assert isinstance(await second, Generation)
-
-
 async def test_jitter_spreads_durations_around_the_mean(time: FakeTime) -> None:
     engine = await started_engine(group_s=10.0, jitter=0.5)
     tasks = [asyncio.create_task(engine.generate(request(str(i)))) for i in range(200)]
@@ -161,24 +130,6 @@ async def test_jitter_spreads_durations_around_the_mean(time: FakeTime) -> None:
     assert all(task.done() for task in tasks)
 
 
-async def test_requests_that_cannot_be_served_are_refused() -> None:
-    engine = await started_engine()
-    with pytest.raises(ValueError, match="empty prompt"):
-        await engine.generate(GenerationRequest("a", [], SamplingParams(max_tokens=4)))
-    with pytest.raises(ValueError, match="60 prompt tokens"):
-        await engine.generate(GenerationRequest("a", [1] * 60, SamplingParams(max_tokens=5)))
-
-
-async def test_an_engine_that_was_not_started_says_so() -> None:
-    engine = await started_engine()
-    fresh = simulated.SimulatedEngine(
-        RunConfig.model_validate({"model": {"path": ""}, "data": {"train": ""}})
-    )
-    assert (engine.version, fresh.version) == (0, -1)
-    with pytest.raises(EngineError, match="never started"):
-        await fresh.generate(request())
-
-
 async def test_with_sigma_lengths_are_log_normal_and_times_go_with_them():
     engine = await started_engine(sigma=0.99, tokens=8, group_s=4.0)
     lengths = sorted(engine._length(key) for key in range(4000))
@@ -187,10 +138,3 @@ async def test_with_sigma_lengths_are_log_normal_and_times_go_with_them():
     assert engine._duration_s(1, 8) == 4.0 and engine._duration_s(1, 24) == 12.0
     plain = await started_engine(tokens=8, group_s=4.0)
     assert plain._length(1) == 8 and plain._duration_s(1, 3) == 4.0
-
-
-def test_every_row_of_the_engines_has_a_class_and_no_other_name_is_taken() -> None:
-    for name in ENGINES.keys() - {"simulated"}:
-        assert isinstance(build_engine(run_config("m", rollout={"engine": name})), Engine)
-    with pytest.raises(ValidationError):
-        RolloutConfig.model_validate({"engine": "sglang"})

@@ -1,0 +1,66 @@
+"""What all engines share: their table, threads, texts to stop at, and noise that belongs to a request."""
+
+import os
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tests.support.models import run_config
+from tidemill.common.config.rollout import ENGINES, RolloutConfig
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import Engine, StopTexts, request_key, share_cores, uniforms
+
+
+def test_every_row_of_the_engines_has_a_class_and_no_other_name_is_taken() -> None:
+    for name in ENGINES:
+        assert isinstance(build_engine(run_config("m", rollout={"engine": name})), Engine)
+    with pytest.raises(ValidationError):
+        RolloutConfig.model_validate({"engine": "sglang"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "config", "expected"),
+    [
+        ({}, {"workers": 1}, ("PASSIVE", "8", 8)),
+        ({}, {"workers": 3}, ("PASSIVE", "2", 2)),
+        ({}, {"workers": 20}, ("PASSIVE", "1", 1)),
+        # The environment wins over the share, the config over both.
+        ({"OMP_NUM_THREADS": "3,2", "OMP_WAIT_POLICY": "ACTIVE"}, {}, ("ACTIVE", "3,2", 3)),
+        ({"OMP_NUM_THREADS": "3"}, {"num_threads": 5}, ("PASSIVE", "5", 5)),
+    ],
+)
+def test_workers_share_the_cores_less_one(
+    variables: dict[str, str],
+    config: dict[str, int],
+    expected: tuple[str, str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(variables))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
+    number = share_cores(RolloutConfig.model_validate(config))
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"], number) == expected
+
+
+@pytest.mark.parametrize("num_at_once", [1, 3, 1000])
+@pytest.mark.parametrize("text", ["x" * 500 + "\nObs: y", "\nObs", "é" * 300 + "\nObs" + "é" * 40])
+def test_a_text_to_stop_at_is_reached_once_with_the_tokens_that_complete_it(
+    text: str, num_at_once: int
+) -> None:
+    ids = list(text.encode())
+    stops = StopTexts(["never", "\nObs"], lambda ids: bytes(ids).decode(errors="replace"))
+    ends = [*range(num_at_once, len(ids), num_at_once), len(ids)]
+    reached = [end for end in ends if stops.reach(ids[:end])]
+    whole = len(text[: text.index("\nObs")].encode()) + 4
+    assert reached == [next(end for end in ends if end >= whole)] and stops.is_reached
+    assert not StopTexts([], pytest.fail).reach(ids), "without texts nothing is decoded"
+
+
+def test_noise_is_uniform_and_belongs_to_its_key() -> None:
+    keys_B = np.array([request_key(0, str(i)) for i in range(20_000)], dtype=np.uint64)
+    numbers_B = uniforms(keys_B, 3)
+    assert ((numbers_B >= 0) & (numbers_B < 1)).all()
+    assert np.histogram(numbers_B, bins=10)[0] == pytest.approx([2000] * 10, rel=0.1)
+    assert uniforms(keys_B[7:8], 3)[0] == numbers_B[7]
+    assert abs(np.corrcoef(numbers_B, uniforms(keys_B, 4))[0, 1]) < 0.03
+    assert request_key(0, "a") != request_key(1, "a") != request_key(1, "b")
