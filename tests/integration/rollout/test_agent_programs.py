@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,14 @@ def function(name: str) -> str:
     return f"tests.support.agents:{name}"
 
 
-OLDER: set[int] = set()
-"""Processes that other tests of this process have started, such as the server that forks their services."""
+Children = Callable[[], list[psutil.Process]]
 
 
-@pytest.fixture(autouse=True)
-def older_children() -> None:
-    OLDER.clear()
-    OLDER.update(child.pid for child in psutil.Process().children(recursive=True))
-
-
-def children() -> list[psutil.Process]:
-    found = psutil.Process().children(recursive=True)
-    return [child for child in found if child.pid not in OLDER]
-
-
-def no_children() -> bool:
-    return not children()
+@pytest.fixture
+def children() -> Children:
+    """Those of this process that the test has started, and not the server that forks services."""
+    older = set(psutil.Process().children(recursive=True))
+    return lambda: [child for child in psutil.Process().children(recursive=True) if child not in older]
 
 
 async def test_a_plain_function_gives_its_reward_and_all_that_it_heard_is_kept() -> None:
@@ -109,38 +101,40 @@ async def test_a_program_that_fails_is_a_fault_in_every_attempt_and_never_a_rewa
             await played.play(TICKET, "s", ScriptedModel("a", "b").ask)
 
 
-WRONG_MODEL = function("raising_as_frameworks_do")
 COMMAND = (
     "import json, openai; json.loads(openai.OpenAI().responses.create(model='m', input='x').output_text)"
 )
+TRUNCATED: dict[str, Any] = {"on_program_error": "truncated"}
+VALUE: dict[str, Any] = {"on_program_error": -1.0}
 
 
 @pytest.mark.parametrize(
-    ("agent", "limits", "reward", "finish"),
+    ("agent", "policy", "reward"),
     [
-        (WRONG_MODEL, {}, None, "length"),
-        (WRONG_MODEL, {"on_program_error": "truncated"}, None, "length"),
-        (f'$ {sys.executable} -c "{COMMAND}"', {}, None, "length"),  # its traceback says so
-        (WRONG_MODEL, {"on_program_error": -1.0}, -1.0, "stop"),
-        (function("raising_once_answered"), {"on_program_error": "truncated"}, None, "length"),
-        (function("exiting_once_answered"), {"on_program_error": "truncated"}, None, "length"),
+        (function("raising_as_frameworks_do"), {}, None),
+        (f'$ {sys.executable} -c "{COMMAND}"', {}, None),  # its traceback says so
+        (function("raising_as_frameworks_do"), VALUE, -1.0),
+        (function("raising_once_answered"), TRUNCATED, None),
+        (function("exiting_once_answered"), TRUNCATED, None),
     ],
 )
 async def test_a_program_that_raises_because_the_model_was_wrong_is_played_once(
-    agent: str, limits: dict[str, Any], reward: float | None, finish: str
+    agent: str, policy: dict[str, Any], reward: float | None
 ) -> None:
-    async with player(agent, attempts=2, **limits) as started:
+    async with player(agent, attempts=2, **policy) as started:
         played = await started.play(TICKET, "s", ScriptedModel("nonsense").ask)
-        assert played.session.reward == reward and played.finish == finish
+        assert played.session.reward == reward and played.finish == ("length" if reward is None else "stop")
         assert played.session.metrics == {"program_error": 1.0} and played.session.num_faults == 0
 
 
-@pytest.mark.parametrize("name", ["raising_once_answered", "raising_of_the_machine", "raising"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("raising_once_answered", {}), ("raising_of_the_machine", TRUNCATED), ("raising", TRUNCATED)],
+)
 async def test_other_exceptions_are_faults_and_those_of_the_machine_whatever_the_config_says(
-    name: str,
+    name: str, policy: dict[str, Any]
 ) -> None:
-    policy = "fault" if name == "raising_once_answered" else "truncated"
-    async with player(function(name), on_program_error=policy) as agent:
+    async with player(function(name), **policy) as agent:
         with pytest.raises(EnvironmentFaultError):
             await agent.play(TICKET, "s", ScriptedModel("a").ask)
 
@@ -159,7 +153,7 @@ async def test_a_limit_that_one_branch_met_is_no_fault_where_another_one_went_on
     assert (played.session.end, played.session.num_faults) == ("max_tokens", 0)
 
 
-async def test_a_program_that_says_nothing_is_a_fault_and_is_killed() -> None:
+async def test_a_program_that_says_nothing_is_a_fault_and_is_killed(children: Children) -> None:
     async with player("$ sleep 3600 & sleep 3600", call_timeout_s=0.3) as agent:
         idle = len(children())
         with pytest.raises(EnvironmentFaultError, match="neither asked the model nor ended"):
@@ -176,9 +170,6 @@ async def test_a_session_over_its_time_is_truncated_and_keeps_what_was_said() ->
     async with player(function("for_ever"), session_timeout_s=5.0) as agent:
         played = await agent.play(TICKET, "s", ask)
         assert played.session.end == "timeout" and len(played.session.turns) == 1
-
-
-VALUE = {"on_program_error": -1.0}
 
 
 @pytest.mark.parametrize(("policy", "reward"), [({}, None), (VALUE, -1.0)])
@@ -205,7 +196,7 @@ async def test_what_the_engine_raises_is_no_fault_of_the_program() -> None:
 
 @pytest.mark.parametrize("agent", [function("dying"), function("twice"), "$ exit 3", "$ echo {}"])
 async def test_a_group_is_killed_while_its_number_is_still_its_own(
-    agent: str, monkeypatch: pytest.MonkeyPatch
+    agent: str, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
     killed, kill = [], os.killpg
 
@@ -219,11 +210,11 @@ async def test_a_group_is_killed_while_its_number_is_still_its_own(
             with contextlib.suppress(EnvironmentFaultError):
                 await started.play(TICKET, "s", ScriptedModel("2", "yes").ask)
     assert killed == [True]
-    await wait_until(no_children)
+    await wait_until(lambda: not children())
 
 
 @pytest.mark.parametrize("agent", [function("silent"), "$ sleep 3600"])
-async def test_a_play_that_is_broken_off_leaves_no_process(agent: str) -> None:
+async def test_a_play_that_is_broken_off_leaves_no_process(agent: str, children: Children) -> None:
     async with player(agent) as started:
         idle = len(children())
         playing = asyncio.create_task(started.play(TICKET, "s", ScriptedModel().ask))
@@ -232,10 +223,10 @@ async def test_a_play_that_is_broken_off_leaves_no_process(agent: str) -> None:
         with pytest.raises(asyncio.CancelledError):
             await playing
         await wait_until(lambda: len(children()) == idle)
-    await wait_until(no_children)
+    await wait_until(lambda: not children())
 
 
-async def test_a_host_of_functions_that_was_killed_is_started_again() -> None:
+async def test_a_host_of_functions_that_was_killed_is_started_again(children: Children) -> None:
     async with player(function("twice"), attempts=2) as agent:
         (host,) = children()
         host.kill()
@@ -296,11 +287,7 @@ async def test_a_program_that_left_its_group_does_not_outlive_its_session_for_lo
 
 @pytest.mark.parametrize(
     ("agent", "words"),
-    [
-        (function("demanding"), r"nothing gives browser.*def demanding\(row, base_url, api_key\)"),
-        (function("twise"), "did you mean 'twice'"),
-        ("no_such_agent.py:run", "does not exist on this machine"),
-    ],
+    [(function("demanding"), "nothing gives browser"), (function("twise"), "did you mean 'twice'")],
 )
 async def test_a_function_that_cannot_be_called_is_said_before_the_first_session(
     agent: str, words: str

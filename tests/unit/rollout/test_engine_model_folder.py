@@ -17,14 +17,10 @@ def model_config(path: Path | str, **changes: Any) -> ModelConfig:
     return ModelConfig.model_validate({"path": str(path), "max_model_len": 64} | changes)
 
 
-def test_a_usable_folder_gives_tokenizer_end_tokens_and_limits(tmp_path: Path) -> None:
+def test_a_usable_folder_gives_tokenizer_limits_and_the_end_tokens_of_both_configs(tmp_path: Path) -> None:
     folder = open_model(model_config(tiny_model(tmp_path, eos_token_id=[1, 5])))
     assert (folder.eos_ids, folder.vocab_size, folder.max_model_len) == ((1, 5), 32, 64)
     assert folder.decode([3, 4, 1]) == "w0 w1"
-
-
-def test_end_tokens_of_generation_config_and_tokenizer_are_joined(tmp_path: Path) -> None:
-    tiny_model(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert open_model(model_config(tmp_path)).eos_ids == (1, 7, 9)
 
@@ -56,7 +52,6 @@ def never_stops(folder: Path) -> None:
     ("make", "changes", "said"),
     [
         (nothing, {"path": "/no/such/folder"}, "is not a folder"),
-        (nothing, {"path": "./nowhere"}, "is not a folder"),
         (nothing, {"path": "a/b/c"}, "is not a folder"),
         (nothing, {}, "config.json"),
         (no_tokenizer, {}, "tokenizer"),

@@ -1,8 +1,11 @@
-"""Where values of a checkpoint lie is found by following the loader; what lies there proves a delta."""
+"""Where values of a checkpoint lie is found by following the loader; what lies there proves a delta. A full
+version waits in host memory: after the copy the parameters hold it, or it is said that they do not."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,13 @@ from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.delta import WINDOW, DeltaWriter
 from tidemill.common.weights.digest import Digest, digest_of
 from tidemill.services.rollout.engines import held_weights
-from tidemill.services.rollout.engines.held_weights import HeldWeights, apply, trace
+from tidemill.services.rollout.engines.held_weights import (
+    HeldWeights,
+    HostMemory,
+    StagedVersion,
+    apply,
+    trace,
+)
 from tidemill.services.rollout.engines.vllm_worker import RankWeights
 
 Q, K, DOWN = (TensorInfo(name, "BF16", (4, 6)) for name in ("q", "k", "down"))
@@ -68,12 +77,24 @@ def traced(rank: Rank) -> HeldWeights:
     return trace(rank.load, INFOS)[0]
 
 
+def loaded(number: int, values: dict[str, Tensor]) -> Rank:
+    rank = Rank(number)
+    rank.load(values.items())
+    return rank
+
+
+def num_wrong(rank: Rank, values: dict[str, Tensor]) -> dict[str, int]:
+    return {piece.key.name: piece.num_wrong(values[piece.key.name]) for piece in traced(rank)}
+
+
+RIGHT = {"q": 0, "k": 0, "down": 0}
+
+
 def test_a_trace_changes_nothing_and_names_the_positions_of_every_slice() -> None:
-    rank = Rank(1)
-    rank.load(random_values().items())
+    rank = loaded(1, random_values())
     before = rank.fused.clone(), rank.down.clone()
-    held, loaded = trace(rank.load, INFOS)
-    assert loaded == {"q", "k", "down"}
+    held, names = trace(rank.load, INFOS)
+    assert names == {"q", "k", "down"}
     assert torch.equal(rank.fused, before[0]) and torch.equal(rank.down, before[1])
     keys = {piece.key.name: piece.key[1:] for piece in held}
     # Rows 2 and 3 of 4 x 6 begin at 12; columns 3 to 5 begin at 3, and the transpose swaps the strides.
@@ -81,34 +102,28 @@ def test_a_trace_changes_nothing_and_names_the_positions_of_every_slice() -> Non
 
 
 def test_pieces_tell_what_of_a_tensor_is_wrong() -> None:
-    rank, values = Rank(0), random_values()
-    rank.load(values.items())
-    held = traced(rank)
-    assert [piece.num_wrong(values[piece.key.name]) for piece in held] == [0, 0, 0]
+    values = random_values()
+    rank = loaded(0, values)
+    assert num_wrong(rank, values) == RIGHT
     rank.down[1, 2] += 1
     rank.fused[3] = 7.0
-    assert {piece.key.name: piece.num_wrong(values[piece.key.name]) for piece in held} == {
-        "q": 0,
-        "k": 6,
-        "down": 1,
-    }
+    assert num_wrong(rank, values) == {"q": 0, "k": 6, "down": 1}
 
 
 def test_ranks_together_prove_a_delta_before_it_is_written(tmp_path: Path) -> None:
-    ranks, values = [Rank(0), Rank(1)], random_values()
-    for rank in ranks:
-        rank.load(values.items())
-    before = digest_over(values)
+    values = random_values()
+    ranks, before = [loaded(number, values) for number in (0, 1)], digest_over(values)
     deltas = write_delta(tmp_path / "d", values, {"q": [0, 11, 12, 23], "k": [5], "down": [2, 3, 20]})
     staged = [traced(rank).stage(deltas) for rank in ranks]
     assert sum((change for change, _ in staged), before) == digest_over(values)
     assert [sum(len(change.places) for change in changes) for _, changes in staged] == [5, 3]
-    for _, changes in staged:
+    for rank, (_, changes) in zip(ranks, staged, strict=True):
         assert sum(change.num_wrong() for change in changes) == sum(len(c.places) for c in changes)
-        assert apply(changes) == 0
+        with Waits() as waits:
+            assert apply(changes) == 0
+        assert waits.count == 1, "a pause waits for the device once"
         assert not any(change.num_wrong() for change in changes)
-    for rank in ranks:
-        assert [piece.num_wrong(values[piece.key.name]) for piece in traced(rank)] == [0, 0, 0]
+        assert num_wrong(rank, values) == RIGHT
 
 
 def test_a_change_that_half_fits_on_the_device_lies_in_one_place(
@@ -129,22 +144,9 @@ def test_a_change_that_half_fits_on_the_device_lies_in_one_place(
     assert len(change.values) == len(change.places) == 2
 
 
-def test_a_pause_waits_for_the_device_once(tmp_path: Path) -> None:
-    rank, values = Rank(0), random_values()
-    rank.load(values.items())
-    deltas = write_delta(tmp_path / "d", values, {"q": [0, 11], "k": [5], "down": [2, 3, 20]})
-    changes = traced(rank).stage(deltas)[1]
-    with Waits() as waits:
-        assert apply(changes) == 0
-    assert len(changes) == 3 and waits.count == 1
-
-
 def test_a_value_that_is_not_what_was_committed_shows_in_the_digest(tmp_path: Path) -> None:
-    rank, values = Rank(0), random_values()
-    rank.load(values.items())
-    whole = Rank(1)
-    whole.load(values.items())
-    before = digest_over(values)
+    values = random_values()
+    rank, whole, before = loaded(0, values), loaded(1, values), digest_over(values)
     deltas = write_delta(tmp_path / "d", values, {"q": [1], "k": [], "down": []})
     rank.fused[0, 1] += 1
     change = traced(rank).stage(deltas)[0] + traced(whole).stage(deltas)[0]
@@ -223,3 +225,57 @@ def test_what_is_staged_has_arrived_before_it_is_applied(
     for _ in range(2):
         weights.stage([], [[str(path) for path in paths] for paths in deltas])
     assert events == ["made", *["on its own stream", "staged", "complete"] * 2]
+
+
+def test_each_rank_gets_its_parts_in_the_dtype_of_its_parameters() -> None:
+    values, memory = random_values(), HostMemory()
+    for rank in (Rank(0), Rank(1)):
+        version = StagedVersion(traced(rank), values.items(), memory)
+        assert not rank.fused.any(), "nothing is written before the pause"
+        assert version.write()
+        assert num_wrong(rank, values) == RIGHT
+
+
+def test_what_the_parameters_do_not_hold_afterwards_is_noticed() -> None:
+    version = StagedVersion(traced(Rank(0)), random_values().items(), HostMemory())
+    version._parts[1][1].view(torch.int16)[0, 0] ^= 1  # what arrives is not what was read
+    assert not version.write()
+
+
+def test_copies_and_their_proof_go_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU all copies are begun on a stream of their own; the engine's stream waits for each in turn."""
+    events: list[str] = []
+
+    class Stream:
+        def __init__(self, device: Any = None) -> None:
+            self.num_copies = 0
+
+        def wait_stream(self, other: Any) -> None:
+            events.append("copies follow the engine")
+
+        def record_event(self) -> int:
+            self.num_copies += 1
+            events.append(f"copy {self.num_copies}")
+            return self.num_copies
+
+        def wait_event(self, number: int) -> None:
+            events.append(f"arrived {number}")
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(held_weights, "_is_on_gpu", lambda _: True)
+    locked: list[int] = []
+    cudart = SimpleNamespace(cudaHostRegister=lambda address, size, flags: locked.append(size))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    rank, memory = Rank(0), HostMemory()
+    for seed in range(2):
+        assert StagedVersion(traced(rank), random_values(seed).items(), memory).write()
+    order = ["copies follow the engine", *(f"{what} {n}" for what in ("copy", "arrived") for n in (1, 2, 3))]
+    assert events == order * 2
+    assert locked == [3 * 256], "memory is locked once, and is no larger than the parts"

@@ -40,23 +40,26 @@ def test_the_class_of_an_exception_says_whose_fault_it_is(error: BaseException, 
     assert cause_of(error) == cause
 
 
-@pytest.mark.parametrize(
-    ("code", "cause"),
-    [
-        ("import json; json.loads('x')", "model"),
-        ("import pydantic; pydantic.TypeAdapter(int).validate_python('x')", "model"),
-        ("open('/no/such/file')", "machine"),
-        ("import no_such_module", "machine"),
-        ("{}['x']", "unknown"),
-    ],
-)
-def test_so_does_the_traceback_of_a_command(code: str, cause: str) -> None:
+def traceback_of(code: str) -> str:
     try:
         exec(code, {})
     except Exception:
-        assert cause_in(f"working\n{traceback.format_exc()}", 1) == cause
+        return f"working\n{traceback.format_exc()}"
+    raise AssertionError
 
 
-def test_an_exit_code_without_a_traceback_says_nothing_and_one_of_a_signal_that_it_was_killed() -> None:
-    assert cause_in("no browser\nKeyError: x", 7) == "unknown"
-    assert [cause_in("", code) for code in (-9, 137)] == ["machine", "machine"]
+@pytest.mark.parametrize(
+    ("output", "code", "cause"),
+    [
+        (traceback_of("import json; json.loads('x')"), 1, "model"),
+        (traceback_of("import pydantic; pydantic.TypeAdapter(int).validate_python('x')"), 1, "model"),
+        (traceback_of("open('/no/such/file')"), 1, "machine"),
+        (traceback_of("import no_such_module"), 1, "machine"),
+        (traceback_of("{}['x']"), 1, "unknown"),
+        ("no browser\nKeyError: x", 7, "unknown"),
+        ("", -9, "machine"),
+        ("", 137, "machine"),
+    ],
+)
+def test_so_do_the_traceback_and_the_exit_code_of_a_command(output: str, code: int, cause: str) -> None:
+    assert cause_in(output, code) == cause

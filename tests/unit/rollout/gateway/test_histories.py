@@ -43,6 +43,11 @@ class Run:
         answer = await self.session.answer(Question(messages, tuple(tools)))
         return {name: value for name, value in answer.message.items() if name != "reasoning_content"}
 
+    def kept(self, place: int = 0) -> str:
+        """The text of what is trained in a history."""
+        segment = self.session.histories.all[place].recorder.segment()
+        return self.decode(segment.completion_ids[segment.mask].tolist())
+
     def check(self, **counts: int) -> None:
         """The histories were these; where nothing was forked, the engine went on after what it had said."""
         assert self.session.counts == counts
@@ -95,8 +100,7 @@ async def test_an_answer_that_lost_its_end_is_realigned(name: str, thought: str)
     await run.say(USER)
     await run.say(USER, {"role": "assistant", "content": "50, I t"}, HIGHER)
     run.check(realigned=1)
-    kept = run.session.histories.all[0].recorder.segment()
-    assert run.decode(kept.completion_ids[kept.mask].tolist()) == f"{thought}50, I t75"
+    assert run.kept() == f"{thought}50, I t75"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma3"])
@@ -108,9 +112,8 @@ async def test_where_a_client_only_appends_all_that_was_sampled_stays(name: str,
     told = {"role": "assistant", "content": "Code: add(1)\n</code>"}
     await run.say(USER, told, HIGHER)
     run.check(realigned=1)
-    segment = run.session.histories.all[0].recorder.segment()
-    assert run.decode(segment.completion_ids[segment.mask].tolist()) == f"{thought}Code: add(1)\n75"
-    whole = run.tokenizer.decode(segment.completion_ids)
+    assert run.kept() == f"{thought}Code: add(1)\n75"
+    whole = run.tokenizer.decode(run.session.histories.all[0].recorder.completion_ids)
     assert whole.startswith(f"{thought}Code: add(1)\n</code>{end}") and "Higher." in whole
 
 
@@ -122,8 +125,7 @@ async def test_of_several_answers_to_one_question_the_one_with_the_longest_commo
     await run.say(USER, {"role": "assistant", "content": "The other answer, at length!"}, HIGHER)
     assert run.session.counts == {"forked": 1, "realigned": 1}
     assert [len(history.recorder.turns) for history in run.session.histories.all] == [1, 2]
-    kept = run.session.histories.all[1].recorder.segment()
-    assert run.decode(kept.completion_ids[kept.mask].tolist()) == "The other answer, at length75"
+    assert run.kept(1) == "The other answer, at length75"
 
 
 async def test_a_branch_from_one_answer_leaves_another_that_is_like_it_untouched() -> None:
@@ -133,24 +135,23 @@ async def test_a_branch_from_one_answer_leaves_another_that_is_like_it_untouched
     await run.say(USER, second, HIGHER)
     await run.say(USER, second, {"role": "user", "content": "Lower."})
     assert run.session.counts == {"forked": 2, "clean": 1}
-    kept = run.session.histories.all[0].recorder.segment()
-    assert run.decode(kept.completion_ids.tolist()) == first["content"]
+    assert run.kept() == first["content"]
 
 
-async def test_an_answer_that_a_parser_has_made_of_what_was_sampled_is_kept_whole_and_forked() -> None:
-    run = Run("qwen3", "It may be <|im_start|>fifty, or so I think<|im_end|>", "75<|im_end|>")
-    said = (await run.say(USER, tools=TOOLS))["content"]
-    await run.say(USER, {"role": "assistant", "content": said[:-5] + "say"}, HIGHER, tools=TOOLS)
+@pytest.mark.parametrize(
+    ("said", "theirs"),
+    [
+        # A parser has made the answer of what was sampled; little is shared.
+        ("It may be <|im_start|>fifty, or so I think", "It may be <|im_start|>fifty, or so I say"),
+        ("Thirty-one is what I would say here.", "That is too much."),
+    ],
+)
+async def test_an_answer_that_is_not_the_clients_is_kept_whole_and_forked(said: str, theirs: str) -> None:
+    run = Run("qwen3", f"{said}<|im_end|>", "75<|im_end|>")
+    await run.say(USER, tools=TOOLS)
+    await run.say(USER, {"role": "assistant", "content": theirs}, HIGHER, tools=TOOLS)
     run.check(forked=1)
-
-
-async def test_an_answer_that_shares_little_with_the_clients_is_kept_whole_and_forked() -> None:
-    run = Run("qwen3", "Thirty-one is what I would say here.<|im_end|>", "75<|im_end|>")
-    await run.say(USER)
-    await run.say(USER, {"role": "assistant", "content": "That is too much."}, HIGHER)
-    run.check(forked=1)
-    first = run.session.histories.all[0].recorder.segment()
-    assert run.decode(first.completion_ids.tolist()) == "Thirty-one is what I would say here."
+    assert run.kept() == run.decode(run.turns[0])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1"])
@@ -178,9 +179,8 @@ async def test_the_beginning_of_the_first_answer_is_a_part_of_the_prompt() -> No
     await run.say(USER, {"role": "assistant", "content": "It is 7"})
     await run.say(USER, {"role": "assistant", "content": "It is 75"}, HIGHER)
     run.check(clean=1)
-    played = run.session.played(None, {})
-    assert played.session is not None
-    assert [message["content"] for message in played.session.messages] == ["5", "Higher.", "80"]
+    session = run.session.played(None, {}).session
+    assert session is not None and [m["content"] for m in session.messages] == ["5", "Higher.", "80"]
 
 
 async def test_a_list_of_tools_that_shrinks_or_changes_its_order_is_read_already() -> None:
