@@ -1,5 +1,6 @@
-"""Real Redis servers with the settings of a deployment: ACL users, TLS, replicas and Sentinels."""
+"""Servers as processes; Redis with the settings of a deployment: ACL users, TLS, replicas and Sentinels."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -7,13 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import redis
 
+from tests.support.waiting import PATIENCE_S
 from tidemill.common.redis.embedded import available_servers
 
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -155,6 +157,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def listening(command: Sequence[Any], port: int, **options: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that serves at a port, from when it answers there to the end of the block."""
+    process, deadline = subprocess.Popen(command, **options), time.monotonic() + PATIENCE_S
+    try:
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None and time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def has_tls() -> bool:

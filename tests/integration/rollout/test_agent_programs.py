@@ -139,11 +139,12 @@ async def test_other_exceptions_are_faults_and_those_of_the_machine_whatever_the
             await agent.play(TICKET, "s", ScriptedModel("a").ask)
 
 
-async def test_an_error_after_a_limit_is_in_the_log() -> None:
-    async with player(function("for_ever"), max_turns=1) as agent:
+@pytest.mark.parametrize(("policy", "reward"), [({}, None), (VALUE, -1.0)])
+async def test_an_error_after_a_limit_is_in_the_log(policy: dict[str, Any], reward: float | None) -> None:
+    async with player(function("for_ever"), max_turns=1, **policy) as agent:
         with structlog.testing.capture_logs() as logs:
             played = await agent.play(TICKET, "s", ScriptedModel("a").ask)
-    assert (played.session.end, played.finish, played.session.reward) == ("max_turns", "length", None)
+    assert (played.session.end, played.session.reward) == ("max_turns", reward)
     assert [entry["end"] for entry in logs if "end" in entry] == ["max_turns"]
 
 
@@ -180,9 +181,6 @@ async def test_a_program_without_an_end_is_truncated_and_costs_what_the_config_s
         played = await agent.play(TICKET, "s", ScriptedModel("while True: pass").ask)
         assert (played.session.end, played.finish, played.session.num_faults) == ("timeout", "length", 0)
         assert played.session.reward == reward
-    async with player(function("for_ever"), max_turns=1, **policy) as agent:
-        played = await agent.play(TICKET, "s", ScriptedModel("a").ask)
-        assert (played.session.end, played.session.reward) == ("max_turns", reward)
 
 
 async def test_what_the_engine_raises_is_no_fault_of_the_program() -> None:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,11 @@ import pytest
 from tests.support.models import tiny_model
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.servers import free_port
+from tests.support.servers import free_port, listening
 from tests.support.training import assert_nothing_lost
 from tests.support.trajectories import make_trajectory
 from tests.support.venvs import BUILD, python_with
 from tests.support.versions import Chain
-from tests.support.waiting import PATIENCE_S
 from tidemill.common.errors import ConfigError, StoreError, WeightsError
 from tidemill.common.files import StorageError
 from tidemill.common.history import History, StreamName
@@ -47,24 +45,9 @@ def server() -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [python.with_name("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not is_up(url):
-            assert time.monotonic() < deadline and process.poll() is None, "the store does not answer"
-            time.sleep(0.05)
+    with listening(command, port, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
         urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"), timeout=30).read()
         yield url
-    finally:
-        process.kill()
-        process.wait()
-
-
-def is_up(url: str) -> bool:
-    try:
-        return bool(urllib.request.urlopen(url, timeout=5).status)
-    except OSError:
-        return False
 
 
 def variables(server: str) -> dict[str, str]:

@@ -2,9 +2,7 @@
 installed beside vLLM."""
 
 import asyncio
-import socket
-import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import pytest
 from tests.support.models import run_config
 from tests.support.playing import CHAT, make_ticket
 from tests.support.scripted_model import ScriptedModel, call_line
+from tests.support.servers import free_port, listening
 from tests.support.venvs import python_with
-from tests.support.waiting import wait_until
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
@@ -36,28 +34,11 @@ def interpreter() -> Path:
 
 
 @pytest.fixture
-def process(interpreter: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    script = ROOT / "tests" / "support" / "openenv_server.py"
-    with (tmp_path / "log").open("wb") as log:
-        started = subprocess.Popen([interpreter, script, str(port)], stdout=log, stderr=log, cwd=tmp_path)
-        yield started, port
-        started.kill()
-        started.wait()
-
-
-@pytest.fixture
-async def use(process: tuple[subprocess.Popen[bytes], int]) -> AsyncIterator[str]:
-    started, port = process
-
-    def listens() -> bool:
-        assert started.poll() is None
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    await wait_until(listens, timeout_s=120)
-    yield f"openenv:http://127.0.0.1:{port}"
+def use(interpreter: Path, tmp_path: Path) -> Iterator[str]:
+    port, log = free_port(), tmp_path / "log"
+    command = [interpreter, ROOT / "tests" / "support" / "openenv_server.py", str(port)]
+    with log.open("wb") as output, listening(command, port, stdout=output, stderr=output, cwd=tmp_path):
+        yield f"openenv:http://127.0.0.1:{port}"
 
 
 def player(use: str, **more: Any) -> EnvironmentPlayer:

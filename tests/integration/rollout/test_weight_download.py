@@ -1,14 +1,15 @@
 """Rollout workers without the trainer's folder get the same bytes over HTTP, whole and checked, or none."""
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support.full_versions import WritesFull
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.servers import free_port
+from tests.support.servers import free_port, listening
 from tests.support.training import assert_nothing_lost
 from tidemill.common.errors import ConfigError, WeightsError
 from tidemill.common.run.state import read_state
@@ -30,7 +31,7 @@ from tidemill.services.rollout.weight_follower import WeightDownload
 from tidemill.services.trainer.weights.store import WeightState, WeightStore, list_files
 
 RUN, TOKEN = "far-away", "a-token-that-is-long-enough"
-START_TIMEOUT_S = 60.0
+SERVER = [sys.executable, "-m", "tidemill.services.trainer.weight_server"]
 
 
 class Policy(WritesFull):
@@ -50,26 +51,12 @@ class Policy(WritesFull):
         return written
 
 
+@dataclass
 class Server:
     """`python -m tidemill.services.trainer.weight_server` as a process, on the runs of one folder."""
 
-    def __init__(self, runs: Path) -> None:
-        self.runs, self.port = runs, free_port()
-        command = [sys.executable, "-m", "tidemill.services.trainer.weight_server", "--port", str(self.port)]
-        env = os.environ | {"TIDEMILL_RUNS_DIR": str(runs), "TIDEMILL_WEIGHTS_TOKEN": TOKEN}
-        self.process = subprocess.Popen(command, cwd=REPO, env=env)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def is_up(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/healthz", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            assert self.process.poll() is None
-            return False
+    runs: Path
+    url: str
 
     def status_of(self, path: str, token: str = TOKEN) -> int:
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {token}"})
@@ -80,26 +67,19 @@ class Server:
             return error.code
 
 
-def start_server(runs: Path) -> Server:
-    started = Server(runs)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not started.is_up():
-        assert time.monotonic() < deadline, "the server does not answer"
-        time.sleep(0.05)
-    return started
-
-
-def kill(server: Server) -> None:
-    server.process.kill()
-    server.process.wait()
+@contextlib.contextmanager
+def serving(runs: Path) -> Iterator[Server]:
+    port = free_port()
+    env = os.environ | {"TIDEMILL_RUNS_DIR": str(runs), "TIDEMILL_WEIGHTS_TOKEN": TOKEN}
+    with listening([*SERVER, "--port", str(port)], port, cwd=REPO, env=env):
+        yield Server(runs, f"http://127.0.0.1:{port}")
 
 
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One for all tests: starting it takes longer than most of them."""
-    started = start_server(tmp_path_factory.mktemp("runs"))
-    yield started
-    kill(started)
+    with serving(tmp_path_factory.mktemp("runs")) as server:
+        yield server
 
 
 @pytest.fixture
@@ -130,12 +110,9 @@ def test_a_version_arrives_with_its_bytes_and_old_ones_go(server: Server, tmp_pa
 
 
 def test_workers_of_one_machine_download_a_version_once(tmp_path: Path) -> None:
-    server = start_server(tmp_path / "runs")
-    try:
+    with serving(tmp_path / "runs") as server:
         manifest = written(server, 1, 7.0)
         download_to(server, tmp_path / "cache").files(manifest)
-    finally:
-        kill(server)
     assert value_of(download_to(server, tmp_path / "cache").files(manifest)) == 7.0
     with pytest.raises(WeightsError, match="does the head serve weights"):
         download_to(server, tmp_path / "another cache").files(manifest)
@@ -217,12 +194,7 @@ def test_an_address_that_is_none_is_a_mistake_of_the_user(monkeypatch: pytest.Mo
 def test_a_server_without_a_token_does_not_start(tmp_path: Path) -> None:
     env = os.environ | {"TIDEMILL_WEIGHTS_TOKEN": "short", "TIDEMILL_RUNS_DIR": str(tmp_path)}
     ended = subprocess.run(
-        [sys.executable, "-m", "tidemill.services.trainer.weight_server", "--port", "0"],
-        cwd=REPO,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [*SERVER, "--port", "0"], cwd=REPO, env=env, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 2 and "has 5 characters" in ended.stderr
     assert "Traceback" not in ended.stderr
