@@ -75,7 +75,7 @@ async def _watch_progress(context: ServiceContext, engine: Engine, workers: list
     done, since = -1, time.monotonic()
     while True:
         await asyncio.sleep(stall_s / WATCHES_PER_STALL)
-        finished = sum(worker.generator.num_turns for worker in workers)
+        finished = sum(worker.num_turns for worker in workers)
         if finished != done or not engine.num_running:
             done, since = finished, time.monotonic()
         elif time.monotonic() - since > stall_s:
@@ -91,9 +91,9 @@ def _state_of(engine: Engine, follower: WeightFollower, workers: list[RolloutWor
         return "generate", ""
     if follower.num_waiting:
         return "wait:weights", "groups are held until their version arrives"
-    if any(worker.generator.num_wanted for worker in workers):
+    if any(worker.num_wanted for worker in workers):
         return "wait:device", "another process has the GPU"
-    if any(worker.generator.num_playing for worker in workers):
+    if any(worker.num_playing for worker in workers):
         return WAIT_ENVIRONMENT, "environments have not answered yet"
     if any(worker.running for worker in workers):
         return WAIT_REDIS, "samples are being published"

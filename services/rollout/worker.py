@@ -2,7 +2,20 @@
 
 A finished group frees a slot. When the service stops, running groups get `streams.drain_s` to finish;
 the rest is handed back, and whoever takes over generates only the missing samples.
+
+Guarantees: no sample starts before the engine holds the ticket's `min_version`, nor an older version than
+the one at which the group was first started; after a takeover only the missing indices are generated;
+every published sample was generated under a lease that still held when it was published. A sample whose
+environment fails ends no other one: the others are published, and it is played again by whoever gets the
+ticket next. After the last delivery it is published as failed, where enough others are left to train on.
 """
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain, count
+from typing import Any
 
 import structlog
 
@@ -11,42 +24,62 @@ from tidemill.common.errors import (
     EngineError,
     EnvironmentFaultError,
     LeaseLostError,
+    StoreError,
     first_cause,
 )
+from tidemill.common.files import StorageError
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext
+from tidemill.common.store.claims import NO_IDS, NO_LOGPROBS
 from tidemill.common.streams import Delivery, Garbled
 from tidemill.common.streams.lane_worker import LaneWorker
 from tidemill.common.telemetry import metrics
+from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire.keys import ROLLOUT_GROUP
-from tidemill.common.wire.messages import Lane, Ticket
-from tidemill.services.rollout.engines.engine import Engine
-from tidemill.services.rollout.group import GroupGenerator
+from tidemill.common.wire.messages import Lane, SamplingParams, Ticket, Trajectory
+from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
 from tidemill.services.rollout.sessions.player import Player
 from tidemill.services.rollout.weight_follower import WeightFollower
 
 log = structlog.get_logger(__name__)
+
+OF_THE_TICKET = (frozenset(Ticket.model_fields) & frozenset(Trajectory.model_fields)) - {"prompt_ids"}
+"""What a trajectory has of its ticket. An environment may add to the prompt."""
+STARTED_FIELD = "version"
+"""Field of the progress hash that holds the version at which the group was started."""
+
+
+def _count_published(lane: Lane, samples: Sequence[tuple[int, int, float]]) -> None:
+    """Count published samples of a lane in the metrics: tokens of prompt and completion, and seconds."""
+    prompts, completions, seconds = zip(*samples, strict=True)
+    metrics.TRAJECTORIES_PUBLISHED.labels(lane).inc(len(samples))
+    metrics.PROMPT_TOKENS.labels(lane).inc(sum(prompts))
+    metrics.COMPLETION_TOKENS.labels(lane).inc(sum(completions))
+    metrics.GENERATION_SECONDS.labels(lane).observe_many(seconds)
 
 
 class RolloutWorker(LaneWorker[Ticket]):
     """Serves one lane with one engine until the context says stop."""
 
     def __init__(
-        self,
-        context: ServiceContext,
-        lane: Lane,
-        engine: Engine,
-        follower: WeightFollower,
-        player: Player,
+        self, context: ServiceContext, lane: Lane, engine: Engine, follower: WeightFollower, player: Player
     ) -> None:
         super().__init__(context, lane, context.keys.prompts(lane), ROLLOUT_GROUP, Ticket)
-        self.generator = GroupGenerator(context, lane, self.consumer, engine, follower, player)
+        self.engine, self.follower, self.player = engine, follower, player
         self.max_groups = context.config.rollout.max_groups_in_flight
         metrics.GROUP_SLOTS.labels(lane).set(self.max_groups)
+        self._published: Batched[tuple[int, int, float]] = Batched(partial(_count_published, lane))
+        self.num_turns = self.num_playing = 0
+        self._asked: set[str] = set()
 
     @property
     def num_free(self) -> int:
         return self.max_groups - len(self.running)
+
+    @property
+    def num_wanted(self) -> int:
+        """Samples that were asked of the engine and are not there yet."""
+        return len(self._asked)
 
     async def fetch(self, count: int) -> list[Delivery[Ticket] | Garbled]:
         """One at a time: a step's tickets arrive together, and must not all go to who asks first."""
@@ -70,7 +103,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         # needs its progress.
         is_dead_lettered = await super().dead_letter(entry, error, attempts)
         if is_dead_lettered and isinstance(entry, Delivery):
-            await self.generator.forget(entry.message.ticket)
+            _, progress = self._keys_of(entry.message)
+            await self.context.broker.execute("DEL", progress)
         return is_dead_lettered
 
     def report(self, beat: Heartbeat) -> None:
@@ -84,7 +118,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         """Generate one group. The one place that catches broadly."""
         ticket = delivery.message.ticket
         try:
-            await self.generator.generate(delivery)
+            await self.generate(delivery)
         except* LeaseLostError:
             log.info("group taken over by another worker", ticket=ticket)
         except* (EngineError, BrokerError) as failures:  # the ticket is as good as ever
@@ -98,9 +132,155 @@ class RolloutWorker(LaneWorker[Ticket]):
             await self.dead_letter(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)
 
     async def _hand_on(self, delivery: Delivery[Ticket], fault: BaseException) -> None:
-        """Give a ticket whose environment fails here to whoever reclaims it next; the last one buries it."""
+        """Give a ticket whose environment fails here to whoever reclaims it, but for its last delivery."""
         if delivery.attempts >= self.context.config.streams.max_attempts:
             await self.dead_letter(delivery, f"an environment failed: {fault}", delivery.attempts)
             return
         log.warning("handing a group on: its environment fails", error=str(fault))
         await self.consumer.hand_back([delivery], is_counted=True)
+
+    async def generate(self, delivery: Delivery[Ticket]) -> None:
+        """Generate and publish the missing samples of a ticket's group.
+
+        Raises:
+            LeaseLostError: another worker has taken the ticket over.
+            EnvironmentFaultError: an environment failed, again and again.
+            ValueError: the engine refuses the prompt.
+        """
+        ticket = delivery.message
+        waited_s: float | None = None
+        # Redis may lose samples that are published, and only Redis knows whether the group is complete: until
+        # it says so, or the lease is lost, what is missing is generated again.
+        while self.consumer.holds(delivery):
+            # Read each time round: samples may have been published by a worker that held the ticket before.
+            done = await self._start_group(delivery)
+            if waited_s is None:
+                waited_s = max(0.0, time.time() - ticket.issued_at)
+                metrics.STAGE_SECONDS.labels("ticket").observe(waited_s)
+            missing = sorted(set(range(ticket.group_size)) - done)
+            if not missing:
+                await self.consumer.publish_sample(delivery, *self._keys_of(ticket), None)
+            faults: dict[int, EnvironmentFaultError] = {}
+            async with asyncio.TaskGroup() as samples:
+                for index in missing:
+                    samples.create_task(self._generate_sample(delivery, index, faults))
+            if faults:
+                await self._give_up(delivery, faults)
+
+    async def _give_up(self, delivery: Delivery[Ticket], faults: dict[int, EnvironmentFaultError]) -> None:
+        """Publish the samples whose environments failed as failed ones, after the last delivery of a ticket.
+
+        Raises:
+            EnvironmentFaultError: others shall try it, or too few samples would be left.
+        """
+        ticket, config = delivery.message, self.context.config
+        is_last = delivery.attempts >= config.streams.max_attempts
+        if not is_last or ticket.group_size - len(faults) < config.reward.min_group_size:
+            raise next(iter(faults.values()))
+        for index, fault in faults.items():
+            failed = Trajectory(
+                **self._of_ticket(ticket, index),
+                prompt_ids=ticket.prompt_ids,
+                completion_ids=NO_IDS,
+                logprobs=NO_LOGPROBS,
+                spans=((self.engine.version, 0),),
+                fault=f"an environment failed: {fault}",
+            )
+            await self.consumer.publish_sample(delivery, *self._keys_of(ticket), failed)
+            log.warning("a sample has failed for good", ticket=ticket.ticket, index=index, error=str(fault))
+
+    async def _start_group(self, delivery: Delivery[Ticket]) -> set[int]:
+        """Wait until the engine is new enough for the group; returns the indices published already."""
+        ticket = delivery.message
+        progress = self.context.keys.progress(ticket.ticket, self.lane)
+        raw = await self.context.broker.execute("HGETALL", progress)
+        fields = dict(zip(raw[::2], raw[1::2], strict=True))
+        started_version = int(fields.pop(STARTED_FIELD.encode(), -1))
+        # Before any token is sampled: the staleness bound rests on this wait.
+        version = await self.follower.reach(ticket.min_version)
+        if started_version < 0:
+            # Not over the version of a worker that took the group over meanwhile and started it earlier.
+            await self.consumer.start_group(delivery, progress, version)
+        elif started_version > version:
+            try:
+                # What only Redis has lost is announced again long before the lease ends. What the trainer has
+                # lost too never comes.
+                await asyncio.wait_for(self.follower.reach(started_version), self.consumer.lease_s)
+            except TimeoutError:
+                was, what = started_version, "the version that a group began with is gone"
+                log.warning(what, ticket=ticket.ticket, was=was)
+                await self.consumer.start_group(delivery, progress, self.engine.version, replaces=True)
+        return {int(index) for index in fields}
+
+    def _keys_of(self, ticket: Ticket) -> tuple[str, str]:
+        """Where the ticket's samples go, and the hash of its progress."""
+        return self.context.keys.trajectories(self.lane), self.context.keys.progress(ticket.ticket, self.lane)
+
+    def _of_ticket(self, ticket: Ticket, index: int) -> dict[str, Any]:
+        """The fields of a trajectory that are known before it is generated."""
+        known = {name: getattr(ticket, name) for name in OF_THE_TICKET}
+        return known | {"index": index, "is_greedy": self._is_greedy(index), "worker": self.context.name}
+
+    def _is_greedy(self, index: int) -> bool:
+        """Whether the sample is the one that its siblings are compared with."""
+        traits = self.context.config.trainer.algorithm.advantage_traits
+        return index == 0 and self.lane is Lane.TRAIN and traits.has_greedy_baseline
+
+    async def _generate_sample(
+        self, delivery: Delivery[Ticket], index: int, faults: dict[int, EnvironmentFaultError]
+    ) -> None:
+        ticket, started_at, history = delivery.message, time.time(), self.follower.history
+        name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
+        numbers, is_greedy = count(1), self._is_greedy(index)
+
+        async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
+            number = next(numbers)
+            if is_greedy:
+                sampling = sampling.model_copy(update={"temperature": 0.0})
+            return await self._ask(name if number == 1 else f"{name}-t{number}", ids, sampling)
+
+        self.num_playing += 1
+        try:
+            played = await self.player.play(ticket, name, ask)
+        except EnvironmentFaultError as fault:
+            faults[index] = fault
+            return
+        finally:
+            self.num_playing -= 1
+        # The trainer restarted from an older version while this was played: its weights are none of the run's
+        # any more. It is dropped, and the loop in `generate` asks for it again.
+        if history != self.follower.history:
+            return
+        sample = Trajectory(
+            **self._of_ticket(ticket, index),
+            **played.fields(),
+            started_at=started_at,
+            finished_at=time.time(),
+        )
+        published = await self._checked_in(sample)
+        await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)
+        seconds = sample.finished_at - sample.started_at
+        self._published.add((len(sample.prompt_ids), len(sample.completion_ids), seconds))
+
+    async def _checked_in(self, sample: Trajectory) -> Trajectory:
+        """The sample, or a claim to it where it is large; the sample too where it cannot be put there."""
+        if self.context.broker.claims is None or self.lane is not Lane.TRAIN:
+            return sample
+        try:
+            published: Trajectory = await asyncio.to_thread(self.context.broker.claims.check_in, sample)
+        except (StorageError, StoreError) as error:
+            log.warning("a large trajectory goes through the stream", problem=str(error))
+            return sample
+        return published
+
+    async def _ask(self, name: str, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """One generation. Of a delivery that was lost, requests may still run: so ids differ."""
+        request_id = next(i for i in chain([name], (f"{name}-{n}" for n in count(2))) if i not in self._asked)
+        request = GenerationRequest(request_id, ids, sampling, is_urgent=self.lane is Lane.EVAL)
+        self._asked.add(request_id)
+        try:
+            generation = await self.engine.generate(request)
+            self.num_turns += 1
+            return generation
+        finally:
+            self._asked.discard(request_id)

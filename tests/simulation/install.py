@@ -50,7 +50,7 @@ from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import RUNS_DIR_VARIABLE
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.rollout.group import GroupGenerator
+from tidemill.services.rollout.worker import RolloutWorker
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.prompts import load_tokenizer
 from tidemill.services.trainer.batch.stream_join import StreamJoin
@@ -191,11 +191,11 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         watch.zeroed(policy)
         zero(policy)
 
-    check_in = GroupGenerator._checked_in
+    check_in = RolloutWorker._checked_in
 
-    async def check_in_watched(generator: GroupGenerator, sample: Trajectory) -> Trajectory:
-        watch.publishes(sample, generator.engine)
-        return await check_in(generator, sample)
+    async def check_in_watched(worker: RolloutWorker, sample: Trajectory) -> Trajectory:
+        watch.publishes(sample, worker.engine)
+        return await check_in(worker, sample)
 
     reread = StreamJoin.reread
 
@@ -212,7 +212,7 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
     return [
         (Evaluator, "evaluate", evaluate_watched),
         (StreamJoin, "reread", reread_watched),
-        (GroupGenerator, "_checked_in", check_in_watched),
+        (RolloutWorker, "_checked_in", check_in_watched),
         (tidemill.services.rollout.engines.simulated, "request_key", new_key),
         (SimulatedPolicy, "accumulate", accumulate_watched),
         (SimulatedPolicy, "update", update_watched),

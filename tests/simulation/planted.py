@@ -23,7 +23,7 @@ PLANTED = (
     ),
     Mutant(
         "a group starts before its engine holds the version that it needs",
-        f"{ROLLOUT}/group.py",
+        f"{ROLLOUT}/worker.py",
         "version = await self.follower.reach(ticket.min_version)",
         "version = self.engine.version",
     ),
@@ -187,7 +187,7 @@ PLANTED = (
     ),
     Mutant(
         "who takes a group over generates what is there already",
-        f"{ROLLOUT}/group.py",
+        f"{ROLLOUT}/worker.py",
         "missing = sorted(set(range(ticket.group_size)) - done)",
         "missing = list(range(ticket.group_size)) if len(done) < ticket.group_size else []",
     ),
@@ -212,7 +212,7 @@ PLANTED = (
     ),
     Mutant(
         "samples of weights that the run never had are published",
-        f"{ROLLOUT}/group.py",
+        f"{ROLLOUT}/worker.py",
         "        if history != self.follower.history:\n            return",
         "        if history < 0:\n            return",
     ),

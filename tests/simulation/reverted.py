@@ -18,7 +18,7 @@ REVERTED = (
     ),
     Mutant(
         "a worker generates a group once, whatever Redis has lost of it",
-        "services/rollout/group.py",
+        "services/rollout/worker.py",
         "        while self.consumer.holds(delivery):\n",
         "        for _ in range(1):\n",
         "a worker renews what it has lost",

@@ -11,15 +11,15 @@ from tests.support.training import make_parts, messages, trainer_config
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Delivery
+from tidemill.common.streams import Delivery, group_status
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Lane, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.engines.simulated import SimulatedEngine
 from tidemill.services.rollout.environments import build_player
-from tidemill.services.rollout.group import GroupGenerator
 from tidemill.services.rollout.sessions.player import Player
 from tidemill.services.rollout.weight_follower import WeightFollower
+from tidemill.services.rollout.worker import RolloutWorker
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 from tidemill.services.trainer.weights.store import WeightStore
 
@@ -63,13 +63,12 @@ class Worker:
         self.context = ServiceContext("rollout", name, keys, self.config, broker, folder, Activity("rollout"))
         self.engine = GatedEngine(self.config)
         self.follower = WeightFollower(self.context, self.engine)
-        self.consumer: Consumer[Ticket] = Consumer(
-            broker, keys.prompts(), ROLLOUT_GROUP, name, Ticket, lease_s=60.0, dead_key=keys.dead
-        )
         self.player: Player = build_player(self.config, self.engine.decode)
-        self.generator = GroupGenerator(
-            self.context, Lane.TRAIN, self.consumer, self.engine, self.follower, self.player
-        )
+        self.lane = self.new_lane()
+        self.consumer = self.lane.consumer
+
+    def new_lane(self) -> RolloutWorker:
+        return RolloutWorker(self.context, Lane.TRAIN, self.engine, self.follower, self.player)
 
     async def fetch(self) -> Delivery[Ticket]:
         (delivery,) = await self.consumer.fetch(1, 1.0)
@@ -110,6 +109,12 @@ async def issue(broker: Broker, keys: Keys, version: int = 0, **trainer: Any) ->
 async def samples_of(broker: Broker, keys: Keys, ticket: int = 0) -> list[Trajectory]:
     found = await messages(broker, keys.trajectories(), Trajectory)
     return [sample for sample in found if sample.ticket == ticket]
+
+
+async def is_settled(broker: Broker, keys: Keys, ticket: int = 0) -> bool:
+    """Whether the ticket is acknowledged, as all others, and nothing is left of its progress."""
+    pending = (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending
+    return not pending and not await broker.execute("EXISTS", keys.progress(ticket))
 
 
 async def take_over(

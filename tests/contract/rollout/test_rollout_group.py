@@ -11,6 +11,7 @@ from tests.support.rollout_worker import (
     SIZE,
     Worker,
     has_samples,
+    is_settled,
     issue,
     samples_of,
     take_over,
@@ -21,9 +22,8 @@ from tests.support.waiting import wait_until
 from tidemill.common.errors import EnvironmentFaultError, LeaseLostError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore
-from tidemill.common.streams import group_status
 from tidemill.common.wire.keys import ROLLOUT_GROUP
-from tidemill.common.wire.messages import DeadLetter, Lane, Trajectory, fault_of
+from tidemill.common.wire.messages import DeadLetter, Trajectory, fault_of
 from tidemill.services.rollout.sessions.player import SingleTurn
 from tidemill.services.rollout.worker import RolloutWorker
 
@@ -33,7 +33,7 @@ class TestOneWorker:
         await issue(broker, keys)
         async with make() as worker:
             delivery = await worker.fetch()
-            await worker.generator.generate(delivery)
+            await worker.lane.generate(delivery)
         samples = await samples_of(broker, keys)
         ticket = delivery.message
         assert sorted(sample.index for sample in samples) == [0, 1, 2, 3]
@@ -42,8 +42,7 @@ class TestOneWorker:
             assert sample.spans == ((0, 0),)
             assert sample.prompt_ids.tolist() == ticket.prompt_ids.tolist()
             assert sample.ground_truth == ticket.ground_truth
-        assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
-        assert await broker.execute("EXISTS", keys.progress(0)) == 0
+        assert await is_settled(broker, keys)
 
     async def test_a_sample_that_the_claim_store_does_not_take_goes_through_the_stream(
         self, make, broker, keys, tmp_path
@@ -52,7 +51,7 @@ class TestOneWorker:
         broker.claims = ClaimStore(tmp_path / "run", 1)
         await issue(broker, keys)
         async with make() as worker:
-            await worker.generator.generate(await worker.fetch())
+            await worker.lane.generate(await worker.fetch())
         samples = await samples_of(broker, keys)
         assert [sample.claim for sample in samples] == [None] * SIZE and all(
             len(sample.completion_ids) for sample in samples
@@ -61,28 +60,17 @@ class TestOneWorker:
     async def test_a_baseline_is_generated_greedily_and_says_so(self, make, broker, keys):
         await issue(broker, keys)
         async with make(algorithm={"advantage": "remax"}) as worker:
-            await worker.generator.generate(await worker.fetch())
+            await worker.lane.generate(await worker.fetch())
         assert worker.engine.temperatures == {0: 0.0, 1: 1.0, 2: 1.0, 3: 1.0}
         greedy = {sample.index: sample.is_greedy for sample in await samples_of(broker, keys)}
         assert greedy == {0: True, 1: False, 2: False, 3: False}
-
-    async def test_each_sample_is_published_when_it_is_finished(self, make, broker, keys):
-        await issue(broker, keys)
-        async with make() as worker:
-            worker.engine.held = {1}
-            task = asyncio.ensure_future(worker.generator.generate(await worker.fetch()))
-            await wait_until(lambda: has_samples(broker, keys, 3))
-            assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 1
-            worker.engine.released.set()
-            await task
-        assert [sample.index for sample in await samples_of(broker, keys)][-1] == 1
 
     async def test_nothing_starts_before_the_engine_holds_the_min_version(self, make, broker, keys, announce):
         await issue(broker, keys, version=2)  # tickets of steps 0 to 3: the last is for min_version 2
         async with make() as worker:
             deliveries = [await worker.fetch() for _ in range(8)]
             assert deliveries[-1].message.min_version == 2
-            task = asyncio.ensure_future(worker.generator.generate(deliveries[-1]))
+            task = asyncio.ensure_future(worker.lane.generate(deliveries[-1]))
             await announce(1)
             await wait_until(lambda: worker.engine.version == 1)
             assert worker.engine.asked == []
@@ -99,10 +87,10 @@ class TestTakeover:
         async with make("w1") as first, make("w2") as second:
             first.engine.held = {1, 3}
             delivery = await first.fetch()
-            task = asyncio.ensure_future(first.generator.generate(delivery))
+            task = asyncio.ensure_future(first.lane.generate(delivery))
             await wait_until(lambda: has_samples(broker, keys, 2))
             taken = await take_over(broker, keys, delivery, second)
-            await second.generator.generate(taken)
+            await second.lane.generate(taken)
             assert sorted(second.engine.asked) == [1, 3]
             first.engine.released.set()
             with pytest.raises(ExceptionGroup) as lost:
@@ -118,7 +106,7 @@ class TestTakeover:
         await issue(broker, keys)
         await broker.execute("HSET", keys.progress(0), "version", 2, "0", "")
         async with make() as worker:
-            task = asyncio.ensure_future(worker.generator.generate(await worker.fetch()))
+            task = asyncio.ensure_future(worker.lane.generate(await worker.fetch()))
             await announce(1)
             await wait_until(lambda: worker.engine.version == 1)
             assert worker.engine.asked == []
@@ -137,7 +125,7 @@ class TestTakeover:
         async with make() as worker:
             await wait_until(lambda: worker.engine.version == 3)
             worker.engine.held = set(range(SIZE))
-            task = asyncio.ensure_future(worker.generator.generate(await worker.fetch()))
+            task = asyncio.ensure_future(worker.lane.generate(await worker.fetch()))
             await wait_until(lambda: worker.engine.asked)
             assert await broker.execute("HGET", keys.progress(0), "version") == b"3"
             worker.engine.released.set()
@@ -156,7 +144,7 @@ class TestTakeover:
                 return 5
 
             monkeypatch.setattr(worker.follower, "reach", reach)
-            task = asyncio.ensure_future(worker.generator.generate(await worker.fetch()))
+            task = asyncio.ensure_future(worker.lane.generate(await worker.fetch()))
             await wait_until(lambda: worker.engine.asked)
             assert await broker.execute("HGET", keys.progress(0), "version") == b"0"
             task.cancel()
@@ -171,13 +159,13 @@ class TestTakeover:
             delivery = await frozen.fetch()
 
             async def reach(version: int) -> int:
-                await other.generator.generate(await take_over(broker, keys, delivery, other))
+                await other.lane.generate(await take_over(broker, keys, delivery, other))
                 assert await broker.execute("EXISTS", keys.progress(0)) == 0
                 return version
 
             monkeypatch.setattr(frozen.follower, "reach", reach)
             with pytest.raises(LeaseLostError):
-                await frozen.generator.generate(delivery)
+                await frozen.lane.generate(delivery)
         assert frozen.engine.asked == []
         assert await broker.execute("EXISTS", keys.progress(0)) == 0
 
@@ -198,7 +186,7 @@ class TestTakeover:
 class TestWorkerLoop:
     @contextlib.asynccontextmanager
     async def running(self, worker: Worker) -> AsyncIterator[RolloutWorker]:
-        loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, worker.player)
+        loop = worker.new_lane()
         task = asyncio.ensure_future(loop.run())
         try:
             yield loop
@@ -220,9 +208,7 @@ class TestWorkerLoop:
         assert {(letter.origin, letter.error, letter.attempts) for letter in letters} == {
             ("prompts", "ValueError: the prompt is too long", 1)
         }
-        assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
-        for ticket in range(4):
-            assert await broker.execute("EXISTS", keys.progress(ticket)) == 0
+        assert all([await is_settled(broker, keys, ticket) for ticket in range(4)])
 
     async def test_a_ticket_delivered_too_often_is_dead_lettered_unopened(self, make, broker, keys):
         await issue(broker, keys)
@@ -269,8 +255,7 @@ class TestWorkerLoop:
                 worker.context.stopping.set()
                 worker.engine.released.set()
         assert len(await messages(broker, keys.trajectories(), Trajectory)) == 4 * SIZE
-        status = await group_status(broker, keys.prompts(), ROLLOUT_GROUP)
-        assert status.pending == 0
+        assert await is_settled(broker, keys)
 
 
 async def _has_length(broker: Broker, key: str, count: int) -> bool:
@@ -290,25 +275,17 @@ class FailingPlayer(SingleTurn):
         return await super().play(ticket, name, ask)
 
 
-def loop_of(worker: Worker, player: Any = None) -> RolloutWorker:
-    """The worker's loop on what the test has fetched itself."""
-    loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, player or worker.player)
-    loop.consumer = loop.generator.consumer = worker.consumer
-    return loop
-
-
 async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_dead_lettered_at_last(
     make, broker, keys
 ):
     await issue(broker, keys)
     async with make(streams__max_attempts=2) as worker:
-        loop, delivery = loop_of(worker, FailingPlayer(worker)), await worker.fetch()
-        await loop._work(delivery)
+        worker.lane.player, delivery = FailingPlayer(worker), await worker.fetch()
+        await worker.lane._work(delivery)
         assert not await messages(broker, keys.dead, DeadLetter)
         ((_, _, _, attempts),) = await broker.execute("XPENDING", keys.prompts(), ROLLOUT_GROUP, "-", "+", 1)
         assert attempts == 1
-        again = await take_over(broker, keys, delivery, worker)
-        await loop._work(again)
+        await worker.lane._work(await take_over(broker, keys, delivery, worker))
         (letter,) = await messages(broker, keys.dead, DeadLetter)
     assert "the board is broken" in letter.error
 
@@ -319,17 +296,17 @@ async def test_a_sample_whose_environment_fails_ends_no_other_and_the_least_grou
 ):
     await issue(broker, keys)
     async with make(streams__max_attempts=2, reward__min_group_size=least) as worker:
-        loop, delivery = loop_of(worker, FailingPlayer(worker, "2")), await worker.fetch()
-        await loop._work(delivery)
+        worker.lane.player, delivery = FailingPlayer(worker, "2"), await worker.fetch()
+        await worker.lane._work(delivery)
         assert {sample.index for sample in await samples_of(broker, keys)} == {0, 1, 3}
         worker.engine.asked.clear()
-        await loop._work(await take_over(broker, keys, delivery, worker))
+        await worker.lane._work(await take_over(broker, keys, delivery, worker))
         assert worker.engine.asked == []
     letters = await messages(broker, keys.dead, DeadLetter)
     failed = [sample for sample in await samples_of(broker, keys) if sample.index == 2]
     assert [letter.ticket for letter in letters] == ([0] if least == 4 else [])
     assert [fault_of(sample) != "" for sample in failed] == ([] if least == 4 else [True])
-    assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
+    assert await is_settled(broker, keys)
 
 
 async def test_a_sample_that_no_reader_would_take_is_not_published_and_its_ticket_dead_lettered(
@@ -337,9 +314,9 @@ async def test_a_sample_that_no_reader_would_take_is_not_published_and_its_ticke
 ):
     await issue(broker, keys)
     async with make() as worker:
-        loop, delivery = loop_of(worker), await worker.fetch()
+        delivery = await worker.fetch()
         worker.consumer.max_bytes = 100
-        await loop._work(delivery)
+        await worker.lane._work(delivery)
     assert await samples_of(broker, keys) == []
     (letter,) = await messages(broker, keys.dead, DeadLetter)
     assert (letter.ticket, letter.origin) == (0, "prompts") and "max_message_mb" in letter.error

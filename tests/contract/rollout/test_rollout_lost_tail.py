@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.rollout_worker import (
-    SIZE,
-    has_samples,
-    issue,
-    samples_of,
-)
+from tests.support.rollout_worker import SIZE, has_samples, is_settled, issue, samples_of
 from tests.support.training import lose_tail
 from tests.support.waiting import wait_until
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import START, entry_id_of, group_status, read_range
+from tidemill.common.streams import START, entry_id_of, read_range
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Trajectory
 
@@ -31,7 +26,7 @@ class TestLostTail:
         async with make() as worker:
             worker.engine.held = {3}
             delivery = await worker.fetch()
-            task = asyncio.ensure_future(worker.generator.generate(delivery))
+            task = asyncio.ensure_future(worker.lane.generate(delivery))
             await wait_until(lambda: has_samples(broker, keys, 3))
             await lose_samples(broker, keys, num_kept)
             worker.engine.released.set()
@@ -39,8 +34,7 @@ class TestLostTail:
         samples = await samples_of(broker, keys)
         assert sorted(sample.index for sample in samples) == [0, 1, 2, 3]
         assert len(worker.engine.asked) == 2 * SIZE - num_kept - 1
-        assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
-        assert await broker.execute("EXISTS", keys.progress(0)) == 0
+        assert await is_settled(broker, keys)
         assert not worker.consumer.held
 
     async def test_samples_are_generated_as_often_as_they_are_lost(self, make, broker, keys):
@@ -58,7 +52,7 @@ class TestLostTail:
                 return is_complete
 
             worker.consumer.publish_sample = publish_and_lose
-            await asyncio.wait_for(worker.generator.generate(await worker.fetch()), 120)
+            await asyncio.wait_for(worker.lane.generate(await worker.fetch()), 120)
         assert sorted(sample.index for sample in await samples_of(broker, keys)) == [0, 1, 2, 3]
 
     async def test_a_ticket_whose_samples_are_all_there_is_acknowledged(self, make, broker, keys):
@@ -67,11 +61,10 @@ class TestLostTail:
             "HSET", keys.progress(0), "version", 0, *(x for i in range(SIZE) for x in (i, ""))
         )
         async with make() as worker:
-            await asyncio.wait_for(worker.generator.generate(await worker.fetch()), 120)
+            await asyncio.wait_for(worker.lane.generate(await worker.fetch()), 120)
             assert worker.engine.asked == []
             assert not worker.consumer.held
-        assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
-        assert await broker.execute("EXISTS", keys.progress(0)) == 0
+        assert await is_settled(broker, keys)
 
     async def test_a_ticket_that_is_delivered_again_to_its_own_worker_is_generated_once(
         self, make, broker, keys
@@ -81,14 +74,14 @@ class TestLostTail:
         async with make() as worker:
             worker.engine.held = set(range(SIZE))
             first = await worker.fetch()
-            task = asyncio.ensure_future(worker.generator.generate(first))
+            task = asyncio.ensure_future(worker.lane.generate(first))
             await wait_until(lambda: len(worker.engine.asked) == SIZE)
             await broker.execute("XACK", keys.prompts(), ROLLOUT_GROUP, first.entry_id)
             await broker.execute("XGROUP", "SETID", keys.prompts(), ROLLOUT_GROUP, "0")
             second = await worker.fetch()
             assert second.entry_id == first.entry_id
             assert first.is_lost
-            again = asyncio.ensure_future(worker.generator.generate(second))
+            again = asyncio.ensure_future(worker.lane.generate(second))
             await wait_until(lambda: len(worker.engine.asked) == 2 * SIZE)
             assert len(set(worker.engine.request_ids)) == 2 * SIZE
             worker.engine.released.set()
@@ -147,7 +140,7 @@ class TestLostHistory:
             await announce(3)
             await wait_until(lambda: worker.engine.version == 3)
             worker.engine.held = {1, 2}
-            task = asyncio.ensure_future(worker.generator.generate(await worker.fetch()))
+            task = asyncio.ensure_future(worker.lane.generate(await worker.fetch()))
             await wait_until(lambda: has_samples(broker, keys, 2))
             await lose_samples(broker, keys, 0)
             await lose_tail(broker, keys.weights, START)

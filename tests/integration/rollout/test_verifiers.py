@@ -14,10 +14,7 @@ import pytest
 from tests.support.playing import agent_player, make_ticket
 from tests.support.scripted_model import ScriptedModel, call_line
 from tests.support.venvs import python_with
-from tests.support.waiting import wait_until
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.common.wire.messages import SamplingParams
-from tidemill.services.rollout.gateway.session import GatewaySession
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "verifiers"
@@ -63,30 +60,6 @@ async def test_sessions_are_one_rollout_each_with_its_tools_and_the_runners_rewa
     assert not right.session.forks and right.first.prompt_ids.tolist() == models[0].seen[0]
     sampled = [token for line in models[0].said for token in line]
     assert right.first.completion_ids[right.first.mask].tolist() == sampled
-
-
-async def test_a_request_that_the_runner_repeats_is_one_turn(
-    python: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_asked, answer = 0, GatewaySession.answer
-
-    async def counted(session: GatewaySession, *arguments: Any, **more: Any) -> Any:
-        nonlocal num_asked
-        num_asked += 1
-        return await answer(session, *arguments, **more)
-
-    monkeypatch.setattr(GatewaySession, "answer", counted)
-    model = ScriptedModel("14")
-    say = model.ask
-
-    async def late(ids: Any, sampling: SamplingParams) -> Any:
-        await wait_until(lambda: num_asked > 1, timeout_s=120)
-        return await say(ids, sampling)
-
-    monkeypatch.setattr(model, "ask", late)
-    command = f"{python} {EXAMPLE / 'play.py'} doubling {HARNESS} --client.timeout.read 1"
-    (played,) = await play(command, ROW, model)
-    assert num_asked > 1 and len(played.session.turns) == 1 and played.session.reward == 1.0
 
 
 @pytest.mark.parametrize(

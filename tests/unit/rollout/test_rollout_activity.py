@@ -11,10 +11,9 @@ from tidemill.services.rollout.service import _state_of
 def state(running: int = 0, waiting: int = 0, wanted: int = 0, held: int = 0, playing: int = 0) -> str:
     engine: Any = SimpleNamespace(num_running=running)
     follower: Any = SimpleNamespace(num_waiting=waiting)
-    generator = SimpleNamespace(num_wanted=wanted, num_playing=playing)
     workers: Any = [
-        SimpleNamespace(running=set(), generator=SimpleNamespace(num_wanted=0, num_playing=0)),
-        SimpleNamespace(running=set(range(held)), generator=generator),
+        SimpleNamespace(running=set(), num_wanted=0, num_playing=0),
+        SimpleNamespace(running=set(range(held)), num_wanted=wanted, num_playing=playing),
     ]
     return _state_of(engine, follower, workers)[0]
 
