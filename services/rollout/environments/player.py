@@ -10,7 +10,7 @@ to train on; a later one that the session's time cuts off is left out, with what
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,20 +59,13 @@ class EnvironmentPlayer(Player):
     stage: Stage | None = None
     chat: ChatFormat
 
-    def __init__(
-        self,
-        config: RunConfig,
-        decode: Decode,
-        open_chat: OpenChat,
-        make_stage: Callable[[EnvironmentConfig], Stage] = build_stage,
-    ) -> None:
+    def __init__(self, config: RunConfig, decode: Decode, open_chat: OpenChat) -> None:
         super().__init__(config, decode, open_chat)
-        self._make_stage = make_stage
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Load the environment and the tokenizer. Raises ConfigError: one of them cannot be used."""
-        self.stage = self._make_stage(self.section)
+        self.stage = build_stage(self.section)
         self.chat = await asyncio.to_thread(self.open_chat)
 
     async def close(self) -> None:

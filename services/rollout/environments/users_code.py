@@ -87,20 +87,19 @@ def opening_of(returned: Any, where: str) -> Opening:
 
 
 def act_of(returned: Any, where: str) -> Act:
-    if isinstance(returned, Mapping):
-        observation = returned.get("observation", returned.get("observations"))
-        unknown = "observation" not in returned and "observations" not in returned and "done" not in returned
-        reward, is_done = returned.get("reward"), returned.get("done", False)
-    elif isinstance(returned, tuple) and len(returned) in (3, 4):
-        (observation, reward, is_done), unknown = returned[:3], False
-    elif isinstance(returned, tuple) and len(returned) == 5:  # gymnasium's
-        observation, reward, unknown = returned[0], returned[1], False
-        is_done = bool(returned[2]) or bool(returned[3])
-    else:
-        unknown = True
-    if unknown:
+    """What a `step` returned: a dict, a tuple in its order, or gymnasium's tuple of five."""
+    fields = returned
+    if isinstance(returned, tuple) and len(returned) in (3, 4):
+        fields = dict(zip(("observation", "reward", "done"), returned, strict=False))
+    elif isinstance(returned, tuple) and len(returned) == 5:
+        observation, reward, is_terminated, is_truncated, _ = returned
+        is_done = bool(is_terminated) or bool(is_truncated)
+        fields = {"observation": observation, "reward": reward, "done": is_done}
+    if not isinstance(fields, Mapping) or not fields.keys() & {"observation", "observations", "done"}:
         raise EnvironmentFaultError(f"{where} returned {_kind(returned)}; {STEP_EXPECTED}", "step")
-    return Act(observed(observation, where), number_of(reward, f"{where}: reward is", "step"), bool(is_done))
+    messages = observed(fields.get("observation", fields.get("observations")), where)
+    reward = number_of(fields.get("reward"), f"{where}: reward is", "step")
+    return Act(messages, reward, bool(fields.get("done", False)))
 
 
 def observed(observation: Any, where: str) -> list[dict[str, Any]]:
@@ -120,26 +119,25 @@ def number_of(value: Any, verb: str, kind: str) -> float | None:
     """A reward as a finite number; None stays None."""
     if value is None:
         return None
-    try:
-        number = float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if isinstance(value, str) or not math.isfinite(number):
+    if math.isnan(number := _finite(value)):
         raise EnvironmentFaultError(f"{verb} {_kind(value)}; expected a finite number or None", kind)
     return number
 
 
 def metrics_of(value: Any) -> dict[str, float]:
     """Those of the metrics that are finite numbers; they are not worth a fault."""
-    found = {}
-    for name, item in value.items() if isinstance(value, Mapping) else ():
-        try:
-            number = float(item.item() if hasattr(item, "item") else item)
-        except (TypeError, ValueError, OverflowError):
-            continue
-        if math.isfinite(number) and not isinstance(item, str):
-            found[sendable(str(name))] = number
-    return found
+    found = value.items() if isinstance(value, Mapping) else ()
+    numbers = {sendable(str(name)): _finite(item) for name, item in found}
+    return {name: number for name, number in numbers.items() if not math.isnan(number)}
+
+
+def _finite(value: Any) -> float:
+    """A number, or a tensor of one; NaN for anything else."""
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+    return number if math.isfinite(number) and not isinstance(value, str) else math.nan
 
 
 def result_text(returned: Any) -> str:

@@ -44,8 +44,7 @@ def use(interpreter: Path, tmp_path: Path) -> Iterator[str]:
 def player(use: str, **more: Any) -> EnvironmentPlayer:
     environment = {"use": use, "attempts": 1} | more
     config: RunConfig = run_config("m", model={"max_model_len": 2048}, rollout={"environment": environment})
-    stage = build_stage(config.rollout.environment)
-    return EnvironmentPlayer(config, CHAT.decode, lambda: CHAT, lambda section: stage)
+    return EnvironmentPlayer(config, CHAT.decode, lambda: CHAT)
 
 
 async def play(use: str, *lines: str, **more: Any) -> Any:

@@ -17,8 +17,8 @@ from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.wire.messages import SamplingParams, Ticket, Trajectory
 from tidemill.common.wire.segments import Session
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.environments import load
-from tidemill.services.rollout.environments.environment import Design, Stage
+from tidemill.services.rollout.environments import load, player
+from tidemill.services.rollout.environments.environment import Design
 from tidemill.services.rollout.environments.player import EnvironmentPlayer
 from tidemill.services.rollout.environments.stages import LocalStage
 from tidemill.services.rollout.environments.users_code import observed
@@ -65,9 +65,12 @@ def ticket(truth: Any = 7, **fields: Any) -> Ticket:
     return Ticket(ticket=1, step=1, min_version=0, group_size=2, **settings)
 
 
-def on_the_loop(config: EnvironmentConfig) -> Stage:
+@pytest.fixture(autouse=True)
+def on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it may block: other tests are about processes."""
-    return LocalStage(design_of(config), config.call_timeout_s)
+    monkeypatch.setattr(
+        player, "build_stage", lambda config: LocalStage(design_of(config), config.call_timeout_s)
+    )
 
 
 def design_of(config: EnvironmentConfig) -> Design:
@@ -79,16 +82,16 @@ def design_of(config: EnvironmentConfig) -> Design:
 def player_of(**section: Any) -> EnvironmentPlayer:
     environment = {"attempts": ATTEMPTS} | section
     config = run_config("m", model={"max_model_len": 4096}, rollout={"environment": environment})
-    return EnvironmentPlayer(config, lambda ids: str(QWEN.decode(ids)), lambda: CHAT, on_the_loop)
+    return EnvironmentPlayer(config, lambda ids: str(QWEN.decode(ids)), lambda: CHAT)
 
 
 async def play(script: Script, ground_truth: Any = 7, **section: Any) -> tuple[Played, Session]:
-    player = player_of(**section)
-    await player.start()
+    playing = player_of(**section)
+    await playing.start()
     try:
-        played = await player.play(ticket(ground_truth), "train-1-0-1", script)
+        played = await playing.play(ticket(ground_truth), "train-1-0-1", script)
     finally:
-        await player.close()
+        await playing.close()
     assert played.session is not None
     return played, played.session
 
@@ -221,15 +224,15 @@ def load_closed() -> list[int]:
 
 
 async def test_a_play_that_is_cancelled_closes_its_environment() -> None:
-    player = player_of(use=f"{THIS}:AsyncGuess")
-    await player.start()
+    playing = player_of(use=f"{THIS}:AsyncGuess")
+    await playing.start()
     load_closed().clear()
     script = Script("hang")
-    playing = asyncio.ensure_future(player.play(ticket(), "x", script))
+    play = asyncio.ensure_future(playing.play(ticket(), "x", script))
     await wait_until(lambda: script.asked)
-    playing.cancel()
-    await asyncio.gather(playing, return_exceptions=True)
-    await player.close()
+    play.cancel()
+    await asyncio.gather(play, return_exceptions=True)
+    await playing.close()
     assert load_closed() == [7]
 
 
