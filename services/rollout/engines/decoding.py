@@ -8,7 +8,9 @@ leave the batch once they are a good part of it.
 Shapes: B sequences, U distinct prompts, T tokens so far, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tidemill.common.wire.messages import SamplingParams
-from tidemill.services.rollout.engines.engine import uniforms
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest, StopTexts, uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +105,15 @@ _COMPACT_BELOW = 0.75
 """Finished rows are dropped when less than this share of the batch is left: copying the cache costs too."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DecodingRow:
-    """One completion in the making. `is_wanted` turns false when its caller has gone."""
+    """One completion in the making. Its caller waits on `done`, which is cancelled where it has gone."""
 
-    prompt_ids: Sequence[int]
-    sampling: SamplingParams
+    request: GenerationRequest
     noise_key: int
-    is_wanted: Callable[[], bool] = lambda: True
-    reaches_stop: Callable[[Sequence[int]], bool] = lambda token_ids: False
+    stops: StopTexts
+    done: "asyncio.Future[Generation]"
+    since: float = field(default_factory=time.monotonic)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
@@ -120,9 +122,9 @@ class DecodingRow:
         """Append a sampled token, and finish where it ends the completion."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        if token in eos_ids or self.reaches_stop(self.token_ids):
+        if token in eos_ids or self.stops.reach(self.token_ids):
             self.finish = "stop"
-        elif len(self.token_ids) >= self.sampling.max_tokens:
+        elif len(self.token_ids) >= self.request.sampling.max_tokens:
             self.finish = "length"
 
 
@@ -156,15 +158,16 @@ class _Batch:
 
     def _sampling_params(self) -> SamplingBatch:
         vocab_size = self._model.config.get_text_config().vocab_size
-        return SamplingBatch.of([row.sampling for row in self.rows], vocab_size, self._device)
+        return SamplingBatch.of([row.request.sampling for row in self.rows], vocab_size, self._device)
 
     def prefill(self) -> Tensor:
         """Run the distinct prompts and spread the result over the rows. Returns logits of shape [B, V]."""
         from transformers import DynamicCache
 
-        prompts = list(dict.fromkeys(tuple(row.prompt_ids) for row in self.rows))
+        prompt_of_row = [tuple(row.request.prompt_ids) for row in self.rows]
+        prompts = list(dict.fromkeys(prompt_of_row))
         position = {prompt: index for index, prompt in enumerate(prompts)}
-        spread_B = torch.tensor([position[tuple(row.prompt_ids)] for row in self.rows], device=self._device)
+        spread_B = torch.tensor([position[prompt] for prompt in prompt_of_row], device=self._device)
         ids_UT, mask_UT = pad_left(prompts, self._device)
         self._cache = DynamicCache(config=self._model.config)
         logits_UV = self._forward(ids_UT, mask_UT, position_ids(mask_UT))
@@ -189,7 +192,7 @@ class _Batch:
 
     def drop_finished(self, ids_B: Tensor) -> Tensor:
         """Leave out rows that are done or unwanted, where that pays; returns the remaining ids."""
-        keep = [i for i, row in enumerate(self.rows) if row.finish is None and row.is_wanted()]
+        keep = [i for i, row in enumerate(self.rows) if row.finish is None and not row.done.done()]
         if keep and len(keep) > _COMPACT_BELOW * len(self.rows):
             return ids_B
         self.rows = [self.rows[i] for i in keep]

@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,15 +43,6 @@ GATHER_S = 0.02
 """How long the first request of a batch waits to fill a batch."""
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A request in the queue, and the future that its caller waits on."""
-
-    row: "DecodingRow"
-    done: "asyncio.Future[Generation]"
-    since: float
-
-
 class TransformersEngine(ModelEngine):
     """Decodes with a Hugging Face model in this process."""
 
@@ -65,7 +55,7 @@ class TransformersEngine(ModelEngine):
         self._model: Any = None
         self._held: HeldWeights | None = None
         self._digest: Digest | None = None
-        self._queue: list[_Waiting] = []
+        self._queue: list[DecodingRow] = []
         self._arrived = asyncio.Event()
         # Held by a batch or by a load; asyncio's locks are fair, so a load comes after one batch.
         self._model_in_use = asyncio.Lock()
@@ -92,13 +82,11 @@ class TransformersEngine(ModelEngine):
 
         self._running_model()
         self.folder.check(request)
+        # A caller that is cancelled cancels `done`, which is how the decoding thread hears of it.
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         key = request_key(self._seed, request.request_id)
-        stops = StopTexts(request.sampling.stop, self.decode)
-        # A caller that is cancelled cancels `done`, which is how the decoding thread hears of it.
-        row = DecodingRow(request.prompt_ids, request.sampling, key, lambda: not done.done(), stops.reach)
-        waiting = _Waiting(row, done, time.monotonic())
-        self._queue.insert(0, waiting) if request.is_urgent else self._queue.append(waiting)
+        row = DecodingRow(request, key, StopTexts(request.sampling.stop, self.decode), done)
+        self._queue.insert(0, row) if request.is_urgent else self._queue.append(row)
         self._arrived.set()
         self.num_running += 1
         try:
@@ -168,34 +156,25 @@ class TransformersEngine(ModelEngine):
                     self._fail(batch, EngineError(f"the model failed: {error!r}; restart this worker"))
 
     async def _gather(self) -> None:
-        """Wait for a first request, then a little to fill a batch; a full batch does not wait."""
-        self._queue = [waiting for waiting in self._queue if not waiting.done.done()]
+        """Wait for a first request, then a little for others, unless it has waited long or a batch is full."""
+        self._queue = [row for row in self._queue if not row.done.done()]
         if not self._queue:
             self._arrived.clear()
         await self._arrived.wait()
-        deadline = self._queue[0].since + GATHER_S
-        while len(self._queue) < self._batch_size and (left := deadline - time.monotonic()) > 0:
-            self._arrived.clear()
-            try:
-                await asyncio.wait_for(self._arrived.wait(), left)
-            except TimeoutError:
-                break
-        # Cleared above to wait for more; what is in the queue has not been taken yet.
-        self._arrived.set()
+        if len(self._queue) < self._batch_size:
+            await asyncio.sleep(max(0.0, self._queue[0].since + GATHER_S - time.monotonic()))
 
-    async def _decode(self, batch: list[_Waiting]) -> None:
+    async def _decode(self, batch: "list[DecodingRow]") -> None:
         from tidemill.services.rollout.engines.decoding import decode_batch
 
         model, eos_ids = self._running_model(), frozenset(self.folder.eos_ids)
-        rows = [waiting.row for waiting in batch if not waiting.done.done()]
-        if rows:
+        if rows := [row for row in batch if not row.done.done()]:
             await self._on_thread(lambda: decode_batch(model, rows, eos_ids))
-        for waiting in batch:
-            row = waiting.row
-            if not waiting.done.done() and row.finish is not None:
-                # The batch holds the lock, so no load has changed the version since its first token.
-                spans = ((self.version, 0),)
-                waiting.done.set_result(Generation(row.token_ids, row.logprobs, spans, row.finish))
+        # The batch holds the lock, so no load has changed the version since its first token.
+        spans = ((self.version, 0),)
+        for row in rows:
+            if not row.done.done() and row.finish is not None:
+                row.done.set_result(Generation(row.token_ids, row.logprobs, spans, row.finish))
 
     def _stage(
         self, files: Sequence[Path], deltas: Sequence[Sequence[Path]], digest: str
@@ -237,10 +216,10 @@ class TransformersEngine(ModelEngine):
             raise EngineError("the transformers engine is not running: it was closed, or never started")
         return self._model
 
-    def _fail(self, batch: Sequence[_Waiting], error: EngineError) -> None:
-        for waiting in batch:
-            if not waiting.done.done():
-                waiting.done.set_exception(error)
+    def _fail(self, batch: "Sequence[DecodingRow]", error: EngineError) -> None:
+        for row in batch:
+            if not row.done.done():
+                row.done.set_exception(error)
 
     async def _on_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
