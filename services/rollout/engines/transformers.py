@@ -156,7 +156,7 @@ class TransformersEngine(ModelEngine):
                     self._fail(batch, EngineError(f"the model failed: {error!r}; restart this worker"))
 
     async def _gather(self) -> None:
-        """Wait for a first request, then a little for others, unless it has waited long or a batch is full."""
+        """Wait for a first request, then a little for others, unless it has waited or a batch is full."""
         self._queue = [row for row in self._queue if not row.done.done()]
         if not self._queue:
             self._arrived.clear()
