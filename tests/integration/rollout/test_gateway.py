@@ -157,23 +157,18 @@ def without_count() -> dict[str, Any]:
     return {RETRY_COUNT: openai.Omit()}
 
 
-async def test_a_retry_gets_the_same_answer_while_it_is_made_and_afterwards() -> None:
-    async with opened("one", "two", "another") as run:
+async def test_a_retry_gets_the_same_answer_and_a_question_asked_anew_one_of_its_own() -> None:
+    async with opened("one", "two", "three", "four") as run:
         both = await asyncio.gather(*(run.say([USER], extra_headers=without_count()) for _ in range(2)))
-        again = await run.say([USER], extra_headers={RETRY_COUNT: "1"})
-        assert {message.content for message in (*both, again)} == {"one"} and len(run.model.seen) == 1
-        await run.say([USER, again, {"role": "user", "content": "on"}])
+        retried = await run.say([USER], extra_headers={RETRY_COUNT: "1"})
+        assert {message.content for message in (*both, retried)} == {"one"} and len(run.model.seen) == 1
+        assert (await run.say([USER])).content == "two"
+        assert (await run.say([USER], extra_headers=without_count())).content == "two"
+        for said in ("two", "one"):
+            await run.say([USER, {"role": "assistant", "content": said}, {"role": "user", "content": "on"}])
+        run.model.lines = ["another"]
         assert (await run.say([USER], extra_headers=without_count())).content == "another"
-        assert run.session.counts == {"clean": 1, "forked": 1}
-
-
-async def test_the_same_question_asked_anew_gets_an_answer_of_its_own() -> None:
-    async with opened("one", "two", "three") as run:
-        answers = [await run.say([USER]) for _ in range(2)]
-        uncounted = await run.say([USER], extra_headers=without_count())
-        assert [message.content for message in (*answers, uncounted)] == ["one", "two", "two"]
-        assert run.session.counts == {"forked": 1}
-        await run.say([USER, answers[0], {"role": "user", "content": "on"}])
+        assert run.session.counts == {"clean": 2, "forked": 2}
         run.check_ids()
 
 

@@ -67,24 +67,24 @@ def extended(name: str, turn: str, messages: list[Any], is_stopped: bool = True,
     return str(tokenizer.decode(ids + chat.extend(ids, is_stopped, messages, tools)))
 
 
+QWEN_SPEAKS = "<|im_start|>assistant\n"
+QWEN_HIGHER = f"\n<|im_start|>user\nHigher.<|im_end|>\n{QWEN_SPEAKS}"
+QWEN_RESULT = f"\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n{QWEN_SPEAKS}"
 LLAMA_SPEAKS = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+LLAMA_HIGHER = f"<|start_header_id|>user<|end_header_id|>\n\nHigher.<|eot_id|>{LLAMA_SPEAKS}"
+LLAMA_RESULT = f'<|start_header_id|>ipython<|end_header_id|>\n\n"7"<|eot_id|>{LLAMA_SPEAKS}'
+GPTOSS_RESULT = (
+    '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"7"<|end|><|start|>assistant'
+)
 
 
 @pytest.mark.parametrize(
     ("name", "end", "expected"),
     [
-        ("qwen3", "<|im_end|>", "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"),
-        ("qwen3", "<|endoftext|>", "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            "qwen3_5_think",
-            "<|im_end|>",
-            "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n<think>\n",
-        ),
-        (
-            "llama3_1",
-            "<|eot_id|>",
-            f"<|start_header_id|>user<|end_header_id|>\n\nHigher.<|eot_id|>{LLAMA_SPEAKS}",
-        ),
+        ("qwen3", "<|im_end|>", QWEN_HIGHER),
+        ("qwen3", "<|endoftext|>", QWEN_HIGHER),
+        ("qwen3_5_think", "<|im_end|>", f"{QWEN_HIGHER}<think>\n"),
+        ("llama3_1", "<|eot_id|>", LLAMA_HIGHER),
         ("gemma3", "<end_of_turn>", "\n<start_of_turn>user\nHigher.<end_of_turn>\n<start_of_turn>model\n"),
         ("gemma4", "<turn|>", "\n<|turn>user\nHigher.<turn|>\n<|turn>model\n"),
         ("gptoss", "<|return|>", "<|start|>user<|message|>Higher.<|end|><|start|>assistant"),
@@ -107,22 +107,10 @@ def test_a_truncated_turn_is_closed_as_the_template_closes_it(name: str) -> None
 @pytest.mark.parametrize(
     ("name", "end", "expected"),
     [
-        (
-            "qwen3",
-            "<|im_end|>",
-            "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            "llama3_1",
-            "<|eom_id|>",
-            f'<|start_header_id|>ipython<|end_header_id|>\n\n"7"<|eot_id|>{LLAMA_SPEAKS}',
-        ),
+        ("qwen3", "<|im_end|>", QWEN_RESULT),
+        ("llama3_1", "<|eom_id|>", LLAMA_RESULT),
         ("gemma4", "<|tool_response>", 'response:add{value:<|"|>7<|"|>}<tool_response|>'),
-        (
-            "gptoss",
-            "<|call|>",
-            '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"7"<|end|><|start|>assistant',
-        ),
+        ("gptoss", "<|call|>", GPTOSS_RESULT),
     ],
 )
 def test_a_result_follows_a_call(name: str, end: str, expected: str) -> None:
@@ -134,12 +122,10 @@ def test_two_results_of_parallel_calls_follow_each_other() -> None:
     assert "<tool_response>\n7\n</tool_response>\n<tool_response>\n8\n</tool_response>" in text
 
 
-@pytest.mark.parametrize("name", ["gemma3"])
-def test_a_template_without_tools_or_with_strict_turns_says_no(name: str) -> None:
-    with pytest.raises(ValueError, match="refuses these messages"):
-        extended(name, f"call{ENDS[name][0]}", SEVEN)
-    with pytest.raises(ValueError, match="alternate"):
-        extended(name, f"50{ENDS[name][0]}", [*HIGHER, *HIGHER])
+@pytest.mark.parametrize(("messages", "said"), [(SEVEN, "refuses"), ([*HIGHER, *HIGHER], "alternate")])
+def test_a_template_without_tools_or_with_strict_turns_says_no(messages: list[Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        extended("gemma3", "50<end_of_turn>", messages)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma4"])
