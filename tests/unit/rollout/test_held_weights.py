@@ -192,39 +192,54 @@ def test_parameters_that_two_tensors_share_or_that_round_are_not_proven() -> Non
     assert not traced(Rank(0)).reason_not_to_patch()
 
 
-def test_what_is_staged_has_arrived_before_it_is_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU's stream in name only: what comes in which order is recorded. It is one for all versions: torch
-    keeps the memory that is freed on a stream for that stream alone."""
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU's streams in name only: what comes in which order is recorded."""
     events: list[str] = []
 
     class Stream:
-        def __init__(self, device: torch.device) -> None:
-            assert device == torch.device("cuda", 1), "the model's device, whatever the thread's is"
-            events.append("made")
+        def __init__(self, device: Any = None) -> None:
+            self.device, self.num_copies = device, 0
 
         def synchronize(self) -> None:
             events.append("complete")
 
-    class OnStream:
-        def __init__(self, stream: Stream) -> None:
-            events.append("on its own stream")
+        def wait_stream(self, other: Any) -> None:
+            events.append("copies follow the engine")
 
-        def __enter__(self) -> None: ...
-        def __exit__(self, *_: object) -> None: ...
+        def record_event(self) -> int:
+            self.num_copies += 1
+            events.append(f"copy {self.num_copies}")
+            return self.num_copies
 
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", OnStream)
+        def wait_event(self, number: int) -> None:
+            events.append(f"arrived {number}")
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        events.append(f"on a stream of {stream.device}")
+        yield
+
+    for name, stand_in in {"Stream": Stream, "stream": on, "current_stream": Stream}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return events
+
+
+def test_what_is_staged_has_arrived_before_it_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: list[str]
+) -> None:
+    """One stream for all versions: torch keeps what is freed for the stream that had it."""
     model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 1))]))
     weights = RankWeights(model, None)
     weights._is_plain, weights.held = True, traced(Rank(0))
     stage = weights.held.stage
-    monkeypatch.setattr(weights.held, "stage", lambda *args: events.append("staged") or stage(*args))
+    monkeypatch.setattr(weights.held, "stage", lambda *args: cuda.append("staged") or stage(*args))
     deltas = write_delta(tmp_path / "d", random_values(), {"q": [1], "k": [], "down": []})
+    streams = []
     for _ in range(2):
         weights.stage([], [[str(path) for path in paths] for paths in deltas])
-    assert events == ["made", *["on its own stream", "staged", "complete"] * 2]
+        streams.append(weights._stream)
+    assert cuda == ["on a stream of cuda:1", "staged", "complete"] * 2 and streams[0] is streams[1]
 
 
 def test_each_rank_gets_its_parts_in_the_dtype_of_its_parameters() -> None:
@@ -242,40 +257,17 @@ def test_what_the_parameters_do_not_hold_afterwards_is_noticed() -> None:
     assert not version.write()
 
 
-def test_copies_and_their_proof_go_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU all copies are begun on a stream of their own; the engine's stream waits for each in turn."""
-    events: list[str] = []
-
-    class Stream:
-        def __init__(self, device: Any = None) -> None:
-            self.num_copies = 0
-
-        def wait_stream(self, other: Any) -> None:
-            events.append("copies follow the engine")
-
-        def record_event(self) -> int:
-            self.num_copies += 1
-            events.append(f"copy {self.num_copies}")
-            return self.num_copies
-
-        def wait_event(self, number: int) -> None:
-            events.append(f"arrived {number}")
-
-    @contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        yield
-
+def test_copies_and_their_proof_go_side_by_side(monkeypatch: pytest.MonkeyPatch, cuda: list[str]) -> None:
+    """All copies are begun on a stream of their own; the engine's stream waits for each in turn."""
     monkeypatch.setattr(held_weights, "_is_on_gpu", lambda _: True)
     locked: list[int] = []
     cudart = SimpleNamespace(cudaHostRegister=lambda address, size, flags: locked.append(size))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     rank, memory = Rank(0), HostMemory()
     for seed in range(2):
         assert StagedVersion(traced(rank), random_values(seed).items(), memory).write()
-    order = ["copies follow the engine", *(f"{what} {n}" for what in ("copy", "arrived") for n in (1, 2, 3))]
-    assert events == order * 2
+    order = ["copies follow the engine", "on a stream of cpu"]
+    order += [f"{what} {number}" for what in ("copy", "arrived") for number in (1, 2, 3)]
+    assert cuda == order * 2
     assert locked == [3 * 256], "memory is locked once, and is no larger than the parts"
