@@ -23,7 +23,7 @@ from tidemill.common.errors import EnvironmentFaultError, LeaseLostError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire.keys import ROLLOUT_GROUP
-from tidemill.common.wire.messages import DeadLetter, Trajectory, fault_of
+from tidemill.common.wire.messages import DeadLetter, fault_of
 from tidemill.services.rollout.sessions.player import SingleTurn
 from tidemill.services.rollout.worker import RolloutWorker
 
@@ -244,18 +244,6 @@ class TestWorkerLoop:
             assert first.engine.asked == []
             (taken,) = await second.consumer.fetch(10, 0.0)
             assert taken.message.ticket == 0
-
-    async def test_running_groups_are_finished_before_the_worker_leaves(self, make, broker, keys):
-        await issue(broker, keys)
-        async with make() as worker:
-            worker.engine.held = {0}
-            async with self.running(worker) as loop:
-                await wait_until(lambda: len(loop.running) == 4)
-                await wait_until(lambda: has_samples(broker, keys, 4 * (SIZE - 1), None))
-                worker.context.stopping.set()
-                worker.engine.released.set()
-        assert len(await messages(broker, keys.trajectories(), Trajectory)) == 4 * SIZE
-        assert await is_settled(broker, keys)
 
 
 async def _has_length(broker: Broker, key: str, count: int) -> bool:

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -101,20 +99,6 @@ async def test_a_tool_that_hangs_is_told_to_the_model_and_the_next_call_works() 
             True,
         )
         assert (await tools.call("multiply", {"a": 6, "b": 7})).messages[0]["content"] == "42"
-
-
-async def test_a_process_that_dies_is_a_fault_of_its_sessions_and_is_replaced() -> None:
-    async with opened(use=f"{THIS}:Guess", processes=1) as stage:
-        first = await stage.open(ROW)
-        await first.reset(ROW)
-        os.kill(pids_of(stage)[0], signal.SIGKILL)
-        with pytest.raises(EnvironmentFaultError, match=r"died \(SIGKILL\)|has died") as fault:
-            await first.step("3")
-        assert fault.value.kind == "died"
-        await first.close()
-        second = await stage.open(ROW)
-        await second.reset(ROW)
-        assert (await second.step("7")).is_done
 
 
 async def test_what_is_open_is_closed_when_the_worker_ends(closing: Path, tmp_path: Path) -> None:
