@@ -18,7 +18,7 @@ padding. Memory is the peak above what the process held, model included, before 
 of very unequal lengths (8 to 512, each octave equally likely); `memory_ratio` is our peak over TRL's, the
 largest of the three.
 
-`ratio_to_bare` is our tokens/s over those of a bare loop on the same packed tokens (`trainer_bare.py`), the
+`ratio_to_bare` is our tokens/s over those of a bare loop on the same packed tokens (`BareLoop`), the
 smallest of the three cases: the median over pairs of steps, one of each side, in one process. With `--no-trl`
 there is no more than that.
 """

@@ -1,36 +1,44 @@
-"""Our side of the trainer benchmark, and what all sides share: batches, model, settings, clock and memory.
+"""The sides of the trainer benchmark, and what they share: batches, model, settings and memory.
 
 One side in a process of its own: `python -m benchmarks.trainer_sides SIDE CASE BUDGET STEPS THREADS`. It
-prints one line of JSON: seconds of each timed step, peak memory above what the process held before its first
-step, and the gradient norm of the first step, which shows that both sides do the same work. SIDE `bare` is
-our side and a bare loop of torch in turns.
+prints one line of JSON. SIDE `tidemill` and `trl`: seconds of each timed step, peak memory above what the
+process held before its first step, and the gradient norm of the first step, which shows that both sides do
+the same work. SIDE `bare`: our side and a bare loop of torch in turns.
 """
 
+import copy
 import json
 import resource
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils import get_total_norm
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.device import is_gpu, now_s, random_sample
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.policy.packing import make_tile
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
-LR = 1e-6
-MAX_GRAD_NORM = 1.0
-GROUP_SIZE = 8
+LR, MAX_GRAD_NORM, GROUP_SIZE = 1e-6, 1.0, 8
+GPU_SCALE = 8
+"""Completions, prompts and micro-batches are this many times longer on a GPU."""
+CHUNK_ELEMENTS = 1 << 26
+"""Logits of the bare loop at once; more are computed again in the backward pass."""
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Lengths of one batch: uniform between two bounds, or so that each octave is equally likely."""
 
     sequences: int
@@ -44,36 +52,26 @@ CASES = {
     "long": Case(8, (24, 32), (448, 512)),
     "unequal": Case(32, (8, 32), (8, 512), is_spread=True),
 }
-GPU_SCALE = 8
-"""Completions and prompts are this many times longer on a GPU."""
 
 
-CPU_SHAPE = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 6, "intermediate_size": 512}
-GPU_SHAPE = {
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "intermediate_size": 4864,
-}
-
-
-def make_model(is_gpu: bool) -> PreTrainedModel:
+def make_model() -> PreTrainedModel:
     """A dense Llama with random weights, always the same, in float32."""
     torch.manual_seed(0)
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    shape = (896, 24, 14, 4864, 151_936) if is_gpu() else (192, 4, 6, 512, 8192)
     config = LlamaConfig(
-        **(GPU_SHAPE if is_gpu else CPU_SHAPE),
-        num_key_value_heads=2 if is_gpu else 1,
-        vocab_size=151_936 if is_gpu else 8192,
+        **dict(zip(names, shape, strict=True)),
+        num_key_value_heads=2 if is_gpu() else 1,
         max_position_embeddings=1024 * GPU_SCALE,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config).eval().to("cuda" if is_gpu else "cpu")  # type: ignore[arg-type]
+    return LlamaForCausalLM(config).eval().to("cuda" if is_gpu() else "cpu")  # type: ignore[arg-type]
 
 
-def make_batch(case: Case, vocabulary: int, scale: int) -> list[Sample]:
+def make_batch(case: Case, vocab_size: int, scale: int) -> list[Sample]:
     """Samples of a case in random order, with advantages of mean 0."""
     rng = np.random.default_rng(0)
     low, high = (length * scale for length in case.completion_tokens)
@@ -82,45 +80,26 @@ def make_batch(case: Case, vocabulary: int, scale: int) -> list[Sample]:
     else:
         lengths = rng.integers(low, high + 1, case.sequences)
     lengths[rng.integers(case.sequences)] = high  # the longest is there in every case
-    samples = []
-    for i, length in enumerate(lengths):
-        num_prompt = int(rng.integers(case.prompt_tokens[0], case.prompt_tokens[1] + 1)) * scale
-        samples.append(
-            Sample(
-                key=(i // GROUP_SIZE, i % GROUP_SIZE),
-                prompt_ids=rng.integers(3, vocabulary, num_prompt).astype(np.int32),
-                completion_ids=rng.integers(3, vocabulary, length).astype(np.int32),
-                rollout_logprobs=np.full(length, -np.log(vocabulary), dtype=np.float32),
-                mask=np.ones(length, dtype=np.bool_),
-                advantage=float(rng.normal()),
-                reward=0.0,
-            )
-        )
-    return samples
+    prompts = rng.integers(case.prompt_tokens[0], case.prompt_tokens[1] + 1, case.sequences) * scale
+    return [
+        random_sample(rng, divmod(i, GROUP_SIZE), vocab_size, int(prompt), int(length))
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
 
 
 class Peak:
     """Peak memory above what was held when this was made, in bytes: of the GPU where there is one."""
 
     def __init__(self) -> None:
-        if torch.cuda.is_available():
+        if is_gpu():
             torch.cuda.reset_peak_memory_stats()
-            self.base = torch.cuda.memory_allocated()
-        else:
-            self.base = psutil.Process().memory_info().rss
+        self.base = torch.cuda.memory_allocated() if is_gpu() else psutil.Process().memory_info().rss
 
     def above_base(self) -> int:
         """Bytes."""
-        if torch.cuda.is_available():
+        if is_gpu():
             return torch.cuda.max_memory_allocated() - self.base
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.base
-
-
-def now_s() -> float:
-    """Seconds on a clock that never goes back, once the GPU has done what it was given."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def make_policy(model: Any, samples: Sequence[Sample], budget_tokens: int) -> TransformersPolicy:
@@ -132,7 +111,7 @@ def make_policy(model: Any, samples: Sequence[Sample], budget_tokens: int) -> Tr
             "algorithm": {"normalisation": "token", "importance": {"mode": "off"}},
         }
     )
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    dtype = torch.bfloat16 if is_gpu() else torch.float32
     longest = max(len(sample.completion_ids) for sample in samples)
     return TransformersPolicy(model, config, dtype=dtype, temperature=1.0, max_completion_tokens=longest)
 
@@ -156,19 +135,120 @@ def run_tidemill(model: Any, samples: Sequence[Sample], budget_tokens: int, step
     return {"step_s": times[1:], "peak_bytes": peak.above_base(), "grad_norm": norms[0]}
 
 
+class Rectangle(NamedTuple):
+    """One forward pass, on the device: what the model gets, and of N scored tokens the flat position before
+    each, its id, and the advantage over the number of tokens of the step."""
+
+    inputs: dict[str, Any]
+    places_N: Tensor
+    targets_N: Tensor
+    weights_N: Tensor
+
+
+def packed(policy: TransformersPolicy, samples: Sequence[Sample], budget_tokens: int) -> Iterator[Rectangle]:
+    """What the trainer lays out, as tensors on the device."""
+    num_trained = sum(sample.num_trained for sample in samples)
+    to_device = partial(torch.as_tensor, device=policy._model.device)
+    for batch in form_micro_batches(samples, budget_tokens):
+        for lines in policy._plan(batch.samples):
+            tile = make_tile(lines, policy.layout)
+            advantages = [
+                float(batch.samples[row.sample].advantage) for row in tile.rows for _ in row.targets
+            ]
+            inputs = {"input_ids": tile.ids_BT, **tile.model_kwargs}
+            yield Rectangle(
+                {name: to_device(it) if isinstance(it, Tensor) else it for name, it in inputs.items()},
+                to_device(tile.sources_N),
+                to_device(tile.targets_N),
+                to_device([advantage / num_trained for advantage in advantages]),
+            )
+
+
+class BareLoop:
+    """A bare loop of torch: the model, F.cross_entropy over a chunk of logits at a time, backward, and fused
+    AdamW. It gets packed tokens ready made, plans nothing, clips nothing, and measures nothing."""
+
+    def __init__(self, model: Any, rectangles: Sequence[Rectangle]) -> None:
+        self._model, self._rectangles = model, rectangles
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+
+    def step(self) -> None:
+        """All rectangles, then one update."""
+        self.add_gradients()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def add_gradients(self) -> None:
+        """Forward and backward passes."""
+        for rectangle in self._rectangles:
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_gpu()):
+                hidden = self._model.base_model(**rectangle.inputs, use_cache=False).last_hidden_state
+                loss = self._loss(hidden.flatten(0, 1)[rectangle.places_N], rectangle)
+            loss.backward()
+
+    def _loss(self, hidden_NH: Tensor, rectangle: Rectangle) -> Tensor:
+        """-A log p, summed: what a policy gradient is where the ratio is 1."""
+        head = self._model.lm_head.weight
+        size = CHUNK_ELEMENTS // head.shape[0]
+        columns = (hidden_NH, rectangle.targets_N, rectangle.weights_N)
+        chunks = list(zip(*(column.split(size) for column in columns), strict=True))
+        if len(chunks) == 1:
+            return weighted_loss(head, *chunks[0])
+        parts = [checkpoint(weighted_loss, head, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.stack(parts).sum()
+
+    def norm(self) -> float:
+        """Of the gradient of a step, which is then forgotten."""
+        self.add_gradients()
+        norm = float(get_total_norm([weight.grad for weight in self._model.parameters()]))
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+
+def weighted_loss(head_VH: Tensor, hidden_CH: Tensor, targets_C: Tensor, weights_C: Tensor) -> Tensor:
+    """Of a chunk's tokens."""
+    logits_CV = F.linear(hidden_CH, head_VH).float()
+    return (F.cross_entropy(logits_CV, targets_C, reduction="none") * weights_C).sum()
+
+
+def run_bare(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
+    """A step of each side in turns, after one of each to warm up; medians.
+
+    Raises:
+        RuntimeError: their gradients differ, so that they do not do the same work.
+    """
+    bare_model = copy.deepcopy(model)
+    policy = make_policy(model, samples, budget_tokens)
+    bare = BareLoop(bare_model, list(packed(policy, samples, budget_tokens)))
+    norms = bare.norm(), train_step(policy, samples, budget_tokens)
+    bare.step()
+    if abs(norms[0] / norms[1] - 1.0) > 1e-2:
+        raise RuntimeError(
+            f"the gradient's norm is {norms[0]} in the bare loop and {norms[1]} in the trainer"
+        )
+    own = partial(train_step, policy, samples, budget_tokens)
+    sides: dict[str, Callable[[], object]] = {"bare": bare.step, "tidemill": own}
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(steps):
+        # Whoever is first in a pair is second in the next.
+        for side in list(sides)[:: -1 if number % 2 else 1]:
+            started = now_s()
+            sides[side]()
+            times[side].append(now_s() - started)
+    # Over pairs of steps: what else the machine does slows both steps of a pair.
+    ratio = median(bare_s / own_s for bare_s, own_s in zip(times["bare"], times["tidemill"], strict=True))
+    return {"step_s": [median(times[side]) for side in sides], "ratio": ratio}
+
+
 def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int) -> None:
     """Measure one side on one case."""
-    is_gpu = torch.cuda.is_available()
-    if not is_gpu:
+    if not is_gpu():
         torch.set_num_threads(threads)
-    scale, model = GPU_SCALE if is_gpu else 1, make_model(is_gpu)
+    scale, model = GPU_SCALE if is_gpu() else 1, make_model()
     samples = make_batch(CASES[case_name], model.config.vocab_size, scale)
-    if side == "trl":
+    run = {"tidemill": run_tidemill, "bare": run_bare}.get(side)
+    if run is None:
         from benchmarks.trainer_trl import run_trl as run  # imports all of TRL
-    elif side == "bare":
-        from benchmarks.trainer_bare import run_bare as run
-    else:
-        run = run_tidemill
     result = run(model, samples, budget_tokens * scale, steps)
     result["tokens"] = sum(sample.num_tokens for sample in samples)
     print(json.dumps(result), flush=True)

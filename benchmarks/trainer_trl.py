@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import pad
 
-from benchmarks.trainer_sides import GROUP_SIZE, LR, MAX_GRAD_NORM, Peak, now_s
+from benchmarks.device import is_gpu, now_s
+from benchmarks.trainer_sides import GROUP_SIZE, LR, MAX_GRAD_NORM, Peak
 from tidemill.services.trainer.groups.samples import Sample
 
 
@@ -27,15 +28,14 @@ class GivenCompletions(GRPOTrainer):  # type: ignore[misc]
         device = self.accelerator.device
         prompts = [torch.tensor(sample.prompt_ids).long() for sample in self.samples]
         completions = [torch.tensor(sample.completion_ids).long() for sample in self.samples]
-        ones = [torch.ones_like(ids) for ids in prompts], [torch.ones_like(ids) for ids in completions]
         batch = {
-            "prompt_ids": pad(prompts, padding_value=0, padding_side="left").to(device),
-            "prompt_mask": pad(ones[0], padding_value=0, padding_side="left").to(device),
-            "completion_ids": pad(completions, padding_value=0, padding_side="right").to(device),
-            "completion_mask": pad(ones[1], padding_value=0, padding_side="right").to(device),
             "advantages": torch.tensor([sample.advantage for sample in self.samples], device=device),
             "num_items_in_batch": torch.tensor(sum(map(len, completions)), device=device),
         }
+        for name, rows, side in (("prompt", prompts, "left"), ("completion", completions, "right")):
+            ones = [torch.ones_like(ids) for ids in rows]
+            batch[f"{name}_ids"] = pad(rows, padding_value=0, padding_side=side).to(device)
+            batch[f"{name}_mask"] = pad(ones, padding_value=0, padding_side=side).to(device)
         self.given_s += now_s() - started
         return batch
 
@@ -81,8 +81,8 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
                 max_grad_norm=MAX_GRAD_NORM,
                 loss_type="dapo",
                 beta=0.0,
-                bf16=torch.cuda.is_available(),
-                use_cpu=not torch.cuda.is_available(),
+                bf16=is_gpu(),
+                use_cpu=not is_gpu(),
                 gradient_checkpointing=False,
                 logging_steps=1,
                 save_strategy="no",
@@ -91,18 +91,15 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
             ),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             train_dataset=Dataset.from_dict({"prompt": ["w"] * len(samples)}),
-            processing_class=_tokenizer(),
+            # TRL wants one, though no text is read here.
+            processing_class=PreTrainedTokenizerFast(
+                tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "w": 2}, unk_token="w")),
+                pad_token="<pad>",
+                eos_token="<eos>",
+            ),
             callbacks=[clock],
         )
         clock.trainer = trainer
         peak = Peak()
         trainer.train()
     return {"step_s": clock.times[1:], "peak_bytes": peak.above_base(), "grad_norm": clock.norms[0]}
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """TRL wants one, though no text is read here."""
-    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, "w": 3}, unk_token="w"))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
-    )

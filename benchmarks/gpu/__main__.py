@@ -10,6 +10,7 @@ its time, with 2 where something is missing that can be installed or set right.
 """
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -20,12 +21,13 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.gpu.parts import LIMIT_S, PARTS, Part, chosen
+from benchmarks.gpu.parts import LIMIT_S, Part, chosen
 from benchmarks.gpu.runner import DONE, FAILED, LATE, MISSING, ROOT, Proof, Record
 from benchmarks.report import print_result, print_table
 
 OUT = ROOT / "runs/gpu-proof"
 OUT_DRY = ROOT / "runs/gpu-proof-dry"
+NOT_TRIED: Record = {"state": "not tried"}
 
 
 def main(
@@ -49,50 +51,42 @@ def main(
         raise typer.BadParameter(str(error)) from None
     if listed:
         rows = [(p.name, p.text, f"{p.estimate_s} s", str(p.gpus), f"{p.gpu_gib:g}") for p in parts]
-        print_table(
-            "Parts (times are estimates)", ("part", "what", "about, on an H100", "GPUs", "GiB each"), rows
-        )
+        titles = ("part", "what", "about, on an H100", "GPUs", "GiB each")
+        print_table("Parts (times are estimates)", titles, rows)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part that runs
-    facts = read_facts_aside()
-    has_no_gpu = bool(facts["gpu_problem"]) and not facts["driver"]
-    if has_no_gpu and not dry:
+    # Asked by a process of its own: looking at a GPU would keep some of its memory.
+    command = [sys.executable, "-m", "benchmarks.gpu.machine"]
+    asked = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    facts: dict[str, Any] = json.loads(asked.stdout.strip().splitlines()[-1])
+    if facts["gpu_problem"] and not facts["driver"] and not dry:
         print(f"{facts['gpu_problem']}: a dry run on the CPU, with tiny models\n", flush=True)
-    proof = Proof(out or (OUT_DRY if dry or has_no_gpu else OUT), facts, dry or has_no_gpu, limit)
-    if fresh:
-        for each in parts:
-            (proof.folder / f"{each.name}.json").unlink(missing_ok=True)
-    _run(proof, proof.order(parts, again=bool(names)), time.monotonic() + minutes * 60 if minutes else None)
-    records = proof.write(PARTS)
-    print_table(
-        "GPU proof",
-        ("part", "figure", "value", "goal", "met"),
-        list(figures(parts, records)),
-        facts["machine"],
-    )
-    wanted = {each.name: records.get(each.name) for each in parts}
-    print_result({name: record["state"] if record else "not tried" for name, record in wanted.items()})
-    raise typer.Exit(exit_code([record for record in wanted.values() if record]))
-
-
-def _run(proof: Proof, parts: Sequence[Part], until: float | None) -> None:
-    for part in parts:
-        if until is not None and time.monotonic() + part.estimate_s > until:
-            print(f"{part.name}: not begun, it takes about {part.estimate_s} s", flush=True)
+        dry = True
+    proof = Proof(out or (OUT_DRY if dry else OUT), facts, dry, limit)
+    for each in parts if fresh else ():
+        proof.records.pop(each.name, None)
+    until = time.monotonic() + minutes * 60 if minutes else math.inf
+    for each in parts if names else proof.order(parts):
+        if time.monotonic() + each.estimate_s > until:
+            print(f"{each.name}: not begun, it takes about {each.estimate_s} s", flush=True)
             continue
-        print(f"{part.name}: {part.text} ...", flush=True)
-        record = proof.run(part)
-        proof.write(PARTS)
+        print(f"{each.name}: {each.text} ...", flush=True)
+        record = proof.run(each)
         seconds = f" in {record['seconds']:.0f} s" if "seconds" in record else ""
-        print(f"{part.name}: {record['state']}{seconds} {'; '.join(record.get('missing', []))}", flush=True)
+        lacks = "; ".join(record.get("missing", []))
+        print(f"{each.name}: {record['state']}{seconds} {lacks}", flush=True)
         if tail := record.get("tail"):
             print("  " + "\n  ".join(tail.splitlines()[-10:]), flush=True)
+    rows = list(figures(parts, proof.records))
+    print_table("GPU proof", ("part", "figure", "value", "goal", "met"), rows, facts["machine"])
+    print_result({each.name: proof.records.get(each.name, NOT_TRIED)["state"] for each in parts})
+    raise typer.Exit(exit_code([proof.records[each.name] for each in parts if each.name in proof.records]))
 
 
-def figures(parts: Sequence[Part], records: Mapping[str, Record]) -> Iterator[Sequence[str]]:
+def figures(parts: Sequence[Part], records: Mapping[str, Record]) -> Iterator[tuple[str, ...]]:
     """Rows: what every part that is done has measured, beside its goals; a dry run has none."""
     for part in parts:
-        record = records.get(part.name, {"state": "not tried"})
+        record = records.get(part.name, NOT_TRIED)
         if record["state"] != DONE:
             yield part.name, record["state"], "", "", ""
             continue
@@ -101,16 +95,12 @@ def figures(parts: Sequence[Part], records: Mapping[str, Record]) -> Iterator[Se
             goal, met = "", ""
             if name in goals:
                 sign, bound = goals[name]
-                is_number = isinstance(value, int | float)
-                is_met = is_number and (value >= bound if sign == ">=" else value <= bound)
+                is_met = isinstance(value, int | float) and (
+                    value >= bound if sign == ">=" else value <= bound
+                )
                 goal, met = f"{sign} {bound:g}", "yes" if is_met else "no"
-            yield (
-                part.name,
-                name,
-                f"{value:,.4g}" if isinstance(value, float) else json.dumps(value),
-                goal,
-                met,
-            )
+            text = f"{value:,.4g}" if isinstance(value, float) else json.dumps(value)
+            yield part.name, name, text, goal, met
 
 
 def exit_code(records: Sequence[Record]) -> int:
@@ -118,14 +108,6 @@ def exit_code(records: Sequence[Record]) -> int:
     if any(record["state"] in (FAILED, LATE) for record in records):
         return 1
     return 2 if any(record["state"] == MISSING and record["can_be_set_right"] for record in records) else 0
-
-
-def read_facts_aside() -> dict[str, Any]:
-    """What is here, asked by a process of its own: looking at a GPU would keep some of its memory."""
-    command = [sys.executable, "-m", "benchmarks.gpu.machine"]
-    asked = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    facts: dict[str, Any] = json.loads(asked.stdout.strip().splitlines()[-1])
-    return facts
 
 
 if __name__ == "__main__":

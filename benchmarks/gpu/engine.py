@@ -15,7 +15,6 @@ tokens of version 2, is what it would be if the update had not arrived.
 import asyncio
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,9 @@ import torch
 import typer
 import yaml
 
+from benchmarks.device import free, is_gpu, now_s
 from benchmarks.gpu.parts import DID_NOT_START
-from benchmarks.gpu.shapes import free, is_gpu, make_model, shape_of, wait_for_gpu
+from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures
 from tidemill.common.config import RunConfig
 from tidemill.common.config.weights import WeightsConfig
@@ -99,13 +99,12 @@ def write_versions(config: RunConfig, run_dir: Path) -> tuple[dict[int, WeightMa
     manifests, figures = {}, {}
     for version, name in ((FULL, "full"), (DELTA, "delta")):
         change(policy, *CHANGES[version])
-        wait_for_gpu()
-        started = time.perf_counter()
+        started = now_s()
         state = policy.compare_weights()
-        wait_for_gpu()
-        figures[f"{name}_compare_s"] = time.perf_counter() - started
+        compared = now_s()
         manifests[version] = store.finish(store.begin(version, policy, state))
-        figures[f"{name}_write_s"] = time.perf_counter() - started - figures[f"{name}_compare_s"]
+        figures[f"{name}_compare_s"] = compared - started
+        figures[f"{name}_write_s"] = now_s() - compared
         figures[f"{name}_gb"] = manifests[version].num_bytes / GB
     assert manifests[DELTA].is_delta and not manifests[FULL].is_delta
     figures["delta_of_full"] = figures["delta_gb"] / figures["full_gb"]
@@ -132,9 +131,9 @@ class Served:
         """Completion tokens a second with as many requests as fit at once."""
         await self.generate(self.requests("warm", self.load.requests // 4))
         requests = self.requests("speed", self.load.requests)
-        started = time.perf_counter()
+        started = now_s()
         results = await self.generate(requests)
-        seconds = time.perf_counter() - started
+        seconds = now_s() - started
         self.figures["tokens_per_s"] = sum(len(result.token_ids) for result in results) / seconds
 
     async def update(
@@ -162,11 +161,11 @@ async def serve(
         ConfigError: the engine refuses this model or these options.
     """
     engine = build_engine(config, "proof")
-    started = time.perf_counter()
+    started = now_s()
     await engine.start()
     served = Served(engine, load, vocab_size)
     try:
-        served.figures["start_s"] = time.perf_counter() - started
+        served.figures["start_s"] = now_s() - started
         await served.measure_speed()
         files = {
             version: [run_dir / "weights" / manifest.folder / file.name for file in manifest.files]
@@ -219,11 +218,9 @@ def copy_gb_per_s(num_bytes: int) -> float:
     target = torch.empty_like(source, device="cuda" if is_gpu() else "cpu")
     times = []
     for _ in range(5):
-        wait_for_gpu()
-        started = time.perf_counter()
+        started = now_s()
         target.copy_(source)
-        wait_for_gpu()
-        times.append(time.perf_counter() - started)
+        times.append(now_s() - started)
     return num_bytes / GB / statistics.median(times)
 
 

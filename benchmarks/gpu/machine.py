@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sysconfig
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -114,8 +113,8 @@ def measure_speed() -> dict[str, Any]:
     """TFLOP/s of a matrix product in bfloat16, GB/s of copies on the device and to it."""
     import torch
 
+    from benchmarks.device import is_gpu, now_s
     from benchmarks.gpu.engine import copy_gb_per_s
-    from benchmarks.gpu.shapes import is_gpu, wait_for_gpu
 
     size, copied, device = (8192, 2 << 30, "cuda") if is_gpu() else (256, 16 << 20, "cpu")
     left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
@@ -124,12 +123,10 @@ def measure_speed() -> dict[str, Any]:
     def seconds(work: Any, rounds: int = 10) -> float:
         for _ in range(3):
             work()
-        wait_for_gpu()
-        started = time.perf_counter()
+        started = now_s()
         for _ in range(rounds):
             work()
-        wait_for_gpu()
-        return (time.perf_counter() - started) / rounds
+        return (now_s() - started) / rounds
 
     return {
         "matmul_tflops": 2 * size**3 / seconds(lambda: left @ right) / 1e12,

@@ -13,7 +13,7 @@ recomputation is not counted. MFU is model FLOPs over time and the dense bf16 pe
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,17 +25,55 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gpu.kernels import kernel_shares
-from benchmarks.gpu.shapes import free, is_gpu, make_model, shape_of, wait_for_gpu
+from benchmarks.device import free, is_gpu, now_s, random_sample
+from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures, print_table
 from tidemill.common.config import RunConfig
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.groups.samples import MicroBatch
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.memory.estimate import GIB, Take, trainer_take, usable
 from tidemill.services.trainer.policy.memory.fit import choose_passes
 from tidemill.services.trainer.policy.memory.sizes import read_model
 from tidemill.services.trainer.policy.policy import Policy
+
+_WORDS = {
+    "communication": "nccl gloo all_gather allgather reduce_scatter allreduce",
+    "attention": "flash fmha attention attn sdpa varlen",
+    "optimizer": "adam multi_tensor foreach",
+    "matrix products": "gemm gemv splitk cutlass xmma nvjet cublas matmul ::mm ::addmm ::bmm",
+    "softmax and reductions": "softmax reduce norm logsumexp triton_red triton_per ::sum ::mean ::max entr",
+    "gather and scatter": "gather scatter index embedding",
+    "copies and casts": "memcpy memset copy cat convert",
+    "elementwise": "elementwise triton_poi silu swiglu rope ::mul ::add ::sub ::div ::exp ::neg",
+}
+KINDS = {kind: tuple(words.split()) for kind, words in _WORDS.items()}
+"""Kinds, and parts of their kernels' names; the first that fits counts. On CPUs it is operators."""
+OTHER, NONE = "other kernels", "no kernel running"
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel, or of a CPU's operator."""
+    name = name.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), OTHER)
+
+
+def kernel_shares(events: Iterable[Any], wall_s: float, device: DeviceType) -> dict[str, float]:
+    """Share of the wall time in each kind of kernel, and in none of them.
+
+    `events` are the profile's averages by name. What a program or the optimizer names itself
+    (`record_function`) is on the GPU's lane too, spans kernels that count on their own, and is left out.
+    """
+    shares = dict.fromkeys((*KINDS, OTHER), 0.0)
+    for event in events:
+        if event.device_type != device or event.is_user_annotation:
+            continue
+        is_cpu = device == DeviceType.CPU
+        microseconds = event.self_cpu_time_total if is_cpu else event.self_device_time_total
+        shares[kind_of(event.key)] += microseconds / 1e6 / wall_s
+    shares[NONE] = max(0.0, 1.0 - sum(shares.values()))
+    return {kind: share for kind, share in shares.items() if share >= 0.0005 or kind in (OTHER, NONE)}
+
 
 PEAK_FLOPS = {
     "B300": 2250e12,
@@ -132,7 +170,11 @@ def _fitting(
 
 
 def _measured(policy: Policy, work: Work, shape: Any) -> dict[str, Any]:
-    batches = [_batch(number, work, shape.vocab_size) for number in range(work.micro_batches)]
+    sizes, batches = (shape.vocab_size, work.prompt, work.sequence - work.prompt), []
+    for number in range(work.micro_batches):
+        rng = np.random.default_rng(number)
+        rows = range(work.packed // work.sequence)
+        batches.append(MicroBatch(tuple(random_sample(rng, (number, row), *sizes) for row in rows)))
     _, loss, norm = _step(policy, batches)
     _step(policy, batches)
     if is_gpu():
@@ -171,31 +213,10 @@ def with_mfu(found: dict[str, Any]) -> dict[str, Any]:
 
 def _step(policy: Policy, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
     """Seconds, loss and gradient norm of a step."""
-    wait_for_gpu()
-    started = time.perf_counter()
+    started = now_s()
     parts = [policy.accumulate(batch) for batch in batches]
     norm = policy.update(sum(part.denominator for part in parts)).grad_norm
-    wait_for_gpu()
-    return time.perf_counter() - started, sum(part.loss_sum for part in parts), norm
-
-
-def _batch(seed: int, work: Work, vocab_size: int) -> MicroBatch:
-    rng = np.random.default_rng(seed)
-    count = work.sequence - work.prompt
-    return MicroBatch(
-        tuple(
-            Sample(
-                key=(seed, index),
-                prompt_ids=rng.integers(3, vocab_size, work.prompt).astype(np.int32),
-                completion_ids=rng.integers(3, vocab_size, count).astype(np.int32),
-                rollout_logprobs=np.full(count, -np.log(vocab_size), dtype=np.float32),
-                mask=np.ones(count, dtype=np.bool_),
-                advantage=float(rng.normal()),
-                reward=0.0,
-            )
-            for index in range(work.packed // work.sequence)
-        )
-    )
+    return now_s() - started, sum(part.loss_sum for part in parts), norm
 
 
 def count_flops(shape: Any, work: Work) -> float:

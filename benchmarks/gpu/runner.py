@@ -1,4 +1,4 @@
-"""Runs the parts of the proof one after the other, and keeps what became of each in a file of its own.
+"""Runs the parts of the proof one after the other, and keeps what became of each in `proof.json`.
 
 Guarantees: every part ends within its limit, and all that it started with it; what failed or took too long is
 written down with the end of its output, and the next one goes on; what is done is not done again.
@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,47 +37,33 @@ OWN_VARIABLES = {
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class Proof:
     """One folder of results, of this machine."""
 
-    folder: Path
-    facts: Mapping[str, Any]
-    dry: bool
-    limit_s: float = LIMIT_S
-
-    def record_of(self, part: Part) -> Record | None:
-        """What became of a part; None where it has not been tried."""
+    def __init__(self, folder: Path, facts: Mapping[str, Any], dry: bool, limit_s: float = LIMIT_S) -> None:
+        self.folder, self.facts, self.dry, self.limit_s = folder, facts, dry, limit_s
+        self.records: dict[str, Record] = {}
+        """What became of each part that was tried."""
         with suppress(OSError, ValueError):
-            found: Record = json.loads((self.folder / f"{part.name}.json").read_text())
-            return found
-        return None
+            self.records = json.loads((folder / JSON_FILE).read_text())["parts"]
 
-    def order(self, parts: Sequence[Part], again: bool) -> list[Part]:
-        """Parts to run: those not tried yet, then those that came to nothing; with `again` all of them."""
-        if again:
-            return list(parts)
-        records = {part.name: self.record_of(part) for part in parts}
-        left = [part for part in parts if (records[part.name] or {}).get("state") != DONE]
-        return sorted(left, key=lambda part: records[part.name] is not None)
+    def order(self, parts: Sequence[Part]) -> list[Part]:
+        """Parts that are not done: those not tried yet, then those that came to nothing."""
+        left = [part for part in parts if self.records.get(part.name, {}).get("state") != DONE]
+        return sorted(left, key=lambda part: part.name in self.records)
 
     def run(self, part: Part) -> Record:
         """Run a part, or say what is missing for it; the record is kept."""
         wrong, too_little = missing(part, self.facts, self.dry)
-        record: Record = {"part": part.name, "dry": self.dry, "commit": _commit()}
+        record: Record = {"dry": self.dry, "commit": _commit()}
         if wrong or too_little:
             record |= {"state": MISSING, "missing": [*wrong, *too_little], "can_be_set_right": bool(wrong)}
         else:
             record |= self._execute(part)
-        write_atomically(self.folder / f"{part.name}.json", json.dumps(record, indent=1))
-        return record
-
-    def write(self, parts: Sequence[Part]) -> dict[str, Record]:
-        """Write `proof.json` from the records of all parts; returns the records."""
-        records = {part.name: record for part in parts if (record := self.record_of(part)) is not None}
-        tree = {"dry": self.dry, "facts": dict(self.facts), "parts": records}
+        self.records[part.name] = record
+        tree = {"dry": self.dry, "facts": dict(self.facts), "parts": self.records}
         write_atomically(self.folder / JSON_FILE, json.dumps(tree, indent=1) + "\n")
-        return records
+        return record
 
     def _execute(self, part: Part) -> Record:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -104,12 +89,12 @@ class Proof:
         result = None
         if not is_late and process.returncode == 0:
             result = tests_passed(log) if part.is_tests else last_json(log)
-        if result is not None:
-            found |= {"state": DONE, "result": result}
-            # vLLM's processes say why on their own.
-            return found | ({"tail": tail_of(log, "Error")} if DID_NOT_START in result else {})
-        state = LATE if is_late else FAILED
-        return found | {"state": state, "exit": process.returncode, "tail": tail_of(log)}
+        if result is None:
+            state = LATE if is_late else FAILED
+            return found | {"state": state, "exit": process.returncode, "tail": tail_of(log)}
+        # Why an engine did not start, vLLM's processes say on their own.
+        tail = {"tail": tail_of(log, "Error")} if DID_NOT_START in result else {}
+        return found | {"state": DONE, "result": result} | tail
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:
@@ -134,7 +119,7 @@ def _members(session: int) -> Iterator[psutil.Process]:
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
-                yield from (child for child in process.children(recursive=True))
+                yield from process.children(recursive=True)
 
 
 def tests_passed(log: Path) -> dict[str, str] | None:
@@ -147,8 +132,7 @@ def last_json(log: Path) -> Any:
     """The map in the last line that holds one; None where there is none."""
     for line in reversed(log.read_text(errors="replace").splitlines()):
         with suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
+            if isinstance(found := json.loads(line), dict):
                 return found
     return None
 
@@ -163,6 +147,5 @@ def tail_of(log: Path, word: str = "") -> str:
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     with suppress(OSError):
-        asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        return asked.stdout.strip()
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return ""

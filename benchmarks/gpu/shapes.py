@@ -1,6 +1,5 @@
 """The models of the proof: published shapes with random weights, made on the spot, or tiny ones."""
 
-import gc
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.device import free, is_gpu
 
 PUBLISHED = Path(__file__).parents[2] / "docs/operations/models"
 SHAPES = {"0.6b": "Qwen3-0.6B", "4b": "Qwen3-4B", "8b": "Qwen3-8B", "moe": "Qwen3-30B-A3B"}
@@ -30,24 +31,6 @@ SPREAD = 0.05
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
-def is_gpu() -> bool:
-    """Whether torch sees one."""
-    return torch.cuda.is_available()
-
-
-def free() -> None:
-    """Give back what nobody refers to any more: models are parts of cycles."""
-    gc.collect()
-    if is_gpu():
-        torch.cuda.empty_cache()
-
-
-def wait_for_gpu() -> None:
-    """Until it has done what it was given."""
-    if is_gpu():
-        torch.cuda.synchronize()
-
-
 def shape_of(name: str, dry: bool, layers: int | None = None) -> Any:
     """Transformers' configuration of a model; `layers` takes the place of the published number."""
     changes: dict[str, Any] = {"num_hidden_layers": MOE_LAYERS} if name == "moe" else {}
@@ -60,23 +43,17 @@ def shape_of(name: str, dry: bool, layers: int | None = None) -> Any:
     return AutoConfig.for_model(tree.pop("model_type"), **tree)
 
 
-def make_model(config: Any, folder: Path) -> Path:
-    """Write random weights in bfloat16 and a tokenizer of as many words as the model has ids."""
+def make_model(config: Any, folder: Path) -> None:
+    """Write random weights in bfloat16, and a tokenizer of as many words (`w3`, ...) as there are ids."""
     torch.manual_seed(0)
     with torch.device("cuda") if is_gpu() else nullcontext():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    write_tokenizer(config.vocab_size, folder)
+    pieces = [*SPECIAL, *(f"w{number}" for number in range(len(SPECIAL), config.vocab_size))]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(zip(("pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     del model
     free()
-    return folder
-
-
-def write_tokenizer(vocab_size: int, folder: Path) -> None:
-    """Words `w3`, `w4`, ..., split at spaces."""
-    pieces = [*SPECIAL, *(f"w{number}" for number in range(len(SPECIAL), vocab_size))]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)

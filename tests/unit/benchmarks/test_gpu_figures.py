@@ -1,8 +1,5 @@
 """What the proof on a GPU computes and decides, without one: kernels, FLOPs, what is missing, the table."""
 
-import json
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +7,8 @@ import pytest
 from torch.autograd import DeviceType
 
 from benchmarks.gpu.__main__ import exit_code, figures
-from benchmarks.gpu.kernels import NONE, kernel_shares, kind_of
-from benchmarks.gpu.mfu import Work, count_flops
+from benchmarks.gpu.mfu import NONE, Work, count_flops, kernel_shares, kind_of
 from benchmarks.gpu.parts import LIMIT_S, PARTS, chosen, missing
-from benchmarks.gpu.runner import JSON_FILE, Proof
 from benchmarks.gpu.shapes import shape_of
 
 H100: dict[str, Any] = {
@@ -84,24 +79,27 @@ def test_flops_are_those_counted_by_hand(name: str, tied: bool) -> None:
     assert count_flops(shape, work) == 6 * body * tokens + 6 * head * scored + 12 * 128 * 2 * pairs
 
 
-def test_the_shapes_are_those_published() -> None:
-    for name, layers, hidden in (("0.6b", 28, 1024), ("4b", 36, 2560), ("8b", 36, 4096)):
-        shape = shape_of(name, dry=False)
-        assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (layers, hidden, 151_936)
+SMALL, OLD = H100 | {"gpu_gib": 23.0}, H100 | {"gpus": [], "gpu_problem": "the driver is too old"}
+BARE = H100 | {"vllm_problem": "vLLM is not installed", "compiler": "Triton needs a C compiler"}
 
 
-def test_each_part_says_what_it_lacks() -> None:
-    assert missing(BY_NAME["mfu_4b"], H100, dry=False) == ([], [])
-    assert missing(BY_NAME["fsdp_8b"], H100, dry=False) == ([], ["2 GPUs, here is 1"])
-    small = H100 | {"gpu_gib": 23.0}
-    assert missing(BY_NAME["engine_8b"], small, dry=False)[1] == ["58 GiB of GPU memory, here are 23"]
-    bare = H100 | {"vllm_problem": "vLLM is not installed", "compiler": "Triton needs a C compiler"}
-    assert missing(BY_NAME["engine_4b"], bare, dry=False)[0] == [bare["vllm_problem"], bare["compiler"]]
-    assert missing(BY_NAME["mfu_4b"], bare, dry=False) == ([], [])
-    old = H100 | {"gpus": [], "gpu_problem": "the driver is too old"}
-    assert missing(BY_NAME["mfu_4b"], old, dry=False) == (["the driver is too old"], [])
-    assert missing(BY_NAME["fsdp_8b"], old, dry=True) == ([], [])
-    assert missing(BY_NAME["fsdp_8b"], H100, dry=True) == ([], ["2 GPUs, here is 1"])
+@pytest.mark.parametrize(
+    ("part", "facts", "dry", "wrong", "too_little"),
+    [
+        ("mfu_4b", H100, False, [], []),
+        ("fsdp_8b", H100, False, [], ["2 GPUs, here is 1"]),
+        ("fsdp_8b", H100, True, [], ["2 GPUs, here is 1"]),
+        ("engine_8b", SMALL, False, [], ["58 GiB of GPU memory, here are 23"]),
+        ("engine_4b", BARE, False, [BARE["vllm_problem"], BARE["compiler"]], []),
+        ("mfu_4b", BARE, False, [], []),
+        ("mfu_4b", OLD, False, ["the driver is too old"], []),
+        ("fsdp_8b", OLD, True, [], []),
+    ],
+)
+def test_each_part_says_what_it_lacks(
+    part: str, facts: dict[str, Any], dry: bool, wrong: list[str], too_little: list[str]
+) -> None:
+    assert missing(BY_NAME[part], facts, dry) == (wrong, too_little)
 
 
 def test_parts_are_chosen_by_name_and_pattern() -> None:
@@ -121,23 +119,9 @@ def test_the_exit_code_tells_what_went_wrong() -> None:
     assert exit_code([bare, {"state": "late"}]) == exit_code([{"state": "failed"}]) == 1
 
 
-def test_the_table_holds_figures_beside_their_goals(tmp_path: Path) -> None:
-    proof = Proof(tmp_path, H100, dry=False)
-    record = {"part": "mfu_4b", "dry": False, "commit": "abc", "seconds": 90.0, "state": "done"}
-    result = {"mfu": 0.41, "layers": "all"}
-    (tmp_path / "mfu_4b.json").write_text(json.dumps(record | {"result": result}))
-    late = record | {"part": "engine_4b", "state": "late", "command": "python -m x", "tail": "it hung"}
-    (tmp_path / "engine_4b.json").write_text(json.dumps(late))
-    rows = list(figures(PARTS, proof.write(PARTS)))
-    assert ("mfu_4b", "mfu", "0.41", ">= 0.45", "no") in rows
-    assert ("mfu_8b", "not tried", "", "", "") in rows and ("engine_4b", "late", "", "", "") in rows
-    assert json.loads((tmp_path / JSON_FILE).read_text())["parts"]["mfu_4b"]["result"] == result
-
-
-def test_parts_that_were_not_tried_come_before_those_that_failed(tmp_path: Path) -> None:
-    proof = Proof(tmp_path, H100, dry=False)
-    parts = [replace(BY_NAME["machine"], name=name) for name in ("done", "failed", "new")]
-    for state in ("done", "failed"):
-        (tmp_path / f"{state}.json").write_text(json.dumps({"state": state}))
-    assert [part.name for part in proof.order(parts, again=False)] == ["new", "failed"]
-    assert proof.order(parts, again=True) == parts
+def test_the_table_holds_figures_beside_their_goals() -> None:
+    record = {"dry": False, "state": "done", "result": {"mfu": 0.41, "layers": "all"}}
+    records = {"mfu_4b": record, "mfu_8b": record | {"dry": True}, "engine_4b": {"state": "late"}}
+    rows = list(figures(PARTS, records))
+    assert ("mfu_4b", "mfu", "0.41", ">= 0.45", "no") in rows and ("mfu_8b", "mfu", "0.41", "", "") in rows
+    assert ("mfu_0.6b", "not tried", "", "", "") in rows and ("engine_4b", "late", "", "", "") in rows
