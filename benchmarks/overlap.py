@@ -32,7 +32,6 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import slow_reward
 from benchmarks.report import machine, print_result, print_table
 from tests.support.runs import ServiceRun, simulated_config
 from tidemill.common.process.heartbeats import read_heartbeats
@@ -96,8 +95,8 @@ async def measure(setting: Setting, scale: float, shrink: int, steps: int, warm_
             },
             rollout__max_num_seqs=groups * GROUP_SIZE,
             rollout__max_groups_in_flight=groups,
-            reward__function=f"{slow_reward.__file__}:compute_score",
-            reward__kwargs={"shortest_s": REWARD_S[0] / scale, "longest_s": REWARD_S[1] / scale},
+            reward__function="exact_match",
+            reward__delay_s=[delay_s / scale for delay_s in REWARD_S],
             reward__max_in_flight=slots,
             streams__lease_s=60.0,
         )

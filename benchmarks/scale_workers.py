@@ -23,7 +23,6 @@ import tidemill.services.reward.rewards.weighted_sum as weighted_sum
 import tidemill.services.reward.worker as reward
 import tidemill.services.rollout.service as rollout
 import tidemill.services.rollout.weight_follower as weight_follower
-from benchmarks.slow_reward import compute_score
 from tidemill.common.config import RunConfig
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.programs import run_main
@@ -69,16 +68,13 @@ class MeasuredEngine(SimulatedEngine):
 
 
 class LoopReward:
-    """A reward that follows from the text, without the processes that a function is given."""
+    """A reward without the processes that a function is given; `reward.delay_s` is its time."""
 
     slots: int | None = None
 
-    def __init__(self, config: RunConfig) -> None:
-        self._bounds_s = config.reward.kwargs
-
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        """After the time that the config's `kwargs` bound."""
-        return RewardOutcome(await compute_score(sample.trajectory.text, **self._bounds_s))
+        """The same for all: the policy is not real."""
+        return RewardOutcome(0.5)
 
     async def close(self) -> None:
         """Nothing to free."""
@@ -121,7 +117,7 @@ async def serve(role: str, count: int, stretch: float, folder: Path, run_id: str
     await redis.close()
     begun: list[tuple[float, float]] = []
     rollout.build_engine = lambda config, _: MeasuredEngine(config, begun)  # type: ignore[attr-defined]
-    weighted_sum.make_reward = lambda *_: LoopReward(config)  # type: ignore[attr-defined]
+    weighted_sum.make_reward = lambda *_: LoopReward()  # type: ignore[attr-defined]
     workers = [
         asyncio.create_task(work(role, f"{role}-{number}", keys, config, folder, JOIN_S * stretch))
         for number in range(count)

@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from benchmarks import slow_reward
 from benchmarks.gpu.shapes import is_gpu, make_model, shape_of
 from benchmarks.report import print_figures
 
@@ -37,6 +36,12 @@ KEPT = (
     "lost",
     "duplicated_in_training",
 )
+REWARD = """
+import zlib
+
+def compute_score(solution_str, **_):
+    return (zlib.crc32(solution_str.encode()) & 0xFFFF) / 0xFFFF
+"""
 STEP_FIGURES = ("logprob_gap/mean", "logprob_gap/max")
 
 
@@ -53,6 +58,7 @@ def write_config(folder: Path, dry: bool, one_gpu: bool) -> Path:
         for row in range(PROMPTS)
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
     tokens = 24 if dry else 512
     tree = {
         "model": {"path": "model", "dtype": "bfloat16", "max_model_len": tokens + 2 * PROMPT_WORDS},
@@ -64,10 +70,7 @@ def write_config(folder: Path, dry: bool, one_gpu: bool) -> Path:
             "max_num_seqs": 16 if dry else 256,
             "vllm": {"enforce_eager": dry},
         },
-        "reward": {
-            "function": f"{slow_reward.__file__}:compute_score",
-            "kwargs": {"shortest_s": 0.0, "longest_s": 0.0},
-        },
+        "reward": {"function": "reward.py:compute_score"},
         "trainer": {
             "steps": 3 if dry else 8,
             "groups_per_step": 4 if dry else 32,
