@@ -5,7 +5,7 @@
 
 A record is a `Trajectory` of 256 prompt ids, 1,024 completion ids and 1,024 logprobs. The writer encodes
 and appends; the reader is a `Consumer` that fetches, decodes, validates and acknowledges every record.
-Both are processes of their own (`transport_ends`), beside an embedded Redis on a unix socket. Records exist
+Both are processes of their own, beside an embedded Redis on a unix socket. Records exist
 before the clock starts; after it has stopped the reader must have seen each one exactly once. The ways to
 send are measured one after the other, `--repeats` times, each on a fresh server, so that ratios hold on a
 busy machine too. A rate is records over the time from the common start until the last acknowledgement: once
@@ -21,34 +21,247 @@ without an append-only file, once with one that is flushed as `--appendfsync` sa
 PipelineRL's, both with AOF; `ratio_guaranteed` is `with scores` with AOF over fire-and-forget without.
 """
 
-import json
-import subprocess
-import sys
+import asyncio
+import multiprocessing
+import pickle
 import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Literal
+from threading import Barrier
+from typing import Annotated, Any, Literal
 
+import numpy as np
+import redis
 import typer
 
 from benchmarks.report import machine, print_result, print_table
-from tidemill.common.errors import TidemillError
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import Consumer, Delivery, Garbled, OffsetReader, append
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey
+
+PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 256, 1024, 8
+VOCABULARY = 151_936
+LEASE_S, BLOCK_S = 60.0, 1.0
+IN_FLIGHT = 2
+"""One call travels while the next one is encoded, or the last one decoded."""
+CELLS = PROMPT_TOKENS + 2 * COMPLETION_TOKENS
+KEYS = Keys("transport")
+PEER_MAXLEN, PEER_BLOCK_MS = 1_000_000, 100
+Times = tuple[float, float]
+"""Start and end of one end, on the machine's monotonic clock."""
+common_start: Barrier
+"""Of the two ends, in their processes."""
+
+
+def begin() -> float:
+    """Wait until both ends have prepared everything; returns the time."""
+    common_start.wait()
+    return time.monotonic()
+
+
+def trajectories(count: int) -> list[Trajectory]:
+    """Records as a rollout worker makes them, every one different."""
+    rng = np.random.default_rng(0)
+    now = time.time()
+    return [
+        Trajectory(
+            ticket=number // GROUP_SIZE,
+            index=number % GROUP_SIZE,
+            step=number // 1024,
+            group_size=GROUP_SIZE,
+            prompt_ids=rng.integers(0, VOCABULARY, PROMPT_TOKENS, dtype=np.int32),
+            completion_ids=rng.integers(0, VOCABULARY, COMPLETION_TOKENS, dtype=np.int32),
+            logprobs=-rng.random(COMPLETION_TOKENS, dtype=np.float32),
+            spans=((number // 1024, 0),),
+            worker="rollout-0",
+            started_at=now,
+            finished_at=now,
+        )
+        for number in range(count)
+    ]
+
+
+def score_of(trajectory: Trajectory) -> Score:
+    """A score as a reward worker publishes it."""
+    return Score(
+        ticket=trajectory.ticket,
+        index=trajectory.index,
+        status=ScoreStatus.OK,
+        value=0.5,
+        components={"correct": 0.5},
+        worker="reward-0",
+    )
+
+
+async def send_plainly(broker: Broker, key: str, *messages: Message) -> None:
+    """Plain XADDs in one pipeline, without a transaction."""
+    fields = ((VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, encode_payload(message)) for message in messages)
+    await broker.pipeline([("XADD", key, "*", *pairs) for pairs in fields])
+
+
+async def _write_with(send: Callable[..., Awaitable[Any]], url: str, records: int, per_call: int) -> Times:
+    """Send all records, `per_call` at a time, from a few tasks at once as a worker does."""
+    broker, key, batch = await Broker.connect(url), KEYS.trajectories(), trajectories(records)
+    calls = iter(range(0, records, per_call))
+
+    async def write() -> None:
+        for first in calls:
+            await send(broker, key, *batch[first : first + per_call])
+
+    started = begin()
+    await asyncio.gather(*(write() for _ in range(IN_FLIGHT)))
+    times = started, time.monotonic()
+    await broker.close()
+    return times
+
+
+async def _read_with(
+    result_of: Callable[[Delivery[Trajectory]], Score | None], url: str, records: int, per_call: int
+) -> Times:
+    """Fetch, decode, validate and acknowledge until every record was seen."""
+    broker = await Broker.connect(url)
+    consumer = Consumer(
+        broker, KEYS.trajectories(), REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=KEYS.dead
+    )
+    seen: set[TrajectoryKey] = set()
+    finished, acknowledged = asyncio.Event(), 0
+
+    async def read() -> None:
+        nonlocal acknowledged
+        while acknowledged < records:
+            deliveries = await consumer.fetch(per_call, BLOCK_S)
+            done = [(one, result_of(one)) for one in deliveries if not isinstance(one, Garbled)]
+            if done:
+                completed = await consumer.complete(done, KEYS.scores(), ahead=len(done))
+                acknowledged += sum(completed)  # after the await: other readers add to it meanwhile
+                seen.update(delivery.message.key for delivery, _ in done)
+        finished.set()
+
+    async with consumer:
+        started = begin()
+        readers = [asyncio.create_task(read()) for _ in range(IN_FLIGHT)]
+        await finished.wait()
+        times = started, time.monotonic()
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+    assert len(seen) == records, f"{records} records were written, {len(seen)} arrived"
+    await broker.close()
+    return times
+
+
+async def read_forgotten(url: str, records: int, per_call: int) -> Times:
+    """XREAD from a position of its own, and the same scores by plain XADDs: no group, no acknowledgement.
+
+    A batch is decoded and answered while the next one travels, so that this end is no slower by design.
+    """
+    broker = await Broker.connect(url)
+    reader, num_read = OffsetReader(broker, KEYS.trajectories(), Trajectory), 0
+    sending: set[asyncio.Task[None]] = set()
+    started = begin()
+    while num_read < records:
+        entries = await reader.read(per_call, BLOCK_S)
+        scores = [score_of(entry.message) for entry in entries if not isinstance(entry, Garbled)]
+        num_read += len(scores)
+        if len(sending) == IN_FLIGHT:
+            _, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
+        sending.add(asyncio.create_task(send_plainly(broker, KEYS.scores(), *scores)))
+    await asyncio.gather(*sending)
+    times = started, time.monotonic()
+    await broker.close()
+    return times
+
+
+async def write_raw(url: str, records: int, per_call: int) -> Times:
+    """Arrays as bytes, a pipeline of plain XADDs."""
+    client, batch = redis.Redis.from_url(url), trajectories(records)
+    started = begin()
+    for first in range(0, records, per_call):
+        pipe = client.pipeline(transaction=False)
+        for record in batch[first : first + per_call]:
+            arrays = (record.prompt_ids, record.completion_ids, record.logprobs)
+            pipe.xadd(KEYS.trajectories(), {"p": b"".join(array.tobytes() for array in arrays)})
+        pipe.execute()
+    return started, time.monotonic()
+
+
+async def read_raw(url: str, records: int, per_call: int) -> Times:
+    """XREADGROUP and XACK, the arrays cut out of the bytes."""
+    client, key = redis.Redis.from_url(url), KEYS.trajectories()
+    client.xgroup_create(key, REWARD_GROUP, "0", mkstream=True)
+    acknowledged = 0
+    started = begin()
+    while acknowledged < records:
+        block_ms = int(BLOCK_S * 1000)
+        reply: Any = client.xreadgroup(REWARD_GROUP, "reader", {key: ">"}, count=per_call, block=block_ms)
+        for _, entries in reply:
+            for _, fields in entries:
+                assert len(np.frombuffer(fields[b"p"], dtype=np.int32)) == CELLS
+            client.xack(key, REWARD_GROUP, *[entry_id for entry_id, _ in entries])
+            acknowledged += len(entries)
+    return started, time.monotonic()
+
+
+async def write_peer(url: str, records: int, per_call: int) -> Times:
+    """As PipelineRL's writer: lists of numbers, pickled, one XADD a record, approximately trimmed."""
+    client = redis.Redis.from_url(url)
+    batch = [peer_record(record) for record in trajectories(records)]
+    started = begin()
+    for index, record in enumerate(batch):
+        fields: Any = {"index": index, "data": pickle.dumps(record)}
+        client.xadd(KEYS.trajectories(), fields, maxlen=PEER_MAXLEN, approximate=True)
+    return started, time.monotonic()
+
+
+def peer_record(record: Trajectory) -> dict[str, Any]:
+    """Ids and logprobs as lists, as its model of a sample has them."""
+    arrays: dict[str, Sequence[Any]] = {
+        "input_ids": [*record.prompt_ids.tolist(), *record.completion_ids.tolist()],
+        "labels": [*([-100] * PROMPT_TOKENS), *record.completion_ids.tolist()],
+        "logprobs": record.logprobs.tolist(),
+    }
+    return {**arrays, "group_id": str(record.ticket), "reward": 0.0, "metadata": {"model_version": 0}}
+
+
+async def read_peer(url: str, records: int, per_call: int) -> Times:
+    """As PipelineRL's reader: XREAD of one record from its own position, unpickled; no acknowledgement."""
+    client, key = redis.Redis.from_url(url), KEYS.trajectories()
+    last_id: Any = 0
+    num_read = 0
+    started = begin()
+    while num_read < records:
+        reply: Any = client.xread({key: last_id}, count=1, block=PEER_BLOCK_MS)
+        for _, entries in reply:
+            ((last_id, fields),) = entries
+            assert int(fields[b"index"]) == num_read
+            assert len(pickle.loads(fields[b"data"])["logprobs"]) == COMPLETION_TOKENS
+            num_read += 1
+    return started, time.monotonic()
+
 
 NO_AOF = "no-aof"
 SINGLE, BATCHED = "one record a call", "64 records a call"
 RAW, PEER = "raw arrays, 64 a call", "PipelineRL's way, one a call"
 SCORED, FORGOTTEN = "with scores, 64 a call", "fire-and-forget, 64 a call"
-WAYS = {
-    SINGLE: ("write-stream", "read-stream", 1),
-    BATCHED: ("write-stream", "read-stream", 64),
-    RAW: ("write-raw", "read-raw", 64),
-    PEER: ("write-peer", "read-peer", 1),
-    SCORED: ("write-stream", "read-scored", 64),
-    FORGOTTEN: ("write-forgotten", "read-forgotten", 64),
+WRITE_STREAM = partial(_write_with, append)
+READ_STREAM = partial(_read_with, lambda delivery: None)
+# As a reward worker: each score and the acknowledgement of its trajectory are one unit.
+READ_SCORED = partial(_read_with, lambda delivery: score_of(delivery.message))
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
+    SINGLE: (WRITE_STREAM, READ_STREAM, 1),
+    BATCHED: (WRITE_STREAM, READ_STREAM, 64),
+    RAW: (write_raw, read_raw, 64),
+    PEER: (write_peer, read_peer, 1),
+    SCORED: (WRITE_STREAM, READ_SCORED, 64),
+    FORGOTTEN: (partial(_write_with, send_plainly), read_forgotten, 64),
 }
 """Both ends, and records a call."""
 
@@ -65,58 +278,31 @@ class Measured:
 
 def hop(way: str, records: int, appendfsync: str) -> tuple[float, float]:
     """Send all records over a fresh server; returns records a second and received bytes a record."""
-    write, read, per_call = WAYS[way]
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder:
-        redis = EmbeddedRedis(Path(folder), appendfsync)
-        redis.start()
+        server = EmbeddedRedis(Path(folder), appendfsync)
+        server.start()
         try:
-            rate = run_ends(redis.url, (write, read), records, per_call)
-            return rate, run_main(received_bytes(redis.url)) / records
+            # Where one end fails, its error is raised here, and the other one is ended with the pool.
+            with context.Pool(2, _set_start, [context.Barrier(2)]) as pool:
+                calls = [(way, end, server.url, records) for end in (0, 1)]
+                starts, stops = zip(*pool.imap_unordered(run_end, calls), strict=True)
+            num_bytes = redis.Redis.from_url(server.url).info("stats")["total_net_input_bytes"]
+            return records / (max(stops) - min(starts)), num_bytes / records
         finally:
-            redis.stop()
+            server.stop()
 
 
-async def received_bytes(url: str) -> float:
-    """Bytes that clients have sent to the server."""
-    broker = await Broker.connect(url)
-    try:
-        return float((await broker.info("stats"))["total_net_input_bytes"])
-    finally:
-        await broker.close()
+def _set_start(barrier: Barrier) -> None:
+    global common_start
+    common_start = barrier
 
 
-def run_ends(url: str, ends: tuple[str, str], records: int, per_call: int) -> float:
-    """Run the ends as processes from a common start; returns records a second, from there to the last end."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.transport_ends", end, url, str(records), str(per_call)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for end in ends
-    ]
-    try:
-        for process in processes:
-            _line_from(process)  # every end is ready
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("start\n")
-            process.stdin.flush()
-        starts, stops = zip(*(json.loads(_line_from(process)) for process in processes), strict=True)
-        return records / (max(stops) - min(starts))
-    finally:
-        for process in processes:
-            process.kill()  # an end that has printed its line has nothing left to do
-            process.communicate()
-
-
-def _line_from(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise TidemillError(f"one end stopped with exit code {process.wait()}; its error is above")
-    return line
+def run_end(call: tuple[str, int, str, int]) -> Times:
+    """One end, in a process of its own."""
+    way, end, url, records = call
+    result = WAYS[way][end](url, records, WAYS[way][2])
+    return run_main(result) if asyncio.iscoroutine(result) else result
 
 
 def main(

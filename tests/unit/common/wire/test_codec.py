@@ -258,7 +258,7 @@ RQ = re.compile(r"^\s*(?:import rq\b|from rq\S* import .*\b(?:Queue|\w*Worker|Jo
 """RQ pickles its jobs unless it is given another serializer."""
 
 
-OTHERS_WAY = ROOT / "benchmarks" / "transport_ends.py"
+OTHERS_WAY = ROOT / "benchmarks" / "transport.py"
 """It measures beside PipelineRL's streams, which hold pickles; it reads its own alone."""
 
 
