@@ -25,8 +25,7 @@ from tidemill.common.wire.keys import RUN_ID
 from tidemill.common.wire.messages import Lane, Score, TrajectoryKey
 from tidemill.services.console.options import RescoreOptions
 from tidemill.services.console.rescore.agreement import compare, rescore_tree
-from tidemill.services.console.rescore.emission import Emission, shown
-from tidemill.services.console.rescore.sandbox_run import SandboxRun
+from tidemill.services.console.rescore.sandbox_run import Emission, SandboxRun, shown
 from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
 from tidemill.services.console.run.history import RunAccess, open_history
 from tidemill.services.console.text.tree import note, part, print_tree

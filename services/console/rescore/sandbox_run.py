@@ -1,22 +1,28 @@
-"""A sandbox run: streams of its own, real reward workers, and nothing that generates or trains.
+"""A sandbox run: streams of its own, real reward workers, and recorded trajectories in place of generation.
 
 Guarantees: it shares no key, file or process with the run whose trajectories it is given. Its Redis is
-private to its folder unless an address is given.
+private to its folder unless an address is given. Each trajectory goes in once, in the order in which it was
+recorded; at most `MAX_BACKLOG` wait for a score at any time, and what has its score is trimmed, so that
+memory does not grow with the history.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from rich.console import Console
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config, run_exists, update_state
-from tidemill.common.streams import ensure_group
+from tidemill.common.streams import OffsetReader, append, ensure_group, last_id, trim_before
+from tidemill.common.streams.entries import Entry, id_order
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
-from tidemill.common.wire.messages import Lane
+from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
 from tidemill.services.console.exports.archive import archive_rest
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import service_environment, service_specs
@@ -109,3 +115,135 @@ class SandboxRun:
         except ExceptionGroup as errors:
             # A task group raises a group, and callers tell errors by their class.
             raise errors.exceptions[0] from None
+
+
+BATCH = 256
+BLOCK_S = 0.5
+TRIM_EVERY = 1024
+MAX_BACKLOG = 4096
+"""Most trajectories that wait for a score; the emission waits."""
+
+
+class Emission:
+    def __init__(
+        self,
+        broker: Broker,
+        keys: Keys,
+        history: History,
+        selection: Selection,
+        lane: Lane = Lane.TRAIN,
+        keeps_pace: bool = False,
+    ) -> None:
+        self.broker, self.keys, self.history = broker, keys, history
+        self.selection, self.lane, self.keeps_pace = selection, lane, keeps_pace
+        self.emitted, self.is_complete, self.started_at = 0, False, time.time()
+        self.scores: dict[TrajectoryKey, Score] = {}
+        self.waits_s: list[float] = []
+        """Seconds from emission to score, in the order of the scores."""
+        self._first_taken_at, self._last_scored_at = float("inf"), 0.0
+        self._num_at_trim = 0
+        self._waiting: dict[TrajectoryKey, tuple[str, float]] = {}
+        """Entry id and time of emission of what has no score yet, oldest first."""
+
+    @property
+    def seconds(self) -> float:
+        """From the moment a worker took the first trajectory to the last score: before, workers start."""
+        return max(self._last_scored_at - self._first_taken_at, 1e-9)
+
+    async def run(self, on_progress: Callable[["Emission"], None]) -> None:
+        """Emit everything and wait for all scores."""
+        self.started_at, key = time.time(), self.keys.scores(self.lane)
+        # The position is taken before anything is emitted: scores that were there are no answers.
+        reader = OffsetReader(self.broker, key, Score, await last_id(self.broker, key))
+        offset_s: float | None = None  # from the times of the record to those of now
+
+        async def take_scores(block_s: float) -> None:
+            for entry in await reader.read(4 * BATCH, block_s):
+                if isinstance(entry, Entry):
+                    self._take(entry.message)
+            on_progress(self)
+            if len(self.scores) - self._num_at_trim >= TRIM_EVERY:
+                await self._trim()
+
+        # At their own pace one by one: those of a batch would come at one moment.
+        async for recorded_at, batch in self._batches(1 if self.keeps_pace else BATCH):
+            offset_s = self.started_at - recorded_at if offset_s is None else offset_s
+            while self.keeps_pace and (early_s := recorded_at + offset_s - time.time()) > 0:
+                await take_scores(min(early_s, BLOCK_S))
+            while len(self._waiting) + len(batch) > MAX_BACKLOG:
+                await take_scores(BLOCK_S)
+            await self._emit(batch)
+            await take_scores(0.0)
+        self.is_complete = True
+        while self._waiting:
+            await take_scores(BLOCK_S)
+
+    async def _batches(self, size: int) -> AsyncIterator[tuple[float, list[Trajectory]]]:
+        """When its first was recorded, and `size` trajectories, the first of each key."""
+        seen: set[TrajectoryKey] = set()
+        batch: list[Trajectory] = []
+        began_at = 0.0
+        async for record in self.history.scan(StreamName.TRAJECTORIES.of(self.lane), self.selection):
+            if not isinstance(record, Entry) or not isinstance(record.message, Trajectory):
+                continue
+            # As in training the first counts; two of one key would get each other's scores.
+            if record.message.key not in seen:
+                seen.add(record.message.key)
+                began_at = began_at if batch else id_order(record.entry_id)[0] / 1000
+                batch.append(record.message)
+            if len(batch) >= size:
+                yield began_at, batch
+                batch = []
+        if batch:
+            yield began_at, batch
+
+    async def _emit(self, trajectories: list[Trajectory]) -> None:
+        now = time.time()
+        # Workers may score it before it is noted below; but scores are read by this same task, later.
+        ids = await append(self.broker, self.keys.trajectories(self.lane), *trajectories)
+        for trajectory, entry_id in zip(trajectories, ids, strict=True):
+            self._waiting[trajectory.key] = (entry_id, now)
+        self.emitted += len(trajectories)
+
+    def _take(self, score: Score) -> None:
+        # A score that comes twice, after a takeover, counts once.
+        if (emitted := self._waiting.pop(score.key, None)) is None:
+            return
+        self.scores[score.key] = score
+        self.waits_s.append(max(0.0, score.scored_at - emitted[1]))
+        self._first_taken_at = min(self._first_taken_at, score.scored_at - score.latency_s)
+        self._last_scored_at = max(self._last_scored_at, score.scored_at)
+
+    async def _trim(self) -> None:
+        """Trim what is scored, up to the oldest trajectory that is not."""
+        self._num_at_trim = len(self.scores)
+        for entry_id, _ in self._waiting.values():
+            await trim_before(self.broker, self.keys.trajectories(self.lane), entry_id)
+            break
+
+
+EVERY_S, LINE_EVERY_S = 0.5, 10.0
+"""Between two pictures on a terminal, and between two lines elsewhere."""
+
+
+@contextlib.contextmanager
+def shown(console: Console) -> Iterator[Callable[[Emission], None]]:
+    """Give a function that shows an emission: a live line on a terminal, else a line now and then."""
+    live = console.status("starting the reward workers") if console.is_terminal else None
+    shown_at = time.monotonic()
+
+    def show(emission: Emission) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at < (EVERY_S if live else LINE_EVERY_S):
+            return
+        shown_at, scored = time.monotonic(), len(emission.scores)
+        rate = scored / max(time.time() - emission.started_at, 1e-9)
+        more = "" if emission.is_complete else " so far"
+        text = f"{scored:,} of {emission.emitted:,}{more} scored, {rate:,.0f}/s"
+        if live:
+            live.update(text)
+        else:
+            console.print(text)
+
+    with live or contextlib.nullcontext():
+        yield show
