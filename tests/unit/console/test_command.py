@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.common.config import ModelConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.__main__ import app
-from tidemill.services.console.check.model_folder import inspect_model
 from tidemill.services.console.options import runs_here
 from tidemill.services.console.run.folder import RunFolder, find_run
 
@@ -55,13 +53,3 @@ def test_a_run_is_found_by_id_folder_and_latest(tmp_path: Path, monkeypatch: pyt
     assert runs_here("o") == ["one"] and runs_here("x") == []
     os.chdir(elsewhere)
     assert runs_here("") == []
-
-
-def test_a_model_without_a_slash_is_a_folder_or_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "model").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"modle: there is no such folder; did you mean model\?"):
-        inspect_model(ModelConfig(path="modle"))
-    assert inspect_model(ModelConfig(path="Qwen/Qwen3-0.6B")).is_remote

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,20 @@ from tidemill.common.config import DataConfig, ModelConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.dataset import Row
 from tidemill.services.console.check import preflight
-from tidemill.services.console.check.explain import describe, explain, preset_lines
-from tidemill.services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
+from tidemill.services.console.check.explain import (
+    describe,
+    explain,
+    preset_lines,
+    print_fields,
+    read_sections,
+    redis_bytes,
+)
+from tidemill.services.console.check.model_folder import (
+    ModelFacts,
+    check_lengths,
+    check_teachers,
+    inspect_model,
+)
 from tidemill.services.console.check.preflight import Findings, examine
 
 
@@ -26,12 +39,6 @@ def rows(*prompts: Any) -> list[Row]:
 
 def data(limit: int, **fields: Any) -> DataConfig:
     return DataConfig(train="train.jsonl", max_prompt_tokens=limit, **fields)
-
-
-def lengths_problem(folder: Path, found: list[Row], section: DataConfig) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check_lengths({"train": found}, ModelFacts(folder), section, [])
-    return str(caught.value)
 
 
 def test_a_complete_model_folder_is_described(tmp_path: Path) -> None:
@@ -67,45 +74,50 @@ def test_a_model_folder_that_will_not_do_is_refused(
         inspect_model(ModelConfig(path=str(folder), max_model_len=length))
 
 
-def test_a_prompt_at_the_limit_passes_and_one_token_more_is_named(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
-    check_lengths({"train": rows("a b c")}, ModelFacts(folder), data(3), [])
-    problem = lengths_problem(folder, rows("a", "a b c d"), data(3))
-    assert "train.jsonl line 2: the prompt has 4 tokens, data.max_prompt_tokens is 3" in problem
-
-
-def test_suffix_and_chat_template_count(tmp_path: Path) -> None:
-    problem = lengths_problem(make_folder(tmp_path / "a"), rows("a b c"), data(3, prompt_suffix=" now"))
-    assert "has 4 tokens" in problem
-    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{{ eos_token }} go"
-    folder = make_folder(tmp_path / "b", chat_template=template, eos_token={"content": "END"})
-    section = data(6, system_prompt="be brief")
-    # system be brief / user a / END go: seven words
-    assert "has 7 tokens" in lengths_problem(folder, rows("a"), section)
-    check_lengths({"train": rows("a")}, ModelFacts(folder), data(6, chat_template="never"), [])
-
-
-def test_a_template_that_cannot_be_rendered_here_is_left_to_the_trainer(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, chat_template="{{ raise_exception('users only') }}")
-    notes: list[str] = []
-    check_lengths({"train": rows("a")}, ModelFacts(folder), data(3), notes)
-    assert len(notes) == 1 and "users only" in notes[0] and "trainer starts" in notes[0]
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{{ eos_token }} go"
 
 
 @pytest.mark.parametrize(
-    ("how", "prompts", "said"),
+    ("template", "prompts", "limit", "fields", "said"),
     [
-        ("drop", ("a", "a b c"), "train: 1 of 2 prompts are too long and will be left out"),
-        ("left", ("a b c",), "train: 1 of 1 prompts are too long and will be cut: left"),
+        ("", ("a b c",), 3, {}, ""),
+        (
+            "",
+            ("a", "a b c d"),
+            3,
+            {},
+            "train.jsonl line 2: the prompt has 4 tokens, data.max_prompt_tokens is 3",
+        ),
+        ("", ("a b c",), 3, {"prompt_suffix": " now"}, "has 4 tokens"),
+        # system be brief / user a / END go: seven words
+        (TEMPLATE, ("a",), 6, {"system_prompt": "be brief"}, "has 7 tokens"),
+        (TEMPLATE, ("a",), 6, {"chat_template": "never"}, ""),
+        ("", ("a b c",), 2, {"overlong_prompts": "drop"}, "all 1 prompts"),
     ],
 )
-def test_overlong_prompts_that_are_dropped_or_cut_are_counted(
-    tmp_path: Path, how: str, prompts: tuple[str, ...], said: str
+def test_prompts_have_no_more_tokens_than_they_may(
+    tmp_path: Path, template: str, prompts: tuple[str, ...], limit: int, fields: dict[str, Any], said: str
 ) -> None:
-    folder, notes = make_folder(tmp_path), list[str]()
-    check_lengths({"train": rows(*prompts)}, ModelFacts(folder), data(2, overlong_prompts=how), notes)
-    assert notes == [said]
-    assert "all 1 prompts" in lengths_problem(folder, rows("a b c"), data(2, overlong_prompts="drop"))
+    settings = {"chat_template": template, "eos_token": {"content": "END"}} if template else {}
+    folder = ModelFacts(make_folder(tmp_path, **settings))
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_lengths({"train": rows(*prompts)}, folder, data(limit, **fields), [])
+
+
+@pytest.mark.parametrize(
+    ("template", "how", "said"),
+    [
+        ("", "drop", "train: 1 of 2 prompts are too long and will be left out"),
+        ("", "left", "train: 1 of 2 prompts are too long and will be cut: left"),
+        ("{{ raise_exception('users only') }}", "error", "users only"),
+    ],
+)
+def test_what_is_dropped_cut_or_left_to_the_trainer_is_noted(
+    tmp_path: Path, template: str, how: str, said: str
+) -> None:
+    folder, notes = make_folder(tmp_path, **({"chat_template": template} if template else {})), list[str]()
+    check_lengths({"train": rows("a", "a b c")}, ModelFacts(folder), data(2, overlong_prompts=how), notes)
+    assert len(notes) == 1 and said in notes[0]
 
 
 @pytest.fixture
@@ -181,3 +193,108 @@ def test_epochs_are_shown_as_steps_or_counted_at_the_start_with_a_hubs_tokenizer
     findings = examine(run_files, fields)
     assert any("counted with the tokenizer of owner/name" in note for note in findings.notes)
     assert dict(describe(findings))["run"].startswith("4 epochs; ")
+
+
+def test_a_model_without_a_slash_is_a_folder_or_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"modle: there is no such folder; did you mean model\?"):
+        inspect_model(ModelConfig(path="modle"))
+    assert inspect_model(ModelConfig(path="Qwen/Qwen3-0.6B")).is_remote
+
+
+OWN = {"a": 0, "b": 1}
+
+
+def folder_of(path: Path, vocabulary: dict[str, int], special: int = 2) -> str:
+    path.mkdir()
+    tree = {"model": {"vocab": vocabulary}, "added_tokens": [{"content": "<eos>", "id": special}]}
+    (path / "tokenizer.json").write_text(json.dumps(tree))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "special", "said"),
+    [
+        (OWN, 2, ""),
+        (OWN | {"c": 3}, 2, ""),
+        (None, 2, ""),  # on the hub
+        ({"a": 1, "b": 0}, 2, "token 'a' is 0 in the policy's and is 1"),
+        ({"a": 0}, 2, "token 'b' is 1 in the policy's and does not exist"),
+        (OWN, 5, "token '<eos>' is 2 in the policy's and is 5"),
+    ],
+)
+def test_a_teacher_of_another_tokenizer_is_refused(
+    tmp_path: Path, vocabulary: dict[str, int] | None, special: int, said: str
+) -> None:
+    teacher = folder_of(tmp_path / "teacher", vocabulary, special) if vocabulary else "owner/on-the-hub"
+    config = make_config(
+        model={"path": folder_of(tmp_path / "policy", OWN)},
+        reward={"rewards": {"wise": {"teacher": {"servers": "wise"}}}},
+        servers={"wise": {"model": teacher, "local": {"count": 2}}},
+    )
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_teachers(config)
+
+
+def printed(wanted: str) -> str:
+    console = Console(file=StringIO(), width=100, color_system=None)
+    print_fields(wanted, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_every_field_of_a_section_and_those_inside_it_is_shown_with_bounds_and_default() -> None:
+    silent = [field.name for section in read_sections() for field in section.fields if not field.text]
+    assert silent == []
+    text = printed("streams")
+    for expected in ("streams.lease_s", "float, >= 0.2, <= 3600; default 30.0", "taken over"):
+        assert expected in text
+    assert "trainer.steps" not in text and "trainer.optimizer.lr" in printed("trainer")
+    assert "trainer.steps" in printed("") and "model.path" in printed("")
+    with pytest.raises(ConfigError, match="no section 'trainr'; sections are model, data"):
+        print_fields("trainr")
+
+
+NO_ARCHIVE = {"archive": {"enabled": False}}
+RECORD = 4 * (2 * 100 + 3 * 200) + 500
+"""Twice the prompt, three times the completion, and the entry's own fields."""
+
+
+def held(streams: Any, **trainer: Any) -> Any:
+    """A step has 4 groups of 5; two checkpoints are kept, three steps apart. Worked out by hand."""
+    shape = {
+        "groups_per_step": 4,
+        "group_size": 5,
+        "steps": 100,
+        "checkpoint_every": 3,
+        "keep_checkpoints": 2,
+    }
+    sections: dict[str, Any] = {"rollout": {"sampling": {"max_tokens": 200}}}
+    sections |= {"data": {"train": "t.jsonl", "max_prompt_tokens": 100}, "streams": streams}
+    return redis_bytes(make_config(trainer=shape | trainer, **sections))
+
+
+@pytest.mark.parametrize(
+    ("streams", "trainer", "steps", "commits"),
+    [
+        # This step, the one ahead, and those since the oldest kept checkpoint; 32 commits stay beside them.
+        (NO_ARCHIVE, {}, 1 + 1 + 3 * 2, 6 + 32),
+        (NO_ARCHIVE, {"max_staleness": 0}, 1 + 6, 6 + 32),
+        (NO_ARCHIVE, {"steps": 4}, 2 + 4, 4),
+        (NO_ARCHIVE, {"checkpoint_every": 0}, 2 + 100, 100),
+        ({"trim": False}, {}, 2 + 100, 100),
+        # The archive has the rest, but for what waits to be written: here all of it.
+        ({}, {}, 2 + 100, 32),
+    ],
+)
+def test_redis_holds_what_is_under_way_and_what_the_oldest_checkpoint_needs(
+    streams: Any, trainer: dict[str, Any], steps: int, commits: int
+) -> None:
+    assert held(streams, **trainer) == steps * 20 * RECORD + commits * (2000 + 16 * 20)
+
+
+def test_what_waits_for_the_archive_is_one_and_a_half_files() -> None:
+    streams = {"archive": {"segment_mb": 0.25}}
+    assert held(streams) == 2 * 20 * RECORD + 32 * (2000 + 16 * 20) + int(1.5 * 2**18)
