@@ -21,17 +21,21 @@ OF_REWARDS = ("zero_variance", "too_few_scores", "failed_score", "replaced befor
 """Why groups are replaced where nothing went wrong. The last stands for any of the others."""
 
 
-def dead_letters(world: World, schedule: Schedule) -> list[str]:
-    """Nothing is dead-lettered that is not poison, or of a version that Redis has lost."""
+def dead_letters(world: World, schedule: Schedule, commits: list[Commit]) -> list[str]:
+    """Nothing is dead-lettered that is not poison, or of a history that Redis has lost: of a version, or of a
+    group that was trained and trimmed, with its payloads, before Redis lost the trimming."""
     kinds = {fault.kind for fault in schedule.faults}
     if kinds & POISON:
         return []
+    trained = {ticket for commit in commits for ticket in commit.groups}
+    has_losses = not kinds.isdisjoint(LOSSES)
     found = []
     for record in world.history.records:
         if record.stream == "dead" and (letter := record.message) is not None:
-            may_be_old = not kinds.isdisjoint(LOSSES) or len(schedule.bounds) > 1
-            is_of_lost_history = letter.error.startswith("staleness") and may_be_old
-            if not is_of_lost_history:
+            may_be_old = has_losses or len(schedule.bounds) > 1
+            is_old = letter.error.startswith("staleness") and may_be_old
+            is_trimmed = "cannot be had" in letter.error and letter.ticket in trained and has_losses
+            if not is_old and not is_trimmed:
                 found.append(f"dead: {letter.origin} {letter.entry_id}: {letter.error}")
     return found[:1]
 

@@ -171,7 +171,7 @@ class Judge:
         elif "empty" not in self.kinds:
             found += self._judge_digests(self._commits())
         found += self._judge_letters()
-        found += costs.dead_letters(self.world, self.schedule)
+        found += costs.dead_letters(self.world, self.schedule, self._commits())
         num_restarts = len(self.world.processes) - len(fleet.members)
         found += costs.made_again(self.watch.num_again, injector.done, self.config, num_restarts)
         verdict.violations += found

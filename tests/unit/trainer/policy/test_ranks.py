@@ -18,6 +18,7 @@ import torch
 
 from tests.support.models import make_samples, run_config
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.weight_files import version_name
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample, with_teaching
 from tidemill.services.trainer.policy.fsdp import rank_policy, ranks
@@ -213,7 +214,9 @@ def test_a_checkpoint_that_lacks_a_byte_of_one_rank_is_passed_over(
             PolicyState({"a": torch.ones(2, 3)}, {"updates": 1} if rank == 0 else {}, shard).write(folder)
 
     store = CheckpointStore(tmp_path, keep=2)
-    first, second = (store.save(TrainerState(version=version), write) for version in (1, 2))
+    for version in (1, 2):
+        store.save(TrainerState(version=version), write)
+    first, second = (store.folder / version_name(version) for version in (1, 2))
     assert store.load_latest().folder == second
     damage(second / "policy-00001-of-00002.safetensors")
     assert store.load_latest().folder == first
