@@ -8,8 +8,9 @@ from tidemill.common.redis.embedded import EmbeddedRedis
 
 @pytest.fixture(params=list(SERVERS.values()), ids=list(SERVERS))
 def own_redis(request, tmp_path):
-    """One of each kind."""
-    server = EmbeddedRedis(tmp_path / "redis", executable=request.param)
+    """One of each kind. It syncs always: on a slow disk a server that syncs every second writes later than it
+    answers, and one that is killed has lost what it has answered."""
+    server = EmbeddedRedis(tmp_path / "redis", executable=request.param, appendfsync="always")
     server.start()
     yield server
     server.stop()
