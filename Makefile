@@ -29,7 +29,7 @@ PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 BUBBLEWRAP := $(VENV)/.bubblewrap.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill unit test test-long test-all gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill demo-instruct unit test test-long test-all gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -53,6 +53,13 @@ demo-agent: $(BASE) ## a small model learns a game of several turns
 
 demo-distill: $(BASE) examples/distill/teacher/config.json ## a small model learns from a teacher, without any reward
 	$(BIN)/tidemill up examples/distill/config.yaml
+
+demo-instruct: LORA_SETTINGS := --set 'trainer.lora={rank: 16, alpha: 32}' --set trainer.optimizer.lr=2e-4
+demo-instruct: $(BASE) $(if $(filter vllm,$(ENGINE)),$(LIBNUMA)) ## a real model, 135 million parameters, learns to answer in JSON (ENGINE=vllm LORA=1)
+	$(BIN)/python examples/instruct/prepare.py
+	$(BIN)/tidemill up examples/instruct/config.yaml --set rollout.engine=$(ENGINE) $(if $(LORA),$(LORA_SETTINGS))
+	$(BIN)/tidemill export -o runs/latest/trained
+	$(BIN)/python examples/instruct/compare.py examples/instruct/model runs/latest/trained
 
 examples/distill/teacher/config.json: | $(BASE)
 	$(BIN)/python examples/distill/make_teacher.py

