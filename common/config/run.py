@@ -34,6 +34,17 @@ class ModelConfig(Section):
     """Fields of the model's config.json that this run replaces, also in exports: `{max_position_embeddings:
     32768}`."""
 
+    @field_validator("path")
+    @classmethod
+    def _weights_are_no_gguf(cls, path: str) -> str:
+        if path.lower().endswith(".gguf"):
+            raise ValueError(
+                "a GGUF file must be converted first: transformers reads it with from_pretrained(FOLDER, "
+                "gguf_file=NAME), and save_pretrained of model and tokenizer writes a folder to name here; "
+                "examples/instruct/prepare.py does so"
+            )
+        return path
+
     @field_validator("overrides")
     @classmethod
     def _overrides_leave_the_model(cls, overrides: dict[str, Any]) -> dict[str, Any]:

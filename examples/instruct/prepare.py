@@ -36,14 +36,17 @@ Tara Victor Alice Bruno Clara Dora Emil Frida Gustav Hanna Ivan Julia Konrad Len
 CITIES = """Oslo Berlin Madrid Rome Lisbon Vienna Prague Dublin Athens Warsaw Paris London Helsinki Zurich
 Geneva Milan Hamburg Porto Seville Lyon"""
 NUM_HELD_OUT_NAMES, NUM_HELD_OUT_CITIES, HELD_OUT_AGES = 8, 5, range(60, 75)
-FORMS = {
-    ("name",): "The new colleague is called {name}.",
-    ("city",): "The office is in {city}.",
-    ("name", "age"): "{name} is {age} years old.",
-    ("name", "city"): "{name} lives in {city}.",
-    ("name", "age", "city"): "{name} is {age} and lives in {city}.",
-}
-"""Sentences by the fields that they tell."""
+FORMS = (
+    (("name",), "The new colleague is called {name}."),
+    (("name", "age"), "{name} is {age} years old."),
+    (("city",), "The office is in {city}."),
+    (("name", "city"), "{name} lives in {city}."),
+    (("age",), "My neighbour is {age} years old."),
+    (("name", "age", "city"), "{name} is {age} and lives in {city}."),
+    (("name",), "The winner is called {name}."),
+    (("city",), "My friend lives in {city}."),
+)
+"""Sentences, and the fields that they tell."""
 
 
 def download() -> dict[str, Path]:
@@ -107,10 +110,10 @@ def rows(
     people = [{"name": n, "age": a, "city": c} for n, a, c in product(names, ages, cities)]
     rng.shuffle(people)
     made: dict[str, Any] = {}
-    for person, fields in zip(people, cycle(FORMS)):
+    for person, (fields, sentence) in zip(people, cycle(FORMS)):
         *first, last = fields
         keys = f"keys {', '.join(first)} and {last}" if first else f"key {last}"
-        question = f"{FORMS[fields].format(**person)} Write this as a JSON object with the {keys}."
+        question = f"{sentence.format(**person)} Write this as a JSON object with the {keys}."
         truth = {field: person[field] for field in fields}
         made.setdefault(
             question,
