@@ -57,16 +57,8 @@ def download() -> dict[str, Path]:
         stem = requirement.replace("-", "_").replace("==", "-")
         if not any(DOWNLOADS.glob(f"{stem}-*.whl")):
             print(f"downloading {requirement}", flush=True)
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "-q",
-                "--disable-pip-version-check",
-                "--no-deps",
-            ]
-            if subprocess.run([*command, requirement, "--dest", str(DOWNLOADS)]).returncode:
+            options = ["-q", "--disable-pip-version-check", "--no-deps", "--dest", str(DOWNLOADS)]
+            if subprocess.run([sys.executable, "-m", "pip", "download", *options, requirement]).returncode:
                 sys.exit(
                     f"{requirement} cannot be downloaded (see above). Put its wheel into {DOWNLOADS} instead."
                 )

@@ -112,6 +112,10 @@ def test_a_value_of_the_wrong_type_is_refused(tree: dict[str, Any]) -> None:
     refused(tree)
 
 
+def test_a_gguf_file_is_refused_with_how_to_convert_it() -> None:
+    assert "model.path: a GGUF file must be converted first" in refused({"model": {"path": "m/A.Q4_1.gguf"}})
+
+
 def test_checks_across_sections_say_how_to_resolve_them() -> None:
     assert "lower one or raise the other" in refused({"rollout": {"sampling": {"max_tokens": 100_000}}})
     assert "no group could ever be trained" in refused({"reward": {"min_group_size": 9}})
