@@ -144,6 +144,8 @@ def users_config(folder: Path) -> RunConfig:
         trainer__steps=6,
         trainer__checkpoint_every=2,
         trainer__evaluation={"every": 2},
+        # Long enough that what is asked for at a checkpoint is in the queue before the trainer ends.
+        trainer__simulated={"group_s": 0.2},
         data__eval={"held": str(evaluation)},
         streams__trim=True,
         streams__lease_s=1.0,
