@@ -127,7 +127,7 @@ def main() -> None:
     ages = range(18, HELD_OUT_AGES.start)
     trained = names[NUM_HELD_OUT_NAMES:], ages, cities[NUM_HELD_OUT_CITIES:]
     write_rows("eval.jsonl", rows(*held_out, 40, seed=1))
-    write_rows("train.jsonl", rows(*trained, 400, seed=2))
+    write_rows("train.jsonl", rows(*trained, 160, seed=2))
     model = FOLDER / "model"
     if not model.is_dir():
         convert(download(), model)

@@ -49,7 +49,7 @@ def test_no_name_and_no_number_of_a_held_out_row_is_trained(
         for rows in (trained, held_out)
     ]
     assert not values[0] & values[1]
-    for rows, count in ((trained, 400), (held_out, 40)):
+    for rows, count in ((trained, 160), (held_out, 40)):
         assert len({row["prompt"][0]["content"] for row in rows}) == count
         assert {len(json.loads(row["ground_truth"])) for row in rows} == {1, 2, 3}
 
