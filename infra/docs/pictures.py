@@ -1,8 +1,9 @@
 """Draws the pictures of README.md from a run: `python -m infra.docs.pictures RUN_DIR [--prometheus URL]`.
 
-`learning-curve.png` is the run's own picture. `dashboard.png` has panels of the board "Run", as infra/grafana
-defines them, with what a Prometheus that has scraped the run answers to their expressions: title, legend and
-expression are the board's, only the drawing is not Grafana's.
+`learning-curve.png` is the run's own picture; README has that of `make demo-instruct`. `dashboard.png` has
+panels of the board "Run", as infra/grafana defines them, with what a Prometheus that has scraped the run (of
+`make demo`) answers to their expressions: title, legend and expression are the board's, only the drawing is
+not Grafana's.
 """
 
 import argparse
@@ -94,7 +95,7 @@ def dashboard(url: str, run_id: str, span_s: tuple[float, float], path: Path) ->
 
 def main() -> None:
     """Draw what there is data for."""
-    parser = argparse.ArgumentParser(description="The pictures of README.md, from a run of examples/arith.")
+    parser = argparse.ArgumentParser(description="The pictures of README.md, from a run.")
     parser.add_argument("run_dir", type=Path, help="folder of a finished run")
     parser.add_argument("--prometheus", metavar="URL", help="has scraped the run: draw the dashboard, too")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
