@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -205,11 +205,13 @@ def publish_folder(aside: Path, target: Path) -> None:
     remove_folder(replaced)
 
 
-def clear_aside(folder: Path) -> list[str]:
-    """Remove what a crash left in `folder`; returns the names. Call only while no one else writes there."""
+def clear_aside(folder: Path, others: Collection[str] = ()) -> list[str]:
+    """Remove what a crash left in `folder`; returns the names. Call only while no one else writes there, but
+    for files of the names in `others`, which are left alone."""
     with storage_errors("folder names", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        leftovers = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.match(path.name))]
+        found = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.match(path.name))]
+        leftovers = [(path, match) for path, match in found if match["name"] not in others]
         for path, match in leftovers:
             if match["replaced"] and not (folder / match["name"]).exists():
                 os.rename(path, folder / match["name"])  # crashed between the two renames of a swap

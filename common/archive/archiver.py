@@ -19,6 +19,7 @@ import structlog
 from tidemill.common.archive import LOCK_FILE, archive_folder, stream_folder
 from tidemill.common.archive.manifest import (
     DETAILS,
+    NOTES,
     SUFFIX,
     ArchiveSegment,
     Details,
@@ -159,7 +160,7 @@ def sweep(folder: Path) -> Manifest:
     """Remove what a killed writer left in a stream's folder; returns what is there."""
     if not folder.is_dir():
         return Manifest(folder)
-    clear_aside(folder)
+    clear_aside(folder, others=NOTES)  # the trainer may be writing one
     manifest = Manifest.load(folder)
     # Segments that `cut_back` has replaced by a shorter one, or whose removal was noted before a crash.
     for path in set(folder.glob(f"*{SUFFIX}")) - {segment.path for segment in manifest.segments}:

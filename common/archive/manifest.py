@@ -97,6 +97,8 @@ TRIMMED_FILE = "_trimmed"
 """The id below which the stream has no entries any more."""
 NEEDED_FILE = "_needed"
 """The id from which on a restarted trainer replays. Retention leaves it alone."""
+NOTES = (TRIMMED_FILE, NEEDED_FILE)
+"""Written by the trainer, also while a process archives."""
 CONSECUTIVE = (StreamName.PROMPTS, StreamName.COMMITS)
 """Streams whose entries have the ids 1-0, 2-0, 3-0, ... without a gap."""
 

@@ -37,7 +37,7 @@ def script(page: str) -> str:
 def test_every_file_of_the_tutorial_is_named_before_it_is_used() -> None:
     names = re.findall(r"^cat > (\S+) ", script(PAGE.read_text(encoding="utf-8")), re.MULTILINE)
     small = ["make_data.py", "reward.py", "config.yaml", "use.py"]
-    assert names == [*small, "make_questions.py", "short.py", "real.yaml"]
+    assert names == [*small, "make_questions.py", "begins.py", "real.yaml"]
 
 
 def follow(page: str, home: Path) -> str:

@@ -11,7 +11,7 @@ from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tidemill.common.archive import manifest, stream_folder
 from tidemill.common.archive.archiver import check, cut_back, retain, sweep, writing
-from tidemill.common.archive.manifest import Manifest, note_trim
+from tidemill.common.archive.manifest import NEEDED_FILE, Manifest, note_needed, note_trim
 from tidemill.common.config import ArchiveConfig
 from tidemill.common.history import History, StreamName
 from tidemill.common.streams import Entry, Garbled, id_after, trim_before
@@ -113,3 +113,17 @@ async def test_retention_of_files_with_a_clock_that_was_set_back_removes_the_fir
         assert retain(run_dir, ArchiveConfig(keep_days=1.0)) == 1
     listed = Manifest.load(folder).segments
     assert {segment.path for segment in listed} == set(folder.glob("*.parquet")) == {*sorted(details)[1:]}
+
+
+def test_a_note_that_a_trainer_is_writing_is_not_what_a_killed_archiver_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.replace
+
+    def rename_later(aside: Path, target: Path) -> None:
+        sweep(tmp_path)
+        rename(aside, target)
+
+    monkeypatch.setattr(os, "replace", rename_later)
+    note_needed(tmp_path, "7-0")
+    assert (tmp_path / NEEDED_FILE).read_text() == "7-0\n"
