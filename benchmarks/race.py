@@ -24,6 +24,8 @@ from examples.instruct.reward import compute_score
 from tidemill.common.config import load_config
 
 CONFIGS = {"instruct": Path("examples/instruct/config.yaml")}
+FOLDER = "FOLDER"
+"""Of one run, in its command."""
 
 
 def main(
@@ -40,7 +42,7 @@ def main(
         train_with_trl(CONFIGS[model], trl, steps, batch)
         return
     own = [str(Path(sys.executable).with_name("tidemill")), "up", str(CONFIGS[model]), "--no-live"]
-    own += ["--run-id", "race", "--runs-dir", "{folder}"]
+    own += ["--run-id", "race", "--runs-dir", FOLDER]
     changes = (
         f"steps={steps}",
         f"checkpoint_every={steps}",
@@ -49,7 +51,7 @@ def main(
     )
     own += [part for change in changes for part in ("--set", f"trainer.{change}")]
     own += ["--set", "data.eval={}", "--set", "expect.eval_gain=null"]
-    theirs = [sys.executable, "-m", "benchmarks.race", "--model", model, "--trl", "{folder}"]
+    theirs = [sys.executable, "-m", "benchmarks.race", "--model", model, "--trl", FOLDER]
     theirs += ["--steps", str(steps), "--batch", str(batch)]
     commands = {"tidemill": own, "TRL": theirs}
     found: dict[str, list[tuple[float, float, float]]] = {side: [] for side in commands}
@@ -58,7 +60,7 @@ def main(
             print(f"running: {side}, {pair + 1} of {pairs}", flush=True)
             with tempfile.TemporaryDirectory() as folder:
                 started = time.monotonic()
-                subprocess.run([part.format(folder=folder) for part in command], check=True)
+                subprocess.run([folder if part == FOLDER else part for part in command], check=True)
                 wall_s = time.monotonic() - started
                 records = read_steps(Path(folder) / "race" / "metrics.jsonl")
             step_s = (records[-1]["time"] - records[0]["time"]) / (len(records) - 1)
