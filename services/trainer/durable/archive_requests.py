@@ -5,7 +5,10 @@ takes, or that fails, is done by a process of the trainer's own: a run without a
 """
 
 import asyncio
+import contextlib
+import os
 import secrets
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
@@ -159,16 +162,18 @@ class ArchiveJobs:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL
         )
-        ended = asyncio.ensure_future(process.wait())
         try:
-            while not (await asyncio.wait({ended}, timeout=POLL_S))[0]:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    code = await asyncio.wait_for(asyncio.shield(process.wait()), POLL_S)
+                    break
                 await self.on_progress()
         finally:
-            ended.cancel()
             # Cancelled: the child would go on beside the trainer that comes next.
             if process.returncode is None:
-                process.terminate()
-        if (code := process.returncode) != 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
+        if code != 0:
             log.error("archiving failed; nothing is lost, and Redis keeps what is not archived", code=code)
 
 
