@@ -25,12 +25,12 @@ from tidemill.common.config import load_config
 
 CONFIGS = {"instruct": Path("examples/instruct/config.yaml")}
 FOLDER = "FOLDER"
-"""Of one run, in its command."""
+"""Stands for the folder of a run in its command."""
 
 
 def main(
     model: Annotated[str, typer.Option(help=f"one of {', '.join(CONFIGS)}")] = "instruct",
-    steps: Annotated[int, typer.Option(help="updates of each run")] = 8,
+    steps: Annotated[int, typer.Option(min=2, help="updates of each run")] = 8,
     pairs: Annotated[int, typer.Option(help="runs of each side, in turns")] = 1,
     batch: Annotated[int, typer.Option(help="completions in a forward pass of TRL")] = 8,
     trl: Annotated[Path | None, typer.Option(help="run TRL's side alone, in this folder")] = None,

@@ -231,8 +231,9 @@ def missing_after(manifest: Manifest, position: str, trimmed: str) -> Iterator[s
     """Which entries after a position, of those that Redis had or has trimmed up to an id, no segment has."""
     last = max(position, manifest.removed.last_id, key=id_order)
     for segment in manifest.segments:
-        previous = segment.details.previous_id
-        if id_order(previous or START) > id_order(last):
+        previous = segment.details.previous_id or START
+        # Also a lower one: then the file before it is not the one that it was written behind.
+        if previous != last and id_order(previous) > id_order(position):
             yield f"entries after {last} up to {previous} are missing before {segment.path.name}"
         last = max(last, segment.last_id, key=id_order)
     if id_order(trimmed) > id_order(last):

@@ -171,7 +171,7 @@ class ArchiveJobs:
         finally:
             # Cancelled: the child would go on beside the trainer that comes next.
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):  # it has just ended, and nobody was told yet
                     os.kill(process.pid, signal.SIGTERM)
         if code != 0:
             log.error("archiving failed; nothing is lost, and Redis keeps what is not archived", code=code)

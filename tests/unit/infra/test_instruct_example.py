@@ -1,6 +1,7 @@
 """The example on a real model: its reward, and its data. What needs the model is in integration/pipeline."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,9 @@ def test_no_name_and_no_number_of_a_held_out_row_is_trained(
         for rows in (trained, held_out)
     ]
     assert not values[0] & values[1]
+    committed = Path(prepare.__file__).parent
+    for name in ("train.jsonl", "eval.jsonl"):
+        assert (committed / name).read_text() == (tmp_path / name).read_text()
     for rows, count in ((trained, 160), (held_out, 40)):
         assert len({row["prompt"][0]["content"] for row in rows}) == count
         assert {len(json.loads(row["ground_truth"])) for row in rows} == {1, 2, 3}

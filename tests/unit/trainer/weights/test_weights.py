@@ -187,7 +187,11 @@ def looped(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(torn, "has 50 bytes, the manifest says"), (flipped, "has checksum .* damaged"), (looped, "")],
+    [
+        (torn, "has 50 bytes, the manifest says"),
+        (flipped, "has checksum .* damaged"),
+        (looped, "is not a usable path"),
+    ],
 )
 def test_a_damaged_file_is_refused_by_its_checksum(
     tmp_path: Path, damage: Callable[[Path], None], message: str
