@@ -151,7 +151,7 @@ class TrainerConfig(Section):
     compile: bool = False
     """Compile the model with torch.compile: minutes at the start, faster steps."""
     liger: Literal["auto", "on", "off"] = "auto"
-    """Liger's fused kernels (`pip install 'tidemill[liger]'`, GPUs only)."""
+    """Liger's fused kernels (`pip install 'tidemill[liger]'`, GPUs only); `auto`: not with `compile`."""
     device: str = "auto"
     """`auto` takes the first GPU, else the CPU."""
     num_threads: int = Field(0, ge=0, le=1024)

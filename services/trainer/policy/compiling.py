@@ -49,7 +49,7 @@ def compile_model(
                 part.compile(backend=backend, dynamic=True)
             if model.device.type != "meta":
                 _output_of(model, device).sum().backward()
-    except RuntimeError as error:  # what the compiler and its backends raise derives from it
+    except Exception as error:  # a defect of the compiler has any type, AssertionError for one
         for part in parts:
             # torch has no call that undoes `compile`; its own `__call__` looks here.
             part._compiled_call_impl = None

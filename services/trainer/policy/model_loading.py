@@ -159,23 +159,23 @@ def accelerate_model(
     """Apply `trainer.liger` and `trainer.compile` to a loaded model, in place; it computes in `dtype`, and
     `device` is where the weights will be that it has not yet. Raises ConfigError: `liger: on` where Liger
     cannot run."""
-    if wants_liger(config.liger, device or model.device):
+    if wants_liger(config, device or model.device):
         _apply_liger(model)
     if config.compile:
         compile_model(model, dtype, device=device)
 
 
-def wants_liger(choice: str, device: torch.device) -> bool:
-    """Whether to use Liger's kernels: `auto` where they are installed and the model is on a GPU. Raises
-    ConfigError: `on`, and one of the two is missing."""
-    if choice == "off":
+def wants_liger(config: TrainerConfig, device: torch.device) -> bool:
+    """Whether to use Liger's kernels: `auto` where they are installed, the model is on a GPU and the compiler
+    does not fuse the same. Raises ConfigError: `on`, and one of the first two is missing."""
+    if config.liger == "off" or (config.liger == "auto" and config.compile):
         return False
     missing = ""
     if device.type != "cuda":
         missing = f"its kernels run on CUDA GPUs, and the model is on {device.type}"
     elif importlib.util.find_spec("liger_kernel") is None:
         missing = "the package liger-kernel is not installed: pip install 'tidemill[liger]'"
-    if missing and choice == "on":
+    if missing and config.liger == "on":
         raise ConfigError(
             f"trainer.liger: on is not possible, {missing}. Or set trainer.liger to auto or off"
         )

@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy.model_loading import use_device, wants_liger
 from tidemill.services.trainer.policy.offload import _Lanes
@@ -15,14 +16,18 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_liger_is_left_out_where_it_cannot_run_and_refused_where_it_was_demanded(monkeypatch):
-    assert not wants_liger("auto", CPU)
-    assert not wants_liger("off", CUDA)
+    automatic, wanted = TrainerConfig(), TrainerConfig(liger="on")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: "found")
+    assert wants_liger(automatic, CUDA)
+    assert not wants_liger(automatic, CPU)
+    assert not wants_liger(TrainerConfig(liger="off"), CUDA)
+    assert not wants_liger(TrainerConfig(compile=True), CUDA)
     with pytest.raises(ConfigError, match=r"CUDA GPUs, and the model is on cpu.*auto or off"):
-        wants_liger("on", CPU)
+        wants_liger(wanted, CPU)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert not wants_liger("auto", CUDA)
+    assert not wants_liger(automatic, CUDA)
     with pytest.raises(ConfigError, match=r"pip install 'tidemill\[liger\]'"):
-        wants_liger("on", CUDA)
+        wants_liger(wanted, CUDA)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("cuda:1", 1), ("cuda", None), ("cpu", None)])
