@@ -11,6 +11,7 @@ import json
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from benchmarks.device import is_gpu, now_s, random_sample
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
-from tidemill.services.trainer.policy.packing import make_tile
+from tidemill.services.trainer.policy.packing import Layout, make_rows, make_tile, plan_tiles
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 LR, MAX_GRAD_NORM, GROUP_SIZE = 1e-6, 1.0, 8
@@ -45,6 +46,11 @@ class Case(NamedTuple):
     prompt_tokens: tuple[int, int]
     completion_tokens: tuple[int, int]
     is_spread: bool = False
+    group: int = 1
+    """Samples that have one prompt."""
+    turns: int = 1
+    """Of these samples, the second, third and so on have so many times the first one's prompt, which goes
+    on: a session's history, and what was asked at each of its turns."""
 
 
 CASES = {
@@ -52,6 +58,14 @@ CASES = {
     "long": Case(8, (24, 32), (448, 512)),
     "unequal": Case(32, (8, 32), (8, 512), is_spread=True),
 }
+SHARED = {
+    "12": Case(512, (12, 12), (6, 12), group=16),
+    "128": Case(64, (128, 128), (32, 64), group=8),
+    "512": Case(32, (512, 512), (32, 64), group=8),
+    "4096": Case(8, (4096, 4096), (128, 256), group=8),
+    "sessions": Case(40, (128, 128), (32, 64), group=10, turns=10),
+}
+"""Named after the prompt that samples have in common."""
 
 
 def make_model() -> PreTrainedModel:
@@ -62,7 +76,7 @@ def make_model() -> PreTrainedModel:
     config = LlamaConfig(
         **dict(zip(names, shape, strict=True)),
         num_key_value_heads=2 if is_gpu() else 1,
-        max_position_embeddings=1024 * GPU_SCALE,
+        max_position_embeddings=8192 * GPU_SCALE,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
@@ -81,9 +95,18 @@ def make_batch(case: Case, vocab_size: int, scale: int) -> list[Sample]:
         lengths = rng.integers(low, high + 1, case.sequences)
     lengths[rng.integers(case.sequences)] = high  # the longest is there in every case
     prompts = rng.integers(case.prompt_tokens[0], case.prompt_tokens[1] + 1, case.sequences) * scale
-    return [
-        random_sample(rng, divmod(i, GROUP_SIZE), vocab_size, int(prompt), int(length))
+    size = max(case.group, GROUP_SIZE)
+    samples = [
+        random_sample(rng, divmod(i, size), vocab_size, int(prompt) * case.turns, int(length))
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    if case.group == 1:
+        return samples
+    firsts = (samples[i - i % case.group].prompt_ids for i in range(case.sequences))
+    shares = ((i % case.turns + 1) / case.turns for i in range(case.sequences))
+    return [
+        replace(sample, prompt_ids=first[: round(len(first) * share)])
+        for sample, first, share in zip(samples, firsts, shares, strict=True)
     ]
 
 
@@ -146,12 +169,14 @@ class Rectangle(NamedTuple):
 
 
 def packed(policy: TransformersPolicy, samples: Sequence[Sample], budget_tokens: int) -> Iterator[Rectangle]:
-    """What the trainer lays out, as tensors on the device."""
+    """What the trainer lays out where each sample is a row of its own, as tensors on the device."""
+    rows_alone: Layout = "varlen" if is_gpu() else "padded"
     num_trained = sum(sample.num_trained for sample in samples)
     to_device = partial(torch.as_tensor, device=policy._model.device)
     for batch in form_micro_batches(samples, budget_tokens):
-        for lines in policy._plan(batch.samples):
-            tile = make_tile(lines, policy.layout)
+        rows = make_rows(batch.samples, [sample.mask for sample in batch.samples])
+        for lines in plan_tiles(rows, rows_alone, policy._tile_tokens):
+            tile = make_tile(lines, rows_alone)
             advantages = [
                 float(batch.samples[row.sample].advantage) for row in tile.rows for _ in row.targets
             ]
@@ -245,7 +270,7 @@ def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int
     if not is_gpu():
         torch.set_num_threads(threads)
     scale, model = GPU_SCALE if is_gpu() else 1, make_model()
-    samples = make_batch(CASES[case_name], model.config.vocab_size, scale)
+    samples = make_batch((CASES | SHARED)[case_name], model.config.vocab_size, scale)
     run = {"tidemill": run_tidemill, "bare": run_bare}.get(side)
     if run is None:
         from benchmarks.trainer_trl import run_trl as run  # imports all of TRL

@@ -133,7 +133,7 @@ class TrainerConfig(Section):
     micro_batch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
     """Most tokens in one forward pass of a rank. `auto` is 16,384, or less where a GPU holds less."""
     packing: bool = True
-    """Pack sequences without padding where the attention allows it."""
+    """Compute once what samples begin with alike, without padding, where the attention allows it."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass. `auto`: on a GPU that would not hold them."""
     num_ranks: int = Field(1, ge=1, le=4096)

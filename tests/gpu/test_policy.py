@@ -9,14 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_kernels
-from tests.support.models import accumulate_all, gradients_of, make_samples, one_batch, save_weights, train
+from tests.gpu.models import gpu_model, make_gpu_policy, needs_gpu, needs_kernels
+from tests.support.models import (
+    accumulate_all,
+    gradients_of,
+    make_relatives,
+    one_batch,
+    save_weights,
+    train,
+)
 from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 pytestmark = needs_gpu
 SAMPLES = 24
-BLOCK = "padded" if IS_DRY else "block"
+LAYOUT = "tree_or_padded"
 """Rows hold several sequences on GPUs only."""
 
 
@@ -42,9 +49,9 @@ def similarity(left: torch.Tensor, right: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("options", [{}, {"packing": False}, {"gradient_checkpointing": True}])
 def test_float32_on_the_gpu_equals_the_cpu(folder: Path, options: dict[str, Any]) -> None:
-    samples = make_samples(SAMPLES)
+    samples = make_relatives(SAMPLES)
     gpu, cpu = make_gpu_policy(folder, **options), make_gpu_policy(folder, "cpu", **options)
-    assert gpu.layout == ("padded" if "packing" in options else BLOCK)
+    assert gpu.layout == ("padded" if "packing" in options else LAYOUT)
     assert gaps(gpu, cpu, samples).max() < 1e-4
     results = [accumulate_all(policy, [one_batch(samples)]) for policy in (gpu, cpu)]
     assert results[0].loss_sum == pytest.approx(results[1].loss_sum, rel=1e-3, abs=1e-3)
@@ -53,7 +60,7 @@ def test_float32_on_the_gpu_equals_the_cpu(folder: Path, options: dict[str, Any]
 
 
 def test_bfloat16_on_the_gpu_stays_near_float32(folder: Path) -> None:
-    samples = make_samples(SAMPLES)
+    samples = make_relatives(SAMPLES)
     half, full = make_gpu_policy(folder, dtype="bfloat16"), make_gpu_policy(folder)
     assert gaps(half, full, samples).mean() < 0.05
     for policy in (half, full):
@@ -63,11 +70,11 @@ def test_bfloat16_on_the_gpu_stays_near_float32(folder: Path) -> None:
 
 
 @needs_kernels
-def test_varlen_packing_equals_row_by_row(folder: Path) -> None:
-    """Flash attention or torch's, the same for both; a leak of one sequence into the next is more than 1."""
-    samples = make_samples(SAMPLES)
+def test_trees_of_the_varlen_kernel_equal_row_by_row(folder: Path) -> None:
+    """The kernel is the same for both; a leak of one sequence into the next is more than 1."""
+    samples = make_relatives(SAMPLES)
     packed, single = (make_gpu_policy(folder, dtype="bfloat16") for _ in range(2))
-    assert packed.layout == "varlen"
+    assert packed.layout == "tree"
     alone = np.concatenate([logprobs for sample in samples for logprobs in single.logprobs([sample])])
     together = np.concatenate(packed.logprobs(samples))
     assert np.abs(together - alone).mean() < 0.01 and np.abs(together - alone).max() < 0.2
@@ -76,10 +83,10 @@ def test_varlen_packing_equals_row_by_row(folder: Path) -> None:
     assert similarity(gradients_of(packed), gradients_of(single)) > 0.999
 
 
-def test_block_packing_equals_row_by_row(folder: Path) -> None:
-    samples = make_samples(SAMPLES)
+def test_trees_in_float32_equal_row_by_row(folder: Path) -> None:
+    samples = make_relatives(SAMPLES)
     policy = make_gpu_policy(folder)
-    assert policy.layout == BLOCK
+    assert policy.layout == LAYOUT
     alone = np.concatenate([logprobs for sample in samples for logprobs in policy.logprobs([sample])])
     assert np.abs(np.concatenate(policy.logprobs(samples)) - alone).max() < 1e-4
 
@@ -91,7 +98,7 @@ def test_replay_from_a_checkpoint_is_bit_identical(
 ) -> None:
     if lora:
         pytest.importorskip("peft", reason="the lora extra is not installed")
-    samples = make_samples(SAMPLES)
+    samples = make_relatives(SAMPLES)
     options: dict[str, Any] = {"dtype": dtype, "lora": lora, "deterministic": True}
     batches = form_micro_batches(samples, 100)
     live, replayed = make_gpu_policy(folder, **options), make_gpu_policy(folder, **options)
@@ -105,7 +112,7 @@ def test_replay_from_a_checkpoint_is_bit_identical(
 
 def test_merged_adapters_compute_what_the_policy_does(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the lora extra is not installed")
-    samples = make_samples(SAMPLES)
+    samples = make_relatives(SAMPLES)
     policy = make_gpu_policy(folder, lora={"rank": 8}, optimizer={"lr": 1e-2})
     train(policy, [one_batch(samples)])
     start = gpu_model(tmp_path)

@@ -100,6 +100,22 @@ def make_samples(count: int, seed: int = 0, max_prompt: int = 9, max_completion:
     return samples
 
 
+def make_relatives(count: int, seed: int = 0, max_tokens: int = 24) -> list[Sample]:
+    """Samples with few prompts, one of which continues another, and completions that begin like others'."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, len(PIECES), rng.integers(1, max_tokens)).astype(np.int32) for _ in range(3)]
+    prompts.append(np.concatenate([prompts[0], prompts[1][:9]]))
+    samples: list[Sample] = []
+    for sample in make_samples(count, seed, max_completion=max_tokens):
+        ids, prompt_ids = sample.completion_ids.copy(), prompts[rng.integers(len(prompts))]
+        if samples and rng.random() < 0.5:
+            other = samples[rng.integers(len(samples))]
+            length = min(len(ids), len(other.completion_ids), int(rng.integers(1, max_tokens)))
+            ids[:length], prompt_ids = other.completion_ids[:length], other.prompt_ids
+        samples.append(replace(sample, prompt_ids=prompt_ids, completion_ids=ids))
+    return samples
+
+
 def make_policy(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,

@@ -20,6 +20,7 @@ from tidemill.common.errors import TidemillError
 from tidemill.common.wire.arrays import Bits, Float32, Float64, Int32
 from tidemill.common.wire.messages import Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Segment
+from tidemill.services.trainer.groups.trie import ENOUGH_IN_COMMON, Trie, in_order
 
 Kind = TypeVar("Kind", bound=np.generic)
 
@@ -281,23 +282,54 @@ def without_proximal(batch: MicroBatch) -> MicroBatch:
     return MicroBatch(tuple(replace(sample, proximal_logprobs=None) for sample in batch.samples))
 
 
-def form_micro_batches(samples: Iterable[Sample], max_tokens: int) -> list[MicroBatch]:
-    """Distribute samples over micro-batches of at most `max_tokens` (prompt plus completion) tokens.
+def put_together(samples: Sequence[Sample], max_tokens: int) -> list[tuple[int, list[int]]]:
+    """Samples that are best computed in one forward pass, because they begin alike: as many of a group as
+    have at most `max_tokens` different tokens. Each entry has that number and the samples' indices; the
+    largest come first, ties by key and not by arrival."""
+    rows = [[np.concatenate([prompt, own]) for prompt, own in _segments_of(sample)] for sample in samples]
+    order = sorted(
+        range(len(samples)), key=lambda i: (samples[i].key[0], in_order(rows[i][0]), samples[i].key)
+    )
+    found: list[tuple[int, list[int]]] = []
+    trie = Trie()
+    for i in order:
+        shared = trie.shared(rows[i][0])
+        is_near = bool(found) and samples[found[-1][1][0]].key[0] == samples[i].key[0]
+        size = trie.size + samples[i].num_tokens - shared
+        if not is_near or size > max_tokens or shared < ENOUGH_IN_COMMON * samples[i].num_tokens:
+            found.append((0, []))
+            trie = Trie()
+        for ids in rows[i]:
+            trie.add(ids)
+        found[-1] = (trie.size, [*found[-1][1], i])
+    return sorted(found, key=lambda part: (-part[0], samples[part[1][0]].key))
 
-    First-fit decreasing, ties by key; a sample longer than the budget has a micro-batch of its own. Lengths
-    5, 4, 3, 2 under a budget of 7 give [5, 2] and [4, 3].
+
+def _segments_of(sample: Sample) -> Iterator[tuple[Int32, Int32]]:
+    """Prompt and completion of each of its rows."""
+    start = 0
+    for prompt_ids, num_completion in sample.segments:
+        yield prompt_ids, sample.completion_ids[start : start + num_completion]
+        start += num_completion
+
+
+def form_micro_batches(samples: Iterable[Sample], max_tokens: int) -> list[MicroBatch]:
+    """Distribute samples over micro-batches of at most `max_tokens` different tokens (of prompts and
+    completions).
+
+    First-fit decreasing over what belongs together (`put_together`); a sample longer than the budget has a
+    micro-batch of its own. Lengths 5, 4, 3, 2 under a budget of 7 give [5, 2] and [4, 3].
     """
+    samples = list(samples)
     bins: list[list[Sample]] = []
     room: list[int] = []
-    # Ties by key and not by arrival: what was collected together always gives the same micro-batches.
-    for sample in sorted(samples, key=lambda sample: (-sample.num_tokens, sample.key)):
-        fitting = (i for i, free in enumerate(room) if sample.num_tokens <= free)
-        index = next(fitting, len(bins))
+    for size, members in put_together(samples, max_tokens):
+        index = next((i for i, free in enumerate(room) if size <= free), len(bins))
         if index == len(bins):
             bins.append([])
             room.append(max_tokens)
-        bins[index].append(sample)
-        room[index] -= sample.num_tokens
+        bins[index] += [samples[i] for i in members]
+        room[index] -= size
     return [MicroBatch(tuple(members)) for members in bins]
 
 

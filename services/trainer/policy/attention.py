@@ -1,8 +1,8 @@
 """Which attention kernel a model is trained with, and torch's variable-length attention for transformers.
 
-On GPUs sequences lie end to end in one row and a kernel keeps them apart at their boundaries: flash attention
-where it is installed, else torch's own (`torch.nn.attention.varlen`), which is the same algorithm (arXiv
-2307.08691) with windows and grouped keys. Dense masks are what is left for a model that neither computes.
+On GPUs sequences lie end to end in one row and a kernel keeps them apart at their boundaries: torch's own
+(`torch.nn.attention.varlen`), else flash attention where it is installed, which is the same algorithm (arXiv
+2307.08691) with capped scores. Dense attention is what is left for a model that neither computes.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from tidemill.common.run.model_config import exact_attention, has_capped_attention
 from tidemill.services.trainer.policy.precision import autocast_dtype
+from tidemill.services.trainer.policy.trees import TREE, Boundaries, Tree
 
 log = structlog.get_logger(__name__)
 
@@ -34,13 +35,14 @@ def choose_attention(
 ) -> str | dict[str, str] | None:
     """The value of `attn_implementation` for a model of this configuration; None is transformers' choice.
 
-    Both kernels take half precision on GPUs only; of a model with several parts they are for the text alone.
+    Torch's kernel comes first, because it takes trees; flash-attn is for models whose scores are capped. Both
+    kernels take half precision on GPUs only; of a model with several parts they are for the text alone.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return exact_attention(config)
-    kernel, reason = FLASH, why_no_flash(config)
-    if not reason and not is_flash_attn_2_available():
-        kernel, reason = VARLEN, why_no_varlen(config, torch.cuda.get_device_capability(device))
+    kernel, reason = VARLEN, why_no_flash(config)
+    if not reason and (no_varlen := why_no_varlen(config, torch.cuda.get_device_capability(device))):
+        kernel, reason = FLASH, "" if is_flash_attn_2_available() else no_varlen
     if reason:
         log.warning(
             "training with dense attention masks, which is slow", model=config.model_type, reason=reason
@@ -105,13 +107,18 @@ def attend_varlen(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each of the sequences that lie end to end.
+    """Causal attention within each of the sequences that lie end to end, or along the branches of a tree.
 
     Shapes: query [B, heads, T, D], key [B, key heads, T, D], value [B, key heads, T, E] with E <= D; returns
     [B, T, heads, E]. Boundaries are those of `cu_seq_lens_q`; without it each of the B rows is a sequence.
     A window of W is the token itself and the W - 1 before it.
     """
-    if attention_mask is not None or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+    tree: Tree | None = kwargs.get(TREE)
+    if (
+        (attention_mask is not None and tree is None)
+        or kwargs.get("softcap") is not None
+        or kwargs.get("s_aux") is not None
+    ):
         raise ValueError(f"{VARLEN} takes no mask, no cap of scores and no sinks")
     num_rows, _, width, size = query.shape
     own_size = value.shape[-1]
@@ -122,9 +129,13 @@ def attend_varlen(
     boundaries, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q", width)
     if boundaries is None:
         boundaries = torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=query.device)
+    own = Boundaries(None, boundaries, boundaries, longest, longest)
+    places, queries_at, keys_at, most_queries, most_keys = tree.boundaries(query.device) if tree else own
+    if places is not None:
+        flat[1:] = [x[places] for x in flat[1:]]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     attended = varlen_attn(
-        flat[0], flat[1], flat[2], boundaries, boundaries, longest, longest,
+        flat[0], flat[1], flat[2], queries_at, keys_at, most_queries, most_keys,
         scale=scaling, window_size=window, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     assert isinstance(attended, Tensor), "nothing else was asked for"

@@ -27,16 +27,15 @@ from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tok
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import (
-    SEQUENCES,
     Layout,
     Tile,
     TokenRow,
-    block_mask,
     choose_layout,
     make_tile,
 )
 from tidemill.services.trainer.policy.precision import round_alike
 from tidemill.services.trainer.policy.routers import Routers
+from tidemill.services.trainer.policy.trees import TREE
 
 log = structlog.get_logger(__name__)
 
@@ -204,8 +203,9 @@ class TokenScorer:
             name: value.to(self._device) if isinstance(value, Tensor) else value
             for name, value in tile.model_kwargs.items()
         }
-        if (numbers_BT := kwargs.pop(SEQUENCES, None)) is not None:
-            kwargs["attention_mask"] = block_mask(numbers_BT)
+        if TREE in kwargs:
+            # Nobody reads it: transformers takes a mask of four dimensions for finished, and makes none.
+            kwargs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._device)
         # A cache would switch off transformers' own detection of packed rows, and nothing reads it.
         return kwargs | {"input_ids": tile.ids_BT.to(self._device), "use_cache": False}
 
@@ -306,10 +306,8 @@ SHORT = 7
 """Tokens of the sequence that is looked at."""
 
 
-def pick_layout(
-    model: PreTrainedModel, scorer: TokenScorer, packing: bool, device: torch.device, longest: int
-) -> Layout:
-    """The layout of this model's tiles on this device: that of `choose_layout`, if it holds.
+def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, longest: int) -> Layout:
+    """The layout of this model's tiles: that of `choose_layout`, if it holds.
 
     Raises:
         ConfigError: a token's prediction depends on later tokens, or what a sequence's tokens get on the
@@ -321,7 +319,7 @@ def pick_layout(
             f"model.path: a {model.config.model_type} predicts a token from later ones too, so its logprobs "
             "are not those of text that is generated from left to right; take a causal language model"
         )
-    layout = choose_layout(packing, device, config, bool(getattr(model, "_is_stateful", False)))
+    layout = choose_layout(packing, config, bool(getattr(model, "_is_stateful", False)))
     if layout != "padded" and (problem := _find_leak(scorer, layout, config.vocab_size, longest)):
         log.warning(
             "sequences are padded instead of packed, this model does not keep packed ones apart",
@@ -340,9 +338,13 @@ def pick_layout(
 
 @torch.no_grad()
 def _find_leak(scorer: TokenScorer, layout: Layout, vocab_size: int, longest: int) -> str:
-    """What is wrong with a short sequence behind one of full length; empty where it comes out as it does
-    alone."""
+    """What is wrong with a short sequence behind one of full length, in trees with the first half of its
+    tokens below the half of that; empty where it comes out as it does alone."""
     long, short = (_made_up_row(i, length, vocab_size) for i, length in enumerate((longest, SHORT)))
+    if layout.startswith("tree"):
+        ids = np.concatenate([long.ids[: (longest - SHORT) // 2], short.ids])
+        places = np.arange(len(ids) - SHORT, len(ids), dtype=np.int32)
+        short = TokenRow(1, ids, places, ids[places], places)
     lines = [[long], [short]] if layout == "padded" else [[long, short]]
     try:
         beside = _hidden(scorer, make_tile(lines, layout))[-SHORT:]

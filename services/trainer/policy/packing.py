@@ -6,9 +6,11 @@ leakage), so that packed, padded and row-by-row logprobs are equal up to roundin
 * `padded`: rows of like length, padded on the right, *no* attention mask. A causal model's real tokens
   never see what comes after them, so the mask would change nothing; without it attention takes its
   causal fast path, and it is right for every causal architecture (sliding windows, recurrent layers).
-* `varlen`: sequences end to end in one row; flash attention gets their boundaries (`cu_seq_lens`).
-* `block`: sequences end to end in a few rows, with an explicit block-diagonal causal mask for sdpa. A
-  row is as wide as the longest sequence or `BLOCK_WIDTH`, because the mask is quadratic in the width.
+* `tree`: one row of tokens in which what rows begin with alike is there once (`trees.py`).
+* `tree_or_padded`: the same where enough is shared, else padded rows: without a kernel for sequences of
+  unlike length these are faster.
+* `varlen`: sequences end to end in one row, nothing shared; flash attention gets their boundaries
+  (`cu_seq_lens`).
 
 Position ids that restart at 0 do not isolate by themselves: transformers infers boundaries from them only
 where neither a mask nor a KV cache is present, and a cache is made by default (`use_cache`).
@@ -27,20 +29,22 @@ from transformers import PreTrainedConfig
 
 from tidemill.common.wire.arrays import Bits, Int32
 from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.trie import ENOUGH_IN_COMMON, Trie, in_order, share_in_common
 from tidemill.services.trainer.policy.attention import VARLEN
+from tidemill.services.trainer.policy.trees import TREE, Tree
 
-Layout = Literal["padded", "varlen", "block"]
+Layout = Literal["padded", "tree", "tree_or_padded", "varlen"]
 
-BLOCK_WIDTH = 1024
-"""Tokens in a row of the `block` layout, unless a sequence is longer."""
+MOST_KEYS = 8
+"""Of all nodes of a tree, for each token that it may have: their copies take memory in every layer."""
 
-SOFTMAX_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers, as transformers names them, that flash attention can keep apart at boundaries."""
+SOFTMAX_ATTENTION = {"full_attention", "sliding_attention"}
+"""Kinds of layers, as transformers names them, that kernels can keep apart at boundaries."""
 
 CPU_TILE_TOKENS = 512
 """Tokens in one forward pass on a CPU. Measured on 256 sequences of 20 to 60 tokens, 1 M parameters, one
 thread: tiles of 320 to 768 tokens 0.74 to 0.77 s, of 2,048 0.82 s; one padded rectangle of all rows 2.0 s;
-block-diagonal rows 0.87 s (128 wide) to 6.9 s (4,096 wide); row by row 1.5 s."""
+row by row 1.5 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +98,21 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits]) -> list[TokenRo
     return rows
 
 
-def choose_layout(
-    packing: bool, device: torch.device, config: PreTrainedConfig, is_recurrent: bool = False
-) -> Layout:
+def choose_layout(packing: bool, config: PreTrainedConfig, is_recurrent: bool = False) -> Layout:
     """The layout that is exact and fast for a model of this configuration (that of its text, where it has
-    several) on this device, as far as a configuration tells; `forward.pick_layout` tries it.
+    several), as far as a configuration tells; `forward.pick_layout` tries it.
 
-    On CPUs padding is faster (see `CPU_TILE_TOKENS`: sorted tiles of 512 tokens hold 2% padding). A model
-    with recurrent layers (state space, linear attention, convolution) is padded: no mask stops their state at
-    a boundary. Flash attention keeps sequences apart in every kind of softmax attention; the block mask
-    replaces each layer's own, so it serves only models whose layers all attend to everything.
+    A model with recurrent layers (state space, linear attention, convolution) is padded: no mask stops their
+    state at a boundary.
     """
     window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [window])
-    if not packing or device.type == "cpu" or is_recurrent or not kinds <= SOFTMAX_ATTENTION:
-        return "padded"
     attention = str(config._attn_implementation)
-    if attention.startswith("flash_attention") or attention == VARLEN:
+    if not packing or is_recurrent or not kinds <= SOFTMAX_ATTENTION:
+        return "padded"
+    if attention.startswith("flash_attention"):
         return "varlen"
-    return "block" if attention == "sdpa" and kinds == {"full_attention"} else "padded"
+    return "tree" if attention == VARLEN else "tree_or_padded" if attention == "sdpa" else "padded"
 
 
 Lines = list[list[TokenRow]]
@@ -120,11 +120,17 @@ Lines = list[list[TokenRow]]
 
 
 def plan_tiles(
-    rows: Sequence[TokenRow], layout: Layout, max_tokens: int, keeps_samples: bool = False
+    rows: Sequence[TokenRow],
+    layout: Layout,
+    max_tokens: int,
+    keeps_samples: bool = False,
+    most_shared: int = 0,
 ) -> list[Lines]:
     """The lines of each tile of at most `max_tokens` positions, padding included; makes no tensor.
 
-    A row longer than that has a tile of its own. Deterministic: longest first, ties in the given order.
+    A row longer than that has a tile of its own. Deterministic: longest first, ties in the given order; trees
+    in the order of their ids. A row that has most of its tokens in common with its tile may widen that to
+    `most_shared` tokens.
 
     `keeps_samples` puts all rows of a sample into one tile, for losses that look at whole sequences: a sample
     of several rows has a tile of its own then, whatever its size.
@@ -136,24 +142,42 @@ def plan_tiles(
         several = [own for own in by_sample.values() if len(own) > 1]
         alone = [own[0] for own in by_sample.values() if len(own) == 1]
         whole = [tile for own in several for tile in plan_tiles(own, layout, sum(map(len, own)) * len(own))]
-        return plan_tiles(alone, layout, max_tokens) + whole
+        return plan_tiles(alone, layout, max_tokens, most_shared=most_shared) + whole
+    if layout.startswith("tree"):
+        # Stable, as below.
+        sorted_rows = sorted(rows, key=lambda row: in_order(row.ids))
+        if layout == "tree" or share_in_common(row.ids for row in sorted_rows) >= ENOUGH_IN_COMMON:
+            return [[branches] for branches in _grow(sorted_rows, max_tokens, most_shared)]
     # Stable: rows of one length stay in the given order, which is the one of a replay.
     ordered = sorted(rows, key=len, reverse=True)
-    if layout == "padded":
-        return _rectangles([[row] for row in ordered], max_tokens)
     if layout == "varlen":
         return [[packed] for packed in _fill(ordered, max_tokens)]
-    width = max([min(BLOCK_WIDTH, max_tokens), *map(len, ordered)])
-    lines = _fill(ordered, width)
-    lines.sort(key=lambda line: sum(map(len, line)), reverse=True)
-    return _rectangles(lines, max_tokens)
+    return _rectangles([[row] for row in ordered], max_tokens)
 
 
 def make_tile(lines: Lines, layout: Layout) -> Tile:
     """A planned tile, with its tensors."""
     if layout == "varlen":
         return _varlen_tile(lines[0])
-    return _block_tile(lines) if layout == "block" else _rectangle(lines)
+    is_tree = layout == "tree" or (layout == "tree_or_padded" and len(lines) == 1)
+    return _tree_tile(lines[0]) if is_tree else _rectangle(lines)
+
+
+def _grow(rows: Sequence[TokenRow], max_tokens: int, most_shared: int) -> list[list[TokenRow]]:
+    """Rows in their order, in trees of at most `max_tokens` different tokens; see `plan_tiles`."""
+    trees: list[list[TokenRow]] = []
+    trie, num_keys = Trie(), 0
+    for row in rows:
+        shared = trie.shared(row.ids)
+        limit = max(max_tokens, most_shared) if 2 * shared > len(row) else max_tokens
+        is_full = trie.size + len(row) - shared > limit or num_keys + len(row) > MOST_KEYS * limit
+        if not trees or is_full:
+            trees.append([])
+            trie, num_keys = Trie(), 0
+        trie.add(row.ids)
+        num_keys += len(row)
+        trees[-1].append(row)
+    return trees
 
 
 def _fill(rows: Sequence[TokenRow], width: int) -> list[list[TokenRow]]:
@@ -197,34 +221,21 @@ def _varlen_tile(rows: Sequence[TokenRow]) -> Tile:
     return _rectangle([list(rows)], kwargs)
 
 
-def _block_tile(lines: Sequence[list[TokenRow]]) -> Tile:
-    """Several sequences in each line, numbered; `block_mask` keeps them apart."""
-    width = max(sum(map(len, line)) for line in lines)
-    # Padding is sequence 0: a row of the mask without any True gives NaN in some kernels.
-    numbers_BT = np.zeros((len(lines), width), dtype=np.int32)
-    positions_BT = np.zeros((len(lines), width), dtype=np.int64)
-    for b, line in enumerate(lines):
-        start = 0
-        for number, row in enumerate(line, start=1):
-            numbers_BT[b, start : start + len(row)] = number
-            positions_BT[b, start : start + len(row)] = np.arange(len(row))
-            start += len(row)
-    return _rectangle(
-        lines,
-        {"position_ids": torch.from_numpy(positions_BT), SEQUENCES: torch.from_numpy(numbers_BT)},
+def _tree_tile(rows: Sequence[TokenRow]) -> Tile:
+    """All rows as the branches of one tree."""
+    trie = Trie()
+    ids = [(trie.add(row.ids), row) for row in rows]
+    ids_T = np.zeros(trie.size, dtype=np.int64)
+    for places, row in ids:
+        ids_T[places] = row.ids
+    tree = Tree(trie)
+    return Tile(
+        rows=tuple(rows),
+        ids_BT=torch.from_numpy(ids_T)[None],
+        sources_N=torch.from_numpy(np.concatenate([places[row.sources] for places, row in ids])),
+        targets_N=_targets(rows),
+        model_kwargs={"position_ids": torch.from_numpy(tree.positions_T)[None], TREE: tree},
     )
-
-
-SEQUENCES = "sequence_numbers"
-"""Of a block tile's positions; the model gets `block_mask` of them."""
-
-
-def block_mask(numbers_BT: Tensor) -> Tensor:
-    """Who attends to whom: tokens of one number, to the left. Shape [B, 1, T, T], bool."""
-    width = numbers_BT.shape[1]
-    # Made on the numbers' device: it is the square of what crosses to there.
-    causal_TT = torch.ones(width, width, dtype=torch.bool, device=numbers_BT.device).tril()
-    return ((numbers_BT[:, :, None] == numbers_BT[:, None, :]) & causal_TT)[:, None]
 
 
 def _rectangle(lines: Sequence[list[TokenRow]], model_kwargs: dict[str, Any] | None = None) -> Tile:
@@ -243,6 +254,10 @@ def _rectangle(lines: Sequence[list[TokenRow]], model_kwargs: dict[str, Any] | N
         rows=rows,
         ids_BT=torch.from_numpy(ids_BT),
         sources_N=torch.from_numpy(np.concatenate(sources).astype(np.int64)),
-        targets_N=torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
+        targets_N=_targets(rows),
         model_kwargs=model_kwargs or {},
     )
+
+
+def _targets(rows: Sequence[TokenRow]) -> Tensor:
+    return torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64))

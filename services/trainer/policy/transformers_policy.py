@@ -143,7 +143,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         )
         self._num_updates = 0
         self._held: dict[str, Tensor] | None = None
-        self.layout = pick_layout(model, self._scorer, config.packing, model.device, max_model_len)
+        self.layout = pick_layout(model, self._scorer, config.packing, max_model_len)
         # What looks at a whole sequence needs all segments of a session in one forward pass.
         self._keeps_samples = algorithm.needs_whole_sequences
         self._tile_tokens = config.tile_tokens
@@ -173,12 +173,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
     def _plan(self, samples: Sequence[Sample]) -> list[Lines]:
         """The tiles that train on the samples."""
         rows = make_rows(samples, [sample.mask for sample in samples])
-        return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples)
+        most_shared = self._config.tile_tokens
+        return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples, most_shared)
 
     def _plan_scored(self, samples: Sequence[Sample]) -> list[Lines]:
         """Tiles with every completion token, trained or not."""
         rows = make_rows(samples, [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples])
-        return plan_tiles(rows, self.layout, self._tile_tokens)
+        return plan_tiles(rows, self.layout, self._tile_tokens, most_shared=self._config.tile_tokens)
 
     def _accumulate(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
         normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
@@ -189,10 +190,14 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             denominator=denominator(
                 normalisation, num_sequences, num_trained, self._max_completion_tokens, batch.num_groups
             ),
+            row_tokens=sum(len(row) for lines in plan for line in lines for row in line),
         )
-        sums = metrics + total_metrics(
-            [self._train_tile(make_tile(lines, self.layout), batch) for lines in plan]
-        )
+        tiles, positions = [], 0
+        for lines in plan:
+            tile = make_tile(lines, self.layout)
+            positions += tile.ids_BT.numel()
+            tiles.append(self._train_tile(tile, batch))
+        sums = replace(metrics, positions=positions) + total_metrics(tiles)
         if rejection.denominator == "kept" and normalisation == "token":
             return replace(sums, denominator=sums.denominator - sums.rejected)
         return sums

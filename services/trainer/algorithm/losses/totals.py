@@ -22,6 +22,10 @@ class MicroBatchMetrics:
     """Tokens that carry loss."""
     denominator: float = 0.0
     """What these samples add to the denominator of `update`."""
+    positions: int = 0
+    """Of forward passes that were trained on, with padding."""
+    row_tokens: int = 0
+    """What these would be with a row for each sample or segment, without padding."""
     loss_sum: float = 0.0
     entropy_sum: float = 0.0
     kl_sum: float = 0.0
@@ -105,6 +109,8 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
     sampling = "sampling/importance_sampling_ratio"
     metrics = {
         "loss": sums.loss_sum / sums.denominator if sums.denominator else 0.0,
+        "forward/positions": float(sums.positions),
+        "forward/row_tokens": float(sums.row_tokens),
         "entropy": sums.entropy_sum / tokens,
         "kl": sums.kl_sum / tokens,
         "rollout_kl": sums.rollout_kl_sum / tokens,

@@ -23,7 +23,7 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample, put_together
 from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import Scores, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
@@ -329,14 +329,17 @@ def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) ->
 
 
 def split_samples(samples: Sequence[Sample], size: int) -> list[list[int]]:
-    """Indices of each rank's samples: longest first, each to the rank with the fewest tokens so far."""
+    """Indices of each rank's samples: what belongs together, largest first, to the rank with the fewest
+    tokens so far."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
-    # Ties by key: each rank computes the shares of all by itself, and has to find the same.
-    for i in sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, samples[i].key)):
+    longest = sum(sample.num_tokens for sample in samples)
+    num_different = sum(count for count, _ in put_together(samples, longest))
+    # Each rank computes the shares of all by itself, and finds the same.
+    for count, members in put_together(samples, num_different // size):
         least = loads.index(min(loads))
-        shares[least].append(i)
-        loads[least] += samples[i].num_tokens
+        shares[least] += members
+        loads[least] += count
     return shares
 
 

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,14 @@ import transformers
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreTrainedModel
 
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
-from tests.support.models import assert_all_close, make_policy, make_samples, run_config, write_tokenizer
+from tests.support.models import (
+    assert_all_close,
+    make_policy,
+    make_relatives,
+    make_samples,
+    run_config,
+    write_tokenizer,
+)
 from tests.support.parity import score_plain
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
@@ -121,9 +129,9 @@ def test_a_reward_model_scores_a_row_alike_beside_any_other(tmp_path):
 def test_a_model_that_computes_otherwise_beside_a_long_sequence_is_refused():
     model = make_model("Llama", rope_parameters=LONGROPE)
     scorer = TokenScorer(model, torch.float32)
-    assert pick_layout(model, scorer, True, CUDA, 16) == "block"
+    assert pick_layout(model, scorer, True, 16) == "tree_or_padded"
     with pytest.raises(ConfigError):
-        pick_layout(model, scorer, True, CUDA, 17)
+        pick_layout(model, scorer, True, 17)
 
 
 def test_a_model_that_reads_later_tokens_is_refused():
@@ -133,19 +141,22 @@ def test_a_model_that_reads_later_tokens_is_refused():
         model = BertLMHeadModel(config).eval()
         scorer = TokenScorer(model, torch.float32)
         with nullcontext() if is_decoder else pytest.raises(ConfigError):
-            pick_layout(model, scorer, False, torch.device("cpu"), 16)
+            pick_layout(model, scorer, False, 16)
 
 
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("Llama", "flash_attention_2"),
+        ("Llama", VARLEN),
         ("Gemma2", "flash_attention_2"),
-        ("Gemma3", {"text_config": "flash_attention_2"}),
+        ("Gemma3", {"text_config": VARLEN}),
         ("GptOss", None),
     ],
 )
-def test_flash_attention_is_used_where_the_model_supports_it(family, expected, flash_is_installed):
+def test_flash_attention_is_used_where_torchs_kernel_would_leave_something_out(
+    family, expected, flash_is_installed, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert choose_attention(make_config(family), CUDA, torch.bfloat16) == expected
 
 
@@ -235,16 +246,24 @@ def test_heads_that_the_kernel_does_not_take_are_told():
 
 
 def per_sequence(
-    query, key, value, starts, ends, longest, _, *, scale, window_size, enable_gqa
+    query, key, value, queries_at, keys_at, longest, most_keys, *, scale, window_size, enable_gqa
 ) -> torch.Tensor:  # fmt: skip
-    """What torch's kernel computes, one sequence after the other with a mask. Shapes [T, heads, size]."""
-    assert starts is ends and (starts.diff() <= longest).all() and window_size[1] == 0
+    """What torch's kernel computes, one sequence after the other with a mask, queries and keys aligned at
+    their ends. Shapes [T, heads, size]."""
+    assert (queries_at.diff() <= longest).all() and (keys_at.diff() <= most_keys).all()
+    assert window_size[1] == 0 and queries_at.dtype == keys_at.dtype == torch.int32
     assert enable_gqa == (query.shape[1] != key.shape[1]) and query.dtype == key.dtype == value.dtype
     parts = []
-    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        distance = torch.arange(end - first)[:, None] - torch.arange(end - first)
+    for (first, end), (above, below) in zip(
+        pairwise(queries_at.tolist()), pairwise(keys_at.tolist()), strict=True
+    ):
+        positions = torch.arange(below - above)
+        distance = positions[below - above - (end - first) :, None] - positions
         mask = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
-        part = [x[first:end].transpose(0, 1)[None] for x in (query, key, value)]
+        part = [
+            x[a:b].transpose(0, 1)[None]
+            for x, a, b in ((query, first, end), (key, above, below), (value, above, below))
+        ]
         attended = torch.nn.functional.scaled_dot_product_attention(
             *part, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
@@ -252,13 +271,15 @@ def per_sequence(
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("layout", ["varlen", "tree"])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Qwen3"])
-def test_sequences_end_to_end_are_those_of_plain_attention(family, monkeypatch):
+def test_sequences_end_to_end_are_those_of_plain_attention(family, layout, monkeypatch):
     """Grouped keys, windows, scales of a model's own."""
     monkeypatch.setattr(attention, "varlen_attn", per_sequence)
-    samples = make_samples(12)
+    samples = make_relatives(12)
     plain, packed = (make_policy(model=make_model(family, attention=name)) for name in ("eager", VARLEN))
-    packed.layout = "varlen"
+    assert packed.layout == "tree"
+    packed.layout = layout
     packed._tile_tokens = 64
     batch = MicroBatch(tuple(samples))
     for policy in (plain, packed):

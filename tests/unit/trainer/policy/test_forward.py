@@ -24,7 +24,6 @@ from tests.support.allocations import peak_bytes
 from tests.support.models import PIECES, assert_all_close, attend_as_varlen, make_samples, tiny_llama
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy import head as head_module
-from tidemill.services.trainer.policy import packing
 from tidemill.services.trainer.policy.forward import (
     TokenScorer,
     find_scaling,
@@ -71,16 +70,15 @@ def scored(
     return results
 
 
-@pytest.mark.parametrize("layout", ["padded", "block", "varlen"])
+@pytest.mark.parametrize("layout", ["padded", "tree", "varlen"])
 @pytest.mark.parametrize("max_tokens", [16, 64, 4096])
 @pytest.mark.parametrize("family", ["Llama", "gpt2"])
-def test_every_layout_equals_row_by_row(layout, max_tokens, family, monkeypatch):
+def test_every_layout_equals_row_by_row(layout, max_tokens, family):
     # Rotary positions are relative, so only a model with learned ones (GPT-2) shows an offset.
     model, samples = tiny_llama() if family == "Llama" else unusual_model(family), make_samples(24)
     expected = row_by_row(model, samples)
     if layout == "varlen":
         attend_as_varlen(model)
-    monkeypatch.setattr(packing, "BLOCK_WIDTH", 48)
     assert_all_close(scored(model, samples, layout, max_tokens), expected)
 
 
@@ -313,9 +311,8 @@ def test_rows_end_where_nothing_is_left_to_predict():
     assert make_rows([sample], [np.zeros(4, dtype=np.bool_)]) == []
 
 
-@pytest.mark.parametrize("layout", ["padded", "block", "varlen"])
-def test_tiles_hold_every_row_once_within_the_budget(layout, monkeypatch):
-    monkeypatch.setattr(packing, "BLOCK_WIDTH", 30)
+@pytest.mark.parametrize("layout", ["padded", "tree", "tree_or_padded", "varlen"])
+def test_tiles_hold_every_row_once_within_the_budget(layout):
     samples = make_samples(50)
     plans = plan_tiles(make_rows(samples, completions_of(samples)), layout, 60)
     tiles = [make_tile(lines, layout) for lines in plans]
@@ -325,21 +322,21 @@ def test_tiles_hold_every_row_once_within_the_budget(layout, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("expected", "packing_wanted", "device", "attention", "fields"),
+    ("expected", "packing_wanted", "attention", "fields"),
     [
-        ("varlen", True, "cuda", "flash_attention_2", {}),
-        ("block", True, "cuda", "sdpa", {}),
-        ("padded", False, "cuda", "flash_attention_2", {}),
-        ("padded", True, "cpu", "sdpa", {}),
-        ("padded", True, "cuda", "eager", {}),
-        ("padded", True, "cuda", "sdpa", {"sliding_window": 16}),
-        ("block", True, "cuda", "sdpa", {"sliding_window": 16, "layer_types": ["full_attention"]}),
-        ("padded", True, "cuda", "sdpa", {"layer_types": ["full_attention", "sliding_attention"]}),
-        ("varlen", True, "cuda", "flash_attention_2", {"layer_types": ["sliding_attention"]}),
-        ("padded", True, "cuda", "flash_attention_2", {"layer_types": ["linear_attention"]}),
+        ("varlen", True, "flash_attention_2", {}),
+        ("tree", True, "torch_varlen", {}),
+        ("tree_or_padded", True, "sdpa", {}),
+        ("padded", False, "flash_attention_2", {}),
+        ("padded", True, "eager", {}),
+        ("tree_or_padded", True, "sdpa", {"sliding_window": 16}),
+        ("padded", True, "sdpa", {"layer_types": ["full_attention", "chunked_attention"]}),
+        ("tree", True, "torch_varlen", {"layer_types": ["sliding_attention"]}),
+        ("varlen", True, "flash_attention_2", {"layer_types": ["sliding_attention"]}),
+        ("padded", True, "flash_attention_2", {"layer_types": ["linear_attention"]}),
     ],
 )
-def test_packing_is_used_only_where_it_is_exact_and_fast(expected, packing_wanted, device, attention, fields):
+def test_packing_is_used_only_where_it_is_exact_and_fast(expected, packing_wanted, attention, fields):
     config = SimpleNamespace(_attn_implementation=attention, **fields)
-    assert choose_layout(packing_wanted, torch.device(device), config) == expected
-    assert choose_layout(packing_wanted, torch.device(device), config, is_recurrent=True) == "padded"
+    assert choose_layout(packing_wanted, config) == expected
+    assert choose_layout(packing_wanted, config, is_recurrent=True) == "padded"

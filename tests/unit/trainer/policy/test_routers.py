@@ -105,7 +105,7 @@ def test_no_split_and_no_recomputation_changes_a_number(fields: dict[str, Any]) 
     samples = [*make_samples(9), *session_samples(3)]
     whole = make_double(model=mixture("Mixtral"), algorithm=ROUTER)
     expected = accumulate_all(whole, [one_batch(samples)])
-    for layout in ("padded", "block"):
+    for layout in ("padded", "tree"):
         policy = make_double(model=mixture("Mixtral"), algorithm=ROUTER, **fields)
         policy.layout = layout
         sums = accumulate_all(policy, form_micro_batches(samples, 60))

@@ -153,7 +153,7 @@ def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm: 
     samples = [*session_samples(9), *make_samples(6)]
     splits = [[one_batch(samples)], [one_batch([s]) for s in samples], form_micro_batches(samples, 60)]
     whole: torch.Tensor | None = None
-    for layout in ("padded", "block", "varlen"):
+    for layout in ("padded", "tree", "varlen"):
         for split in splits:
             policy = make_policy(torch.float64, micro_batch_tokens=40, algorithm=algorithm)
             policy.layout = layout
@@ -166,7 +166,7 @@ def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm: 
             assert ((gradient - whole).norm() / whole.norm()).item() < 1e-6
 
 
-@pytest.mark.parametrize("layout", ["padded", "block", "varlen"])
+@pytest.mark.parametrize("layout", ["padded", "tree", "varlen"])
 @pytest.mark.parametrize("keeps_samples", [False, True])
 def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matters(
     layout: Any, keeps_samples: bool

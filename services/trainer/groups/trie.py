@@ -1,0 +1,94 @@
+"""What sequences begin with alike: a trie of token ids, grown sequence by sequence.
+
+Each node is a run of tokens that is there once, in a row of all of them: that of a forward pass
+(`policy/packing.py`), or one that is only counted, where samples are put together.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill.common.wire.arrays import Int32
+
+SHORTEST = 8
+"""Tokens of a node that is shared: a shorter one costs attention more than it saves in the other layers."""
+ENOUGH_IN_COMMON = 0.1
+"""The share of tokens from which it is worth while to compute what is in common once."""
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Node:
+    """A run of tokens, from position `start` to before `end` of each sequence that has it."""
+
+    offset: int
+    """Of its first token in the row of all."""
+    start: int
+    end: int
+    above: "Node | None"
+
+    @property
+    def places(self) -> Indices:
+        """Where its tokens are in the row of all."""
+        return np.arange(self.offset, self.offset + self.end - self.start)
+
+
+def in_order(ids: Int32) -> bytes:
+    """A key that sorts sequences so that those which begin alike are neighbours, the shorter one first."""
+    return ids.astype(">u4").tobytes()
+
+
+class Trie:
+    """Sequences, best added in the order of `in_order`: each shares what it has in common with the one
+    before."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.size = 0
+        """Tokens of all nodes."""
+        self._path: list[Node] = []
+        self._ids: Int32 = np.zeros(0, dtype=np.int32)
+
+    def shared(self, ids: Int32) -> int:
+        """How many of its first tokens a sequence would share."""
+        common = num_common(self._ids, ids)
+        node = next((node for node in self._path if node.start < common <= node.end), None)
+        if node is None:
+            return 0
+        return common if common == node.end or common - node.start >= SHORTEST else node.start
+
+    def add(self, ids: Int32) -> Indices:
+        """Where its tokens are in the row of all. Shape [tokens]."""
+        common = self.shared(ids)
+        path = [node for node in self._path if node.start < common]
+        if path and path[-1].end > common:
+            lower = path[-1]
+            upper = Node(lower.offset, lower.start, common, lower.above)
+            lower.offset, lower.start, lower.above = lower.offset + common - lower.start, common, upper
+            self.nodes.append(upper)
+            path[-1] = upper
+        if common < len(ids):
+            path.append(Node(self.size, common, len(ids), path[-1] if path else None))
+            self.nodes.append(path[-1])
+            self.size += len(ids) - common
+        self._path, self._ids = path, ids
+        return np.concatenate([node.places for node in path])
+
+
+def num_common(left: Int32, right: Int32) -> int:
+    """How many tokens two sequences begin with alike."""
+    shorter = min(len(left), len(right))
+    differs = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(differs[0]) if len(differs) else shorter
+
+
+def share_in_common(sequences: Iterable[Int32]) -> float:
+    """The share of their tokens that is there more than once; sequences in the order of `in_order`."""
+    trie, total = Trie(), 0
+    for ids in sequences:
+        trie.add(ids)
+        total += len(ids)
+    return 1.0 - trie.size / max(1, total)

@@ -1,0 +1,189 @@
+"""What the rows of a tile have in common passes through the model once.
+
+Rows that begin alike share a path from the root of a trie of token ids; each node is a run of tokens. A token
+attends to the nodes above its own and, in its own, to itself and what is before it: to what it would attend
+to in a row of its own, at the same positions. So it has the same hidden state, and the gradients of all rows
+meet in it.
+
+Kernels see each node as a sequence with more keys than queries, aligned at its end. On GPUs they are those of
+`varlen_attn`; elsewhere nodes of like shape are one call of scaled dot product attention.
+
+Shape legend: T tokens of a tile, n nodes of a bucket, Q and K their queries and keys, H heads, D size of one.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from tidemill.services.trainer.groups.trie import Indices, Node, Trie
+
+TREE = "tree"
+"""The name under which attention gets a tile's `Tree`."""
+SLACK = 1 << 14
+"""Scores that a bucket may compute in vain, beside half of those it needs: about what one more call costs."""
+
+
+class Boundaries(NamedTuple):
+    """What `varlen_attn` takes. `keys` are the places of all keys; null: the tile's tokens, in order."""
+
+    keys: Tensor | None
+    queries_at: Tensor
+    keys_at: Tensor
+    most_queries: int
+    most_keys: int
+
+
+class Bucket(NamedTuple):
+    """Nodes of like shape; places in the tile, and which key each query sees."""
+
+    queries_nQ: Tensor
+    keys_nK: Tensor
+    mask_nQK: Tensor | None
+    """Null: each query sees the keys up to its own number."""
+
+
+class Tree:
+    """A tile's nodes, as attention needs them."""
+
+    def __init__(self, trie: Trie) -> None:
+        self._nodes = sorted(trie.nodes, key=lambda node: node.offset)
+        paths: dict[int, Indices] = {}
+        for node in sorted(self._nodes, key=lambda node: node.start):  # what is above, first
+            above = [] if node.above is None else [paths[id(node.above)]]
+            paths[id(node)] = np.concatenate([*above, node.places])
+        self._paths = [paths[id(node)] for node in self._nodes]
+        self._made: dict[Any, Any] = {}
+
+    @property
+    def positions_T(self) -> Indices:
+        """The position of each token in its rows."""
+        return np.concatenate([np.arange(node.start, node.end) for node in self._nodes])
+
+    def boundaries(self, device: torch.device) -> Boundaries:
+        """Made once: all layers ask for the same."""
+        made: Boundaries = self._made.get(device) or self._made.setdefault(device, self._boundaries(device))
+        return made
+
+    def buckets(self, device: torch.device, window: int | None) -> tuple[list[Bucket], Tensor]:
+        """Buckets, and for each token of the tile its place among their padded outputs. Shape [T]."""
+        key = (device, window)
+        made: tuple[list[Bucket], Tensor]
+        made = self._made.get(key) or self._made.setdefault(key, self._buckets(*key))
+        return made
+
+    def _boundaries(self, device: torch.device) -> Boundaries:
+        queries = [node.end - node.start for node in self._nodes]
+        keys = [node.end for node in self._nodes]
+
+        def at(lengths: Sequence[int]) -> Tensor:
+            # The kernels take no int64 here.
+            return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+
+        is_flat = all(node.above is None for node in self._nodes)
+        places = None if is_flat else torch.from_numpy(np.concatenate(self._paths)).to(device)
+        return Boundaries(places, at(queries), at(keys), max(queries), max(keys))
+
+    def _buckets(self, device: torch.device, window: int | None) -> tuple[list[Bucket], Tensor]:
+        roots = [i for i, node in enumerate(self._nodes) if node.above is None]
+        others = [i for i, node in enumerate(self._nodes) if node.above is not None]
+        buckets, filled = [], 0
+        back_T = np.zeros(sum(node.end - node.start for node in self._nodes), dtype=np.int64)
+        for group in (*self._alike(roots), *self._alike(others)):
+            nodes = [self._nodes[i] for i in group]
+            widest, longest = max(node.end - node.start for node in nodes), max(node.end for node in nodes)
+            queries_nQ = np.zeros((len(nodes), widest), dtype=np.int64)
+            keys_nK = np.zeros((len(nodes), longest), dtype=np.int64)
+            for row, (node, i) in enumerate(zip(nodes, group, strict=True)):
+                own = node.places
+                queries_nQ[row, : len(own)] = own
+                keys_nK[row, : node.end] = self._paths[i]
+                back_T[own] = filled + row * widest + np.arange(len(own))
+            filled += queries_nQ.size
+            mask = None
+            if nodes[0].start or (window is not None and window < longest):
+                mask = torch.from_numpy(_mask(nodes, widest, longest, window)).to(device)
+            queries, keys = torch.from_numpy(queries_nQ).to(device), torch.from_numpy(keys_nK).to(device)
+            buckets.append(Bucket(queries, keys, mask))
+        return buckets, torch.from_numpy(back_T).to(device)
+
+    def _alike(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Nodes with so little between their shapes that one call for a group of them computes little in
+        vain."""
+        groups: list[list[int]] = []
+        widest = longest = needed = 0
+        for i in sorted(numbers, key=lambda i: (-self._nodes[i].end, self._nodes[i].start)):
+            keys, queries = self._nodes[i].end, self._nodes[i].end - self._nodes[i].start
+            computed = (len(groups[-1]) + 1) * max(widest, queries) * max(longest, keys) if groups else 0
+            if not groups or computed > 1.5 * (needed + queries * keys) + SLACK:
+                groups.append([])
+                widest = longest = needed = 0
+            groups[-1].append(i)
+            widest, longest, needed = max(widest, queries), max(longest, keys), needed + queries * keys
+        return groups
+
+
+def _mask(nodes: Sequence[Node], widest: int, longest: int, window: int | None) -> NDArray[np.bool_]:
+    """Which of a node's keys each of its queries sees. Shape [n, 1, Q, K]."""
+    starts, ends = (np.array([getattr(n, name) for n in nodes])[:, None] for name in ("start", "end"))
+    # What only fills up is the last token once more: a query that sees nothing gives NaN.
+    places_nQ = np.minimum(starts + np.arange(widest), ends - 1)[:, None, :, None]
+    keys_K = np.arange(longest)
+    mask: NDArray[np.bool_] = keys_K <= places_nQ
+    return mask if window is None else mask & (keys_K > places_nQ - window)
+
+
+def attend_sdpa(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Transformers' scaled dot product attention, and that of trees. Shapes: query [1, heads, T, D], key
+    [1, key heads, T, D], value [1, key heads, T, E]; returns [1, T, heads, E]. Raises ValueError: scores are
+    changed in a way that it does not know."""
+    tree: Tree | None = kwargs.pop(TREE, None)
+    if tree is None:
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return found
+    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise ValueError("attention along a tree takes no cap of scores, no sinks and no bias")
+    return _attend_buckets(tree, query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window")), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes differ from tile to tile
+def _attend_buckets(
+    tree: Tree, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    buckets, back_T = tree.buckets(query.device, window)
+    query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    groups, is_grouped = query.shape[1] // key.shape[1], query.device.type == "cpu"
+    if not is_grouped:  # a kernel of GPUs that takes a mask takes no groups
+        key_THD, value_THD = (x.repeat_interleave(groups, 1) for x in (key_THD, value_THD))
+    outputs = []
+    for queries_nQ, keys_nK, mask in buckets:
+        attended = F.scaled_dot_product_attention(
+            query_THD[queries_nQ].transpose(1, 2),
+            key_THD[keys_nK].transpose(1, 2),
+            value_THD[keys_nK].transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=is_grouped and groups > 1,
+        )
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[back_T][None]
+
+
+# Under the name that models know, so that those which cannot use it keep what they have.
+AttentionInterface.register("sdpa", attend_sdpa)

@@ -1,0 +1,154 @@
+"""What rows begin with alike is computed once, and no number differs from that of a row for each sample."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.architectures import make_model
+from tests.support.models import (
+    accumulate_all,
+    gradients_of,
+    make_policy,
+    make_relatives,
+    make_samples,
+    one_batch,
+)
+from tests.unit.trainer.policy.test_sessions import session_samples
+from tidemill.services.trainer.groups import trie as tries
+from tidemill.services.trainer.groups.samples import Sample, form_micro_batches, put_together
+from tidemill.services.trainer.groups.trie import Trie, in_order
+from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
+
+Ids = tuple[int, ...]
+FEW = st.integers(1, 3)
+"""Ids so few that rows often begin alike."""
+
+
+def array(ids: Sequence[int]) -> np.ndarray:
+    return np.array(ids, dtype=np.int32)
+
+
+@given(st.lists(st.lists(FEW, min_size=1, max_size=12), min_size=1, max_size=12), st.sampled_from([1, 4]))
+def test_each_sequence_is_on_the_path_of_its_last_node(rows: list[list[int]], shortest: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tries, "SHORTEST", shortest)
+        trie, ordered = Trie(), sorted(map(array, rows), key=in_order)
+        sizes = []
+        for ids in ordered:
+            sizes.append(trie.size + len(ids) - trie.shared(ids))
+            trie.add(ids)
+            assert trie.size == sizes[-1], "what would be shared is shared"
+        row = np.zeros(trie.size, dtype=np.int32)
+        again = Trie()
+        for ids in ordered:
+            row[again.add(ids)] = ids
+        again = Trie()
+        assert all(np.array_equal(row[again.add(ids)], ids) for ids in ordered)
+    covered = sorted(place for node in trie.nodes for place in node.places.tolist())
+    assert covered == list(range(trie.size))
+    if shortest == 1:
+        different = {tuple(ids[: i + 1]) for ids in rows for i in range(len(ids))}
+        assert trie.size == len(different), "each beginning is there once"
+
+
+def test_a_common_beginning_is_a_node_where_it_is_long_enough() -> None:
+    trie = Trie()
+    common = list(range(10, 20))
+    for ids in (
+        [*common, 1, 2],
+        [*common, 3],
+        [*common, 3, *range(30, 42)],
+        [*common, 3, *range(30, 38), 50],
+    ):
+        trie.add(array(ids))
+    shape = sorted((node.start, node.end, node.above and node.above.end) for node in trie.nodes)
+    assert shape == [(0, 10, None), (10, 11, 10), (10, 12, 10), (11, 19, 11), (19, 20, 19), (19, 23, 19)]
+    assert trie.shared(array([*common[:7], 5])) == 0, "seven tokens are not worth a node"
+
+
+@st.composite
+def families(draw: Any) -> list[Sample]:
+    """Samples of up to six generations: each continues or repeats the beginning of an earlier one, or begins
+    anew; completions from none of the others' tokens to all."""
+    samples: list[Sample] = []
+    for plain in make_samples(draw(st.integers(2, 9)), seed=draw(st.integers(0, 99))):
+        prompt_ids, ids = plain.prompt_ids, plain.completion_ids
+        if samples and draw(st.booleans()):
+            other = samples[draw(st.integers(0, len(samples) - 1))]
+            prompt_ids = other.prompt_ids
+            kept = other.completion_ids[: draw(st.integers(0, len(other.completion_ids)))]
+            if draw(st.booleans()) and len(prompt_ids) < 60:  # a later turn: what was said is prompt now
+                prompt_ids = np.concatenate([prompt_ids, kept])
+            else:
+                ids = np.concatenate([kept, ids])[: len(ids)]
+        samples.append(replace(plain, prompt_ids=prompt_ids, completion_ids=ids))
+    return samples
+
+
+def gap_to_single_rows(samples: Sequence[Sample], max_tokens: int, **trainer: Any) -> float:
+    """The relative difference of gradients between trees and a row for each sample; loss and logprobs are
+    compared on the way. The model's norms are float64, as its weights are."""
+    single, tree = (make_policy(torch.float64, model=make_model("GPTNeoX"), **trainer) for _ in range(2))
+    single.layout, single._tile_tokens = "padded", 1
+    tree.layout, tree._tile_tokens = "tree", max_tokens
+    results = [accumulate_all(policy, [one_batch(samples)]) for policy in (single, tree)]
+    assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=1e-12, abs=1e-12)
+    for one, other in zip(single.logprobs(samples), tree.logprobs(samples), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    expected, found = gradients_of(single), gradients_of(tree)
+    return float((found - expected).norm() / expected.norm())
+
+
+@settings(max_examples=40, deadline=None)
+@given(families(), st.sampled_from([8, 40, 1000]), st.sampled_from([1, 8]))
+def test_gradients_and_logprobs_are_those_of_a_row_for_each_sample(
+    samples: list[Sample], max_tokens: int, shortest: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tries, "SHORTEST", shortest)
+        assert gap_to_single_rows(samples, max_tokens) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({"normalisation": name} for name in ("token", "sequence", "constant", "sequence_sum")),
+        {"preset": "gspo", "clip_low": 0.5, "clip_high": 5.0},
+        {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence_sum"},
+        {"importance": {"mode": "truncate", "level": "geometric", "high": 2.0}},
+        {"entropy_coefficient": 0.1},
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, {"gradient_checkpointing": True}])
+def test_no_loss_and_no_session_sees_a_difference(algorithm: dict[str, Any], fields: dict[str, Any]) -> None:
+    samples = [*session_samples(6), *make_relatives(10)]
+    assert gap_to_single_rows(samples, 60, algorithm=algorithm, **fields) < 1e-12
+
+
+def test_a_tile_grows_for_what_is_mostly_there_already() -> None:
+    prompt = np.arange(100, dtype=np.int32)
+    samples = [replace(sample, key=(0, i), prompt_ids=prompt) for i, sample in enumerate(make_samples(12))]
+    rows = make_rows(samples, [sample.mask for sample in samples])
+    (tile,) = (make_tile(lines, "tree") for lines in plan_tiles(rows, "tree", 110, most_shared=4096))
+    assert tile.ids_BT.numel() <= 100 + sum(len(row) - 100 for row in rows)
+    assert len(plan_tiles(rows, "tree", 110)) > 2
+    few = plan_tiles(make_rows(make_samples(12), [s.mask for s in make_samples(12)]), "tree_or_padded", 60)
+    assert any(len(lines) > 1 for lines in few), "nothing in common: padded rows"
+
+
+def test_what_begins_alike_comes_into_one_micro_batch_and_counts_once() -> None:
+    prompt = np.arange(50, dtype=np.int32)
+    samples = [replace(sample, prompt_ids=prompt + i // 4) for i, sample in enumerate(make_samples(8))]
+    parts = put_together(samples, 1000)
+    assert sorted(sorted(members) for _, members in parts) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    own = [len(sample.completion_ids) for sample in samples]
+    assert sorted(count for count, _ in parts) == sorted([50 + sum(own[:4]), 50 + sum(own[4:])])
+    batches = form_micro_batches(samples, 100)
+    assert [{ticket for ticket, _ in batch.keys} for batch in batches] in ([{0}, {1}], [{1}, {0}])
+    assert len(put_together(samples, 60)) > 2, "a group that does not fit is divided"
