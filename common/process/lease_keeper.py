@@ -46,8 +46,9 @@ class Leases(Protocol):
 class LeaseKeeper:
     """For the loop of the thread that makes it. `start`, `turned` from that loop all the time, `stop`."""
 
-    def __init__(self, connect: Callable[[], Broker]) -> None:
-        self._connect, self._leases = connect, list[Leases]()
+    def __init__(self, connect: Callable[[], Broker], is_loading: Callable[[], bool] = lambda: False) -> None:
+        """While the process loads, imports hold up its loop, and that is nothing to report."""
+        self._connect, self._leases, self._is_loading = connect, list[Leases](), is_loading
         self._watched, self._turned_at = threading.get_ident(), time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="lease-keeper")
@@ -104,7 +105,7 @@ class LeaseKeeper:
 
     def _look(self, blocked_s: float) -> None:
         """Note what the loop's thread is doing while it does not turn."""
-        if blocked_s < BLOCKED_S:
+        if blocked_s < BLOCKED_S or self._is_loading():
             self._is_blocked = False
             return
         if time.monotonic() - self._seen_at > SHOWN_S:

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from tidemill.common.config import RunConfig, load_config, load_recorded, override_config
 from tidemill.common.errors import TidemillError, first_cause
-from tidemill.common.process.activity import Activity
+from tidemill.common.process.activity import LOAD, WAIT_START, Activity
 from tidemill.common.process.children import hide_memory
 from tidemill.common.process.heartbeats import (
     BLOCKING,
@@ -220,14 +220,18 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         context.collectors, context.registered = endpoint.collectors, registered
-        context.lease_keeper = LeaseKeeper(lambda: Broker(make_client(redis_url())))
+        context.lease_keeper = LeaseKeeper(
+            lambda: Broker(make_client(redis_url())), lambda: activity.state in (WAIT_START, LOAD)
+        )
         context.reporters.append(context.lease_keeper.report)
         _handle_signals(context)  # before anything is waited for: a stop must end that too
         if role == TRAINER:
             await context.unless_stopping(check_sole_trainer(broker, keys, run_dir))
         async with _heartbeat(context, endpoint):
             try:
-                await load()(context)
+                # In a thread: what is heavy takes seconds to import, and the loop turns meanwhile.
+                serve = await asyncio.to_thread(load)
+                await serve(context)
             except StoppedError:
                 log.info("stopped before it had begun; nothing was changed")
                 context.raise_failure()

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from tidemill.common.errors import EngineError
-from tidemill.common.process.activity import WAIT_ENVIRONMENT, WAIT_REDIS, Activity
+from tidemill.common.process.activity import LOAD, WAIT_ENVIRONMENT, WAIT_REDIS, Activity
 from tidemill.common.process.heartbeats import DAMAGED_VERSION, Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.telemetry import metrics
@@ -23,11 +23,11 @@ WATCHES_PER_STALL = 10
 async def serve(context: ServiceContext) -> None:
     """Run until the context says stop; the engine is closed last."""
     engine = build_engine(context.config, context.name)
-    with context.activity.during("load", "starting the engine"):
+    with context.activity.during(LOAD, "starting the engine"):
         await engine.start()
     player = build_player(context.config, engine.decode)
     try:
-        with context.activity.during("load", "loading the environment"):
+        with context.activity.during(LOAD, "loading the environment"):
             await player.start()
         await _work(context, engine, player)
     finally:

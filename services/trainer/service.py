@@ -7,6 +7,7 @@ import structlog
 
 from tidemill.common.config.diagnostics import HealthyRange
 from tidemill.common.files import locked
+from tidemill.common.process.activity import LOAD
 from tidemill.common.process.checks import check_loggers
 from tidemill.common.process.gpu_sharing import GpuLock, lock_files
 from tidemill.common.process.heartbeats import Heartbeat
@@ -65,7 +66,7 @@ async def serve(context: ServiceContext) -> None:
 
 
 async def _train(context: ServiceContext) -> None:
-    context.activity.enter("load", "model and data")
+    context.activity.enter(LOAD, "model and data")
     prompts, evaluation = await asyncio.to_thread(_load_data, context)
     broker, keys = context.broker, context.keys
     join = StreamJoin(broker, keys)

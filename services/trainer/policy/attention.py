@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from tidemill.common.run.model_config import exact_attention, has_capped_attention
 from tidemill.services.trainer.policy.precision import autocast_dtype
-from tidemill.services.trainer.policy.trees import TREE, Boundaries, Tree
+from tidemill.services.trainer.policy.trees import TREE, Boundaries, Tree, rows_at
 
 log = structlog.get_logger(__name__)
 
@@ -132,7 +132,7 @@ def attend_varlen(
     own = Boundaries(None, boundaries, boundaries, longest, longest)
     places, queries_at, keys_at, most_queries, most_keys = tree.boundaries(query.device) if tree else own
     if places is not None:
-        flat[1:] = [x[places] for x in flat[1:]]
+        flat[1:] = [rows_at(x, places) for x in flat[1:]]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     attended = varlen_attn(
         flat[0], flat[1], flat[2], queries_at, keys_at, most_queries, most_keys,

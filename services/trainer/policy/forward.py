@@ -35,7 +35,7 @@ from tidemill.services.trainer.policy.packing import (
 )
 from tidemill.services.trainer.policy.precision import round_alike
 from tidemill.services.trainer.policy.routers import Routers
-from tidemill.services.trainer.policy.trees import TREE
+from tidemill.services.trainer.policy.trees import TREE, rows_at
 
 log = structlog.get_logger(__name__)
 
@@ -169,12 +169,13 @@ class TokenScorer:
             if self.scaling is None:
                 output = self._model(**kwargs, output_hidden_states=keep_hidden)
                 if keep_hidden:
-                    hidden_NH = output.hidden_states[-1].flatten(0, 1)[sources_N]
-                logits_NV = output.logits.flatten(0, 1)[sources_N]
+                    hidden_NH = rows_at(output.hidden_states[-1].flatten(0, 1), sources_N)
+                logits_NV = rows_at(output.logits.flatten(0, 1), sources_N)
                 return TileScores(
                     *score_logits(logits_NV, targets_N, temperature, entropy_gradient), hidden_NH
                 )
-            hidden_NH = self._model.base_model(**kwargs).last_hidden_state.flatten(0, 1)[sources_N]
+            hidden_BTH = self._model.base_model(**kwargs).last_hidden_state
+            hidden_NH = rows_at(hidden_BTH.flatten(0, 1), sources_N)
             head = output_head(self._model)
             assert head is not None and hidden_NH is not None, "a chunked model has a head"
             scores = score_hidden(
@@ -195,8 +196,7 @@ class TokenScorer:
                 hidden_BTH = self._model.base_model(**kwargs).last_hidden_state
             else:
                 hidden_BTH = self._model(**kwargs, output_hidden_states=True).hidden_states[-1]
-        hidden_NH: Tensor = hidden_BTH.flatten(0, 1)[tile.sources_N.to(self._device)]
-        return hidden_NH
+        return rows_at(hidden_BTH.flatten(0, 1), tile.sources_N.to(self._device))
 
     def _inputs(self, tile: Tile) -> dict[str, Any]:
         kwargs = {
@@ -342,7 +342,7 @@ def _find_leak(scorer: TokenScorer, layout: Layout, vocab_size: int, longest: in
     tokens below the half of that; empty where it comes out as it does alone."""
     long, short = (_made_up_row(i, length, vocab_size) for i, length in enumerate((longest, SHORT)))
     if layout.startswith("tree"):
-        ids = np.concatenate([long.ids[: (longest - SHORT) // 2], short.ids])
+        ids = np.concatenate([long.ids[: longest // 2], short.ids])
         places = np.arange(len(ids) - SHORT, len(ids), dtype=np.int32)
         short = TokenRow(1, ids, places, ids[places], places)
     lines = [[long], [short]] if layout == "padded" else [[long, short]]

@@ -35,7 +35,7 @@ from tidemill.services.trainer.policy.trees import TREE, Tree
 
 Layout = Literal["padded", "tree", "tree_or_padded", "varlen"]
 
-MOST_KEYS = 8
+MOST_KEYS = 4
 """Of all nodes of a tree, for each token that it may have: their copies take memory in every layer."""
 
 SOFTMAX_ATTENTION = {"full_attention", "sliding_attention"}

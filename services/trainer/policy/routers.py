@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.losses.routing import AFFINITIES, LayerRouting
+from tidemill.services.trainer.policy.trees import rows_at
 
 MAX_DEVIATION = 0.05
 """Of a chosen expert's weight from what it should be, relative: bfloat16 makes 0.004."""
@@ -79,7 +80,8 @@ class Routers:
         for router, output in self._seen:
             parts = _parts(output)
             assert parts is not None, "it was when the model was loaded"
-            found.append(LayerRouting(self._affinities[router], parts[0][sources_N], parts[2][sources_N]))
+            logits_NE, chosen_NK = (rows_at(part, sources_N) for part in (parts[0], parts[2]))
+            found.append(LayerRouting(self._affinities[router], logits_NE, chosen_NK))
         return tuple(found)
 
 

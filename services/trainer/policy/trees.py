@@ -30,6 +30,15 @@ SLACK = 1 << 14
 """Scores that a bucket may compute in vain, beside half of those it needs: about what one more call costs."""
 
 
+def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
+    """`tensor[places]`, also where places occur more than once; its gradient has the same bits each time."""
+    if tensor.device.type != "cpu":  # sums in the order of the places; `index_select` does not
+        return tensor[places]
+    # The other way round: threads of a CPU would add what indexing has taken in the order of their arrival.
+    found: Tensor = tensor.index_select(0, places.flatten()).unflatten(0, places.shape)
+    return found
+
+
 class Boundaries(NamedTuple):
     """What `varlen_attn` takes. `keys` are the places of all keys; null: the tile's tokens, in order."""
 
@@ -173,16 +182,16 @@ def _attend_buckets(
     outputs = []
     for queries_nQ, keys_nK, mask in buckets:
         attended = F.scaled_dot_product_attention(
-            query_THD[queries_nQ].transpose(1, 2),
-            key_THD[keys_nK].transpose(1, 2),
-            value_THD[keys_nK].transpose(1, 2),
+            rows_at(query_THD, queries_nQ).transpose(1, 2),
+            rows_at(key_THD, keys_nK).transpose(1, 2),
+            rows_at(value_THD, keys_nK).transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,
             enable_gqa=is_grouped and groups > 1,
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[back_T][None]
+    return rows_at(torch.cat(outputs), back_T)[None]
 
 
 # Under the name that models know, so that those which cannot use it keep what they have.

@@ -24,6 +24,7 @@ from tidemill.services.trainer.groups import trie as tries
 from tidemill.services.trainer.groups.samples import Sample, form_micro_batches, put_together
 from tidemill.services.trainer.groups.trie import Trie, in_order
 from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.trees import rows_at
 
 Ids = tuple[int, ...]
 FEW = st.integers(1, 3)
@@ -129,6 +130,24 @@ def test_gradients_and_logprobs_are_those_of_a_row_for_each_sample(
 def test_no_loss_and_no_session_sees_a_difference(algorithm: dict[str, Any], fields: dict[str, Any]) -> None:
     samples = [*session_samples(6), *make_relatives(10)]
     assert gap_to_single_rows(samples, 60, algorithm=algorithm, **fields) < 1e-12
+
+
+def test_a_gradient_that_meets_in_one_place_has_the_same_bits_each_time() -> None:
+    """Broken, two threads add in the order of their arrival: replays would not give the recorded weights."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        values, places = torch.randn(50, 64, requires_grad=True), torch.randint(0, 50, (40, 100))
+        gradient = torch.randn(40, 100, 64)
+        first, *others = (
+            torch.autograd.grad(rows_at(values, places), values, gradient)[0] for _ in range(20)
+        )
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first, other) for other in others)
+    expected = torch.zeros(50, 64).index_add_(0, places.flatten(), gradient.flatten(0, 1))
+    torch.testing.assert_close(first, expected)
+    assert torch.equal(rows_at(values, places), values[places])
 
 
 def test_a_tile_grows_for_what_is_mostly_there_already() -> None:
