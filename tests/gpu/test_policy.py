@@ -24,7 +24,6 @@ from tidemill.services.trainer.policy.transformers_policy import TransformersPol
 pytestmark = needs_gpu
 SAMPLES = 24
 LAYOUT = "tree_or_padded"
-"""Rows hold several sequences on GPUs only."""
 
 
 @pytest.fixture(scope="module")

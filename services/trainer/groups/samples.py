@@ -20,7 +20,13 @@ from tidemill.common.errors import TidemillError
 from tidemill.common.wire.arrays import Bits, Float32, Float64, Int32
 from tidemill.common.wire.messages import Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Segment
-from tidemill.services.trainer.groups.trie import ENOUGH_IN_COMMON, Trie, in_order
+from tidemill.services.trainer.groups.trie import (
+    ENOUGH_IN_COMMON,
+    SHORTEST,
+    in_order,
+    num_common,
+    num_different,
+)
 
 Kind = TypeVar("Kind", bound=np.generic)
 
@@ -286,22 +292,23 @@ def put_together(samples: Sequence[Sample], max_tokens: int) -> list[tuple[int, 
     """Samples that are best computed in one forward pass, because they begin alike: as many of a group as
     have at most `max_tokens` different tokens. Each entry has that number and the samples' indices; the
     largest come first, ties by key and not by arrival."""
-    rows = [[np.concatenate([prompt, own]) for prompt, own in _segments_of(sample)] for sample in samples]
+    rows = [
+        sorted((np.concatenate(parts) for parts in _segments_of(sample)), key=in_order) for sample in samples
+    ]
+    sizes = [num_different(own) for own in rows]
     order = sorted(
         range(len(samples)), key=lambda i: (samples[i].key[0], in_order(rows[i][0]), samples[i].key)
     )
     found: list[tuple[int, list[int]]] = []
-    trie = Trie()
-    for i in order:
-        shared = trie.shared(rows[i][0])
-        is_near = bool(found) and samples[found[-1][1][0]].key[0] == samples[i].key[0]
-        size = trie.size + samples[i].num_tokens - shared
-        if not is_near or size > max_tokens or shared < ENOUGH_IN_COMMON * samples[i].num_tokens:
-            found.append((0, []))
-            trie = Trie()
-        for ids in rows[i]:
-            trie.add(ids)
-        found[-1] = (trie.size, [*found[-1][1], i])
+    for before, i in zip([None, *order], order, strict=False):
+        is_near = before is not None and samples[before].key[0] == samples[i].key[0]
+        common = num_common(rows[before][0], rows[i][0]) if before is not None and is_near else 0
+        shared = common if common >= SHORTEST else 0
+        grown = found[-1][0] + sizes[i] - shared if found else 0
+        if shared < ENOUGH_IN_COMMON * sizes[i] or grown > max_tokens:
+            found.append((sizes[i], [i]))
+        else:
+            found[-1] = (grown, [*found[-1][1], i])
     return sorted(found, key=lambda part: (-part[0], samples[part[1][0]].key))
 
 

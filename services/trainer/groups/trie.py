@@ -14,6 +14,8 @@ from tidemill.common.wire.arrays import Int32
 
 SHORTEST = 8
 """Tokens of a node that is shared: a shorter one costs attention more than it saves in the other layers."""
+SCORES_OF_A_TOKEN = 1000
+"""Scores of attention that take about as long as a token in all other layers, where these are small."""
 ENOUGH_IN_COMMON = 0.1
 """The share of tokens from which it is worth while to compute what is in common once."""
 
@@ -86,9 +88,22 @@ def num_common(left: Int32, right: Int32) -> int:
 
 
 def share_in_common(sequences: Iterable[Int32]) -> float:
-    """The share of their tokens that is there more than once; sequences in the order of `in_order`."""
-    trie, total = Trie(), 0
+    """The share of their tokens that is there more than once; sequences in the order of `in_order`. Less, and
+    below 0, where attention would compute more scores than in a row for each sequence."""
+    trie, total, alone = Trie(), 0, 0.0
     for ids in sequences:
         trie.add(ids)
         total += len(ids)
-    return 1.0 - trie.size / max(1, total)
+        alone += len(ids) ** 2 / 2  # causal: half of the square
+    together = sum(
+        (node.end - node.start) * (node.end if node.above else node.end / 2) for node in trie.nodes
+    )
+    return 1.0 - (trie.size + max(0.0, together - alone) / SCORES_OF_A_TOKEN) / max(1, total)
+
+
+def num_different(sequences: Iterable[Int32]) -> int:
+    """Tokens that are left where common beginnings count once; sequences in the order of `in_order`."""
+    trie = Trie()
+    for ids in sequences:
+        trie.add(ids)
+    return trie.size

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from tidemill.common.run.model_config import exact_attention, has_capped_attention
 from tidemill.services.trainer.policy.precision import autocast_dtype
-from tidemill.services.trainer.policy.trees import TREE, Boundaries, Tree, rows_at
+from tidemill.services.trainer.policy.trees import TREE, Tree
 
 log = structlog.get_logger(__name__)
 
@@ -126,18 +126,20 @@ def attend_varlen(
         # The kernel wants one head size for all three; the padding is cut off at the end.
         value = F.pad(value, [0, size - own_size])
     flat = [_half(x).transpose(1, 2).reshape(num_rows * width, x.shape[1], size) for x in (query, key, value)]
-    boundaries, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q", width)
-    if boundaries is None:
-        boundaries = torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=query.device)
-    own = Boundaries(None, boundaries, boundaries, longest, longest)
-    places, queries_at, keys_at, most_queries, most_keys = tree.boundaries(query.device) if tree else own
-    if places is not None:
-        flat[1:] = [rows_at(x, places) for x in flat[1:]]
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    if tree is not None:
+        given = tree.spread(flat[1], flat[2], sliding_window)
+    else:
+        boundaries, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q", width)
+        if boundaries is None:
+            boundaries = torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=query.device)
+        given = flat[1], flat[2], boundaries, boundaries, longest, longest
     attended = varlen_attn(
-        flat[0], flat[1], flat[2], queries_at, keys_at, most_queries, most_keys,
-        scale=scaling, window_size=window, enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+        flat[0],
+        *given,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
     assert isinstance(attended, Tensor), "nothing else was asked for"
     return attended[..., :own_size].reshape(num_rows, width, query.shape[1], own_size), None
 

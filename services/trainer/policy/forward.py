@@ -25,17 +25,19 @@ from tidemill.common.wire.arrays import Float32, Int32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.trie import SHORTEST
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import (
     Layout,
     Tile,
     TokenRow,
     choose_layout,
+    kinds_of_layers,
     make_tile,
 )
 from tidemill.services.trainer.policy.precision import round_alike
 from tidemill.services.trainer.policy.routers import Routers
-from tidemill.services.trainer.policy.trees import TREE, rows_at
+from tidemill.services.trainer.policy.trees import TREE, Tree, no_mask, rows_at
 
 log = structlog.get_logger(__name__)
 
@@ -204,8 +206,7 @@ class TokenScorer:
             for name, value in tile.model_kwargs.items()
         }
         if TREE in kwargs:
-            # Nobody reads it: transformers takes a mask of four dimensions for finished, and makes none.
-            kwargs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._device)
+            kwargs["attention_mask"] = no_mask(self._device)
         # A cache would switch off transformers' own detection of packed rows, and nothing reads it.
         return kwargs | {"input_ids": tile.ids_BT.to(self._device), "use_cache": False}
 
@@ -320,7 +321,8 @@ def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, long
             "are not those of text that is generated from left to right; take a causal language model"
         )
     layout = choose_layout(packing, config, bool(getattr(model, "_is_stateful", False)))
-    if layout != "padded" and (problem := _find_leak(scorer, layout, config.vocab_size, longest)):
+    window = config.sliding_window if "sliding_attention" in kinds_of_layers(config) else None
+    if layout != "padded" and (problem := _find_leak(scorer, layout, config.vocab_size, longest, window)):
         log.warning(
             "sequences are padded instead of packed, this model does not keep packed ones apart",
             model=str(model.config.model_type),
@@ -337,24 +339,33 @@ def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, long
 
 
 @torch.no_grad()
-def _find_leak(scorer: TokenScorer, layout: Layout, vocab_size: int, longest: int) -> str:
+def _find_leak(
+    scorer: TokenScorer, layout: Layout, vocab_size: int, longest: int, window: int | None = None
+) -> str:
     """What is wrong with a short sequence behind one of full length, in trees with the first half of its
     tokens below the half of that; empty where it comes out as it does alone."""
     long, short = (_made_up_row(i, length, vocab_size) for i, length in enumerate((longest, SHORT)))
     if layout.startswith("tree"):
-        ids = np.concatenate([long.ids[: longest // 2], short.ids])
+        ids = np.concatenate([long.ids[: max(SHORTEST, longest // 2)], short.ids])
         places = np.arange(len(ids) - SHORT, len(ids), dtype=np.int32)
         short = TokenRow(1, ids, places, ids[places], places)
     lines = [[long], [short]] if layout == "padded" else [[long, short]]
+    tile, most = make_tile(lines, layout), MAX_DIFFERENCE
     try:
-        beside = _hidden(scorer, make_tile(lines, layout))[-SHORT:]
+        beside = _hidden(scorer, tile)[-SHORT:]
         alone = _hidden(scorer, make_tile([[short]], "padded"))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         if layout == "padded":
             raise
         return " ".join(str(error).split())[:200]
+    tree: Tree | None = tile.model_kwargs.get(TREE)
+    if tree is not None:
+        most = min(most, 3.0 * scorer.rounding**0.5)
+        # A window of more tokens than these shows in no number.
+        if window is not None and window not in tree.windows:
+            return f"its layers do not say that they attend to {window} tokens"
     difference = float(((beside - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
-    return "" if difference < MAX_DIFFERENCE else f"its hidden states differ by {difference:.0%}"
+    return "" if difference < most else f"its hidden states differ by {difference:.2%}"
 
 
 @torch.no_grad()

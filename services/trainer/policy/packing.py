@@ -105,14 +105,19 @@ def choose_layout(packing: bool, config: PreTrainedConfig, is_recurrent: bool = 
     A model with recurrent layers (state space, linear attention, convolution) is padded: no mask stops their
     state at a boundary.
     """
-    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = set(getattr(config, "layer_types", None) or [window])
+    kinds = kinds_of_layers(config)
     attention = str(config._attn_implementation)
     if not packing or is_recurrent or not kinds <= SOFTMAX_ATTENTION:
         return "padded"
     if attention.startswith("flash_attention"):
         return "varlen"
     return "tree" if attention == VARLEN else "tree_or_padded" if attention == "sdpa" else "padded"
+
+
+def kinds_of_layers(config: PreTrainedConfig) -> set[str]:
+    """What the layers of a text's model are, in transformers' words."""
+    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return set(getattr(config, "layer_types", None) or [window])
 
 
 Lines = list[list[TokenRow]]
@@ -164,7 +169,8 @@ def make_tile(lines: Lines, layout: Layout) -> Tile:
 
 
 def _grow(rows: Sequence[TokenRow], max_tokens: int, most_shared: int) -> list[list[TokenRow]]:
-    """Rows in their order, in trees of at most `max_tokens` different tokens; see `plan_tiles`."""
+    """Rows in their order, in trees of at most `max_tokens` different tokens, or of `most_shared` where the
+    row that comes next has most of its own there already."""
     trees: list[list[TokenRow]] = []
     trie, num_keys = Trie(), 0
     for row in rows:

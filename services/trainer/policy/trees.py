@@ -23,11 +23,24 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tidemill.services.trainer.groups.trie import Indices, Node, Trie
+from tidemill.services.trainer.policy.precision import autocast_dtype
 
 TREE = "tree"
 """The name under which attention gets a tile's `Tree`."""
 SLACK = 1 << 14
 """Scores that a bucket may compute in vain, beside half of those it needs: about what one more call costs."""
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """What a model gets for a tree's mask. Of four dimensions, so that transformers takes it for finished and
+    makes none; empty, so that a model which reads it fails."""
+    return torch.ones((1, 1, 0, 0), dtype=torch.bool, device=device)
+
+
+def check_mask(mask: Tensor | None) -> None:
+    """Raises ValueError: the model has made another one, which trees would leave out."""
+    if mask is not None and mask.numel():
+        raise ValueError("attention along a tree takes no mask")
 
 
 def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
@@ -54,8 +67,8 @@ class Bucket(NamedTuple):
 
     queries_nQ: Tensor
     keys_nK: Tensor
-    mask_nQK: Tensor | None
-    """Null: each query sees the keys up to its own number."""
+    mask: Tensor | None
+    """What is added to scores, [n or 1, 1, Q, K]. Null: each query sees the keys up to its own number."""
 
 
 class Tree:
@@ -69,6 +82,8 @@ class Tree:
             paths[id(node)] = np.concatenate([*above, node.places])
         self._paths = [paths[id(node)] for node in self._nodes]
         self._made: dict[Any, Any] = {}
+        self.windows: set[int | None] = set()
+        """What layers have asked for."""
 
     @property
     def positions_T(self) -> Indices:
@@ -80,12 +95,26 @@ class Tree:
         made: Boundaries = self._made.get(device) or self._made.setdefault(device, self._boundaries(device))
         return made
 
-    def buckets(self, device: torch.device, window: int | None) -> tuple[list[Bucket], Tensor]:
+    def buckets(
+        self, device: torch.device, window: int | None, dtype: torch.dtype
+    ) -> tuple[list[Bucket], Tensor]:
         """Buckets, and for each token of the tile its place among their padded outputs. Shape [T]."""
-        key = (device, window)
+        self.windows.add(window)
+        key = (device, window, dtype)
         made: tuple[list[Bucket], Tensor]
         made = self._made.get(key) or self._made.setdefault(key, self._buckets(*key))
         return made
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would do its work again for each tree
+    def spread(
+        self, key: Tensor, value: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
+        """What `varlen_attn` takes after the queries. Shapes: key and value [T, heads, D]."""
+        self.windows.add(window)
+        places, *boundaries = self.boundaries(key.device)
+        if places is not None:
+            key, value = rows_at(key, places), rows_at(value, places)
+        return key, value, *boundaries  # type: ignore[return-value]
 
     def _boundaries(self, device: torch.device) -> Boundaries:
         queries = [node.end - node.start for node in self._nodes]
@@ -99,7 +128,9 @@ class Tree:
         places = None if is_flat else torch.from_numpy(np.concatenate(self._paths)).to(device)
         return Boundaries(places, at(queries), at(keys), max(queries), max(keys))
 
-    def _buckets(self, device: torch.device, window: int | None) -> tuple[list[Bucket], Tensor]:
+    def _buckets(
+        self, device: torch.device, window: int | None, dtype: torch.dtype
+    ) -> tuple[list[Bucket], Tensor]:
         roots = [i for i, node in enumerate(self._nodes) if node.above is None]
         others = [i for i, node in enumerate(self._nodes) if node.above is not None]
         buckets, filled = [], 0
@@ -117,7 +148,9 @@ class Tree:
             filled += queries_nQ.size
             mask = None
             if nodes[0].start or (window is not None and window < longest):
-                mask = torch.from_numpy(_mask(nodes, widest, longest, window)).to(device)
+                seen = torch.from_numpy(_mask(nodes, widest, longest, window)).to(device)
+                # Once for all layers: attention would make, and keep, one of its own in each.
+                mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
             queries, keys = torch.from_numpy(queries_nQ).to(device), torch.from_numpy(keys_nK).to(device)
             buckets.append(Bucket(queries, keys, mask))
         return buckets, torch.from_numpy(back_T).to(device)
@@ -139,7 +172,9 @@ class Tree:
 
 
 def _mask(nodes: Sequence[Node], widest: int, longest: int, window: int | None) -> NDArray[np.bool_]:
-    """Which of a node's keys each of its queries sees. Shape [n, 1, Q, K]."""
+    """Which of a node's keys each of its queries sees. Shape [n, 1, Q, K], or [1, 1, Q, K] for all."""
+    if window is None and len({node.start for node in nodes}) == 1:
+        nodes = [max(nodes, key=lambda node: node.end)]
     starts, ends = (np.array([getattr(n, name) for n in nodes])[:, None] for name in ("start", "end"))
     # What only fills up is the last token once more: a query that sees nothing gives NaN.
     places_nQ = np.minimum(starts + np.arange(widest), ends - 1)[:, None, :, None]
@@ -167,6 +202,7 @@ def attend_sdpa(
         return found
     if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise ValueError("attention along a tree takes no cap of scores, no sinks and no bias")
+    check_mask(attention_mask)
     return _attend_buckets(tree, query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window")), None
 
 
@@ -174,7 +210,7 @@ def attend_sdpa(
 def _attend_buckets(
     tree: Tree, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
-    buckets, back_T = tree.buckets(query.device, window)
+    buckets, back_T = tree.buckets(query.device, window, autocast_dtype(query) or query.dtype)
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     groups, is_grouped = query.shape[1] // key.shape[1], query.device.type == "cpu"
     if not is_grouped:  # a kernel of GPUs that takes a mask takes no groups

@@ -215,7 +215,7 @@ class RankPolicy(TransformersPolicy):
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """This rank's share; the metrics are those of all shares."""
-        shares = split_samples(batch.samples, self._ranks.size)
+        shares = split_samples(batch.samples, self._ranks.size, self.layout.startswith("tree"))
         # Each rank plans for all: so they agree on the number of passes without a word.
         plans = [self._plan([batch.samples[i] for i in share]) for share in shares]
         plan = plans[self._ranks.rank]
@@ -271,7 +271,7 @@ class RankPolicy(TransformersPolicy):
         head: ValueHead | None = None,
     ) -> list[Scores]:
         """This rank's share, gathered with the others'."""
-        shares = split_samples(samples, self._ranks.size)
+        shares = split_samples(samples, self._ranks.size, self.layout.startswith("tree"))
         counts = [len(self._plan_scored([samples[i] for i in share])) for share in shares]
         mine = shares[self._ranks.rank]
         scored = super()._score_all([samples[i] for i in mine], scorer, temperature, head)
@@ -328,19 +328,27 @@ def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) ->
     return num_bytes <= torch.cuda.get_device_properties(ranks.device).total_memory / 4
 
 
-def split_samples(samples: Sequence[Sample], size: int) -> list[list[int]]:
+def split_samples(samples: Sequence[Sample], size: int, is_shared: bool = True) -> list[list[int]]:
     """Indices of each rank's samples: what belongs together, largest first, to the rank with the fewest
-    tokens so far."""
+    tokens so far; in parts as small as the ranks' loads want. `is_shared`: common beginnings count once."""
+    longest = sum(sample.num_tokens for sample in samples)
+    mean = sum(count for count, _ in put_together(samples, longest)) // size
+    # Each rank computes the shares of all by itself, and finds the same.
+    tried = [_assigned(put_together(samples, mean // parts), size) for parts in (1, 2, 4, 8) if is_shared]
+    each = sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, samples[i].key))
+    tried.append(_assigned([(samples[i].num_tokens, [i]) for i in each], size))
+    return min(tried, key=lambda found: found[0])[1]
+
+
+def _assigned(parts: Sequence[tuple[int, list[int]]], size: int) -> tuple[int, list[list[int]]]:
+    """The most tokens of a rank, and the indices of each."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
-    longest = sum(sample.num_tokens for sample in samples)
-    num_different = sum(count for count, _ in put_together(samples, longest))
-    # Each rank computes the shares of all by itself, and finds the same.
-    for count, members in put_together(samples, num_different // size):
+    for count, members in parts:
         least = loads.index(min(loads))
         shares[least] += members
         loads[least] += count
-    return shares
+    return max(loads), shares
 
 
 NOTHING = Tile(

@@ -117,7 +117,7 @@ def test_the_gradient_does_not_depend_on_the_split_or_the_order(name, normalisat
     assert (whole_metrics.teacher_tokens > 0) == (name == "teacher in the loss")
     for gradient, metrics in results[1:]:
         assert ((gradient - whole).norm() / whole.norm()).item() < 1e-6
-        for field in metrics.__slots__:
+        for field in set(metrics.__slots__) - {"positions"}:  # padding is of the split
             assert getattr(metrics, field) == pytest.approx(getattr(whole_metrics, field)), field
 
 

@@ -23,6 +23,8 @@ from tests.unit.trainer.policy.test_sessions import session_samples
 from tidemill.services.trainer.groups import trie as tries
 from tidemill.services.trainer.groups.samples import Sample, form_micro_batches, put_together
 from tidemill.services.trainer.groups.trie import Trie, in_order
+from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
+from tidemill.services.trainer.policy.fsdp.rank_policy import split_samples
 from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
 from tidemill.services.trainer.policy.trees import rows_at
 
@@ -171,3 +173,36 @@ def test_what_begins_alike_comes_into_one_micro_batch_and_counts_once() -> None:
     batches = form_micro_batches(samples, 100)
     assert [{ticket for ticket, _ in batch.keys} for batch in batches] in ([{0}, {1}], [{1}, {0}])
     assert len(put_together(samples, 60)) > 2, "a group that does not fit is divided"
+
+
+def test_a_window_that_only_the_mask_knows_gives_no_tree() -> None:
+    """Longer than what is tried, it would show in no number; given to attention, it is kept."""
+    sizes = {"num_local_experts": 2, "sliding_window": 40, "max_position_embeddings": 256}
+    hidden = make_model("Phimoe", **sizes)
+    assert pick_layout(hidden, TokenScorer(hidden, torch.float32), True, 64) == "padded"
+    given = make_model("Mistral", sliding_window=40)
+    assert pick_layout(given, TokenScorer(given, torch.float32), True, 64) == "tree_or_padded"
+
+
+@pytest.mark.parametrize(("groups", "size"), [(3, 2), (12, 8), (9, 8), (1, 4)])
+def test_ranks_have_like_loads_and_common_beginnings_together(groups: int, size: int) -> None:
+    own = np.arange(100, dtype=np.int32)
+    samples = [
+        replace(
+            make_samples(1)[0],
+            key=(group, i),
+            prompt_ids=np.arange(1000 * group, 1000 * group + 200, dtype=np.int32),
+            completion_ids=own + 10_000 * (group * 8 + i + 1),
+            rollout_logprobs=np.zeros(100, dtype=np.float32),
+            mask=np.ones(100, dtype=np.bool_),
+        )
+        for group in range(groups)
+        for i in range(8)
+    ]
+    shares = split_samples(samples, size)
+    assert sorted(i for share in shares for i in share) == list(range(len(samples)))
+    loads = [200 * len({samples[i].key[0] for i in share}) + 100 * len(share) for share in shares]
+    alone = -(-8 * groups // size) * 300
+    assert max(loads) < 0.8 * alone, "less than with a row for each"
+    row_loads = [len(share) for share in split_samples(samples, size, is_shared=False)]
+    assert max(row_loads) - min(row_loads) <= 1
