@@ -150,7 +150,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Prompts plus completions: what the sample takes of a micro-batch's budget."""
+        """Prompts plus completions, of all its rows."""
         return sum(len(segment.prompt_ids) + segment.num_completion for segment in self.segments)
 
     @property
