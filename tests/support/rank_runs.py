@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.support.losses import with_statistics
-from tests.support.models import MAX_COMPLETION, emptied, make_samples, masked
+from tests.support.models import MAX_COMPLETION, emptied, make_relatives, masked
 from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
@@ -32,7 +32,7 @@ Numbers = list[tuple[MicroBatchMetrics, UpdateResult]]
 
 def batches_of(step: int) -> tuple[list[Sample], list[Sample]]:
     """Two mini-batches of unequal lengths, one with samples that carry no loss, both with sessions."""
-    samples, sessions = make_samples(18, seed=step), session_samples(6, seed=step)
+    samples, sessions = make_relatives(18, seed=step), session_samples(6, seed=step)
     return [*samples[:9], *sessions[:3]], [
         *samples[9:],
         *sessions[3:],

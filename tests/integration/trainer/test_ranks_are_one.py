@@ -97,10 +97,15 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return on_ranks(4, partial(train_cases, cases=cases), tmp_path_factory.mktemp("four"))
 
 
+TOLERANCES = {"experts": 1e-6, "routers": 1e-7}
+"""Kernels of experts, and routers' softmax, are float32 whatever the weights are."""
+
+
 def assert_same(mine: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-12) -> None:
     for (sums, result), (other_sums, other_result) in zip(mine["numbers"], expected["numbers"], strict=True):
         own, other = asdict(sums), asdict(other_sums)
         assert own.pop("expert_counts") == other.pop("expert_counts")
+        assert (own.pop("positions") > 0) == (other.pop("positions") > 0)  # what ranks share differs
         assert own == pytest.approx(other, rel=tolerance, abs=tolerance)
         assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=tolerance)
         assert (result.lr, result.skipped) == (other_result.lr, False)
@@ -112,12 +117,12 @@ def assert_same(mine: dict[str, Any], expected: dict[str, Any], tolerance: float
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_ranks_are_one(name, of_two):
-    assert_same(of_two[name], alone(name), tolerance=1e-6 if name == "experts" else 1e-12)
+    assert_same(of_two[name], alone(name), TOLERANCES.get(name, 1e-12))
 
 
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_four_ranks_are_one(name, of_four):
-    assert_same(of_four[name], alone(name))
+    assert_same(of_four[name], alone(name), TOLERANCES.get(name, 1e-12))
 
 
 def count_collectives(ranks: Ranks, model: PreTrainedModel) -> list[tuple[str, str]]:
