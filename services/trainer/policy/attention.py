@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from tidemill.common.run.model_config import exact_attention, has_capped_attention
 from tidemill.services.trainer.policy.precision import autocast_dtype
-from tidemill.services.trainer.policy.trees import TREE, Tree
+from tidemill.services.trainer.policy.trees import CHANGES_OF_SCORES, TREE, Tree
 
 log = structlog.get_logger(__name__)
 
@@ -114,11 +114,8 @@ def attend_varlen(
     A window of W is the token itself and the W - 1 before it.
     """
     tree: Tree | None = kwargs.get(TREE)
-    if (
-        (attention_mask is not None and tree is None)
-        or kwargs.get("softcap") is not None
-        or kwargs.get("s_aux") is not None
-    ):
+    has_mask = attention_mask is not None and (tree is None or attention_mask.numel() > 0)
+    if has_mask or any(kwargs.get(name) is not None for name in CHANGES_OF_SCORES):
         raise ValueError(f"{VARLEN} takes no mask, no cap of scores and no sinks")
     num_rows, _, width, size = query.shape
     own_size = value.shape[-1]

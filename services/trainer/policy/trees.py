@@ -27,6 +27,8 @@ from tidemill.services.trainer.policy.precision import autocast_dtype
 
 TREE = "tree"
 """The name under which attention gets a tile's `Tree`."""
+CHANGES_OF_SCORES = ("softcap", "s_aux", "position_bias")
+"""Arguments of attention that our kernels know nothing of."""
 SLACK = 1 << 14
 """Scores that a bucket may compute in vain, beside half of those it needs: about what one more call costs."""
 
@@ -35,12 +37,6 @@ def no_mask(device: torch.device) -> Tensor:
     """What a model gets for a tree's mask. Of four dimensions, so that transformers takes it for finished and
     makes none; empty, so that a model which reads it fails."""
     return torch.ones((1, 1, 0, 0), dtype=torch.bool, device=device)
-
-
-def check_mask(mask: Tensor | None) -> None:
-    """Raises ValueError: the model has made another one, which trees would leave out."""
-    if mask is not None and mask.numel():
-        raise ValueError("attention along a tree takes no mask")
 
 
 def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
@@ -200,9 +196,9 @@ def attend_sdpa(
             module, query, key, value, attention_mask, **kwargs
         )
         return found
-    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-        raise ValueError("attention along a tree takes no cap of scores, no sinks and no bias")
-    check_mask(attention_mask)
+    has_mask = attention_mask is not None and attention_mask.numel() > 0
+    if has_mask or any(kwargs.get(name) is not None for name in CHANGES_OF_SCORES):
+        raise ValueError("attention along a tree takes no mask, no cap of scores, no sinks and no bias")
     return _attend_buckets(tree, query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window")), None
 
 
