@@ -97,7 +97,7 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return on_ranks(4, partial(train_cases, cases=cases), tmp_path_factory.mktemp("four"))
 
 
-TOLERANCES = {"experts": 1e-6, "routers": 1e-7}
+TOLERANCES = {"experts": 1e-6, "routers": 1e-5}
 """Kernels of experts, and routers' softmax, are float32 whatever the weights are."""
 
 

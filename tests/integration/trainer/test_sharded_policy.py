@@ -46,6 +46,8 @@ def training_config(folder: Path, num_ranks: int) -> RunConfig:
 def assert_alike(mine: Numbers, expected: Numbers) -> None:
     for (sums, result), (other_sums, other_result) in zip(mine, expected, strict=True):
         for name, value in asdict(other_sums).items():
+            if name == "positions":  # what ranks share differs
+                continue
             assert asdict(sums)[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
         assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=1e-5)
         assert result.lr == other_result.lr
