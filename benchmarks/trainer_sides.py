@@ -49,8 +49,8 @@ class Case(NamedTuple):
     group: int = 1
     """Samples that have one prompt."""
     turns: int = 1
-    """Of these samples, the second, third and so on have so many times the first one's prompt, which goes
-    on: a session's history, and what was asked at each of its turns."""
+    """The i-th sample of a group has the first i of so many parts of the prompt: a session's history at each
+    of its turns. `prompt_tokens` are those of a part."""
 
 
 CASES = {

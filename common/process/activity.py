@@ -19,7 +19,8 @@ from tidemill.common.telemetry import metrics
 
 WINDOW_S = 60.0
 WAIT = "wait:"
-WAIT_START, LOAD = "wait:start", "load"
+WAIT_START = "wait:start"
+LOAD = "load"
 WAIT_REDIS = "wait:redis"
 WAIT_ENVIRONMENT = "wait:environment"
 """A rollout worker holds sessions, and each of them waits for its environment: the engine has no request."""

@@ -36,7 +36,7 @@ from tidemill.services.trainer.policy.trees import TREE, Tree
 Layout = Literal["padded", "tree", "tree_or_padded", "varlen"]
 
 MOST_KEYS = 4
-"""Of all nodes of a tree, for each token that it may have: their copies take memory in every layer."""
+"""Tokens of a tree's rows, for each token that it may have: about so many keys are copied in every layer."""
 
 SOFTMAX_ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers, as transformers names them, that kernels can keep apart at boundaries."""

@@ -3,7 +3,7 @@
 Rows that begin alike share a path from the root of a trie of token ids; each node is a run of tokens. A token
 attends to the nodes above its own and, in its own, to itself and what is before it: to what it would attend
 to in a row of its own, at the same positions. So it has the same hidden state, and the gradients of all rows
-meet in it.
+meet in it: a norm in float32 rounds their sum, and not each of them.
 
 Kernels see each node as a sequence with more keys than queries, aligned at its end. On GPUs they are those of
 `varlen_attn`; elsewhere nodes of like shape are one call of scaled dot product attention.
@@ -41,9 +41,9 @@ def no_mask(device: torch.device) -> Tensor:
 
 def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
     """`tensor[places]`, also where places occur more than once; its gradient has the same bits each time."""
-    if tensor.device.type != "cpu":  # sums in the order of the places; `index_select` does not
-        return tensor[places]
-    # The other way round: threads of a CPU would add what indexing has taken in the order of their arrival.
+    if tensor.device.type != "cpu":
+        return tensor[places]  # sorts the places and sums in their order; `index_select` adds atomically here
+    # On a CPU it is the other way round: threads add the gradient of indexing in the order of their arrival.
     found: Tensor = tensor.index_select(0, places.flatten()).unflatten(0, places.shape)
     return found
 

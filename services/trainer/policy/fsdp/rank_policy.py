@@ -331,8 +331,8 @@ def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) ->
 def split_samples(samples: Sequence[Sample], size: int, is_shared: bool = True) -> list[list[int]]:
     """Indices of each rank's samples: what belongs together, largest first, to the rank with the fewest
     tokens so far; in parts as small as the ranks' loads want. `is_shared`: common beginnings count once."""
-    longest = sum(sample.num_tokens for sample in samples)
-    mean = sum(count for count, _ in put_together(samples, longest)) // size
+    total = sum(sample.num_tokens for sample in samples)
+    mean = sum(count for count, _ in put_together(samples, total)) // size
     # Each rank computes the shares of all by itself, and finds the same.
     tried = [_assigned(put_together(samples, mean // parts), size) for parts in (1, 2, 4, 8) if is_shared]
     each = sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, samples[i].key))

@@ -10,7 +10,14 @@ import transformers
 from transformers import PreTrainedModel
 
 from tests.support.architectures import SIZES, make_model
-from tests.support.models import accumulate_all, gradients_of, make_policy, make_samples, one_batch
+from tests.support.models import (
+    accumulate_all,
+    gradients_of,
+    make_policy,
+    make_relatives,
+    make_samples,
+    one_batch,
+)
 from tests.support.sessions import session_samples
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.losses.routing import sequence_balance
@@ -102,7 +109,7 @@ def test_value_and_gradient_are_those_of_the_models_own_logits(name: str) -> Non
 
 @pytest.mark.parametrize("fields", [{}, {"gradient_checkpointing": True}, {"packing": False}])
 def test_no_split_and_no_recomputation_changes_a_number(fields: dict[str, Any]) -> None:
-    samples = [*make_samples(9), *session_samples(3)]
+    samples = [*make_relatives(9), *session_samples(3)]
     whole = make_double(model=mixture("Mixtral"), algorithm=ROUTER)
     expected = accumulate_all(whole, [one_batch(samples)])
     for layout in ("padded", "tree"):

@@ -28,7 +28,6 @@ from tidemill.services.trainer.policy.fsdp.rank_policy import split_samples
 from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
 from tidemill.services.trainer.policy.trees import rows_at
 
-Ids = tuple[int, ...]
 FEW = st.integers(1, 3)
 """Ids so few that rows often begin alike."""
 
