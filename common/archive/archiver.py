@@ -172,8 +172,9 @@ async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIte
     """What the stream holds after an entry, some at a time by their size."""
     first, count = "-" if after == START else f"({after}", 16
     while found := await read_raw(broker, key, first, until, count):
-        num_bytes = 1
-        for whole in await asyncio.gather(*(_whole(broker, entry) for entry in found)):
+        num_bytes, wholes = 1, await _wholes(broker.claims, found)
+        for entry in found:
+            whole = wholes.get(entry[0], entry)
             num_bytes += payload_bytes(whole)
             yield whole
         first = f"({found[-1][0]}"
@@ -181,18 +182,21 @@ async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIte
         count = max(1, min(MAX_READ_COUNT, 2 * count, READ_BYTES * len(found) // num_bytes))
 
 
-async def _whole(broker: Broker, entry: RawEntry) -> RawEntry:
-    """The entry with the payload that it claims, as it would have come through the stream; itself where that
-    is missing or wrong.
+async def _wholes(store: ClaimStore | None, entries: Sequence[RawEntry]) -> dict[str, RawEntry]:
+    """Id -> entry of those that claim a payload, with it, as they would have come through the stream;
+    themselves where that is missing or wrong.
 
     Raises:
-        StoreError: the store of payloads is away. The entry stays in Redis, to be archived later.
+        StoreError: the store of payloads is away. The entries stay in Redis, to be archived later.
     """
-    if broker.claims is None or not _is_claim(entry):
-        return entry
-    claim = codec.decode(entry[1], Trajectory)
-    whole = await asyncio.to_thread(broker.claims.resolve, claim)
-    return entry if has_claim(whole) else (entry[0], codec.encode(whole))
+    if store is None:
+        return {}
+    claims = [entry for entry in entries if _is_claim(entry)]
+    reads = (asyncio.to_thread(store.resolve, codec.decode(fields, Trajectory)) for _, fields in claims)
+    found = zip(claims, await asyncio.gather(*reads), strict=True)
+    return {
+        entry[0]: entry if has_claim(whole) else (entry[0], codec.encode(whole)) for entry, whole in found
+    }
 
 
 def _is_claim(entry: RawEntry) -> bool:

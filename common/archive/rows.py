@@ -96,7 +96,7 @@ def _index_of(record: ArchivedRecord) -> Mapping[str, Any]:
         "last_ticket": max(tickets_of(message), default=None),
         "version": min(versions_of(message), default=None),
         "last_version": max(versions_of(message), default=None),
-    } | {name: getattr(message, name, None) for name in ("index", "step", "value", "worker", "status")}
+    } | {name: vars(message).get(name) for name in ("index", "step", "value", "worker", "status")}
     # Beyond 64 bits the nearest number: the payload has the exact one.
     clamped = {n: min(max(v, INT64_MIN), INT64_MAX) for n in _INTEGERS if (v := index[n]) is not None}
     return index | clamped | {"time": time_of(message)}

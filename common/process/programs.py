@@ -4,9 +4,11 @@ Services do not import each other, so these names are strings; a test finds ever
 """
 
 import asyncio
+import gc
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,6 +91,18 @@ def _is_imported_from_here() -> bool:
         return sys.path[:1] in ([""], [str(ROOT)]) and Path.cwd() == ROOT
     except OSError:  # the folder has been removed
         return False
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """For imports of torch and its like: modules are no garbage, and Python spends a fifth of the time on
+    looking through them for some. They are left out of every later look too."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 T = TypeVar("T")

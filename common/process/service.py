@@ -7,6 +7,7 @@ A second signal exits at once. A user's error is printed in plain words, with th
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import structlog
 from prometheus_client.registry import Collector
+from redis import exceptions as redis_errors
 
 from tidemill.common.config import RunConfig, load_config, load_recorded, override_config
 from tidemill.common.errors import TidemillError, first_cause
@@ -38,7 +40,7 @@ from tidemill.common.process.heartbeats import (
 )
 from tidemill.common.process.http_endpoint import HttpEndpoint
 from tidemill.common.process.lease_keeper import LeaseKeeper
-from tidemill.common.process.programs import Program, run_main
+from tidemill.common.process.programs import Program, importing, run_main
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
 from tidemill.common.run.prompt_lengths import with_steps
@@ -175,6 +177,9 @@ def run_service(
             raise
         print(f"tidemill {role}: {cause}", file=sys.stderr)
         return cause.exit_code
+    finally:
+        # Or Python looks through all modules for garbage before it ends: with torch, for a second.
+        gc.freeze()
 
 
 def _parser(role: str, program: Program, describe: str) -> argparse.ArgumentParser:
@@ -230,7 +235,8 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
         async with _heartbeat(context, endpoint):
             try:
                 # In a thread: what is heavy takes seconds to import, and the loop turns meanwhile.
-                serve = await asyncio.to_thread(load)
+                with importing():
+                    serve = await asyncio.to_thread(load)
                 await serve(context)
             except StoppedError:
                 log.info("stopped before it had begun; nothing was changed")
@@ -276,7 +282,14 @@ def _handle_signals(context: ServiceContext) -> None:
         log.info("stopping: finishing or handing back what is held")
         context.stopping.set()
         context.broker.is_stopping = True
+        # After `stopping` is set: who is answered does not block again.
+        tasks.append(loop.create_task(unblock()))
 
+    async def unblock() -> None:
+        with contextlib.suppress(redis_errors.RedisError, OSError, TimeoutError):  # they wait on
+            await context.broker.redis.unblock()
+
+    tasks: list[asyncio.Task[None]] = []
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle)

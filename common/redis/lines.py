@@ -103,6 +103,8 @@ class Line(asyncio.Protocol):
         self._watch: asyncio.TimerHandle | None = None
         self.error: redis_errors.RedisError | None = None
         """Why no call can be made here any more."""
+        self.client_id: Any = None
+        """The server's number of this connection, once it was asked for; an error where it may not be."""
         self._transport: asyncio.Transport = connection._writer.transport
         self._transport.set_protocol(self)
         _widen(self._transport)
@@ -207,6 +209,7 @@ class PlainLine:
         self._connection, self._lock = connection, asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.error: redis_errors.RedisError | None = None
+        self.client_id: Any = None
 
     @property
     def is_usable(self) -> bool:
@@ -288,6 +291,16 @@ class Client:
             raise reply
         return reply
 
+    async def unblock(self) -> None:
+        """Have the commands that block now answered as if their time were up. Unlike a dropped connection,
+        that loses nothing that the server gives them just now. Where the server refuses it, they wait on.
+
+        Raises:
+            RedisError, OSError: the server cannot be reached.
+        """
+        ids = [line.client_id for line in self._blocking if isinstance(line.client_id, int)]
+        await self.exchange([("CLIENT", "UNBLOCK", number) for number in ids])
+
     def disconnect(self) -> None:
         """Drop all connections but those on which a command blocks; calls under way fail, to be repeated."""
         self._drop(filter(None, (self._shared, *self._idle)))
@@ -315,6 +328,8 @@ class Client:
                 line = await self._open()
             self._blocking.add(line)
             try:
+                if line.client_id is None:
+                    (line.client_id,) = await line.exchange([("CLIENT", "ID")])
                 replies = await line.exchange(unit)
             except asyncio.CancelledError:
                 self._drop([line])  # what the command still brings must not be taken for another's answer

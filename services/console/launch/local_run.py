@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -48,6 +49,15 @@ SHUTDOWN_TIMEOUT_S = 5.0
 """How long the run's state may take to write at the end: Redis may be what failed."""
 GRACE_MARGIN_S = 60.0  # a trainer writes its checkpoint before it ends
 HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
+
+
+def _import_for_report() -> None:
+    for module in (
+        "tidemill.common.archive.archiver",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
+    ):
+        importlib.import_module(module)
 
 
 class LocalRun:
@@ -125,8 +135,13 @@ class LocalRun:
 
     async def _gather(self, reader: SnapshotReader) -> None:
         """Take snapshots for ever; waits while Redis is away, which the view notices by their age."""
+        has_imported = False
         while True:
             await self._look(reader)
+            if not has_imported and self.snapshot.version >= self.config.trainer.steps - 1:
+                has_imported = True
+                # Beside the last step, or the report would wait a second for them.
+                await asyncio.to_thread(_import_for_report)
             await asyncio.sleep(REFRESH_S)
 
     async def _look(self, reader: SnapshotReader) -> None:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from tidemill.common.config.run import ModelConfig, is_path
 from tidemill.common.errors import ConfigError, EngineError, WeightsError
+from tidemill.common.process.programs import importing
 from tidemill.common.run.model_config import exact_attention, freeze_rope, with_overrides
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_length
@@ -82,8 +83,8 @@ def open_model(model: ModelConfig) -> ModelFolder:
         ConfigError: no such folder or hub model, no tokenizer, or a context shorter than the run's.
     """
     hf_config, is_local = _read_config(model)
-    from transformers import AutoTokenizer, GenerationConfig
-
+    with importing():
+        from transformers import AutoTokenizer, GenerationConfig
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=is_local)
     except Exception as error:  # the tokenizer libraries raise anything, down to bare Exception
@@ -152,10 +153,10 @@ def load_model(model: ModelConfig) -> Any:
         ConfigError: the folder does not hold all of the model's weights.
     """
     hf_config, is_local = _read_config(model)
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
+    with importing():
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

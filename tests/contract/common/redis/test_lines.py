@@ -77,6 +77,18 @@ async def test_who_is_cancelled_leaves_the_answers_of_others_in_their_places(cli
         await blocked
 
 
+async def test_what_blocks_is_answered_at_once_and_its_connection_is_used_again(client, keys):
+    command = ("XREAD", "BLOCK", 60_000, "STREAMS", keys.dead, "0")
+    for _ in range(2):
+        calls = [client.execute_command(*command, is_blocking=True) for _ in range(2)]
+        blocked = [asyncio.create_task(call) for call in calls]
+        while not all(task.done() for task in blocked):
+            await client.unblock()  # again and again: neither may block yet
+            await asyncio.sleep(0)
+        assert [task.result() for task in blocked] == [None, None]
+    assert len(client._idle) == 2
+
+
 async def test_a_connection_that_breaks_fails_all_who_wait_and_the_next_call_has_a_new_one(client):
     await client.execute_command("PING")
     own = client._shared
