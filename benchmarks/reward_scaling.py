@@ -1,0 +1,141 @@
+"""How reward consumers scale when a reward takes long: the delays of verl #2854, on a consumer group.
+
+    python -m benchmarks.reward_scaling             # 1, 2, 4 and 8 consumers, and one with 1,280 in flight
+    python -m benchmarks.reward_scaling --scale 80  # delays half as long
+
+Reward services as processes on a real Redis. The reward is an async function that sleeps uniformly between 1
+and 40 s, divided by `--scale`, for each of 1,024 x 5 samples.
+
+`ideal` is what no scheduler of that many slots can beat: every slot takes the next sample the moment it is
+free, the same delays are slept, and nothing else costs time; the tail is included. The clock is Redis's own,
+from just before the first trajectory is appended to the last score; processes have started before that.
+`efficiency` is ideal time over measured time; `CPU` what each score took of a core, in all processes.
+"""
+
+import heapq
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import psutil
+import typer
+
+from benchmarks.report import machine, print_result, print_table
+from tests.support.runs import ServiceRun
+from tests.support.waiting import wait_until
+from tidemill.common.config import RunConfig
+from tidemill.common.process.heartbeats import read_heartbeats
+from tidemill.common.process.programs import run_main
+from tidemill.common.streams import append, last_id, length
+from tidemill.common.wire.messages import Trajectory
+
+DELAY_S = (1.0, 40.0)
+GROUPS, GROUP_SIZE, TOKENS, APPEND_BATCH = 1024, 5, 256, 512
+REWARD = """
+import asyncio
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(extra_info["delay_s"])
+    return 1.0
+"""
+
+
+def ideal_time_s(delays_s: Sequence[float], slots: int) -> float:
+    """Time until all delays are slept, if each of `slots` sleeps takes the next one as soon as it ends.
+
+    >>> ideal_time_s([3.0, 1.0, 1.0, 1.0], slots=2)
+    3.0
+    """
+    free_at = [0.0] * slots
+    for delay_s in delays_s:
+        heapq.heappush(free_at, heapq.heappop(free_at) + delay_s)
+    return max(free_at)
+
+
+async def measure(consumers: int, slots: int, delays_s: Sequence[float]) -> tuple[float, float]:
+    """Score the whole batch once: seconds on the wall, and seconds of CPU in all processes."""
+    print(f"running: {consumers} x {slots}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "reward.py").write_text(REWARD)
+        tree = {
+            "run_id": "scaling",
+            "model": {"path": "unused"},
+            "data": {"train": "unused"},
+            "reward": {"function": f"{folder}/reward.py:compute_score", "max_in_flight": slots},
+        }
+        async with ServiceRun(Path(folder), RunConfig.model_validate(tree), "scaling") as run:
+            for number in range(consumers):
+                run.start("reward", f"reward-{number}")
+
+            async def are_ready() -> bool:
+                beats = await read_heartbeats(run.broker, run.keys)
+                return sum("in_flight" in beat.counts for beat in beats) == consumers
+
+            async def has_all() -> bool:
+                return await length(run.broker, run.keys.scores()) == len(delays_s)
+
+            await wait_until(are_ready, 300)
+            seconds, microseconds = await run.broker.execute("TIME")
+            started_s, before_s = int(seconds) + int(microseconds) / 1e6, cpu_s()
+            batch = trajectories(delays_s)
+            for start in range(0, len(batch), APPEND_BATCH):
+                await append(run.broker, run.keys.trajectories(), *batch[start : start + APPEND_BATCH])
+            await wait_until(has_all, 3600)
+            ended_s = int((await last_id(run.broker, run.keys.scores())).partition("-")[0]) / 1000
+            return ended_s - started_s, cpu_s() - before_s
+
+
+def cpu_s() -> float:
+    """What this process and all that it has started have taken, as far as they live."""
+    alive = psutil.Process().children(recursive=True)
+    return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in alive)
+
+
+def trajectories(delays_s: Sequence[float]) -> list[Trajectory]:
+    ids, logprobs = np.arange(TOKENS, dtype=np.int32), np.zeros(TOKENS, dtype=np.float32)
+    return [
+        Trajectory(
+            ticket=number // GROUP_SIZE,
+            index=number % GROUP_SIZE,
+            step=0,
+            group_size=GROUP_SIZE,
+            prompt_ids=ids,
+            completion_ids=ids,
+            logprobs=logprobs,
+            spans=((0, 0),),
+            text="a completion " * 64,
+            extra={"delay_s": delay_s},
+        )
+        for number, delay_s in enumerate(delays_s)
+    ]
+
+
+def main(
+    consumers: Annotated[str, typer.Option(help="numbers of consumers to measure")] = "1,2,4,8",
+    slots: Annotated[int, typer.Option(help="rewards in flight in each consumer")] = 64,
+    deep: Annotated[int, typer.Option(help="slots of one consumer in a row of its own")] = 1280,
+    scale: Annotated[float, typer.Option(help="delays of 1 to 40 s are divided by this")] = 40.0,
+    groups: Annotated[int, typer.Option(help="groups of five samples")] = GROUPS,
+) -> None:
+    """Measure."""
+    chance = random.Random(0)
+    delays_s = [chance.uniform(*DELAY_S) / scale for _ in range(groups * GROUP_SIZE)]
+    rows, efficiency = [], {}
+    for count, each in [*((int(number), slots) for number in consumers.split(",")), (1, deep)]:
+        wall_s, used_s = run_main(measure(count, each, delays_s))
+        ideal_s, per_score = ideal_time_s(delays_s, count * each), used_s / len(delays_s)
+        efficiency[f"{count} x {each}"] = round(ideal_s / wall_s, 3)
+        cells = f"{wall_s:.2f}", f"{ideal_s:.2f}", f"{len(delays_s) / wall_s:,.0f}", f"{1000 * per_score:.2f}"
+        rows.append((f"{count} x {each:,}", *cells, f"{ideal_s / wall_s:.3f}"))
+    columns = ("consumers x slots", "time s", "ideal s", "scores/s", "CPU ms", "efficiency")
+    title = f"Scoring {len(delays_s):,} samples of {DELAY_S[0] / scale:g} to {DELAY_S[1] / scale:g} s"
+    print_table(title, columns, rows, machine())
+    print_result({"efficiency": efficiency})
+
+
+if __name__ == "__main__":
+    typer.run(main)
