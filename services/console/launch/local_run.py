@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib
 import os
 import signal
 import sys
@@ -52,12 +51,9 @@ HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
 
 
 def _import_for_report() -> None:
-    for module in (
-        "tidemill.common.archive.archiver",
-        "matplotlib.backends.backend_agg",
-        "matplotlib.figure",
-    ):
-        importlib.import_module(module)
+    import matplotlib.backends.backend_agg  # noqa: F401
+
+    import tidemill.common.archive.archiver  # noqa: F401
 
 
 class LocalRun:
