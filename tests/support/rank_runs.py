@@ -15,12 +15,14 @@ from tests.support.models import MAX_COMPLETION, emptied, make_relatives, masked
 from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.groups.bins import form_micro_batches
+from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import whole_tensor
 
 STEPS = 3
@@ -58,8 +60,10 @@ def prepared(
     policy: Any, config: TrainerConfig, samples: list[Sample], proximal: bool = True
 ) -> list[Sample]:
     """With what the policy computes beforehand; values are their own returns but for half a point."""
-    done = []
-    for sample, found in zip(samples, policy.precompute(samples), strict=True):
+    done, precomputed = [], policy.precompute(samples)
+    if isinstance(policy, RankPolicy):  # rank 0 has it
+        precomputed = unpack(policy._ranks.broadcast(pack(precomputed)))
+    for sample, found in zip(samples, precomputed, strict=True):
         kept = {name: values for name, values in found.items() if proximal or name != "proximal_logprobs"}
         returns = {"returns": found["values"] + 0.5} if "values" in found else {}
         done.append(replace(sample, **kept, **returns))

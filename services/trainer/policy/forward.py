@@ -24,11 +24,11 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.wire.arrays import Float32, Int32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
+from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.groups.trie import SHORTEST
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import (
-    Layout,
     Tile,
     TokenRow,
     choose_layout,

@@ -20,7 +20,7 @@ Shape legend: B rows, T columns, N scored tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +28,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tidemill.common.wire.arrays import Bits, Int32
+from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import Sample
-from tidemill.services.trainer.groups.trie import ENOUGH_IN_COMMON, Trie, in_order, share_in_common
+from tidemill.services.trainer.groups.trie import ENOUGH_IN_COMMON, MOST_KEYS, Trie, in_order, share_in_common
 from tidemill.services.trainer.policy.attention import VARLEN
 from tidemill.services.trainer.policy.trees import TREE, Tree
-
-Layout = Literal["padded", "tree", "tree_or_padded", "varlen"]
-
-MOST_KEYS = 4
-"""Tokens of a tree's rows, for each token that it may have: about so many keys are copied in every layer."""
 
 SOFTMAX_ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers, as transformers names them, that kernels can keep apart at boundaries."""
@@ -79,11 +75,12 @@ class Tile:
         return [row.sample for row in self.rows]
 
 
-def make_rows(samples: Sequence[Sample], scored: Sequence[Bits]) -> list[TokenRow]:
+def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0) -> list[TokenRow]:
     """One row for each segment of a sample with a scored token; `scored` marks completion tokens, [T] each.
-    Tokens after the last scored one, and that one itself, predict nothing that is needed: cut off."""
+    Tokens after the last scored one, and that one itself, predict nothing that is needed: cut off. Samples
+    are numbered from `first` on."""
     rows = []
-    for i, (sample, scored_T) in enumerate(zip(samples, scored, strict=True)):
+    for i, (sample, scored_T) in enumerate(zip(samples, scored, strict=True), first):
         start = 0
         for prompt_ids, num_completion in sample.segments:
             end = start + num_completion

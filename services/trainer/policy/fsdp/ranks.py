@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, get_args
@@ -222,6 +222,42 @@ class Ranks:
             if len(data):
                 dist.broadcast(data, 0, group=self._groups["policy"])
             return data.numpy().tobytes()
+
+    def deal(self, payloads: Sequence[bytes]) -> bytes:
+        """This rank's of the bytes that rank 0 has for each. Raises RankLostError: another rank has ended."""
+        group = self._groups["policy"]
+        with self._naming_lost_ranks():
+            length = torch.empty(1, dtype=torch.int64)
+            lengths = [torch.tensor([len(payload)]) for payload in payloads] or None
+            dist.scatter(length, lengths, 0, group=group)
+            if not self.is_leader:
+                return self._receive(int(length), 0)
+            sent = {rank: _tensor_of(payload) for rank, payload in enumerate(payloads) if rank and payload}
+            # All at once, and kept until they are gone.
+            for work in [dist.isend(data, rank, group=group) for rank, data in sent.items()]:
+                assert work is not None, "all ranks are in the group"
+                work.wait()
+            return payloads[0]
+
+    def collect(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, in the order of ranks, on rank 0; on the others none. Raises RankLostError:
+        another rank has ended."""
+        group = self._groups["policy"]
+        with self._naming_lost_ranks():
+            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size if self.is_leader else 0)]
+            dist.gather(torch.tensor([len(payload)]), lengths or None, 0, group=group)
+            if self.is_leader:
+                others = [self._receive(int(lengths[rank]), rank) for rank in range(1, self.size)]
+                return [payload, *others]
+            if payload:
+                dist.send(_tensor_of(payload), 0, group=group)
+            return []
+
+    def _receive(self, length: int, rank: int) -> bytes:
+        data = torch.empty(length, dtype=torch.uint8)
+        if length:
+            dist.recv(data, rank, group=self._groups["policy"])
+        return data.numpy().tobytes()
 
     def meet(self) -> None:
         """Wait for all ranks, for as long as it takes: one whose disk is slow is not one that hangs."""
