@@ -254,15 +254,10 @@ class StepRunner:
             groups, unassigned = self._assigned(unassigned), []
             result.groups += groups
             waiting += [sample for group in groups for sample in group.samples]
-            # One forward pass on each rank.
-            layout, tile_tokens, num_ranks = (
-                self.policy.layout,
-                self.trainer.tile_tokens,
-                self.trainer.num_ranks,
-            )
-            batches, waiting = form_micro_batches(waiting, tile_tokens, num_ranks, layout), []
+            bin_tokens, num_bins, layout = self.trainer.bin_tokens, self.trainer.num_bins, self.policy.layout
+            batches, waiting = form_micro_batches(waiting, bin_tokens, num_bins, layout), []
             # More groups are on their way: what is nearly empty waits for them.
-            least = MIN_FILL * tile_tokens * num_ranks
+            least = MIN_FILL * bin_tokens * num_bins
             if places and batches and Lineup(batches[-1].samples, layout).num_tokens < least:
                 waiting = list(batches.pop().samples)
             await self._accumulate([without_proximal(b) for b in batches] if is_first else batches, mini)

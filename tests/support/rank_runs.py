@@ -3,10 +3,11 @@
 import multiprocessing
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -131,6 +132,20 @@ def train_cases(
     """The outcome of each case, one after the other in the same processes."""
     found = {}
     for name, model, config in cases:
-        ranks.lay_out(config.shard_ranks)
+        ranks.lay_out(config.shard_ranks, config.context_ranks)
         found[name] = outcome_of(RankPolicy(model, config, ranks, **options_of(config, model)), config)
     return found
+
+
+def assert_same_outcome(mine: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-12) -> None:
+    for (sums, result), (other_sums, other_result) in zip(mine["numbers"], expected["numbers"], strict=True):
+        own, other = asdict(sums), asdict(other_sums)
+        assert own.pop("expert_counts") == other.pop("expert_counts")
+        assert (own.pop("positions") > 0) == (other.pop("positions") > 0)  # what ranks share differs
+        assert own == pytest.approx(other, rel=tolerance, abs=tolerance)
+        assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=tolerance)
+        assert (result.lr, result.skipped) == (other_result.lr, False)
+    assert mine["digest"] == expected["digest"]
+    assert mine["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(mine["weights"][name], weight, rtol=tolerance, atol=tolerance, msg=name)

@@ -219,11 +219,11 @@ def split_groups(
     by_group: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         by_group.setdefault(sample.key[0], []).append(i)
-    parts = [
-        (part.tokens, tuple(members[i] for i in part.members))
-        for members in by_group.values()
-        for part in Lineup([samples[i] for i in members], layout).cut(max_tokens)
-    ]
+    parts: list[tuple[int, tuple[int, ...]]] = []
+    for own in by_group.values():
+        lineup = Lineup([samples[i] for i in own], layout)
+        for part in lineup.fill(lineup.cut(max_tokens), max_tokens):
+            parts.append((part.tokens, tuple(own[i] for i in part.members)))
     shares: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
     loads = [0] * size
     for tokens, members in sorted(parts, key=lambda part: (-part[0], samples[part[1][0]].key)):

@@ -19,7 +19,7 @@ Shape legend: B rows, T columns, N scored tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.groups.trie import ENOUGH_IN_COMMON, MOST_KEYS, Trie, in_order, share_in_common
 from tidemill.services.trainer.policy.attention import VARLEN
+from tidemill.services.trainer.policy.columns import Columns, ContextGroup
 from tidemill.services.trainer.policy.trees import TREE, Tree
 
 SOFTMAX_ATTENTION = {"full_attention", "sliding_attention"}
@@ -61,13 +62,15 @@ class TokenRow:
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One forward pass. `rows` says which rows the N scored tokens come from, in their order. `sources_N`
-    indexes the flattened [B * T] positions whose hidden state predicts `targets_N`."""
+    indexes the flattened [B * T] positions whose hidden state predicts `targets_N`. With `columns` it is a
+    rank's part of a tile: ids, sources and targets are those of its own columns, rows those of all."""
 
     rows: tuple[TokenRow, ...]
     ids_BT: Tensor
     sources_N: Tensor
     targets_N: Tensor
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+    columns: Columns | None = None
 
     @property
     def samples(self) -> list[int]:
@@ -163,6 +166,21 @@ def make_tile(lines: Lines, layout: Layout) -> Tile:
         return _varlen_tile(lines[0])
     is_tree = layout == "tree" or (layout == "tree_or_padded" and len(lines) == 1)
     return _tree_tile(lines[0]) if is_tree else _rectangle(lines)
+
+
+def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
+    """This rank's columns of a tree."""
+    columns = Columns(context, tile.ids_BT.shape[1], tile.sources_N)
+    tree: Tree = tile.model_kwargs[TREE]
+    tree.columns = columns  # for attention
+    return replace(
+        tile,
+        ids_BT=columns.cut(tile.ids_BT),
+        sources_N=tile.sources_N[columns.own_n] - columns.own.start,
+        targets_N=tile.targets_N[columns.own_n],
+        model_kwargs={"position_ids": columns.cut(tile.model_kwargs["position_ids"]), TREE: tree},
+        columns=columns,
+    )
 
 
 def _grow(rows: Sequence[TokenRow], max_tokens: int, most_shared: int) -> list[list[TokenRow]]:

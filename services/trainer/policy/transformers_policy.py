@@ -155,10 +155,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         self.layout = pick_layout(model, self._scorer, config.packing, max_model_len)
         # What looks at a whole sequence needs all segments of a session in one forward pass.
         self._keeps_samples = algorithm.needs_whole_sequences
-        self._tile_tokens = config.tile_tokens
+        self._tile_tokens = config.bin_tokens
         """Of one forward pass."""
         if model.device.type == "cpu":
-            self._tile_tokens = min(CPU_TILE_TOKENS, config.tile_tokens)
+            self._tile_tokens = min(CPU_TILE_TOKENS, config.bin_tokens)
         if config.recomputes_layers:
             recompute_layers(model)
             if isinstance(self._value_head, Critic):
@@ -182,7 +182,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
     def _plan(self, samples: Sequence[Sample]) -> list[Lines]:
         """The tiles that train on the samples."""
         rows = make_rows(samples, [sample.mask for sample in samples])
-        most_shared = self._config.tile_tokens
+        most_shared = self._config.bin_tokens
         return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples, most_shared)
 
     def _plan_scored(self, parts: Parts) -> list[Lines]:
@@ -192,9 +192,12 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         for part in parts:
             everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in part]
             rows = make_rows(part, everything, first)
-            tiles += plan_tiles(rows, self.layout, self._tile_tokens, most_shared=self._config.tile_tokens)
+            tiles += plan_tiles(rows, self.layout, self._tile_tokens, most_shared=self._config.bin_tokens)
             first += len(part)
         return tiles
+
+    def _make_tile(self, lines: Lines) -> Tile:
+        return make_tile(lines, self.layout)
 
     def _accumulate(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
         normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
@@ -209,7 +212,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         )
         tiles, positions = [], 0
         for lines in plan:
-            tile = make_tile(lines, self.layout)
+            tile = self._make_tile(lines)
             positions += tile.ids_BT.numel()
             tiles.append(self._train_tile(tile, batch))
         sums = replace(metrics, positions=positions) + total_metrics(tiles)
@@ -352,7 +355,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             for sample in part
         ]
         for lines in self._plan_scored(parts):
-            tile = make_tile(lines, self.layout)
+            tile = self._make_tile(lines)
             scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
             place("logprobs", scores.logprobs_N, tile, found)
             if "entropies" in names:

@@ -9,6 +9,7 @@ order: they agree on the number of forward passes, and a rank with fewer adds pa
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError
 from tidemill.common.wire.arrays import Float32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.bins import split_groups, split_samples
+from tidemill.services.trainer.groups.bins import Layout, split_groups, split_samples
 from tidemill.services.trainer.groups.samples import (
     MicroBatch,
     Precomputed,
@@ -34,12 +36,13 @@ from tidemill.services.trainer.groups.samples import (
     TurnEnd,
 )
 from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
+from tidemill.services.trainer.policy.attention import layer_configs
 from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import Scores, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.head import Scaling
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
-from tidemill.services.trainer.policy.packing import Lines, Tile
+from tidemill.services.trainer.policy.packing import Lines, Tile, cut_tile
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
@@ -172,7 +175,7 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     # Before `prepare_torch`: `trainer.num_threads`, where it is set, has the last word.
     take_share(ranks.device, config.trainer.num_ranks)
     prepare_torch(config.trainer)
-    ranks.lay_out(config.trainer.shard_ranks)
+    ranks.lay_out(config.trainer.shard_ranks, config.trainer.context_ranks)
     model, weights = open_model(config.model, ranks.device)
     digest = ""
     if config.trainer.lora and weights is not None:
@@ -204,8 +207,13 @@ class RankPolicy(TransformersPolicy):
         """Each rank has gradients of its own that are not summed yet."""
         self._reduces_once = reduces_once(model, config, ranks)
         self._width = int(getattr(model.config.get_text_config(), "hidden_size", 0))
+        self._context = ranks.context
+        if self._context is not None:
+            check_heads(model.config, self._context.size)
         super().__init__(model, config, device=ranks.device, **options)
         self._pretrained = None  # with its open files
+        if self._context is not None:
+            self.layout = shareable(self.layout, model)
 
     def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
         root = ShardedModel(model, self._ranks, self._dtype)
@@ -241,16 +249,23 @@ class RankPolicy(TransformersPolicy):
         for _ in range(num_missing):
             self._pass_nothing()
         self._holds_gradients = self._reduces_once
-        parts = self._ranks.gather(pack(metrics))
-        return sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
+        num_alike = self._context.size if self._context else 1
+        # Those that share tiles have found the same, but for the columns that are counted.
+        parts = self._ranks.gather(pack(metrics))[::num_alike]
+        total = sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
+        return replace(total, positions=total.positions * num_alike)
+
+    def _make_tile(self, lines: Lines) -> Tile:
+        tile = super()._make_tile(lines)
+        return tile if self._context is None else cut_tile(tile, self._context)
 
     def _split(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
-        size, tokens = self._ranks.size, self._config.tile_tokens
+        size, tokens = self._ranks.num_shares, self._config.bin_tokens
         scores_of_a_token = max(SCORES_OF_A_TOKEN, SCORES_PER_WIDTH * self._width)
         return [[own] for own in split_samples(samples, size, tokens, self.layout, scores_of_a_token)]
 
     def _split_groups(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
-        return split_groups(samples, self._ranks.size, self._config.tile_tokens, self.layout)
+        return split_groups(samples, self._ranks.num_shares, self._config.bin_tokens, self.layout)
 
     def _deal(
         self, samples: Sequence[Sample], split: Callable[[Sequence[Sample]], list[list[tuple[int, ...]]]]
@@ -261,20 +276,25 @@ class RankPolicy(TransformersPolicy):
             return unpack(self._ranks.deal(()), Sample, SegmentTokens, Teaching, TurnEnd), []
         indices = split(samples)
         shares = [[[samples[i] for i in part] for part in parts] for parts in indices]
+        payloads, num_alike = list(map(pack, shares)), self._ranks.size // len(shares)
         # Its own it has already.
-        self._ranks.deal([b"", *map(pack, shares[1:])])
+        self._ranks.deal([b"", *(payloads[rank // num_alike] for rank in range(1, self._ranks.size))])
         return shares[0], [i for parts in indices for part in parts for i in part]
 
     def _join(self, found: Sequence[T], order: Sequence[int]) -> list[T]:
         """What all ranks have found of their samples, in the order in which rank 0 has these; on the others
         nothing."""
-        joined = [one for part in self._ranks.collect(pack(found)) for one in unpack(part)]
+        is_first = self._context is None or self._context.rank == 0
+        joined = [
+            one for part in self._ranks.collect(pack(found if is_first else ())) for one in unpack(part)
+        ]
         places = {i: place for place, i in enumerate(order)}
         return [joined[places[i]] for i in range(len(order))]
 
     def _num_missing(self, plan: Sequence[Lines]) -> int:
         """How many forward passes fewer than another rank this one has."""
-        return max(unpack(part) for part in self._ranks.gather(pack(len(plan)))) - len(plan)
+        most: int = max(unpack(part) for part in self._ranks.gather(pack(len(plan))))
+        return most - len(plan)
 
     def _reduce_gradients(self, wanted: bool) -> None:
         """Whether backward passes from now on sum gradients over the ranks, or each rank keeps its own."""
@@ -363,6 +383,28 @@ class RankPolicy(TransformersPolicy):
         }
         shard = Shard(ranks.shard, ranks.shard_size, num_rows)
         return PolicyState(tensors, state.values if ranks.is_leader else {}, shard)
+
+
+def check_heads(config: PreTrainedConfig, size: int) -> None:
+    """Raises ConfigError: the heads of a layer cannot be divided by so many ranks."""
+    counts = {int(getattr(layer, "num_attention_heads", 1)) for layer in layer_configs(config)}
+    if any(count % size for count in counts):
+        fitting = max(n for n in range(1, size) if size % n == 0 and not any(count % n for count in counts))
+        raise ConfigError(
+            f"trainer.context_ranks is {size}, which does not divide the attention heads of the model's "
+            f"layers ({', '.join(map(str, sorted(counts)))}): each rank attends with as many; take {fitting}"
+        )
+
+
+def shareable(layout: Layout, model: PreTrainedModel) -> Layout:
+    """The layout of tiles whose columns ranks share. Raises ConfigError: those of the model cannot be."""
+    if not layout.startswith("tree"):
+        raise ConfigError(
+            f"trainer.context_ranks: forward passes of a {model.config.model_type} are {layout} here; ranks "
+            "share packed ones with torch's own attention alone: not with recurrent layers, capped scores, "
+            "dense masks or packing: false. Set it to 1"
+        )
+    return "tree"
 
 
 def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:

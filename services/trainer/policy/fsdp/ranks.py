@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import Program, ending_in_words, run_own
+from tidemill.services.trainer.policy.columns import ContextGroup
 from tidemill.services.trainer.weights.peers import Thread
 
 log = structlog.get_logger(__name__)
@@ -183,6 +184,8 @@ class Ranks:
     replica: int
     shard: int
     """Which copy this rank holds a part of, and which part."""
+    context: ContextGroup | None = None
+    """Those that share this rank's tiles, where they do."""
 
     def __init__(self, rank: int, size: int, device: torch.device, watch: RankWatch | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -192,8 +195,16 @@ class Ranks:
             thread: dist.new_group(backend="gloo", timeout=PATIENCE) for thread in get_args(Thread)
         }
 
-    def lay_out(self, shard_size: int | None) -> None:
-        """Let each `shard_size` ranks hold a copy of the model, or all of them one. A call of all ranks."""
+    def lay_out(self, shard_size: int | None, context_size: int = 1) -> None:
+        """Let each `shard_size` ranks hold a copy of the model, or all of them one, and each `context_size`
+        share tiles. A call of all ranks."""
+        # Neighbours: these speak most, and are on one machine where it can be.
+        ranks_DC = torch.arange(self.size).view(-1, context_size).tolist()
+        if context_size > 1:
+            group, _ = dist.new_subgroups_by_enumeration(ranks_DC, timeout=_timeout(self.device))
+            self.context = ContextGroup(group, self.rank % context_size, context_size)
+        else:
+            self.context = None
         self.shard_size = shard_size or self.size
         self.replica, self.shard = divmod(self.rank, self.shard_size)
         kind = self.device.type
@@ -207,6 +218,11 @@ class Ranks:
             for ranks in (ranks_RS.T, ranks_RS)
         ]
         self.mesh = DeviceMesh.from_group(groups, kind, ranks_RS, mesh_dim_names=("replica", "shard"))
+
+    @property
+    def num_shares(self) -> int:
+        """Of a micro-batch: one for the ranks that share tiles."""
+        return self.size // (self.context.size if self.context else 1)
 
     @property
     def is_leader(self) -> bool:
