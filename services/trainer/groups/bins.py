@@ -27,9 +27,9 @@ from tidemill.services.trainer.groups.trie import (
 
 Layout = Literal["padded", "tree", "tree_or_padded", "varlen"]
 """Of what passes through the model together: `policy/packing.py` has what each one is."""
-FRACTIONS = (1, 2, 4, 8)
-"""Sizes of what is kept together, as parts of a bin: smaller ones leave less of it empty, and compute more of
-what is in common twice."""
+DIVISORS = (1.0, 1.25, 1.75, 2.0, 4.0, 8.0)
+"""A bin's size over that of what is kept together: smaller parts leave less of bins empty, and have more of
+what is in common computed twice."""
 
 
 @dataclass(slots=True)
@@ -161,8 +161,8 @@ def form_micro_batches(
     The longest samples come first, so that the bins of a micro-batch are alike."""
     samples = list(samples)
     lineup = Lineup(samples, layout)
-    filled = [lineup.fill(lineup.cut(max_tokens // part), max_tokens) for part in FRACTIONS]
-    bins = min(filled, key=lambda found: (len(found), sum(one.tokens for one in found)))
+    filled = [lineup.fill(lineup.cut(int(max_tokens / divisor)), max_tokens) for divisor in DIVISORS]
+    bins = min(filled, key=lambda found: (_time(found, num_ranks), len(found)))
     batches: list[MicroBatch] = []
     while bins:
         for num_bins in range(min(num_ranks, len(bins)), 0, -1):
@@ -173,6 +173,14 @@ def form_micro_batches(
         batches.append(MicroBatch(own))
         bins = bins[num_bins:]
     return batches
+
+
+def _time(bins: Sequence[Bin], num_ranks: int) -> float:
+    """What a rank computes and waits for, in tokens: in each micro-batch what the fullest bin has. The last
+    one may have fewer bins, and is divided evenly."""
+    whole = len(bins) - len(bins) % num_ranks
+    full = sum(max(one.tokens for one in bins[n : n + num_ranks]) for n in range(0, whole, num_ranks))
+    return full + sum(one.tokens for one in bins[whole:]) / num_ranks
 
 
 def split_samples(
@@ -197,12 +205,11 @@ def split_samples(
     return [one.members for one in min(tried, key=badness)]
 
 
-def _cuts(lineup: Lineup, size: int, max_tokens: int) -> list[list[Bin]]:
+def _cuts(lineup: Lineup, num_bins: int, max_tokens: int) -> list[list[Bin]]:
     """Parts of several sizes, for bins and for as much as a rank gets."""
-    mean = min(lineup.num_tokens // size, max_tokens)
-    return [
-        lineup.cut(most) for most in sorted({n // part for n in (max_tokens, mean) for part in FRACTIONS})
-    ]
+    mean = min(lineup.num_tokens // num_bins, max_tokens)
+    sizes = {int(most / divisor) for most in (max_tokens, mean) for divisor in DIVISORS}
+    return [lineup.cut(size) for size in sorted(sizes)]
 
 
 def _fillings(lineup: Lineup, size: int, max_tokens: int) -> list[list[Bin]]:

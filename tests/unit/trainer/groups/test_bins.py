@@ -93,6 +93,21 @@ def test_a_bin_has_no_more_keys_than_a_tile_may_copy() -> None:
     assert max(part.row_tokens for part in parts) <= MOST_KEYS * TILE
 
 
+def test_a_group_is_divided_where_that_takes_less_time_and_not_for_a_fuller_bin() -> None:
+    """Groups of 70 with a prompt of 10, in bins of 100: on one rank three bins compute 210, and parts of 40
+    that fill them 240. On two ranks three bins take 70 + 35."""
+    samples = [
+        sample_of(
+            ticket, index, range(1000 * ticket, 1000 * ticket + 10), range(100 * index, 100 * index + 30)
+        )
+        for ticket in range(1, 4)
+        for index in range(2)
+    ]
+    for size, expected in ((1, [2, 2, 2]), (2, [4, 2])):
+        batches = form_micro_batches(samples, 100, size)
+        assert [len(batch.samples) for batch in batches] == expected
+
+
 def test_padding_counts_where_rows_are_padded() -> None:
     lengths = [100, 90, 30, 30, 30, 30]
     lineup = Lineup([plain_sample(i, 0, 1.0, length - 2) for i, length in enumerate(lengths)], "padded")
