@@ -249,8 +249,8 @@ class RankPolicy(TransformersPolicy):
         for _ in range(num_missing):
             self._pass_nothing()
         self._holds_gradients = self._reduces_once
-        num_alike = self._context.size if self._context else 1
-        # Those that share tiles have found the same, but for the columns that are counted.
+        num_alike = self._config.context_ranks
+        # Those that share tiles have found the same, but for positions: each counts its own columns.
         parts = self._ranks.gather(pack(metrics))[::num_alike]
         total = sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
         return replace(total, positions=total.positions * num_alike)
@@ -260,12 +260,12 @@ class RankPolicy(TransformersPolicy):
         return tile if self._context is None else cut_tile(tile, self._context)
 
     def _split(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
-        size, tokens = self._ranks.num_shares, self._config.bin_tokens
+        size, tokens = self._config.num_bins, self._config.bin_tokens
         scores_of_a_token = max(SCORES_OF_A_TOKEN, SCORES_PER_WIDTH * self._width)
         return [[own] for own in split_samples(samples, size, tokens, self.layout, scores_of_a_token)]
 
     def _split_groups(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
-        return split_groups(samples, self._ranks.num_shares, self._config.bin_tokens, self.layout)
+        return split_groups(samples, self._config.num_bins, self._config.bin_tokens, self.layout)
 
     def _deal(
         self, samples: Sequence[Sample], split: Callable[[Sequence[Sample]], list[list[tuple[int, ...]]]]
@@ -276,9 +276,9 @@ class RankPolicy(TransformersPolicy):
             return unpack(self._ranks.deal(()), Sample, SegmentTokens, Teaching, TurnEnd), []
         indices = split(samples)
         shares = [[[samples[i] for i in part] for part in parts] for parts in indices]
-        payloads, num_alike = list(map(pack, shares)), self._ranks.size // len(shares)
+        payloads = [payload for payload in map(pack, shares) for _ in range(self._config.context_ranks)]
         # Its own it has already.
-        self._ranks.deal([b"", *(payloads[rank // num_alike] for rank in range(1, self._ranks.size))])
+        self._ranks.deal([b"", *payloads[1:]])
         return shares[0], [i for parts in indices for part in parts for i in part]
 
     def _join(self, found: Sequence[T], order: Sequence[int]) -> list[T]:

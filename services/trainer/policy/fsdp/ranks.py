@@ -220,11 +220,6 @@ class Ranks:
         self.mesh = DeviceMesh.from_group(groups, kind, ranks_RS, mesh_dim_names=("replica", "shard"))
 
     @property
-    def num_shares(self) -> int:
-        """Of a micro-batch: one for the ranks that share tiles."""
-        return self.size // (self.context.size if self.context else 1)
-
-    @property
     def is_leader(self) -> bool:
         """Whether this is rank 0, which owns streams and commits."""
         return self.rank == 0
