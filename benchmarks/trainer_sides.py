@@ -28,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from benchmarks.device import is_gpu, now_s, random_sample
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.groups.bins import form_micro_batches
+from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.packing import Layout, make_rows, make_tile, plan_tiles
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 

@@ -141,6 +141,9 @@ class TrainerConfig(Section):
     torchrun."""
     shard_ranks: int | None = Field(None, ge=1)
     """Ranks that hold one copy of the model together (HSDP); divides `num_ranks`. Null: all."""
+    context_ranks: int = Field(1, ge=1, le=256)
+    """Ranks that share each forward pass, for sequences too long for one GPU (Ulysses): each has some of the
+    tokens. Divides `num_ranks` and the model's attention heads."""
     sum_gradients: Literal["auto", "update", "micro_batch"] = "auto"
     """When ranks sum gradients: once an `update`, or with every `micro_batch`, which saves 4 bytes a
     parameter."""
@@ -182,6 +185,11 @@ class TrainerConfig(Section):
             self.num_ranks % (self.shard_ranks or 1),
             f"num_ranks is {self.num_ranks}, which shard_ranks {self.shard_ranks} does not divide: every "
             "copy of the model is split over as many ranks",
+        )
+        yield (
+            self.num_ranks % self.context_ranks,
+            f"num_ranks is {self.num_ranks}, which context_ranks {self.context_ranks} does not divide: each "
+            "of them has a part of the same forward pass",
         )
         yield from self._ratio_rules()
         if self.lora is None:
@@ -235,6 +243,16 @@ class TrainerConfig(Section):
     def tile_tokens(self) -> int:
         """`micro_batch_tokens`, where nothing has chosen yet."""
         return DEFAULT_TILE_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+    @property
+    def bin_tokens(self) -> int:
+        """Most tokens in one forward pass of the ranks that share it."""
+        return self.tile_tokens * self.context_ranks
+
+    @property
+    def num_bins(self) -> int:
+        """Forward passes that run beside each other."""
+        return self.num_ranks // self.context_ranks
 
     @property
     def recomputes_layers(self) -> bool:

@@ -17,6 +17,8 @@ MAX_MODEL_LEN = 8192
 NUMBERS, GIB_EACH = (1, 8), 80
 SHORT = {
     "trainer.num_ranks": "num_ranks",
+    "trainer.context_ranks": "context_ranks",
+    "trainer.offload_optimizer": "offload_optimizer",
     "trainer.lora": "lora",
     "trainer.gradient_checkpointing": "gradient_checkpointing",
     "rollout.workers": "workers",

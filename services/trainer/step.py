@@ -30,14 +30,9 @@ from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
 from tidemill.services.trainer.algorithm.losses.mini_batch import needs_statistics, with_statistics
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
+from tidemill.services.trainer.groups.bins import Lineup, form_micro_batches
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
-from tidemill.services.trainer.groups.samples import (
-    MicroBatch,
-    Sample,
-    form_micro_batches,
-    rebuild,
-    without_proximal,
-)
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample, rebuild, without_proximal
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread, UpdateResult
 
 log = structlog.get_logger(__name__)
@@ -160,8 +155,6 @@ class StepRunner:
         self.advantages = Advantages(config)
         self.algorithm = self.trainer.algorithm
         """With the coefficients of the current step."""
-        # One forward pass on each rank.
-        self.micro_batch_tokens = self.trainer.tile_tokens * self.trainer.num_ranks
         self.has_begun = False
         """Whether the weights are those within a step: after its first update, before its last."""
 
@@ -195,11 +188,10 @@ class StepRunner:
         later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
         if commit.passes > 1:
             later = set(commit.groups)
-        for ticket in commit.groups:
-            group = self._filtered(groups[ticket], commit.step)
-            if ticket in later or self.precompute.is_needed_always:
-                group = await self._precomputed(group, commit.step)
-            result.groups.append(group)
+        all_groups = [self._filtered(groups[ticket], commit.step) for ticket in commit.groups]
+        needed = [g for g in all_groups if g.ticket in later or self.precompute.is_needed_always]
+        ready = {group.ticket: group for group in await self._precomputed(needed, commit.step)}
+        result.groups += [ready.get(group.ticket, group) for group in all_groups]
         for number, composition in enumerate(commit.mini_batches):
             mini = MiniBatch()
             result.mini_batches.append(mini)
@@ -254,7 +246,7 @@ class StepRunner:
                 arrived += await assembler.take(step, num_missing)
             groups = [arrived.popleft() for _ in range(min(places, len(arrived)))]
             if not is_first or self.precompute.is_needed_always:
-                groups = [await self._precomputed(group, step) for group in groups]
+                groups = await self._precomputed(groups, step)
             places -= len(groups)
             unassigned += groups
             if places and (self.advantages.scope == "batch" or needs_statistics(self.algorithm)):
@@ -262,10 +254,12 @@ class StepRunner:
             groups, unassigned = self._assigned(unassigned), []
             result.groups += groups
             waiting += [sample for group in groups for sample in group.samples]
-            batches = form_micro_batches(waiting, self.micro_batch_tokens)
+            bin_tokens, num_bins, layout = self.trainer.bin_tokens, self.trainer.num_bins, self.policy.layout
+            batches, waiting = form_micro_batches(waiting, bin_tokens, num_bins, layout), []
             # More groups are on their way: what is nearly empty waits for them.
-            is_sparse = bool(batches) and batches[-1].num_tokens < MIN_FILL * self.micro_batch_tokens
-            waiting = list(batches.pop().samples) if places and is_sparse else []
+            least = MIN_FILL * bin_tokens * num_bins
+            if places and batches and Lineup(batches[-1].samples, layout).num_tokens < least:
+                waiting = list(batches.pop().samples)
             await self._accumulate([without_proximal(b) for b in batches] if is_first else batches, mini)
 
     def _assigned(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
@@ -276,8 +270,8 @@ class StepRunner:
         self, step: int, result: StepResult, arrived: deque[TrainableGroup], assembler: BatchAssembler
     ) -> None:
         """Before the weights move: for groups that have arrived now; for the others, weights are kept."""
-        for number, group in enumerate(arrived):
-            arrived[number] = await self._precomputed(group, step)
+        for number, group in enumerate(await self._precomputed([*arrived], step)):
+            arrived[number] = group
         missing = self.trainer.groups_per_step - len(result.groups) - len(arrived)
         if missing:
             while not self.stopping.is_set() and await assembler.precompute_waiting(step, missing):
@@ -285,13 +279,13 @@ class StepRunner:
             if self.precompute.needs_start_weights:
                 await self.thread.call(self.policy.hold_weights)
 
-    async def _precomputed(self, group: TrainableGroup, step: int) -> TrainableGroup:
-        """The group with what its samples need to be trained after the weights have moved."""
-        if self.precompute.is_ready(group.source, step):
-            return group
-        with self.activity.during("prepare"):
-            await self.precompute.compute(group.source, step)
-        return group.with_precomputed()
+    async def _precomputed(self, groups: Sequence[TrainableGroup], step: int) -> list[TrainableGroup]:
+        """The groups with what their samples need to be trained after the weights have moved."""
+        sources = [group.source for group in groups if not self.precompute.is_ready(group.source, step)]
+        while sources:
+            with self.activity.during("prepare"):
+                sources = sources[await self.precompute.compute(sources, step) :]
+        return [group.with_precomputed() for group in groups]
 
     async def _accumulate(self, batches: Sequence[MicroBatch], mini: MiniBatch) -> None:
         with self.activity.during("train"):

@@ -18,7 +18,8 @@ from tests.support.models import (
     save_weights,
     train,
 )
-from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.groups.bins import form_micro_batches
+from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 pytestmark = needs_gpu

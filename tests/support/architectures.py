@@ -68,7 +68,9 @@ def make_config(family: str, **changes: Any) -> PreTrainedConfig:
     config_class = getattr(transformers, f"{family}Config")
     sizes = {} if family in HAS_OUTER_CONFIG else SIZES
     fields = {
-        name: value for name, value in (sizes | FAMILIES[family] | changes).items() if value is not None
+        name: value
+        for name, value in (sizes | FAMILIES.get(family, {}) | changes).items()
+        if value is not None
     }
     if family == "Gemma4":
         fields["audio_config"] = None

@@ -3,10 +3,11 @@
 import multiprocessing
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -15,12 +16,14 @@ from tests.support.models import MAX_COMPLETION, emptied, make_relatives, masked
 from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.groups.bins import form_micro_batches
+from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import whole_tensor
 
 STEPS = 3
@@ -58,8 +61,10 @@ def prepared(
     policy: Any, config: TrainerConfig, samples: list[Sample], proximal: bool = True
 ) -> list[Sample]:
     """With what the policy computes beforehand; values are their own returns but for half a point."""
-    done = []
-    for sample, found in zip(samples, policy.precompute(samples), strict=True):
+    done, precomputed = [], policy.precompute(samples)
+    if isinstance(policy, RankPolicy):  # rank 0 has it
+        precomputed = unpack(policy._ranks.broadcast(pack(precomputed)))
+    for sample, found in zip(samples, precomputed, strict=True):
         kept = {name: values for name, values in found.items() if proximal or name != "proximal_logprobs"}
         returns = {"returns": found["values"] + 0.5} if "values" in found else {}
         done.append(replace(sample, **kept, **returns))
@@ -127,6 +132,20 @@ def train_cases(
     """The outcome of each case, one after the other in the same processes."""
     found = {}
     for name, model, config in cases:
-        ranks.lay_out(config.shard_ranks)
+        ranks.lay_out(config.shard_ranks, config.context_ranks)
         found[name] = outcome_of(RankPolicy(model, config, ranks, **options_of(config, model)), config)
     return found
+
+
+def assert_same_outcome(mine: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-12) -> None:
+    for (sums, result), (other_sums, other_result) in zip(mine["numbers"], expected["numbers"], strict=True):
+        own, other = asdict(sums), asdict(other_sums)
+        assert own.pop("expert_counts") == other.pop("expert_counts")
+        assert (own.pop("positions") > 0) == (other.pop("positions") > 0)  # what ranks share differs
+        assert own == pytest.approx(other, rel=tolerance, abs=tolerance)
+        assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=tolerance)
+        assert (result.lr, result.skipped) == (other_result.lr, False)
+    assert mine["digest"] == expected["digest"]
+    assert mine["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(mine["weights"][name], weight, rtol=tolerance, atol=tolerance, msg=name)

@@ -56,9 +56,10 @@ def check_memory(config: RunConfig, machine: Machine) -> tuple[list[str], list[s
 def _lines(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Iterator[str]:
     if (trainer := fit["trainer"]) is not None:
         again = ", layers computed again" if fit["recomputed"] else ""
+        longest = -(-config.model.max_model_len // config.trainer.context_ranks)
         yield (
             f"trainer: {fit['ranks']} x {_gib(trainer['peak'])} of {_gib(machine['gpu_bytes'])} GiB, passes "
-            f"of {max(fit['tokens'], config.model.max_model_len):,} tokens{again}: {_parts(trainer['parts'])}"
+            f"of {max(fit['tokens'], longest):,} tokens{again}: {_parts(trainer['parts'])}"
         )
     if (engine := fit["engine"]) is not None and fit["engines"]:
         yield (

@@ -76,7 +76,9 @@ def _convert_machine(draft: Draft, mode: str) -> None:
     rows = draft.take(A + "ppo_micro_batch_size_per_gpu") or draft.take(A + "ppo_micro_batch_size")
     if not draft.take(A + "use_dynamic_bsz") and rows:
         tokens, option = rows * total, A + "ppo_micro_batch_size_per_gpu"
-    draft.put("trainer.micro_batch_tokens", max(tokens, total), option)
+    # Of a GPU, which has a part of a sequence where several share it.
+    longest = -(-total // draft.get("trainer.context_ranks", 1))
+    draft.put("trainer.micro_batch_tokens", max(tokens, longest), option)
 
 
 def _convert_reward(draft: Draft) -> None:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import structlog
 
 from tidemill.common.config.trainer import TrainerConfig
@@ -29,7 +30,7 @@ from tidemill.services.trainer.groups.group_filter import (
     Refusal,
     TrainableGroup,
 )
-from tidemill.services.trainer.groups.samples import Precomputed, make_sample
+from tidemill.services.trainer.groups.samples import Precomputed, Sample, make_sample
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 
 log = structlog.get_logger(__name__)
@@ -69,35 +70,51 @@ class Precompute:
         """Whether nothing is left to compute for training the group at `step`."""
         return not self.is_needed or group.precomputed_for == step
 
-    async def compute(self, group: PendingGroup, step: int) -> None:
-        """Compute what `step` needs of one group, in the policy's thread."""
-        # A copy: the readers of the streams go on while the policy computes.
-        trajectories = dict(group.trajectories)
-        found = await self.thread.call(self._compute, trajectories)
-        # Unless what was read has been forgotten meanwhile, to be read again.
-        if all(group.trajectories.get(index) is one for index, one in trajectories.items()):
-            group.precomputed, group.precomputed_for = found, step
+    async def compute(self, groups: Sequence[PendingGroup], step: int) -> int:
+        """Compute what `step` needs of the first groups, in one call in the policy's thread: of as many as
+        fill a forward pass on each rank, at least of one. Returns of how many."""
+        sums = np.cumsum([_num_tokens(group) for group in groups])
+        most = self.trainer.tile_tokens * self.trainer.num_ranks
+        groups = groups[: max(1, int(np.searchsorted(sums, most, side="right")))]
+        # Copies: the readers of the streams go on while the policy computes.
+        records = [dict(group.trajectories) for group in groups]
+        for group, own, found in zip(
+            groups, records, await self.thread.call(self._compute, records), strict=True
+        ):
+            # Unless what was read has been forgotten meanwhile, to be read again.
+            if all(group.trajectories.get(index) is one for index, one in own.items()):
+                group.precomputed, group.precomputed_for = found, step
+        return len(groups)
 
     async def compute_waiting(self, groups: Iterable[PendingGroup], step: int, places: int) -> bool:
-        """Compute one group whose trajectories are all there, of those that fill the `places` of `step`.
-        False where there is none."""
+        """Compute groups whose trajectories are all there, of those that fill the `places` of `step`. False
+        where there is none."""
         is_in_order = self.trainer.batch_order == "in_order"
         due = [group for group in groups if not group.is_taken and (group.step == step or not is_in_order)]
-        for group in sorted(due, key=lambda group: (group.step, group.ticket))[:places]:
-            if group.is_generated and not self.is_ready(group, step):
-                # One at a time: a group that is complete by then is trained before the next is prepared.
-                await self.compute(group, step)
-                return True
-        return False
+        due = sorted(due, key=lambda group: (group.step, group.ticket))[:places]
+        waiting = [group for group in due if group.is_generated and not self.is_ready(group, step)]
+        if waiting:
+            # One call: a group that is complete by then is trained before others are prepared.
+            await self.compute(waiting, step)
+        return bool(waiting)
 
-    def _compute(self, trajectories: Mapping[int, Trajectory]) -> dict[int, Precomputed]:
+    def _compute(self, records: Sequence[Mapping[int, Trajectory]]) -> list[dict[int, Precomputed]]:
         # By index and not by arrival: which samples share a forward pass decides how they are rounded.
-        indices = sorted(trajectories)
-        try:
-            samples = [make_sample(trajectories[index]) for index in indices]
-        except ValueError:
-            return {}  # numbers that are not finite: the filter will refuse the group
-        return dict(zip(indices, self.policy.precompute(samples), strict=True))
+        samples = [_samples_of(dict(sorted(own.items()))) for own in records]
+        found = iter(self.policy.precompute([one for own in samples for one in own.values()]))
+        return [{index: next(found) for index in own} for own in samples]
+
+
+def _num_tokens(group: PendingGroup) -> int:
+    rows = [segment for one in group.trajectories.values() for segment in one.segments]
+    return sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
+
+
+def _samples_of(trajectories: Mapping[int, Trajectory]) -> dict[int, Sample]:
+    try:
+        return {index: make_sample(one) for index, one in trajectories.items()}
+    except ValueError:
+        return {}  # numbers that are not finite: the filter will refuse the group
 
 
 def select_groups(
@@ -256,7 +273,7 @@ class BatchAssembler:
                 await self._look_for_losses(step, time.monotonic() - quiet_since)
 
     async def precompute_waiting(self, step: int, places: int) -> bool:
-        """Precompute one group that waits for its scores; False where there is none."""
+        """Precompute groups that wait for their scores; False where there is none."""
         if self.precompute is None or not self.precompute.is_needed:
             return False
         with self.context.activity.during("prepare"):

@@ -20,13 +20,6 @@ from tidemill.common.errors import TidemillError
 from tidemill.common.wire.arrays import Bits, Float32, Float64, Int32
 from tidemill.common.wire.messages import Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Segment
-from tidemill.services.trainer.groups.trie import (
-    ENOUGH_IN_COMMON,
-    SHORTEST,
-    in_order,
-    num_common,
-    num_different,
-)
 
 Kind = TypeVar("Kind", bound=np.generic)
 
@@ -286,58 +279,6 @@ def without_proximal(batch: MicroBatch) -> MicroBatch:
     Also where its logprobs were precomputed: the bits must not depend on whether there was time for that.
     """
     return MicroBatch(tuple(replace(sample, proximal_logprobs=None) for sample in batch.samples))
-
-
-def put_together(samples: Sequence[Sample], max_tokens: int) -> list[tuple[int, list[int]]]:
-    """Samples that are best computed in one forward pass, because they begin alike: as many of a group as
-    have at most `max_tokens` different tokens. Each entry has that number and the samples' indices; the
-    largest come first, ties by key and not by arrival."""
-    rows = [
-        sorted((np.concatenate(parts) for parts in _segments_of(sample)), key=in_order) for sample in samples
-    ]
-    sizes = [num_different(own) for own in rows]
-    order = sorted(
-        range(len(samples)), key=lambda i: (samples[i].key[0], in_order(rows[i][0]), samples[i].key)
-    )
-    found: list[tuple[int, list[int]]] = []
-    for before, i in zip([None, *order], order, strict=False):
-        is_near = before is not None and samples[before].key[0] == samples[i].key[0]
-        common = num_common(rows[before][0], rows[i][0]) if before is not None and is_near else 0
-        shared = common if common >= SHORTEST else 0
-        grown = found[-1][0] + sizes[i] - shared if found else 0
-        if shared < ENOUGH_IN_COMMON * sizes[i] or grown > max_tokens:
-            found.append((sizes[i], [i]))
-        else:
-            found[-1] = (grown, [*found[-1][1], i])
-    return sorted(found, key=lambda part: (-part[0], samples[part[1][0]].key))
-
-
-def _segments_of(sample: Sample) -> Iterator[tuple[Int32, Int32]]:
-    """Prompt and completion of each of its rows."""
-    start = 0
-    for prompt_ids, num_completion in sample.segments:
-        yield prompt_ids, sample.completion_ids[start : start + num_completion]
-        start += num_completion
-
-
-def form_micro_batches(samples: Iterable[Sample], max_tokens: int) -> list[MicroBatch]:
-    """Distribute samples over micro-batches of at most `max_tokens` different tokens (of prompts and
-    completions).
-
-    First-fit decreasing over what belongs together (`put_together`); a sample longer than the budget has a
-    micro-batch of its own. Lengths 5, 4, 3, 2 under a budget of 7 give [5, 2] and [4, 3].
-    """
-    samples = list(samples)
-    bins: list[list[Sample]] = []
-    room: list[int] = []
-    for size, members in put_together(samples, max_tokens):
-        index = next((i for i, free in enumerate(room) if size <= free), len(bins))
-        if index == len(bins):
-            bins.append([])
-            room.append(max_tokens)
-        bins[index] += [samples[i] for i in members]
-        room[index] -= size
-    return [MicroBatch(tuple(members)) for members in bins]
 
 
 def rebuild(

@@ -16,6 +16,8 @@ SHORTEST = 8
 """Tokens of a node that is shared: a shorter one costs attention more than it saves in the other layers."""
 SCORES_OF_A_TOKEN = 1000
 """Scores of attention that take about as long as a token in all other layers, where these are small."""
+MOST_KEYS = 4
+"""Tokens of a tree's rows, for each token that it may have: about so many keys are copied in every layer."""
 ENOUGH_IN_COMMON = 0.1
 """The share of tokens from which it is worth while to compute what is in common once."""
 

@@ -111,18 +111,23 @@ def attend_varlen(
 
     Shapes: query [B, heads, T, D], key [B, key heads, T, D], value [B, key heads, T, E] with E <= D; returns
     [B, T, heads, E]. Boundaries are those of `cu_seq_lens_q`; without it each of the B rows is a sequence.
-    A window of W is the token itself and the W - 1 before it.
+    Of a tree with `columns` this rank has some of the T. A window of W is the token itself and the W - 1
+    before it.
     """
     tree: Tree | None = kwargs.get(TREE)
     has_mask = attention_mask is not None and (tree is None or attention_mask.numel() > 0)
     if has_mask or any(kwargs.get(name) is not None for name in CHANGES_OF_SCORES):
         raise ValueError(f"{VARLEN} takes no mask, no cap of scores and no sinks")
+    query, key, value = map(_half, (query, key, value))
+    columns = None if tree is None else tree.columns
+    if columns is not None:
+        query, key, value = map(columns.to_heads, (query, key, value))
     num_rows, _, width, size = query.shape
     own_size = value.shape[-1]
     if own_size < size:
         # The kernel wants one head size for all three; the padding is cut off at the end.
         value = F.pad(value, [0, size - own_size])
-    flat = [_half(x).transpose(1, 2).reshape(num_rows * width, x.shape[1], size) for x in (query, key, value)]
+    flat = [x.transpose(1, 2).reshape(num_rows * width, x.shape[1], size) for x in (query, key, value)]
     if tree is not None:
         given = tree.spread(flat[1], flat[2], sliding_window)
     else:
@@ -138,7 +143,8 @@ def attend_varlen(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(attended, Tensor), "nothing else was asked for"
-    return attended[..., :own_size].reshape(num_rows, width, query.shape[1], own_size), None
+    attended = attended[..., :own_size].reshape(num_rows, width, query.shape[1], own_size)
+    return (attended if columns is None else columns.to_columns(attended)), None
 
 
 def _half(tensor: Tensor) -> Tensor:

@@ -24,11 +24,11 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.wire.arrays import Float32, Int32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
+from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.groups.trie import SHORTEST
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import (
-    Layout,
     Tile,
     TokenRow,
     choose_layout,
@@ -156,12 +156,14 @@ class TokenScorer:
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
         """Logprobs and entropies in float32, with gradients of the logprobs and, if asked, of the
-        entropies; routing where there is a gradient and it is wanted."""
+        entropies; routing where there is a gradient and it is wanted. Of a tile that has `columns`, of all
+        its tokens, with the gradients of this rank's; `hidden_NH` are of these alone."""
         if self._routers is None or not torch.is_grad_enabled():
-            return self._score(tile, temperature, entropy_gradient, keep_hidden)
+            return _of_all(self._score(tile, temperature, entropy_gradient, keep_hidden), tile)
         with self._routers.recording():
             scores = self._score(tile, temperature, entropy_gradient, keep_hidden)
-            return replace(scores, routing=self._routers.at(tile.sources_N.to(self._device)))
+            routing = self._routers.at(tile.sources_N.to(self._device))
+            return _of_all(replace(scores, routing=routing), tile)
 
     def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> TileScores:
         sources_N, targets_N = tile.sources_N.to(self._device), tile.targets_N.to(self._device)
@@ -219,6 +221,21 @@ class TokenScorer:
     @property
     def _is_half(self) -> bool:
         return self._compute_dtype not in (torch.float32, torch.float64)
+
+
+def _of_all(scores: TileScores, tile: Tile) -> TileScores:
+    columns = tile.columns
+    if columns is None:
+        return scores
+    return TileScores(
+        columns.joined(scores.logprobs_N),
+        columns.joined(scores.entropies_N),
+        scores.hidden_NH,
+        tuple(
+            LayerRouting(layer.affinity, columns.joined(layer.logits_NE), columns.joined(layer.chosen_NK))
+            for layer in scores.routing
+        ),
+    )
 
 
 _OPTIONAL = {

@@ -19,8 +19,8 @@ Shape legend: B rows, T columns, N scored tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +28,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tidemill.common.wire.arrays import Bits, Int32
+from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import Sample
-from tidemill.services.trainer.groups.trie import ENOUGH_IN_COMMON, Trie, in_order, share_in_common
+from tidemill.services.trainer.groups.trie import ENOUGH_IN_COMMON, MOST_KEYS, Trie, in_order, share_in_common
 from tidemill.services.trainer.policy.attention import VARLEN
+from tidemill.services.trainer.policy.columns import Columns, ContextGroup
 from tidemill.services.trainer.policy.trees import TREE, Tree
-
-Layout = Literal["padded", "tree", "tree_or_padded", "varlen"]
-
-MOST_KEYS = 4
-"""Tokens of a tree's rows, for each token that it may have: about so many keys are copied in every layer."""
 
 SOFTMAX_ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers, as transformers names them, that kernels can keep apart at boundaries."""
@@ -65,13 +62,15 @@ class TokenRow:
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One forward pass. `rows` says which rows the N scored tokens come from, in their order. `sources_N`
-    indexes the flattened [B * T] positions whose hidden state predicts `targets_N`."""
+    indexes the flattened [B * T] positions whose hidden state predicts `targets_N`. With `columns` it is a
+    rank's part of a tile: ids, sources and targets are those of its own columns, rows those of all."""
 
     rows: tuple[TokenRow, ...]
     ids_BT: Tensor
     sources_N: Tensor
     targets_N: Tensor
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+    columns: Columns | None = None
 
     @property
     def samples(self) -> list[int]:
@@ -79,11 +78,12 @@ class Tile:
         return [row.sample for row in self.rows]
 
 
-def make_rows(samples: Sequence[Sample], scored: Sequence[Bits]) -> list[TokenRow]:
+def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0) -> list[TokenRow]:
     """One row for each segment of a sample with a scored token; `scored` marks completion tokens, [T] each.
-    Tokens after the last scored one, and that one itself, predict nothing that is needed: cut off."""
+    Tokens after the last scored one, and that one itself, predict nothing that is needed: cut off. Samples
+    are numbered from `first` on."""
     rows = []
-    for i, (sample, scored_T) in enumerate(zip(samples, scored, strict=True)):
+    for i, (sample, scored_T) in enumerate(zip(samples, scored, strict=True), first):
         start = 0
         for prompt_ids, num_completion in sample.segments:
             end = start + num_completion
@@ -166,6 +166,21 @@ def make_tile(lines: Lines, layout: Layout) -> Tile:
         return _varlen_tile(lines[0])
     is_tree = layout == "tree" or (layout == "tree_or_padded" and len(lines) == 1)
     return _tree_tile(lines[0]) if is_tree else _rectangle(lines)
+
+
+def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
+    """This rank's columns of a tree."""
+    columns = Columns(context, tile.ids_BT.shape[1], tile.sources_N)
+    tree: Tree = tile.model_kwargs[TREE]
+    tree.columns = columns  # for attention
+    return replace(
+        tile,
+        ids_BT=columns.cut(tile.ids_BT),
+        sources_N=tile.sources_N[columns.own_n] - columns.own.start,
+        targets_N=tile.targets_N[columns.own_n],
+        model_kwargs={"position_ids": columns.cut(tile.model_kwargs["position_ids"]), TREE: tree},
+        columns=columns,
+    )
 
 
 def _grow(rows: Sequence[TokenRow], max_tokens: int, most_shared: int) -> list[list[TokenRow]]:

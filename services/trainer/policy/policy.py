@@ -28,6 +28,7 @@ from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.weights.store import WeightState
@@ -46,6 +47,10 @@ class UpdateResult:
 
 class Policy(Protocol):
     """A model under training. Lifecycle: `load_state` at most once, then steps; no close."""
+
+    @property
+    def layout(self) -> Layout:
+        """How samples of a forward pass lie beside each other."""
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Add the batch's gradient, unnormalised, to what has been accumulated. After an exception the
@@ -71,6 +76,7 @@ class Policy(Protocol):
         """What the algorithm needs of samples before they are trained, of the weights at the step's start.
 
         Those are the weights that are held, else the current ones. Rewards and advantages are not looked at.
+        Samples of a group are neighbours; the bits of its numbers do not depend on the other groups.
         """
 
     def hold_weights(self) -> None:

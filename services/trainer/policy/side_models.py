@@ -79,8 +79,8 @@ class ValueHead(nn.Module):
         assert hidden_NH is not None, "the policy's hidden states were asked for"
         hidden_NH = hidden_NH.detach() if self._detach else hidden_NH
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            values: Tensor = self.layer(hidden_NH.to(self.layer.weight.dtype))
-        return values.squeeze(-1)
+            values: Tensor = self.layer(hidden_NH.to(self.layer.weight.dtype)).squeeze(-1)
+        return values if tile.columns is None else tile.columns.joined(values)
 
     def modules_to_move(self) -> list[nn.Module]:
         return [self.layer]

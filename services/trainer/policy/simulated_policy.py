@@ -26,6 +26,7 @@ from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.tokens import denominator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.state import PolicyState, SavesState, ShardReader
@@ -37,6 +38,8 @@ UNCHANGING = TensorInfo("unchanging", "U8", (4096,))
 
 class SimulatedPolicy(HasCoefficients, SavesState):
     """Implements `Policy` with the delays of `trainer.simulated`."""
+
+    layout: Layout = "tree"
 
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer

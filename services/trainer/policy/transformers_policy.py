@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REF
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
 from tidemill.services.trainer.weights.store import model_tensors
+
+Parts = Sequence[Sequence[Sample]]
+"""Samples that may share a forward pass, and no other with them."""
+
+
+def by_group(samples: Sequence[Sample]) -> Parts:
+    """Neighbours of one group."""
+    return [list(own) for _, own in groupby(samples, key=lambda sample: sample.key[0])]
 
 
 def load_policy(config: RunConfig) -> "TransformersPolicy":
@@ -146,10 +155,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         self.layout = pick_layout(model, self._scorer, config.packing, max_model_len)
         # What looks at a whole sequence needs all segments of a session in one forward pass.
         self._keeps_samples = algorithm.needs_whole_sequences
-        self._tile_tokens = config.tile_tokens
+        self._tile_tokens = config.bin_tokens
         """Of one forward pass."""
         if model.device.type == "cpu":
-            self._tile_tokens = min(CPU_TILE_TOKENS, config.tile_tokens)
+            self._tile_tokens = min(CPU_TILE_TOKENS, config.bin_tokens)
         if config.recomputes_layers:
             recompute_layers(model)
             if isinstance(self._value_head, Critic):
@@ -173,13 +182,22 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
     def _plan(self, samples: Sequence[Sample]) -> list[Lines]:
         """The tiles that train on the samples."""
         rows = make_rows(samples, [sample.mask for sample in samples])
-        most_shared = self._config.tile_tokens
+        most_shared = self._config.bin_tokens
         return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples, most_shared)
 
-    def _plan_scored(self, samples: Sequence[Sample]) -> list[Lines]:
-        """Tiles with every completion token, trained or not."""
-        rows = make_rows(samples, [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples])
-        return plan_tiles(rows, self.layout, self._tile_tokens, most_shared=self._config.tile_tokens)
+    def _plan_scored(self, parts: Parts) -> list[Lines]:
+        """Tiles with every completion token, trained or not; none with samples of two parts."""
+        tiles: list[Lines] = []
+        first = 0
+        for part in parts:
+            everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in part]
+            rows = make_rows(part, everything, first)
+            tiles += plan_tiles(rows, self.layout, self._tile_tokens, most_shared=self._config.bin_tokens)
+            first += len(part)
+        return tiles
+
+    def _make_tile(self, lines: Lines) -> Tile:
+        return make_tile(lines, self.layout)
 
     def _accumulate(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
         normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
@@ -194,7 +212,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         )
         tiles, positions = [], 0
         for lines in plan:
-            tile = make_tile(lines, self.layout)
+            tile = self._make_tile(lines)
             positions += tile.ids_BT.numel()
             tiles.append(self._train_tile(tile, batch))
         sums = replace(metrics, positions=positions) + total_metrics(tiles)
@@ -267,7 +285,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
 
     def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
-        algorithm, found = self._config.algorithm, [Precomputed() for _ in samples]
+        return self._precompute(by_group(samples))
+
+    def _precompute(self, parts: Parts) -> list[Precomputed]:
+        algorithm, found = self._config.algorithm, [Precomputed() for part in parts for _ in part]
         wanted = {
             "proximal_logprobs": ("logprobs", self._config.needs_proximal),
             "values": ("values", self._value_head is not None),
@@ -277,13 +298,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         needed = {field: name for field, (name, is_needed) in wanted.items() if is_needed}
         if needed:
             with self._held_weights():
-                start = self._score_all(samples, self._scorer, self._temperature, self._value_head)
+                start = self._score_all(parts, self._scorer, self._temperature, self._value_head)
             for one, scores in zip(found, start, strict=True):
                 one |= {field: scores[name] for field, name in needed.items()}
         if algorithm.needs_reference:
             scorer = self._reference.scorer if self._reference else self._scorer
             with self._adapters.off() if self._adapters else nullcontext():
-                scored = self._score_all(samples, scorer, self._temperature)
+                scored = self._score_all(parts, scorer, self._temperature)
             for one, scores in zip(found, scored, strict=True):
                 one["reference_logprobs"] = scores["logprobs"]
         return found
@@ -308,28 +329,33 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
         """Logprobs of all completion tokens, trained or not. float32, [T] for each sample, in order."""
-        scored = self._score_all(samples, self._scorer, temperature)
+        return self._logprobs(by_group(samples), temperature)
+
+    def _logprobs(self, parts: Parts, temperature: float) -> list[Float32]:
+        scored = self._score_all(parts, self._scorer, temperature)
         return [scores["logprobs"].astype(np.float32) for scores in scored]
 
     @torch.no_grad()
     def _score_all(
         self,
-        samples: Sequence[Sample],
+        parts: Parts,
         scorer: TokenScorer,
         temperature: float,
         head: ValueHead | None = None,
     ) -> list[Scores]:
         """Of all completion tokens; values where a head is given. float32; float64 for a model of that
-        precision."""
+        precision. In the order of the parts."""
         # So that comparisons of gradients are not rounded.
         wide = np.float64 if self._dtype == torch.float64 else np.float32
         names = ["logprobs"] + ["entropies"] * self._config.algorithm.needs_start_entropies
         names += ["values"] * (head is not None)
         found: list[Scores] = [
-            {name: np.zeros(len(sample.completion_ids), dtype=wide) for name in names} for sample in samples
+            {name: np.zeros(len(sample.completion_ids), dtype=wide) for name in names}
+            for part in parts
+            for sample in part
         ]
-        for lines in self._plan_scored(samples):
-            tile = make_tile(lines, self.layout)
+        for lines in self._plan_scored(parts):
+            tile = self._make_tile(lines)
             scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
             place("logprobs", scores.logprobs_N, tile, found)
             if "entropies" in names:

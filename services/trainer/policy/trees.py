@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tidemill.services.trainer.groups.trie import Indices, Node, Trie
+from tidemill.services.trainer.policy.columns import Columns
 from tidemill.services.trainer.policy.precision import autocast_dtype
 
 TREE = "tree"
@@ -80,6 +81,8 @@ class Tree:
         self._made: dict[Any, Any] = {}
         self.windows: set[int | None] = set()
         """What layers have asked for."""
+        self.columns: Columns | None = None
+        """Where this rank has only some columns of the tile."""
 
     @property
     def positions_T(self) -> Indices:
@@ -188,8 +191,8 @@ def attend_sdpa(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Transformers' scaled dot product attention, and that of trees. Shapes: query [1, heads, T, D], key
-    [1, key heads, T, D], value [1, key heads, T, E]; returns [1, T, heads, E]. Raises ValueError: scores are
-    changed in a way that it does not know."""
+    [1, key heads, T, D], value [1, key heads, T, E]; returns [1, T, heads, E]; W columns in place of T where
+    the tree has `columns`. Raises ValueError: scores are changed in a way that it does not know."""
     tree: Tree | None = kwargs.pop(TREE, None)
     if tree is None:
         found: tuple[Tensor, None] = sdpa_attention_forward(
@@ -199,7 +202,10 @@ def attend_sdpa(
     has_mask = attention_mask is not None and attention_mask.numel() > 0
     if has_mask or any(kwargs.get(name) is not None for name in CHANGES_OF_SCORES):
         raise ValueError("attention along a tree takes no mask, no cap of scores, no sinks and no bias")
-    return _attend_buckets(tree, query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window")), None
+    if tree.columns is not None:
+        query, key, value = map(tree.columns.to_heads, (query, key, value))
+    attended = _attend_buckets(tree, query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window"))
+    return (attended if tree.columns is None else tree.columns.to_columns(attended)), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes differ from tile to tile

@@ -20,8 +20,8 @@ from tidemill.services.trainer.durable.commits import (
     append_commit,
     read_commits,
 )
+from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
-from tidemill.services.trainer.groups.samples import form_micro_batches
 from tidemill.services.trainer.step import MiniBatch, StepResult, make_commit
 
 

@@ -5,8 +5,8 @@ either is to float32.
 """
 
 import copy
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,14 +19,23 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from tests.support.architectures import make_model
-from tests.support.models import make_samples, tiny_llama
-from tests.support.rank_runs import FIELDS, on_ranks, options_of, train_alone, train_cases, update
+from tests.support.models import make_relatives, make_samples, tiny_llama
+from tests.support.rank_runs import (
+    FIELDS,
+    assert_same_outcome,
+    on_ranks,
+    options_of,
+    train_alone,
+    train_cases,
+    update,
+)
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.groups.samples import MicroBatch
 from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import whole_tensor
 
 SUMS: dict[str, Any] = {
@@ -102,28 +111,14 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return on_ranks(4, partial(train_cases, cases=cases), tmp_path_factory.mktemp("four"))
 
 
-def assert_same(mine: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-12) -> None:
-    for (sums, result), (other_sums, other_result) in zip(mine["numbers"], expected["numbers"], strict=True):
-        own, other = asdict(sums), asdict(other_sums)
-        assert own.pop("expert_counts") == other.pop("expert_counts")
-        assert (own.pop("positions") > 0) == (other.pop("positions") > 0)  # what ranks share differs
-        assert own == pytest.approx(other, rel=tolerance, abs=tolerance)
-        assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=tolerance)
-        assert (result.lr, result.skipped) == (other_result.lr, False)
-    assert mine["digest"] == expected["digest"]
-    assert mine["weights"].keys() == expected["weights"].keys()
-    for name, weight in expected["weights"].items():
-        torch.testing.assert_close(mine["weights"][name], weight, rtol=tolerance, atol=tolerance, msg=name)
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_ranks_are_one(name, of_two):
-    assert_same(of_two[name], alone(name), tolerance=1e-6 if name == "experts" else 1e-12)
+    assert_same_outcome(of_two[name], alone(name), tolerance=1e-6 if name == "experts" else 1e-12)
 
 
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_four_ranks_are_one(name, of_four):
-    assert_same(of_four[name], alone(name))
+    assert_same_outcome(of_four[name], alone(name))
 
 
 def count_collectives(ranks: Ranks, model: PreTrainedModel) -> list[tuple[str, str]]:
@@ -179,6 +174,45 @@ def test_a_commit_gathers_no_weight_of_a_critic(tmp_path):
     assert on_ranks(2, partial(largest_in_a_commit, model=model_of("critic")), tmp_path) < 512
 
 
+def bytes_received(ranks: Ranks, model: PreTrainedModel) -> list[int]:
+    """By each rank, of the samples of a micro-batch."""
+    ranks.lay_out(None)
+    config = config_of("", num_ranks=4)
+    policy = RankPolicy(model, config, ranks, **options_of(config, model))
+    deal, received = ranks.deal, [0]
+
+    def counted(payloads: Sequence[bytes]) -> bytes:
+        payload = deal(payloads)
+        received[0] += len(payload)
+        return payload
+
+    ranks.deal = counted  # type: ignore[method-assign]
+    policy.accumulate(MicroBatch(tuple(make_samples(24))))
+    return [unpack(part) for part in ranks.gather(pack(received[0]))]
+
+
+def test_each_rank_receives_its_own_samples_alone(tmp_path):
+    received = on_ranks(4, partial(bytes_received, model=tiny_llama()), tmp_path)
+    whole = len(pack(make_samples(24)))
+    assert received[0] == 0, "it has them"
+    assert max(received) < 0.4 * whole and sum(received) < 0.85 * whole
+
+
+def precomputed(ranks: Ranks, model: PreTrainedModel) -> list[list[Any]]:
+    """Of one group's samples, alone and among those of others."""
+    ranks.lay_out(None)
+    config = config_of("all sums", num_ranks=2)
+    policy = RankPolicy(model, config, ranks, **options_of(config, model) | {"dtype": torch.float32})
+    samples = [replace(one, key=(n // 4, n % 4)) for n, one in enumerate(make_relatives(16))]
+    found = [policy.precompute(samples[4:8]), policy.precompute(samples)[4:8]]
+    return [[part["reference_logprobs"].tolist() for part in parts] for parts in found]
+
+
+def test_a_groups_numbers_are_the_same_bits_whichever_groups_come_with_it(tmp_path):
+    alone, among = on_ranks(2, partial(precomputed, model=tiny_llama()), tmp_path)
+    assert alone == among != []
+
+
 IN_HALF: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen3": {},
@@ -216,7 +250,8 @@ def in_dtype(
             ranks.lay_out(None)
             policy = RankPolicy(model, config, ranks, **options)
         samples = make_samples(24)
-        logprobs = torch.from_numpy(np.concatenate(policy.logprobs(samples)))
+        # Rank 0 has those of all, the others none.
+        logprobs = torch.from_numpy(np.concatenate(policy.logprobs(samples) or [np.zeros(0)]))
         policy.accumulate(MicroBatch(tuple(samples)))
         if isinstance(policy, RankPolicy):
             policy._sum_held()

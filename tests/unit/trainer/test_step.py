@@ -88,7 +88,7 @@ class Arrivals:
     async def precompute_waiting(self, step: int, places: int) -> bool:
         for group in self.left[: self.num_waiting]:
             if self.precompute.is_needed and not self.precompute.is_ready(group, step):
-                await self.precompute.compute(group, step)
+                await self.precompute.compute([group], step)
                 return True
         return False
 
@@ -123,7 +123,7 @@ class RecordingPolicy:
     """Notes the order of the calls to a policy."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+        self.policy, self.layout = policy, policy.layout
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -385,6 +385,6 @@ async def test_what_was_precomputed_for_a_step_is_not_used_for_another():
     config = config_of(2)
     runner = runner_of(config, policy_of(config))
     group = group_of(0)
-    await runner.precompute.compute(group, 0)
+    await runner.precompute.compute([group], 0)
     assert runner.precompute.is_ready(group, 0)
     assert not runner.precompute.is_ready(group, 1)

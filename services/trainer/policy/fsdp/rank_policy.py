@@ -9,36 +9,54 @@ order: they agree on the number of forward passes, and a rank with fewer adds pa
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.arrays import Float32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample, put_together
+from tidemill.services.trainer.groups.bins import Layout, split_groups, split_samples
+from tidemill.services.trainer.groups.samples import (
+    MicroBatch,
+    Precomputed,
+    Sample,
+    SegmentTokens,
+    Teaching,
+    TurnEnd,
+)
+from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
+from tidemill.services.trainer.policy.attention import layer_configs
 from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import Scores, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.head import Scaling
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
-from tidemill.services.trainer.policy.packing import Tile
+from tidemill.services.trainer.policy.packing import Lines, Tile, cut_tile
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, Shard
-from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_options
+from tidemill.services.trainer.policy.transformers_policy import Parts, TransformersPolicy, policy_options
 from tidemill.services.trainer.weights.peers import Peers, pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.store import model_tensors
 
+T = TypeVar("T")
+
+SCORES_PER_WIDTH = 4
+"""Of attention, that take as long as all else that a layer computes of a token, for each number of its hidden
+state: 6 by their products (4 H for a score, 24 H^2 for a token), whose kernels are slower."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -157,7 +175,7 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     # Before `prepare_torch`: `trainer.num_threads`, where it is set, has the last word.
     take_share(ranks.device, config.trainer.num_ranks)
     prepare_torch(config.trainer)
-    ranks.lay_out(config.trainer.shard_ranks)
+    ranks.lay_out(config.trainer.shard_ranks, config.trainer.context_ranks)
     model, weights = open_model(config.model, ranks.device)
     digest = ""
     if config.trainer.lora and weights is not None:
@@ -188,8 +206,14 @@ class RankPolicy(TransformersPolicy):
         self._holds_gradients = False
         """Each rank has gradients of its own that are not summed yet."""
         self._reduces_once = reduces_once(model, config, ranks)
+        self._width = int(getattr(model.config.get_text_config(), "hidden_size", 0))
+        self._context = ranks.context
+        if self._context is not None:
+            check_heads(model.config, self._context.size)
         super().__init__(model, config, device=ranks.device, **options)
         self._pretrained = None  # with its open files
+        if self._context is not None:
+            self.layout = shareable(self.layout, model)
 
     def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
         root = ShardedModel(model, self._ranks, self._dtype)
@@ -213,20 +237,64 @@ class RankPolicy(TransformersPolicy):
         if isinstance(root, FSDPModule) and any(weight.requires_grad for weight in root.parameters()):
             self._roots.append(root)
 
-    def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
-        """This rank's share; the metrics are those of all shares."""
-        shares = split_samples(batch.samples, self._ranks.size, self.layout.startswith("tree"))
-        # Each rank plans for all: so they agree on the number of passes without a word.
-        plans = [self._plan([batch.samples[i] for i in share]) for share in shares]
-        plan = plans[self._ranks.rank]
-        own = MicroBatch(tuple(batch.samples[i] for i in shares[self._ranks.rank]))
+    def accumulate(self, batch: MicroBatch | None) -> MicroBatchMetrics:
+        """This rank's share of what rank 0 has; the metrics are those of all shares."""
+        (samples,), _ = self._deal(batch.samples if batch else (), self._split)
+        own = MicroBatch(tuple(samples))
+        plan = self._plan(own.samples)
+        # Before the first pass: in each of them ranks wait for each other.
+        num_missing = self._num_missing(plan)
         self._reduce_gradients(not self._reduces_once)
         metrics = self._accumulate(own, plan)
-        for _ in range(max(map(len, plans)) - len(plan)):
+        for _ in range(num_missing):
             self._pass_nothing()
         self._holds_gradients = self._reduces_once
-        parts = self._ranks.gather(pack(metrics))
-        return sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
+        num_alike = self._config.context_ranks
+        # Those that share tiles have found the same, but for positions: each counts its own columns.
+        parts = self._ranks.gather(pack(metrics))[::num_alike]
+        total = sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
+        return replace(total, positions=total.positions * num_alike)
+
+    def _make_tile(self, lines: Lines) -> Tile:
+        tile = super()._make_tile(lines)
+        return tile if self._context is None else cut_tile(tile, self._context)
+
+    def _split(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
+        size, tokens = self._config.num_bins, self._config.bin_tokens
+        scores_of_a_token = max(SCORES_OF_A_TOKEN, SCORES_PER_WIDTH * self._width)
+        return [[own] for own in split_samples(samples, size, tokens, self.layout, scores_of_a_token)]
+
+    def _split_groups(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
+        return split_groups(samples, self._config.num_bins, self._config.bin_tokens, self.layout)
+
+    def _deal(
+        self, samples: Sequence[Sample], split: Callable[[Sequence[Sample]], list[list[tuple[int, ...]]]]
+    ) -> tuple[Parts, list[int]]:
+        """This rank's parts of the samples that rank 0 has; on rank 0 also the indices of all samples, in the
+        order of ranks. No rank gets the samples of another."""
+        if not self._ranks.is_leader:
+            return unpack(self._ranks.deal(()), Sample, SegmentTokens, Teaching, TurnEnd), []
+        indices = split(samples)
+        shares = [[[samples[i] for i in part] for part in parts] for parts in indices]
+        payloads = [payload for payload in map(pack, shares) for _ in range(self._config.context_ranks)]
+        # Its own it has already.
+        self._ranks.deal([b"", *payloads[1:]])
+        return shares[0], [i for parts in indices for part in parts for i in part]
+
+    def _join(self, found: Sequence[T], order: Sequence[int]) -> list[T]:
+        """What all ranks have found of their samples, in the order in which rank 0 has these; on the others
+        nothing."""
+        is_first = self._context is None or self._context.rank == 0
+        joined = [
+            one for part in self._ranks.collect(pack(found if is_first else ())) for one in unpack(part)
+        ]
+        places = {i: place for place, i in enumerate(order)}
+        return [joined[places[i]] for i in range(len(order))]
+
+    def _num_missing(self, plan: Sequence[Lines]) -> int:
+        """How many forward passes fewer than another rank this one has."""
+        most: int = max(unpack(part) for part in self._ranks.gather(pack(len(plan))))
+        return most - len(plan)
 
     def _reduce_gradients(self, wanted: bool) -> None:
         """Whether backward passes from now on sum gradients over the ranks, or each rank keeps its own."""
@@ -262,27 +330,27 @@ class RankPolicy(TransformersPolicy):
         self._sum_held()
         super().zero()
 
+    def precompute(self, samples: Sequence[Sample] | None) -> list[Precomputed]:
+        """Of all samples, on rank 0; none on the others."""
+        parts, order = self._deal(samples or (), self._split_groups)
+        return self._join(self._precompute(parts), order)
+
+    def logprobs(self, samples: Sequence[Sample] | None, temperature: float = 1.0) -> list[Float32]:
+        """The same."""
+        parts, order = self._deal(samples or (), self._split_groups)
+        return self._join(self._logprobs(parts, temperature), order)
+
     @torch.no_grad()
     def _score_all(
-        self,
-        samples: Sequence[Sample],
-        scorer: TokenScorer,
-        temperature: float,
-        head: ValueHead | None = None,
+        self, parts: Parts, scorer: TokenScorer, temperature: float, head: ValueHead | None = None
     ) -> list[Scores]:
-        """This rank's share, gathered with the others'."""
-        shares = split_samples(samples, self._ranks.size, self.layout.startswith("tree"))
-        counts = [len(self._plan_scored([samples[i] for i in share])) for share in shares]
-        mine = shares[self._ranks.rank]
-        scored = super()._score_all([samples[i] for i in mine], scorer, temperature, head)
-        for _ in range(max(counts) - counts[self._ranks.rank]):
+        """This rank's, in as many passes as the others make."""
+        num_missing = self._num_missing(self._plan_scored(parts))
+        found = super()._score_all(parts, scorer, temperature, head)
+        for _ in range(num_missing):
             scores = scorer.score(NOTHING, temperature, keep_hidden=head is not None and head.reads_policy)
             if head is not None:
                 head(NOTHING, scores.hidden_NH)
-        found: list[Scores] = [{}] * len(samples)
-        for share, part in zip(shares, self._ranks.gather(pack(scored)), strict=True):
-            for i, scores in zip(share, unpack(part), strict=True):
-                found[i] = scores
         return found
 
     @property
@@ -317,6 +385,28 @@ class RankPolicy(TransformersPolicy):
         return PolicyState(tensors, state.values if ranks.is_leader else {}, shard)
 
 
+def check_heads(config: PreTrainedConfig, size: int) -> None:
+    """Raises ConfigError: the heads of a layer cannot be divided by so many ranks."""
+    counts = {int(getattr(layer, "num_attention_heads", 1)) for layer in layer_configs(config)}
+    if any(count % size for count in counts):
+        fitting = max(n for n in range(1, size) if size % n == 0 and not any(count % n for count in counts))
+        raise ConfigError(
+            f"trainer.context_ranks is {size}, which does not divide the attention heads of the model's "
+            f"layers ({', '.join(map(str, sorted(counts)))}): each rank attends with as many; take {fitting}"
+        )
+
+
+def shareable(layout: Layout, model: PreTrainedModel) -> Layout:
+    """The layout of tiles whose columns ranks share. Raises ConfigError: those of the model cannot be."""
+    if not layout.startswith("tree"):
+        raise ConfigError(
+            f"trainer.context_ranks: forward passes of a {model.config.model_type} are {layout} here; ranks "
+            "share packed ones with torch's own attention alone: not with recurrent layers, capped scores, "
+            "dense masks or packing: false. Set it to 1"
+        )
+    return "tree"
+
+
 def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:
     """Whether gradients are summed over the ranks once an update: each rank holds all of them until then.
 
@@ -326,29 +416,6 @@ def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) ->
         return config.sum_gradients != "micro_batch"
     num_bytes = 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     return num_bytes <= torch.cuda.get_device_properties(ranks.device).total_memory / 4
-
-
-def split_samples(samples: Sequence[Sample], size: int, is_shared: bool = True) -> list[list[int]]:
-    """Indices of each rank's samples: what belongs together, largest first, to the rank with the fewest
-    tokens so far; in parts as small as the ranks' loads want. `is_shared`: common beginnings count once."""
-    total = sum(sample.num_tokens for sample in samples)
-    mean = sum(count for count, _ in put_together(samples, total)) // size
-    # Each rank computes the shares of all by itself, and finds the same.
-    tried = [_assigned(put_together(samples, mean // parts), size) for parts in (1, 2, 4, 8) if is_shared]
-    each = sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, samples[i].key))
-    tried.append(_assigned([(samples[i].num_tokens, [i]) for i in each], size))
-    return min(tried, key=lambda found: found[0])[1]
-
-
-def _assigned(parts: Sequence[tuple[int, list[int]]], size: int) -> tuple[int, list[list[int]]]:
-    """The most tokens of a rank, and the indices of each."""
-    shares: list[list[int]] = [[] for _ in range(size)]
-    loads = [0] * size
-    for count, members in parts:
-        least = loads.index(min(loads))
-        shares[least] += members
-        loads[least] += count
-    return max(loads), shares
 
 
 NOTHING = Tile(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, get_args
@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import Program, ending_in_words, run_own
+from tidemill.services.trainer.policy.columns import ContextGroup
 from tidemill.services.trainer.weights.peers import Thread
 
 log = structlog.get_logger(__name__)
@@ -183,6 +184,8 @@ class Ranks:
     replica: int
     shard: int
     """Which copy this rank holds a part of, and which part."""
+    context: ContextGroup | None = None
+    """Those that share this rank's tiles, where they do."""
 
     def __init__(self, rank: int, size: int, device: torch.device, watch: RankWatch | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -192,8 +195,16 @@ class Ranks:
             thread: dist.new_group(backend="gloo", timeout=PATIENCE) for thread in get_args(Thread)
         }
 
-    def lay_out(self, shard_size: int | None) -> None:
-        """Let each `shard_size` ranks hold a copy of the model, or all of them one. A call of all ranks."""
+    def lay_out(self, shard_size: int | None, context_size: int = 1) -> None:
+        """Let each `shard_size` ranks hold a copy of the model, or all of them one, and each `context_size`
+        share tiles. A call of all ranks."""
+        # Neighbours: these speak most, and are on one machine where it can be.
+        ranks_DC = torch.arange(self.size).view(-1, context_size).tolist()
+        if context_size > 1:
+            group, _ = dist.new_subgroups_by_enumeration(ranks_DC, timeout=_timeout(self.device))
+            self.context = ContextGroup(group, self.rank % context_size, context_size)
+        else:
+            self.context = None
         self.shard_size = shard_size or self.size
         self.replica, self.shard = divmod(self.rank, self.shard_size)
         kind = self.device.type
@@ -222,6 +233,42 @@ class Ranks:
             if len(data):
                 dist.broadcast(data, 0, group=self._groups["policy"])
             return data.numpy().tobytes()
+
+    def deal(self, payloads: Sequence[bytes]) -> bytes:
+        """This rank's of the bytes that rank 0 has for each. Raises RankLostError: another rank has ended."""
+        group = self._groups["policy"]
+        with self._naming_lost_ranks():
+            length = torch.empty(1, dtype=torch.int64)
+            lengths = [torch.tensor([len(payload)]) for payload in payloads] or None
+            dist.scatter(length, lengths, 0, group=group)
+            if not self.is_leader:
+                return self._receive(int(length), 0)
+            sent = {rank: _tensor_of(payload) for rank, payload in enumerate(payloads) if rank and payload}
+            # All at once, and kept until they are gone.
+            for work in [dist.isend(data, rank, group=group) for rank, data in sent.items()]:
+                assert work is not None, "all ranks are in the group"
+                work.wait()
+            return payloads[0]
+
+    def collect(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, in the order of ranks, on rank 0; on the others none. Raises RankLostError:
+        another rank has ended."""
+        group = self._groups["policy"]
+        with self._naming_lost_ranks():
+            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size if self.is_leader else 0)]
+            dist.gather(torch.tensor([len(payload)]), lengths or None, 0, group=group)
+            if self.is_leader:
+                others = [self._receive(int(lengths[rank]), rank) for rank in range(1, self.size)]
+                return [payload, *others]
+            if payload:
+                dist.send(_tensor_of(payload), 0, group=group)
+            return []
+
+    def _receive(self, length: int, rank: int) -> bytes:
+        data = torch.empty(length, dtype=torch.uint8)
+        if length:
+            dist.recv(data, rank, group=self._groups["policy"])
+        return data.numpy().tobytes()
 
     def meet(self) -> None:
         """Wait for all ranks, for as long as it takes: one whose disk is slow is not one that hangs."""

@@ -2,7 +2,7 @@
 
 Every call is broadcast and then made on all ranks alike, each on its own shard (`rank_policy.py`), so that
 their collective operations meet. A call returns when rank 0's part of it is done, and no other rank ever
-makes a call that rank 0 does not make.
+makes a call that rank 0 does not make. Samples are not in it: within the call each rank is sent its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,19 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
-from tidemill.services.trainer.groups.samples import (
-    MicroBatch,
-    Sample,
-    SegmentTokens,
-    Teaching,
-    TurnEnd,
-)
+from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.policy import Policy
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.weights.peers import pack, unpack
 
 STOP = "stop"
+OF_SAMPLES = ("accumulate", "precompute", "logprobs")
+"""Calls whose first argument only rank 0 has."""
 
 
 class ShardedPolicy:
@@ -42,8 +38,12 @@ class ShardedPolicy:
 
     def _call(self, name: str, *args: Any) -> Any:
         # Before the own part, in which this rank waits for the others.
-        self._ranks.broadcast(encode_call(name, args))
+        self._ranks.broadcast(encode_call(name, (None, *args[1:]) if name in OF_SAMPLES else args))
         return getattr(self._own, name)(*args)
+
+    @property
+    def layout(self) -> Layout:
+        return self._own.layout
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights, gathered from all ranks one by one."""
@@ -77,10 +77,10 @@ def serve_calls(own: Policy, ranks: Ranks) -> None:
 
 
 def encode_call(name: str, args: Sequence[Any]) -> bytes:
-    """A call; arguments are numbers, text, paths, samples, micro-batches."""
+    """A call; arguments are numbers, text, paths."""
     return pack((name, args))
 
 
 def decode_call(payload: bytes) -> tuple[str, Sequence[Any]]:
-    name, args = unpack(payload, MicroBatch, Sample, SegmentTokens, Teaching, TurnEnd)
+    name, args = unpack(payload)
     return name, args

@@ -76,13 +76,18 @@ def num_shards(config: RunConfig) -> int:
     return config.trainer.shard_ranks or config.trainer.num_ranks
 
 
+def longest_part(config: RunConfig) -> int:
+    """Tokens of the longest sequence that a rank has."""
+    return -(-config.model.max_model_len // config.trainer.context_ranks)
+
+
 def trainer_take(
     config: RunConfig, sizes: ModelSizes, gpu_bytes: float, num_tokens: int, recomputed: bool
 ) -> Take:
-    """A GPU of the trainer with forward passes of `num_tokens`, or of the longest sequence where that is
-    more."""
+    """A GPU of the trainer with `num_tokens` in a forward pass, or its part of the longest sequence where
+    that is more."""
     trainer, shards, copies = config.trainer, num_shards(config), 1 + has_critic(config)
-    num_tokens = max(num_tokens, config.model.max_model_len)
+    num_tokens = max(num_tokens, longest_part(config))
     states = _states(config, sizes, gpu_bytes)
     training = {
         "activations": copies * sizes.kept_bytes(num_tokens, recomputed),

@@ -26,6 +26,8 @@ from tidemill.common.config.trainer import DEFAULT_TILE_TOKENS, LoraConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import write_atomically
 from tidemill.common.process.checks import Answer, answer_check
+from tidemill.common.run.model_config import has_capped_attention
+from tidemill.services.trainer.policy.attention import layer_configs
 from tidemill.services.trainer.policy.memory.estimate import (
     ASLEEP_BYTES,
     CONTEXT_BYTES,
@@ -35,11 +37,13 @@ from tidemill.services.trainer.policy.memory.estimate import (
     Take,
     engine_take,
     host_take,
+    longest_part,
     trainer_take,
     usable,
 )
 from tidemill.services.trainer.policy.memory.sizes import ModelSizes, read_model
 from tidemill.services.trainer.policy.model_loading import pick_device
+from tidemill.services.trainer.policy.packing import SOFTMAX_ATTENTION, kinds_of_layers
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +51,7 @@ log = structlog.get_logger(__name__)
 Settings = dict[str, Any]
 """Fields of the config, and values."""
 TOKENS, RECOMPUTES = "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"
+CONTEXT = "trainer.context_ranks"
 PASSES_FILE = "passes.json"
 """In the run's folder: the tokens of a pass that were chosen when the run started. Another GPU would choose
 others, and sum gradients in another order: a replay there would not give the recorded bits."""
@@ -92,6 +97,8 @@ SMALLEST_TILE = 1024
 ENOUGH_SEQUENCES = 16
 """Of full length in an engine's KV cache: with fewer, more GPUs hold an engine together."""
 WAYS = (1, 2, 4, 8)
+CONTEXT_SIZES = (2, 4, 8, 16, 32)
+"""Ranks that share passes; more than a host has only where nothing else fits."""
 GPUS_OF_A_HOST = 8
 
 
@@ -148,12 +155,12 @@ def choose_passes(
 
 
 def _choices(config: RunConfig, sizes: ModelSizes) -> list[tuple[int, bool]]:
-    """From fast to small. A pass holds the longest sequence anyway."""
+    """From fast to small. A pass holds a rank's part of the longest sequence anyway."""
     tokens, recomputed = config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing
     if isinstance(tokens, int):
         tiles = [tokens]
     else:
-        longest = config.model.max_model_len
+        longest = longest_part(config)
         tiles = [max(DEFAULT_TILE_TOKENS, longest)]
         while tiles[-1] // 2 >= max(SMALLEST_TILE, longest):
             tiles.append(tiles[-1] // 2)
@@ -184,9 +191,12 @@ def find_settings(
     placements: list[Settings] = [{}] if keeps_placement else []
     placements += _placements(config, sizes, machine)
     settings: Settings = {}
-    for remedies, placement in product(_remedies(config), placements):
-        settings = {TOKENS: "auto", RECOMPUTES: "auto", **remedies, **placement}
-        fit = _fit(_changed(config, settings), sizes, machine)
+    for remedies, placement in product(_remedies(config, sizes), placements):
+        tried = {TOKENS: "auto", RECOMPUTES: "auto", **remedies, **placement}
+        changed = _changed(config, tried)
+        if changed.trainer.num_ranks % changed.trainer.context_ranks:
+            continue
+        settings, fit = tried, _fit(changed, sizes, machine)
         if not fit.problems:
             break
     if fit.trainer is not None:
@@ -266,21 +276,33 @@ def _fullest_host(
     return max((host_take(config, sizes, *host, turns) for host in hosts), key=lambda take: take.peak)
 
 
-def _remedies(config: RunConfig) -> Iterator[Settings]:
-    """From what costs least to what changes the training: nothing but passes, moments on the host, the
-    reference's dtype, adapters."""
+def _remedies(config: RunConfig, sizes: ModelSizes) -> Iterator[Settings]:
+    """From what costs least to what changes the training: nothing but passes, moments on the host, passes
+    that ranks share, the reference's dtype, adapters."""
     trainer, reference = config.trainer, config.trainer.algorithm.reference
-    yield {}
+    offload: Settings = {"trainer.offload_optimizer": True}
+    cheap: list[Settings] = [{}] if trainer.lora is not None else [{}, offload]
+    shared: list[Settings] = [{CONTEXT: size} for size in _context_sizes(config, sizes)]
+    yield from cheap
+    yield from ({**context, **one} for context in shared for one in cheap)
     if trainer.lora is not None:
         return
-    offload: Settings = {"trainer.offload_optimizer": True}
-    yield offload
     dtype = "trainer.algorithm.reference.dtype"
     if reference.model != "off" and reference.dtype == "float32":
-        yield {dtype: "bfloat16"}
-        yield {**offload, dtype: "bfloat16"}
+        narrow: Settings = {dtype: "bfloat16"}
+        yield from ({**context, **one, **narrow} for context in [{}, *shared] for one in cheap)
     if trainer.algorithm.value.model != "own" and reference.model != "updated":
-        yield {"trainer.lora": {}, dtype: "float32"}
+        yield from ({**context, "trainer.lora": {}, dtype: "float32"} for context in [{}, *shared])
+
+
+def _context_sizes(config: RunConfig, sizes: ModelSizes) -> list[int]:
+    """Of ranks that could share passes over the model's longest sequences, and leave enough to each."""
+    text = sizes.config.get_text_config()
+    if not kinds_of_layers(text) <= SOFTMAX_ATTENTION or has_capped_attention(text):
+        return []
+    counts = [int(layer.num_attention_heads) for layer in layer_configs(sizes.config)]
+    most = config.model.max_model_len // SMALLEST_TILE
+    return [n for n in CONTEXT_SIZES if n <= most and not any(count % n for count in counts)]
 
 
 def _placements(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Iterator[Settings]:

@@ -80,6 +80,9 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("verl", {A + "policy_loss.loss_mode": "dppo_tv", A + "ppo_mini_batch_size": 1024},
      {ALGORITHM + "loss": "ppo", ALGORITHM + "dppo": None}),
     ("verl", {A + "ppo_micro_batch_size_per_gpu": 4}, {"trainer.micro_batch_tokens": 4 * 1024}),
+    ("verl", {A + "ulysses_sequence_parallel_size": 4, A + "ppo_max_token_len_per_gpu": 8192,
+              "data.max_response_length": 1 << 16},
+     {"trainer.context_ranks": 4, "trainer.micro_batch_tokens": (512 + (1 << 16)) // 4}),
     ("verl", {R + "engine_kwargs.vllm.seed": 1}, {"rollout.vllm.extra": {"seed": 1}}),
     ("verl", {"custom_reward_function.path": "my.py"}, {"reward.function": "my.py:compute_score"}),
     ("verl", {"reward_model.enable": True, "reward_model.model.path": "m"},
@@ -180,7 +183,7 @@ def test_options_become_our_fields(
 
 
 LOST: list[tuple[Project, str, Any, str]] = [
-    ("verl", A + "ulysses_sequence_parallel_size", 8, "lost"),
+    ("verl", "actor_rollout_ref.ref.ulysses_sequence_parallel_size", 8, "lost"),
     ("verl", A + "policy_loss.loss_mode", "no_such", "lost"),
     ("verl", A + "kl_loss_type", "abs", "automatic"),
     ("verl", "algorithm.adv_estimator", "gdpo", "approximated"),
@@ -283,6 +286,7 @@ def test_the_file_names_what_our_config_refuses() -> None:
 
 
 def test_the_file_lists_what_is_lost_with_its_value() -> None:
-    text = draft("verl", **{A + "ulysses_sequence_parallel_size": 8}).text("run.sh")
-    assert f"# - {A}ulysses_sequence_parallel_size = 8: a sequence is on one GPU" in text
+    option = "actor_rollout_ref.ref.ulysses_sequence_parallel_size"
+    text = draft("verl", **{option: 8}).text("run.sh")
+    assert f"# - {option} = 8: trainer.context_ranks is that of the actor" in text
     assert "group_size: 4  # actor_rollout_ref.rollout.n" in text

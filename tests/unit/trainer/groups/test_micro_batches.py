@@ -10,7 +10,8 @@ from tests.support.models import make_samples
 from tests.support.training import plain_sample
 from tidemill.common.errors import TidemillError
 from tidemill.common.wire.messages import Commit
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample, form_micro_batches, rebuild
+from tidemill.services.trainer.groups.bins import form_micro_batches
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample, rebuild
 
 
 def sample_of(num_tokens: int, ticket: int, index: int = 0) -> Sample:

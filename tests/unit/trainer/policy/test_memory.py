@@ -307,6 +307,21 @@ def test_moments_on_the_host_are_counted_there_and_advised_before_what_changes_t
     assert "trainer.lora" not in found.settings
 
 
+def test_passes_that_ranks_share_hold_a_part_of_the_longest_sequence_and_are_advised_for_long_ones():
+    def take(context_ranks: int) -> float:
+        config = config_of({"num_ranks": 8, "context_ranks": context_ranks}, length=1 << 16)
+        return trainer_take(config, model_of(), 1e12, 16, recomputed=True).parts["activations"]
+
+    assert take(8) == take(1) / 8
+    long = examine_fit(config_of(length=1 << 16), model_of(1e6), Machine(8, 40 * GIB))
+    assert long.problems and long.settings["trainer.context_ranks"] in (4, 8)
+    assert "trainer.lora" not in long.settings
+    short = examine_fit(
+        config_of(), model_of(1e3, replace(SIZES, parameters=4 * 10**9)), Machine(8, 40 * GIB)
+    )
+    assert "trainer.context_ranks" not in short.settings
+
+
 def test_a_request_is_answered_from_config_json_alone():
     tree = config_of().model_dump(mode="json")
     tree["model"]["path"] = str(MODELS / "Qwen3-0.6B")

@@ -21,7 +21,8 @@ from tests.support.models import (
     train,
 )
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.groups.bins import form_micro_batches
+from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 NORMALISATIONS = ["sequence", "token", "constant"]

@@ -22,7 +22,8 @@ from tests.support.models import (
 from tidemill.common.config.algorithm_sections import TeacherTermConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.advantages.shaping import with_teacher
-from tidemill.services.trainer.groups.samples import Sample, form_micro_batches, with_teaching
+from tidemill.services.trainer.groups.bins import form_micro_batches
+from tidemill.services.trainer.groups.samples import Sample, with_teaching
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 FROZEN: dict[str, Any] = {"reference": {"model": "frozen"}}

@@ -20,12 +20,11 @@ from tests.support.models import make_samples, run_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.weight_files import version_name
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample, with_teaching
+from tidemill.services.trainer.groups.samples import Sample, SegmentTokens, Teaching, TurnEnd, with_teaching
 from tidemill.services.trainer.policy.fsdp import rank_policy, ranks
 from tidemill.services.trainer.policy.fsdp.rank_policy import (
     RankPolicy,
     cores_beside,
-    split_samples,
     take_share,
 )
 from tidemill.services.trainer.policy.fsdp.ranks import (
@@ -42,6 +41,7 @@ from tidemill.services.trainer.policy.fsdp.sharded_policy import decode_call, en
 from tidemill.services.trainer.policy.model_loading import prepare_torch
 from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.weights.peers import pack, unpack
 
 VARIABLES = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -159,15 +159,6 @@ def test_segments_grow_unless_the_user_says_otherwise(
     assert os.environ == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
-def test_shares_are_balanced_by_tokens_and_hold_every_sample_once() -> None:
-    samples = make_samples(40)
-    shares = split_samples(samples, 3)
-    assert sorted(i for share in shares for i in share) == list(range(40))
-    loads = [sum(samples[i].num_tokens for i in share) for share in shares]
-    assert max(loads) - min(loads) <= max(sample.num_tokens for sample in samples)
-    assert split_samples(samples[:1], 2) == [[0], []]
-
-
 def as_plain(value: Any) -> Any:
     """Arrays as their dtype and elements, and dataclasses as their fields."""
     if isinstance(value, np.ndarray):
@@ -176,13 +167,13 @@ def as_plain(value: Any) -> Any:
     return {name: as_plain(getattr(value, name)) for name in names} if names else value
 
 
-def test_a_call_arrives_as_it_was_sent() -> None:
+def test_calls_and_samples_arrive_as_they_were_sent() -> None:
     plain, sample = make_samples(2)
     taught = with_teaching(sample, "wise", np.full(sample.num_trained, -1.5, np.float32), 0.5)
     taught = replace(taught, advantage=np.array([0.5] * len(sample.mask)))
-    name, (batch,) = decode_call(encode_call("accumulate", [MicroBatch((plain, taught))]))
-    assert name == "accumulate" and all(isinstance(one, Sample) for one in batch.samples)
-    assert [as_plain(one) for one in batch.samples] == [as_plain(one) for one in (plain, taught)]
+    arrived = unpack(pack([plain, taught]), Sample, SegmentTokens, Teaching, TurnEnd)
+    assert all(isinstance(one, Sample) for one in arrived)
+    assert [as_plain(one) for one in arrived] == [as_plain(one) for one in (plain, taught)]
     assert decode_call(encode_call("save_state", [Path("a/b")])) == ("save_state", (Path("a/b"),))
     assert decode_call(encode_call("update", [2.5])) == ("update", (2.5,))
 

@@ -22,7 +22,8 @@ from tests.support.sessions import session_samples
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.losses.routing import sequence_balance
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, loss_metrics
-from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.groups.bins import form_micro_batches
+from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.memory.sizes import count_sizes
 from tidemill.services.trainer.policy.routers import find_routers
 

@@ -22,14 +22,9 @@ from tests.support.training import make_score, trainer_config
 from tidemill.common.config.algorithm_sections import TeacherTermConfig
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.algorithm.advantages.shaping import with_teacher
+from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
-from tidemill.services.trainer.groups.samples import (
-    Sample,
-    form_micro_batches,
-    make_sample,
-    num_sampled,
-    with_teaching,
-)
+from tidemill.services.trainer.groups.samples import Sample, make_sample, num_sampled, with_teaching
 from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
 
 NORMALISATIONS = ["sequence", "token", "constant"]

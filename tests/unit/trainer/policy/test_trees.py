@@ -21,10 +21,10 @@ from tests.support.models import (
 )
 from tests.unit.trainer.policy.test_sessions import session_samples
 from tidemill.services.trainer.groups import trie as tries
-from tidemill.services.trainer.groups.samples import Sample, form_micro_batches, put_together
+from tidemill.services.trainer.groups.bins import Lineup, form_micro_batches, split_samples
+from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.groups.trie import Trie, in_order
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
-from tidemill.services.trainer.policy.fsdp.rank_policy import split_samples
 from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
 from tidemill.services.trainer.policy.trees import rows_at
 
@@ -165,13 +165,13 @@ def test_a_tile_grows_for_what_is_mostly_there_already() -> None:
 def test_what_begins_alike_comes_into_one_micro_batch_and_counts_once() -> None:
     prompt = np.arange(50, dtype=np.int32)
     samples = [replace(sample, prompt_ids=prompt + i // 4) for i, sample in enumerate(make_samples(8))]
-    parts = put_together(samples, 1000)
-    assert sorted(sorted(members) for _, members in parts) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    parts = Lineup(samples, "tree").cut(1000)
+    assert sorted(sorted(part.members) for part in parts) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     own = [len(sample.completion_ids) for sample in samples]
-    assert sorted(count for count, _ in parts) == sorted([50 + sum(own[:4]), 50 + sum(own[4:])])
+    assert sorted(part.tokens for part in parts) == sorted([50 + sum(own[:4]), 50 + sum(own[4:])])
     batches = form_micro_batches(samples, 100)
     assert [{ticket for ticket, _ in batch.keys} for batch in batches] in ([{0}, {1}], [{1}, {0}])
-    assert len(put_together(samples, 60)) > 2, "a group that does not fit is divided"
+    assert len(Lineup(samples, "tree").cut(60)) > 2, "a group that does not fit is divided"
 
 
 def test_a_window_that_only_the_mask_knows_gives_no_tree() -> None:
@@ -198,10 +198,10 @@ def test_ranks_have_like_loads_and_common_beginnings_together(groups: int, size:
         for group in range(groups)
         for i in range(8)
     ]
-    shares = split_samples(samples, size)
+    shares = split_samples(samples, size, 100_000)
     assert sorted(i for share in shares for i in share) == list(range(len(samples)))
     loads = [200 * len({samples[i].key[0] for i in share}) + 100 * len(share) for share in shares]
     alone = -(-8 * groups // size) * 300
     assert max(loads) < 0.8 * alone, "less than with a row for each"
-    row_loads = [len(share) for share in split_samples(samples, size, is_shared=False)]
+    row_loads = [len(share) for share in split_samples(samples, size, 100_000, "varlen")]
     assert max(row_loads) - min(row_loads) <= 1

@@ -1,0 +1,133 @@
+"""How evenly a step's samples fill the forward passes of several ranks, and what a rank receives.
+
+    python -m benchmarks.ranks    # half a minute on one core; needs no GPU
+
+Micro-batches of made-up token ids are formed, divided and planned as the trainer does it for GPUs, with a
+tile of 16,384 tokens, for 1, 2, 4 and 8 ranks; no model computes. `passes` is the number of forward passes
+that a micro-batch takes on the rank with the most, 1 where each rank has one. `tile used` is the share of the
+tiles of all ranks, in all passes, that has tokens; all but the step's last micro-batch. `busy` is the mean
+rank's cost (tokens, and their squares for attention) over the slowest rank's, over the whole step. `received`
+is what the rank with the most bytes is sent for training the step, over the whole step's bytes, which each
+rank was sent once. The result has the worst of the three distributions.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+
+from benchmarks.report import machine, print_result, print_table
+from tidemill.services.trainer.groups.bins import Lineup, cost, form_micro_batches, split_samples
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
+from tidemill.services.trainer.weights.peers import pack
+
+TILE, GROUPS, SIZE = 16_384, 64, 8
+SCORES = 4 * 4096
+"""Of attention that take a token's time, in a model of 8B (`rank_policy.SCORES_PER_WIDTH`)."""
+RANKS = (1, 2, 4, 8)
+
+
+def _octaves(rng: Generator, low: int, high: int) -> int:
+    return int(2 ** rng.uniform(np.log2(low), np.log2(high)))
+
+
+LENGTHS: dict[str, tuple[int, Callable[[Generator], int]]] = {
+    "answers, 64 to 1,024": (512, lambda rng: int(rng.integers(64, 1025))),
+    "reasoning, log-normal around 3,000": (256, lambda rng: int(min(16_000, rng.lognormal(8.0, 0.8)))),
+    "octaves, 128 to 15,000": (1024, lambda rng: _octaves(rng, 128, 15_000)),
+}
+"""Tokens of a prompt, and of a completion."""
+
+
+def make_step(name: str) -> list[Sample]:
+    """The samples of a step, of tokens that occur nowhere else."""
+    rng = np.random.default_rng(0)
+    num_prompt, draw = LENGTHS[name]
+    samples = []
+    for ticket in range(GROUPS):
+        prompt = rng.integers(0, 1 << 30, num_prompt).astype(np.int32)
+        for index in range(SIZE):
+            count = max(1, draw(rng))
+            samples.append(
+                Sample(
+                    key=(ticket, index),
+                    prompt_ids=prompt,
+                    completion_ids=rng.integers(0, 1 << 30, count).astype(np.int32),
+                    rollout_logprobs=np.full(count, -1.0, np.float32),
+                    mask=np.ones(count, np.bool_),
+                    reward=0.0,
+                )
+            )
+    return samples
+
+
+@dataclass
+class Figures:
+    passes: float
+    tile_used: float
+    busy: float
+    received: float
+    split_s: float
+
+
+def _tiles(samples: list[Sample]) -> Iterator[int]:
+    """Tokens of each forward pass."""
+    for lines in plan_tiles(make_rows(samples, [one.mask for one in samples]), "tree", TILE):
+        by_row = [samples[row.sample] for line in lines for row in line]
+        yield Lineup(by_row, "tree").num_tokens
+
+
+def measure(samples: list[Sample], size: int) -> Figures:
+    batches = form_micro_batches(samples, TILE, size, "tree")
+    passes: list[int] = []
+    used: list[float] = []
+    mean_cost = slowest = split_s = 0.0
+    received = [0] * size
+    for batch in batches:
+        began = time.perf_counter()
+        shares = split_samples(batch.samples, size, TILE, "tree", SCORES)
+        split_s += time.perf_counter() - began
+        owns = [[batch.samples[i] for i in share] for share in shares]
+        tiles = [list(_tiles(own)) for own in owns]
+        passes.append(max(map(len, tiles)))
+        used.append(sum(map(sum, tiles)) / (size * TILE * passes[-1]))
+        costs = [sum(cost(part, SCORES) for part in Lineup(own, "tree").cut(TILE)) for own in owns]
+        mean_cost, slowest = mean_cost + sum(costs) / size, slowest + max(costs)
+        for rank, own in enumerate(owns):
+            received[rank] += len(pack(own))
+    whole = sum(len(pack(list(batch.samples))) for batch in batches)
+    share_used = float(np.mean(used[:-1])) if len(used) > 1 else used[0]
+    return Figures(
+        float(np.mean(passes)), share_used, mean_cost / slowest, max(received) / whole, split_s / len(batches)
+    )
+
+
+def main() -> None:
+    rows = []
+    found: dict[int, list[Figures]] = {size: [] for size in RANKS}
+    for name in LENGTHS:
+        samples = make_step(name)
+        for size in RANKS:
+            figures = measure(samples, size)
+            found[size].append(figures)
+            values = (figures.passes, figures.tile_used, figures.busy, figures.received)
+            rows.append((f"{name}; {size} ranks", *(f"{value:.3f}" for value in values)))
+    print_table(
+        f"A step of {GROUPS} groups of {SIZE}, tiles of {TILE:,} tokens",
+        ("lengths", "passes", "tile used", "busy", "received"),
+        rows,
+        machine(),
+    )
+    result = {f"tile_used_{size}": round(min(f.tile_used for f in found[size]), 3) for size in RANKS}
+    result |= {f"passes_{size}": round(max(f.passes for f in found[size]), 3) for size in RANKS}
+    result["received_share_8"] = round(max(f.received for f in found[8]), 3)
+    result["busy_8"] = round(min(f.busy for f in found[8]), 3)
+    result["split_ms_8"] = round(max(f.split_s for f in found[8]) * 1000, 1)
+    print_result(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Which samples pass through the model together: bins of one forward pass each, and micro-batches of as many
+bins as there are ranks.
+
+Guarantees: every sample is in one bin. Bins follow from the samples alone, with ties by key: neither from the
+order of their arrival, nor from who asks. So a micro-batch that a commit recorded is divided over the ranks
+as it was when it was trained. A bin fits into one tile of its layout (`policy/packing.py`), unless a sample
+alone is larger; the ranks' bins of a micro-batch have like costs.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tidemill.common.wire.arrays import Int32
+from tidemill.common.wire.messages import TrajectoryKey
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.groups.trie import (
+    ENOUGH_IN_COMMON,
+    MOST_KEYS,
+    SCORES_OF_A_TOKEN,
+    Trie,
+    in_order,
+    num_different,
+)
+
+Layout = Literal["padded", "tree", "tree_or_padded", "varlen"]
+"""Of what passes through the model together: `policy/packing.py` has what each one is."""
+DIVISORS = (1.0, 1.25, 1.75, 2.0, 4.0, 8.0)
+"""A bin's size over that of what is kept together: smaller parts leave less of bins empty, and have more of
+what is in common computed twice."""
+
+
+@dataclass(slots=True)
+class Bin:
+    """Samples of one forward pass, by their places in the list that was given.
+
+    `tokens` pass through the model, common beginnings once; `rows` have `row_tokens` together and at most
+    `widest` each; `scores` are pairs of a token and one that it attends to.
+    """
+
+    members: tuple[int, ...] = ()
+    tokens: int = 0
+    row_tokens: int = 0
+    rows: int = 0
+    widest: int = 0
+    scores: float = 0.0
+
+    def joined(self, other: "Bin", shared: int = 0) -> "Bin":
+        """With what another one has; of that, `shared` tokens are here already."""
+        return Bin(
+            self.members + other.members,
+            self.tokens + other.tokens - shared,
+            self.row_tokens + other.row_tokens,
+            self.rows + other.rows,
+            max(self.widest, other.widest),
+            self.scores + other.scores - shared**2 / 2,
+        )
+
+    def takes(self, other: "Bin", max_tokens: int, layout: Layout, shared: int = 0) -> bool:
+        """Whether both together are one tile of at most `max_tokens` positions."""
+        if layout == "padded":
+            return (self.rows + other.rows) * max(self.widest, other.widest) <= max_tokens
+        row_tokens = self.row_tokens + other.row_tokens
+        return self.tokens + other.tokens - shared <= max_tokens and row_tokens <= MOST_KEYS * max_tokens
+
+
+class Lineup:
+    """Samples in the order in which those that begin alike are neighbours."""
+
+    def __init__(self, samples: Sequence[Sample], layout: Layout) -> None:
+        """Only trees compute common beginnings once."""
+        self._layout, self._keys = layout, [sample.key for sample in samples]
+        is_shared = layout.startswith("tree")
+        rows = [sorted(_rows_of(sample), key=in_order) for sample in samples] if is_shared else []
+        self._alone = [
+            Bin(
+                members=(i,),
+                tokens=num_different(rows[i]) if is_shared else sample.num_tokens,
+                row_tokens=sample.num_tokens,
+                rows=len(sample.segments),
+                widest=max(len(prompt_ids) + count for prompt_ids, count in sample.segments),
+                # Causal: half of the square.
+                scores=sum((len(prompt_ids) + count) ** 2 / 2 for prompt_ids, count in sample.segments),
+            )
+            for i, sample in enumerate(samples)
+        ]
+        first = [in_order(own[0]) for own in rows]
+        self._order = sorted(
+            range(len(samples)),
+            key=lambda i: (self._keys[i][0], first[i] if is_shared else b"", self._keys[i]),
+        )
+        tries: dict[int, Trie] = {}
+        self._shared = [0] * len(samples)
+        """Tokens that each shares with the one before it in the order, where that is worth while."""
+        for i in self._order if is_shared else ():
+            trie = tries.setdefault(self._keys[i][0], Trie())
+            common = trie.shared(rows[i][0])
+            trie.add(rows[i][0])
+            self._shared[i] = common if common >= ENOUGH_IN_COMMON * self._alone[i].tokens else 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all, common beginnings once."""
+        return sum(one.tokens for one in self._alone) - sum(self._shared)
+
+    def key_of(self, one: Bin) -> TrajectoryKey:
+        return self._keys[one.members[0]]
+
+    def cut(self, max_tokens: int) -> list[Bin]:
+        """As many neighbours together as share beginnings and are at most one tile of `max_tokens`."""
+        found: list[Bin] = []
+        for i in self._order:
+            alone, shared = self._alone[i], self._shared[i]
+            if shared and found[-1].takes(alone, max_tokens, self._layout, shared):
+                found[-1] = found[-1].joined(alone, shared)
+            else:
+                found.append(alone)
+        return found
+
+    def fill(self, parts: Iterable[Bin], max_tokens: int) -> list[Bin]:
+        """First-fit decreasing: parts in bins of at most one tile of `max_tokens`; a larger part has a bin of
+        its own. Parts of 5, 4, 3, 2 tokens in bins of 7 give 5 + 2 and 4 + 3."""
+        is_padded = self._layout == "padded"
+        bins: list[Bin] = []
+        for part in sorted(parts, key=lambda p: (-(p.widest if is_padded else p.tokens), self.key_of(p))):
+            for number, one in enumerate(bins):
+                if one.takes(part, max_tokens, self._layout):
+                    bins[number] = one.joined(part)
+                    break
+            else:
+                bins.append(part)
+        return bins
+
+    def level(self, parts: Iterable[Bin], size: int, max_tokens: int, scores_of_a_token: float) -> list[Bin]:
+        """So many bins of like cost: the most expensive part first, into the cheapest bin that has room for
+        it, else into the cheapest one."""
+        bins = [Bin()] * size
+        for part in sorted(parts, key=lambda part: (-cost(part, scores_of_a_token), self.key_of(part))):
+            least = min(
+                range(size),
+                key=lambda n: (
+                    bool(bins[n].members) and not bins[n].takes(part, max_tokens, self._layout),
+                    cost(bins[n], scores_of_a_token),
+                ),
+            )
+            bins[least] = bins[least].joined(part)
+        return bins
+
+
+def cost(one: Bin, scores_of_a_token: float) -> float:
+    """Of computing a bin, in tokens: attention takes a token's time for so many scores."""
+    return one.tokens + one.scores / scores_of_a_token
+
+
+def form_micro_batches(
+    samples: Iterable[Sample], max_tokens: int, num_ranks: int = 1, layout: Layout = "tree"
+) -> list[MicroBatch]:
+    """Distribute samples over micro-batches, each of a bin of at most `max_tokens` for each of `num_ranks`.
+    The longest samples come first, so that the bins of a micro-batch are alike."""
+    samples = list(samples)
+    lineup = Lineup(samples, layout)
+    filled = [lineup.fill(lineup.cut(int(max_tokens / divisor)), max_tokens) for divisor in DIVISORS]
+    bins = min(filled, key=lambda found: (_time(found, num_ranks), len(found)))
+    batches: list[MicroBatch] = []
+    while bins:
+        for num_bins in range(min(num_ranks, len(bins)), 0, -1):
+            own = tuple(samples[i] for one in bins[:num_bins] for i in one.members)
+            # `split_samples` sees these samples alone, and may find other parts: seldom too large ones.
+            if num_bins == 1 or _fillings(Lineup(own, layout), num_ranks, max_tokens):
+                break
+        batches.append(MicroBatch(own))
+        bins = bins[num_bins:]
+    return batches
+
+
+def _time(bins: Sequence[Bin], num_ranks: int) -> float:
+    """What a rank computes and waits for, in tokens: in each micro-batch what the fullest bin has. The last
+    one may have fewer bins, and is divided evenly."""
+    whole = len(bins) - len(bins) % num_ranks
+    full = sum(max(one.tokens for one in bins[n : n + num_ranks]) for n in range(0, whole, num_ranks))
+    return full + sum(one.tokens for one in bins[whole:]) / num_ranks
+
+
+def split_samples(
+    samples: Sequence[Sample],
+    size: int,
+    max_tokens: int,
+    layout: Layout = "tree",
+    scores_of_a_token: float = SCORES_OF_A_TOKEN,
+) -> list[tuple[int, ...]]:
+    """Indices of each rank's samples: bins of like cost, within one tile of `max_tokens` where a micro-batch
+    that was formed for so many ranks allows it."""
+    lineup = Lineup(samples, layout)
+    cuts = _cuts(lineup, size, max_tokens)
+    tried = [lineup.level(parts, size, max_tokens, scores_of_a_token) for parts in cuts]
+    # What is nearly full fits in the order in which it was formed, and hardly in another.
+    tried += _fillings(lineup, size, max_tokens)
+
+    def badness(bins: Sequence[Bin]) -> tuple[int, float]:
+        too_large = sum(len(one.members) > 1 and not one.takes(Bin(), max_tokens, layout) for one in bins)
+        return too_large, max(cost(one, scores_of_a_token) for one in bins)
+
+    return [one.members for one in min(tried, key=badness)]
+
+
+def _cuts(lineup: Lineup, num_bins: int, max_tokens: int) -> list[list[Bin]]:
+    """Parts of several sizes, for bins and for as much as a rank gets."""
+    mean = min(lineup.num_tokens // num_bins, max_tokens)
+    sizes = {int(most / divisor) for most in (max_tokens, mean) for divisor in DIVISORS}
+    return [lineup.cut(size) for size in sorted(sizes)]
+
+
+def _fillings(lineup: Lineup, size: int, max_tokens: int) -> list[list[Bin]]:
+    """The ways in which so many bins hold all."""
+    filled = [lineup.fill(parts, max_tokens) for parts in _cuts(lineup, size, max_tokens)]
+    return [bins + [Bin()] * (size - len(bins)) for bins in filled if len(bins) <= size]
+
+
+def split_groups(
+    samples: Sequence[Sample], size: int, max_tokens: int, layout: Layout
+) -> list[list[tuple[int, ...]]]:
+    """Indices of parts of groups, for each rank, each part to be computed by itself: its samples follow from
+    their group alone, and so does how they are rounded, whichever groups come with it."""
+    by_group: dict[int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        by_group.setdefault(sample.key[0], []).append(i)
+    parts: list[tuple[int, tuple[int, ...]]] = []
+    for own in by_group.values():
+        lineup = Lineup([samples[i] for i in own], layout)
+        for part in lineup.fill(lineup.cut(max_tokens), max_tokens):
+            parts.append((part.tokens, tuple(own[i] for i in part.members)))
+    shares: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
+    loads = [0] * size
+    for tokens, members in sorted(parts, key=lambda part: (-part[0], samples[part[1][0]].key)):
+        least = loads.index(min(loads))
+        shares[least].append(members)
+        loads[least] += tokens
+    return shares
+
+
+def _rows_of(sample: Sample) -> Iterator[Int32]:
+    """Prompt and completion of each of its rows, as one."""
+    start = 0
+    for prompt_ids, num_completion in sample.segments:
+        yield np.concatenate([prompt_ids, sample.completion_ids[start : start + num_completion]])
+        start += num_completion

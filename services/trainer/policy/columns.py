@@ -1,0 +1,76 @@
+"""Long sequences over several ranks: each has some of a tile's columns, and attends with some of the heads.
+
+Ulysses (arXiv 2309.14509). The ranks of a context group have equal runs of the tile's columns, with padding
+at the end. Around the attention kernel they swap heads for columns, all to all: each computes whole sequences
+with its share of the heads. All else of a layer looks at one column at a time. Every rank gets the logprobs
+of all scored tokens, with a gradient for those of its own columns: the same loss on each, and parameter
+gradients that, summed over the group, are those of one rank.
+
+Shape legend: C ranks of the group, T columns of the tile, W columns of a rank, N scored tokens, n of them in
+this rank's columns, H heads, D size of one.
+"""
+
+from math import gcd
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn import functional as F
+
+
+class ContextGroup:
+    """The ranks that share tiles; `rank` is this one's number among `size`."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+
+
+class Columns:
+    """Which columns of one tile are whose."""
+
+    def __init__(self, context: ContextGroup, num_columns: int, sources_N: Tensor) -> None:
+        self._context, self._num_columns = context, num_columns
+        self._width = width = -(-num_columns // context.size)
+        self.own = slice(context.rank * width, (context.rank + 1) * width)
+        holders_N = sources_N // width
+        self._order_N = torch.argsort(holders_N, stable=True)
+        """The scored tokens of the first rank, of the second, and so on."""
+        self._counts: list[int] = torch.bincount(holders_N, minlength=context.size).tolist()
+        self.own_n = self._order_N.split(self._counts)[context.rank]
+
+    def cut(self, row_T: Tensor) -> Tensor:
+        """This rank's columns, of [1, T]; padded with 0."""
+        padding = self._width * self._context.size - self._num_columns
+        return F.pad(row_T, [0, padding])[:, self.own]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # widths differ from tile to tile
+    def to_heads(self, states: Tensor) -> Tensor:
+        """All columns of this rank's heads, from this rank's columns of all heads: [1, H, W, D] to [1, H / C,
+        T, D]. Heads are repeated where their number is not a multiple of C."""
+        size = self._context.size
+        states_HWD = states[0].repeat_interleave(size // gcd(states.shape[1], size), 0)
+        blocks = states_HWD.unflatten(0, (size, -1)).contiguous()
+        # One block of heads for each rank becomes one block of columns from each rank.
+        swapped = all_to_all_single_autograd(blocks, None, None, self._context.group)
+        return swapped.transpose(0, 1).flatten(1, 2)[:, : self._num_columns][None]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def to_columns(self, attended: Tensor) -> Tensor:
+        """The way back: [1, T, H / C, D] to [1, W, H, D]."""
+        size, width = self._context.size, self._width
+        padded = F.pad(attended[0], [0, 0, 0, 0, 0, size * width - self._num_columns])
+        blocks = padded.unflatten(0, (size, width)).contiguous()
+        swapped = all_to_all_single_autograd(blocks, None, None, self._context.group)
+        return swapped.transpose(0, 1).flatten(1, 2)[None]
+
+    def joined(self, values_n: Tensor) -> Tensor:
+        """Of all scored tokens, from each rank's: [n, ...] to [N, ...], with the gradient of this rank's."""
+        padded = values_n.new_zeros((max(self._counts), *values_n.shape[1:]))
+        padded[: len(values_n)] = values_n.detach()
+        parts = [torch.empty_like(padded) for _ in self._counts]
+        dist.all_gather(parts, padded, group=self._context.group)
+        known = torch.cat([part[:count] for part, count in zip(parts, self._counts, strict=True)])
+        values_N = torch.empty_like(known)
+        values_N[self._order_N] = known
+        return values_N.index_copy(0, self.own_n.to(values_n.device), values_n)

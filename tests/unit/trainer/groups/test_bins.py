@@ -1,0 +1,138 @@
+"""Bins: one forward pass on each rank, of like cost, and the same from whichever side they are computed."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.support.training import plain_sample
+from tidemill.services.trainer.groups.bins import (
+    Bin,
+    Layout,
+    Lineup,
+    cost,
+    form_micro_batches,
+    split_groups,
+    split_samples,
+)
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.trie import MOST_KEYS
+from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
+
+TILE = 400
+LAYOUTS: list[Layout] = ["tree", "varlen", "padded"]
+
+
+def sample_of(ticket: int, index: int, prompt: Sequence[int], completion: Sequence[int]) -> Sample:
+    count = len(completion)
+    return Sample(
+        key=(ticket, index),
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=np.array(completion, np.int32),
+        rollout_logprobs=np.zeros(count, np.float32),
+        mask=np.ones(count, np.bool_),
+        reward=0.0,
+    )
+
+
+def random_step(seed: int, groups: int = 24, size: int = 4) -> list[Sample]:
+    """Groups with a prompt in common and completions of very unequal lengths, some of which begin alike."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for ticket in range(groups):
+        prompt = rng.integers(0, 1 << 20, int(rng.integers(4, 60)))
+        begun = rng.integers(0, 1 << 20, 20)
+        for index in range(size):
+            rest = rng.integers(0, 1 << 20, int(2 ** rng.uniform(2, 8.4)))
+            samples.append(sample_of(ticket, index, prompt, [*begun[: int(rng.integers(0, 20))], *rest]))
+    return samples
+
+
+def num_tiles(samples: Sequence[Sample], layout: Layout) -> int:
+    return len(plan_tiles(make_rows(samples, [sample.mask for sample in samples]), layout, TILE))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_rank_has_one_forward_pass_for_each_micro_batch(layout: Layout, size: int, seed: int) -> None:
+    samples = random_step(seed)
+    batches = form_micro_batches(samples, TILE, size, layout)
+    assert sorted(key for batch in batches for key in batch.keys) == sorted(s.key for s in samples)
+    for batch in batches:
+        shares = split_samples(batch.samples, size, TILE, layout)
+        assert sorted(i for share in shares for i in share) == list(range(len(batch.samples)))
+        own = [[batch.samples[i] for i in share] for share in shares]
+        assert max(num_tiles(part, layout) for part in own) == 1
+
+
+def test_shares_do_not_depend_on_who_computes_them() -> None:
+    samples = random_step(5)
+    expected = split_samples(samples, 4, TILE)
+    order = np.random.default_rng(1).permutation(len(samples)).tolist()
+    again = split_samples([samples[i] for i in order], 4, TILE)
+    assert [tuple(order[i] for i in share) for share in again] == expected
+
+
+def test_what_is_in_common_counts_once_and_attention_by_the_square() -> None:
+    """20 + 30 + 10 tokens with a prompt of 20: pairs 50^2 / 2 and (30^2 - 20^2) / 2."""
+    prompt = range(100, 120)
+    samples = [sample_of(0, 0, prompt, range(30)), sample_of(0, 1, prompt, range(50, 60))]
+    (part,) = Lineup(samples, "tree").cut(60)
+    assert (part.tokens, part.row_tokens, part.scores) == (60, 80, 1250 + 250)
+    assert cost(part, 1000.0) == 61.5
+    assert len(Lineup(samples, "tree").cut(59)) == len(Lineup(samples, "varlen").cut(60)) == 2
+    assert (Lineup(samples, "tree").num_tokens, Lineup(samples, "varlen").num_tokens) == (60, 80)
+
+
+def test_a_bin_has_no_more_keys_than_a_tile_may_copy() -> None:
+    prompt = range(1000, 1000 + TILE - 40)
+    samples = [sample_of(0, i, prompt, [i] * 4) for i in range(10)]
+    parts = Lineup(samples, "tree").cut(TILE)
+    assert [len(part.members) for part in parts] == [4, 4, 2]
+    assert max(part.row_tokens for part in parts) <= MOST_KEYS * TILE
+
+
+def test_a_group_is_divided_where_that_takes_less_time_and_not_for_a_fuller_bin() -> None:
+    """Groups of 70 with a prompt of 10, in bins of 100: on one rank three bins compute 210, and parts of 40
+    that fill them 240. On two ranks three bins take 70 + 35."""
+    samples = [
+        sample_of(
+            ticket, index, range(1000 * ticket, 1000 * ticket + 10), range(100 * index, 100 * index + 30)
+        )
+        for ticket in range(1, 4)
+        for index in range(2)
+    ]
+    for size, expected in ((1, [2, 2, 2]), (2, [4, 2])):
+        batches = form_micro_batches(samples, 100, size)
+        assert [len(batch.samples) for batch in batches] == expected
+
+
+def test_padding_counts_where_rows_are_padded() -> None:
+    lengths = [100, 90, 30, 30, 30, 30]
+    lineup = Lineup([plain_sample(i, 0, 1.0, length - 2) for i, length in enumerate(lengths)], "padded")
+    bins = lineup.fill(lineup.cut(200), 200)
+    assert [sorted(one.members) for one in bins] == [[0, 1], [2, 3, 4, 5]]
+    assert not Bin(rows=2, widest=100).takes(Bin(rows=1, widest=30), 200, "padded")
+
+
+def test_long_and_short_samples_are_divided_by_cost_and_not_by_tokens() -> None:
+    """One of 200 tokens and ten of 20."""
+    samples = [plain_sample(i, 0, 1.0, length - 2) for i, length in enumerate([200, *[20] * 10])]
+    shares = split_samples(samples, 2, 1000, "varlen", scores_of_a_token=200.0)
+    # 200 + 200^2 / 2 / 200 = 300; 20 + 1 = 21 each
+    assert shares == [(0,), tuple(range(1, 11))]
+    shares = split_samples(samples, 2, 1000, "varlen", scores_of_a_token=1e9)
+    assert sorted(sum(samples[i].num_tokens for i in share) for share in shares) == [200, 200]
+
+
+def test_parts_of_a_group_do_not_depend_on_the_groups_beside_it() -> None:
+    samples = random_step(7)
+    first = [i for i, sample in enumerate(samples) if sample.key[0] == 3]
+    alone = split_groups([samples[i] for i in first], 2, 300, "tree")
+    beside = split_groups(samples, 3, 300, "tree")
+    assert sorted(i for share in beside for part in share for i in part) == list(range(len(samples)))
+    expected = {tuple(first[i] for i in part) for share in alone for part in share}
+    assert {part for share in beside for part in share if part[0] in first} == expected
+    loads = [sum(len(part) for part in share) for share in beside]
+    assert min(loads) > 0
