@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -18,10 +18,15 @@ _TAG = re.compile(r"^(constrained-)?(float|int|str)$|[]>]$")
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
-def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+def load_config(
+    path: Path,
+    overrides: Iterable[str] = (),
+    fitted: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: tree,
+) -> RunConfig:
     """Read `path`, apply overrides of the form `section.field=value`, and validate.
 
-    Relative paths in the file are relative to the file's folder.
+    Relative paths in the file are relative to the file's folder. `fitted` changes what was read before it is
+    validated.
 
     Raises:
         ConfigError: the file is missing or not YAML, an override has the wrong form, or a field is bad.
@@ -29,7 +34,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     tree = _read_tree(path)
     for override in overrides:
         _apply_override(tree, override)
-    return parse_config(tree, str(path), path.resolve().parent)
+    return parse_config(fitted(tree), str(path), path.resolve().parent)
 
 
 def load_recorded(path: Path) -> RunConfig:

@@ -237,6 +237,29 @@ class UpOptions:
         return shlex.join([*words, "--resume"] if resume else words)
 
 
+_SERVE_PORT_TEXT = "The adapters' default is 8440; 0 takes a free one."
+
+
+@command("serve-rewards", "serving.server:serve_rewards", "rewards.yaml --set reward.workers=8")
+@dataclass(frozen=True, kw_only=True)
+class ServeRewardsOptions:
+    """Serve a config's rewards over HTTP to another trainer: verl, TRL, or your own.
+
+    Samples go through the same streams and reward workers as in a run, with limits, retries, cache and
+    failure policy; `status`, `streams`, `dead` and `rescore` work as ever. Of the config, `reward`,
+    `servers`, `streams` and `data` count, and the others may be missing. Uses TIDEMILL_REDIS_URL if that is
+    set, and a Redis of its own otherwise; more workers may join. Ctrl-C ends it; with the same --run-id it
+    goes on.
+    """
+
+    config: Path = argument("A YAML file with a section `reward`.")
+    overrides: list[str] = overrides_option()
+    run_id: str = option("--run-id", _RUN_NAME_TEXT, "", "ID")
+    host: str = option("--host", "Address to listen on. Any but this machine's own needs a token.", "127.0.0.1")
+    port: int = option("--port", _SERVE_PORT_TEXT, 8440, min=0, max=65535)
+    runs_dir: Path | None = runs_dir_option()
+
+
 _REPORT_TEXT = "Compute the summary of a finished run again from its commits, and keep it in its folder."
 _FAIL_TEXT = "With --report: exit with 1 where a metric left its range."
 
@@ -258,18 +281,24 @@ class StatusOptions(OfRun):
     as_json: bool = json_flag()
 
 
-@command("export", "exports.export:export", "arith-20260131-120000 --version best -o my-model")
+_OUTPUT_TEXT = "A new folder. Without it: list the versions."
+
+
+@command("export", "exports.export:export", "arith-1 --version best -o my-model", "arith-1 --verify")
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(OfRun):
-    """Write a version of a run as a Hugging Face folder: config, tokenizer and safetensors.
+    """Write a version of a run as a Hugging Face folder, or list its versions on the disk.
 
-    Done by a worker of the run (`python -m tidemill.services.jobs RUN_ID`) where there is one, and here
-    otherwise.
+    A folder has config, tokenizer and safetensors. It is written by a worker of the run
+    (`python -m tidemill.services.jobs RUN_ID`) where there is one, and here otherwise. The list has full
+    versions, and deltas with what they change; with `--verify`, exits with 1 where one is not whole.
     """
 
-    output: Path = option("--output", "A new folder.", metavar="FOLDER", short=["-o"])
+    output: Path | None = option("--output", _OUTPUT_TEXT, None, "FOLDER", short=["-o"])
     version: str = option("--version", "Which version of the run.", "last", "N|best|last")
     now: bool = option("--now", "Do it here, without asking for a worker.", False)
+    verify: bool = option("--verify", "Read every byte: checksums, chains, digests.", False)
+    as_json: bool = json_flag()
 
 
 @command("diff", "compare.diff:show_diff", "arith-1 arith-2")
@@ -301,18 +330,6 @@ class ArchiveOptions(OfRun):
     """
 
     check: bool = option("--check", "Archive nothing; read every file and compare its checksum.", False)
-    as_json: bool = json_flag()
-
-
-@command("weights", "exports.weights:list_versions", "arith-20260131-120000 --verify")
-@dataclass(frozen=True, kw_only=True)
-class WeightsOptions(OfRun):
-    """List a run's versions on the disk: full ones, and deltas with what they change.
-
-    With `--verify`, exits with 1 where one is not whole.
-    """
-
-    verify: bool = option("--verify", "Read every byte: checksums, chains, digests.", False)
     as_json: bool = json_flag()
 
 

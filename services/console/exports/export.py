@@ -1,4 +1,5 @@
-"""`tidemill export`: hands a version to an RQ worker of the run, or does it here where there is none."""
+"""`tidemill export`: hands a version to an RQ worker of the run, or does it here where there is none; without
+an output, lists the versions."""
 
 import json
 import secrets
@@ -18,6 +19,7 @@ from tidemill.common.process.programs import JobFunction, Program, run_own
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.run.state import CONFIG_FILE
 from tidemill.common.wire.keys import Keys
+from tidemill.services.console.exports.weights import list_versions
 from tidemill.services.console.options import ExportOptions
 from tidemill.services.console.run.folder import RunFolder, find_run, nearest
 
@@ -25,7 +27,9 @@ JOB_TIMEOUT_S = 3600
 POLL_S = 0.2
 
 
-def export(options: ExportOptions) -> None:
+def export(options: ExportOptions) -> int:
+    if options.output is None:
+        return list_versions(options)
     folder = find_run(options.run_id, options.runs_dir)
     if (config := folder.config()) is None:
         raise ConfigError(
@@ -48,6 +52,7 @@ def export(options: ExportOptions) -> None:
         f"version {result['version']} of {folder.run_id} is in [bold]{where}[/] ({num_bytes:,} bytes)",
         soft_wrap=True,
     )
+    return 0
 
 
 def _queue_with_worker(folder: RunFolder) -> Queue | None:

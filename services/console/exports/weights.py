@@ -1,4 +1,4 @@
-"""`tidemill weights`: what versions a run has on the disk, what they are made of, and whether they are
+"""`tidemill export` without an output: what versions a run has on the disk, what they are made of, and whether they are
 whole."""
 
 from pathlib import Path
@@ -16,12 +16,12 @@ from tidemill.common.weights.bits import read_safetensors
 from tidemill.common.weights.delta import read_delta
 from tidemill.common.weights.digest import digest_of, is_additive
 from tidemill.common.wire.messages import WeightManifest
-from tidemill.services.console.options import WeightsOptions
+from tidemill.services.console.options import ExportOptions
 from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.text.tree import Node, note, part, show, table
 
 
-def list_versions(options: WeightsOptions) -> int:
+def list_versions(options: ExportOptions) -> int:
     """With `--verify` every byte is read: checksums, every record of a delta, and the digest of full versions
     that have one over their weights; returns 1 where one is not whole."""
     run = find_run(options.run_id, options.runs_dir).path

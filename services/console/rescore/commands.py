@@ -23,9 +23,10 @@ from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.common.wire.messages import Lane, Score, TrajectoryKey
+from tidemill.services.console.launch.reward_run import RewardRun
 from tidemill.services.console.options import RescoreOptions
 from tidemill.services.console.rescore.agreement import compare, rescore_tree
-from tidemill.services.console.rescore.sandbox_run import Emission, SandboxRun, shown
+from tidemill.services.console.rescore.emission import Emission, shown
 from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
 from tidemill.services.console.run.history import RunAccess, open_history
 from tidemill.services.console.text.tree import note, part, print_tree
@@ -61,8 +62,8 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
                 f"run {source.run_id} has no {lane} trajectories in that stretch. `tidemill streams show "
                 f"{source.run_id}` shows what there is."
             )
-        sandbox = SandboxRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
-        async with sandbox.running(source.run_id) as broker:
+        sandbox = RewardRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
+        async with sandbox.running(kind="rescore", source=source.run_id) as broker:
             emission = Emission(broker, sandbox.keys, source.history, selection, lane, options.keeps_pace)
             log_to_file(folder.logs / "console.log")
             await sandbox.until_ready(broker)

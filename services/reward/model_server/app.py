@@ -9,7 +9,6 @@ supervises it notices.
 
 import asyncio
 import contextlib
-import math
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -20,24 +19,16 @@ from typing import Any
 import structlog
 import torch
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, lock_files
-from tidemill.common.process.http_server import (
-    BACKLOG,
-    ServerInService,
-    is_this_machine,
-    listen,
-    server_config,
-)
+from tidemill.common.process.http_server import BACKLOG, ServerInService, listen, server_config
+from tidemill.common.process.json_api import InputError, TokenGate, answered, read_body
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.replicas import LANE_HEADER
 from tidemill.common.telemetry import metrics
@@ -45,7 +36,6 @@ from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.model_server.batcher import Batcher, BatchLimits
 from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.requests import (
-    InputError,
     Inputs,
     LogprobsRequest,
     ScoringRequest,
@@ -54,7 +44,7 @@ from tidemill.services.reward.model_server.requests import (
     completion,
 )
 from tidemill.services.reward.model_server.scoring_model import ScoringModel, activate
-from tidemill.services.reward.remote.tokens import MODEL_TOKEN_VARIABLE, is_shown, model_token
+from tidemill.services.reward.remote.tokens import MODEL_TOKEN_VARIABLE, model_token
 
 log = structlog.get_logger(__name__)
 
@@ -100,7 +90,7 @@ async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, li
     app = ScoringApp(options.served_model_name or options.model, model, inputs, batcher, gate)
     server = ServerInService(  # there is more to end than HTTP
         server_config(
-            Starlette(routes=list(app.routes()), middleware=[Middleware(TokenGate, model_token())]),
+            Starlette(routes=list(app.routes()), middleware=[Middleware(TokenGate, model_token(), MODEL_TOKEN_VARIABLE)]),
             backlog=BACKLOG,
             timeout_graceful_shutdown=max(1, round(options.drain_s)),
         )
@@ -131,15 +121,6 @@ DOES = {
     "sequence": "scores sequences; ask /classify for them",
     "token": "scores tokens; ask /pooling for them",
     "lm": "gives logprobs of tokens; ask /v1/completions for them",
-}
-MAX_PROBLEMS = 5
-MAX_BODY_BYTES = 256 << 20
-OPEN_PATHS = ("/health", "/healthz", "/metrics")
-ERRORS = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    429: "RateLimitError",
 }
 
 
@@ -207,14 +188,14 @@ class ScoringApp:
     async def _prompt_logprobs(self, http: Request) -> dict[str, Any]:
         if self.model.kind != "lm":
             raise InputError(f"this model {DOES[self.model.kind]}; start the server with --head lm")
-        request = LogprobsRequest.model_validate_json(await _body(http))
+        request = LogprobsRequest.model_validate_json(await read_body(http))
         self._check_name(request.model)
         rows = self.inputs.checked(request.rows)
         found = await self._computed(rows, http, request.priority)
         return completion(self.name, rows, [logprobs.tolist() for logprobs in found])
 
     async def _tokenize(self, http: Request) -> dict[str, Any]:
-        request = TokenizeRequest.model_validate_json(await _body(http))
+        request = TokenizeRequest.model_validate_json(await read_body(http))
         self._check_name(request.model)
         # On a thread, here and below: a long text takes a while, and others are answered meanwhile.
         (ids,) = await asyncio.to_thread(self.inputs.rows, request)
@@ -222,7 +203,7 @@ class ScoringApp:
 
     async def _scored(self, http: Request) -> tuple[ScoringRequest, list[Any], int]:
         """The request, the scores of each of its inputs, and its tokens."""
-        request = ScoringRequest.model_validate_json(await _body(http))
+        request = ScoringRequest.model_validate_json(await read_body(http))
         self._check_name(request.model)
         wanted = "token_classify" if self.model.kind == "token" else "classify"
         if request.task not in (None, wanted):
@@ -247,62 +228,6 @@ class ScoringApp:
 
 
 async def _answered(work: Callable[[Request], Awaitable[dict[str, Any]]], http: Request) -> Response:
-    try:
-        response: Response = JSONResponse(await work(http))
-    except ValidationError as error:
-        response = _refusal(400, _explain(error))
-    except TidemillError as error:
-        response = _refusal(getattr(error, "status", 500), str(error), getattr(error, "retry_after_s", None))
+    response = await answered(work, http)
     metrics.REWARD_MODEL_REQUESTS.labels(http.url.path, response.status_code).inc()
     return response
-
-
-async def _body(http: Request) -> bytes:
-    content = bytearray()
-    async for part in http.stream():
-        content += part
-        # Counted as it comes: a request need not say its length.
-        if len(content) > MAX_BODY_BYTES:
-            raise InputError(f"the request has more than {MAX_BODY_BYTES:,} bytes: send it in parts")
-    return bytes(content)
-
-
-def _refusal(status: int, message: str, retry_after_s: float | None = None) -> Response:
-    kind = ERRORS.get(status, "InternalServerError")
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    headers = {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
-    return JSONResponse({"error": error}, status, headers=headers)
-
-
-def _explain(error: ValidationError) -> str:
-    """All problems of a body in one line."""
-    problems = []
-    for item in error.errors(include_url=False, include_context=False, include_input=False):
-        field = ".".join(str(part) for part in item["loc"]) or "body"
-        problems.append(f"{field}: {item['msg'].removeprefix('Value error, ')}")
-    return "; ".join(problems[:MAX_PROBLEMS])
-
-
-class TokenGate:
-    """Around an application; without a token it lets through what asks for this machine, but for pages.
-
-    A browser on this machine would send what any page asks it to, and says so with `Origin`; or with the name
-    of the page's own site as `Host`, where that name was made to mean this machine.
-    """
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or 403, or pass the request on."""
-        headers = Headers(scope=scope)
-        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        is_local = not self._token and "origin" not in headers and is_this_machine(headers.get("host", ""))
-        app = self._app
-        if not (is_open or is_local):
-            if not self._token:
-                message = f"no page of a browser is answered without a token: see {MODEL_TOKEN_VARIABLE}"
-                app = _refusal(403, message)
-            elif not is_shown(headers.get("authorization", ""), self._token):
-                app = _refusal(401, f"the token is wrong: see {MODEL_TOKEN_VARIABLE}")
-        await app(scope, receive, send)

@@ -16,6 +16,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from tidemill.common.errors import RewardError
+from tidemill.common.process.json_api import BusyError
 from tidemill.common.telemetry import metrics
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
@@ -68,16 +69,6 @@ def select_batch(waiting: Iterable[QueuedRow], limits: BatchLimits) -> list[Queu
             batch.append(row)
             longest, num_tokens = max(longest, length), num_tokens + length
     return sorted(batch, key=lambda row: len(row.token_ids))
-
-
-class BusyError(RewardError):
-    """No room now; `retry_after_s` is when to retry."""
-
-    status = 429
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class ComputeError(RewardError):

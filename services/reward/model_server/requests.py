@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 from transformers import AutoTokenizer
 
-from tidemill.common.errors import RewardError
+from tidemill.common.process.json_api import InputError
 
 MAX_INPUTS = 4096
 NOT_OFFERED = {
@@ -164,12 +164,6 @@ def completion(model: str, rows: Sequence[Sequence[int]], logprobs: Sequence[lis
         for index, (row, own) in enumerate(zip(rows, logprobs, strict=True))
     ]
     return answer("cmpl", model, sum(map(len, rows)), object="text_completion", choices=choices)
-
-
-class InputError(RewardError):
-    """The request can never be served as it is."""
-
-    status = 400
 
 
 class Inputs:

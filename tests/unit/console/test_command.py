@@ -32,7 +32,7 @@ def test_a_run_is_named_by_its_place_or_by_an_option_on_every_command(
     monkeypatch.setattr(
         "tidemill.services.console.exports.weights.list_versions", lambda given: print(given.run_id)
     )
-    for command in (["status"], ["weights"]):
+    for command in (["status"], ["export"]):
         for words in (["one"], ["--run", "one"], ["one", "--run", "one"]):
             assert answer(*command, *words).output == "one\n"
         said = answer(*command, "one", "--run", "two")

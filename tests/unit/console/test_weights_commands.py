@@ -1,4 +1,4 @@
-"""`tidemill weights`, over a chain and its faults; `tidemill export` from a chain."""
+"""`tidemill export`: the list of versions, over a chain and its faults, and a version from a chain."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.support.models import make_policy, save_weights, tiny_model
 from tidemill.common.run.weight_files import read_manifest
 from tidemill.services.console.exports.weights import list_versions
-from tidemill.services.console.options import WeightsOptions
+from tidemill.services.console.options import ExportOptions
 from tidemill.services.jobs.export import export
 from tidemill.services.trainer.weights.store import WeightStore
 
@@ -29,7 +29,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def rows(runs: Path, capsys: pytest.CaptureFixture[str], verify: bool) -> list[dict[str, object]]:
-    code = list_versions(WeightsOptions(run_id="one", verify=verify, as_json=True, runs_dir=runs))
+    code = list_versions(ExportOptions(run_id="one", verify=verify, as_json=True, runs_dir=runs))
     found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
     assert code == (verify and any(row["problem"] for row in found))
     return found
@@ -41,7 +41,7 @@ def test_versions_are_listed_and_verified(runs: Path, capsys: pytest.CaptureFixt
         ("delta to 0", 2),
         ("delta to 1", 3),
     ]
-    list_versions(WeightsOptions(run_id="one", runs_dir=runs))
+    list_versions(ExportOptions(run_id="one", runs_dir=runs))
     assert "delta to 1" in capsys.readouterr().out
 
 

@@ -1,121 +1,21 @@
-"""A sandbox run: streams of its own, real reward workers, and recorded trajectories in place of generation.
+"""Recorded trajectories in place of generation, for a sandbox run of rewards.
 
-Guarantees: it shares no key, file or process with the run whose trajectories it is given. Its Redis is
-private to its folder unless an address is given. Each trajectory goes in once, in the order in which it was
-recorded; at most `MAX_BACKLOG` wait for a score at any time, and what has its score is trimmed, so that
-memory does not grow with the history.
+Guarantees: each trajectory goes in once, in the order in which it was recorded; at most `MAX_BACKLOG` wait
+for a score at any time, and what has its score is trimmed, so that memory does not grow with the history.
 """
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from rich.console import Console
 
-from tidemill.common.config import RunConfig
-from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History, Selection, StreamName
-from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.state import publish_config, run_exists, update_state
-from tidemill.common.streams import OffsetReader, append, ensure_group, last_id, trim_before
+from tidemill.common.streams import OffsetReader, append, last_id, trim_before
 from tidemill.common.streams.entries import Entry, id_order
-from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
-from tidemill.services.console.exports.archive import archive_rest
-from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.processes.specs import service_environment, service_specs
-from tidemill.services.console.processes.supervisor import Ending, Supervisor
-from tidemill.services.console.run.folder import RunFolder
-from tidemill.services.console.run.local_redis import open_redis
-
-ROLES = ("reward", "replica", "sandbox")
-"""What scores trajectories: workers, the servers of judges and reward models, and workers that run code."""
-GRACE_S = 30.0
-POLL_S = 0.2
-
-
-class SandboxRun:
-    """`async with sandbox.running(source) as broker:` its Redis and reward workers are up inside."""
-
-    def __init__(
-        self, config: RunConfig, folder: RunFolder, url: str | None, on_event: Callable[[str], None]
-    ) -> None:
-        """`url` is the Redis to use; None starts one of its own."""
-        self.config, self.folder, self.url, self.on_event = config, folder, url, on_event
-        self.keys = Keys(config.run_id)
-        self.specs = [spec for spec in service_specs(config) if spec.role in ROLES]
-        self._supervisor = Supervisor(self.specs, folder.logs, GRACE_S, on_event)
-
-    @contextlib.asynccontextmanager
-    async def running(self, source: str) -> AsyncIterator[Broker]:
-        """Start everything, and stop it again; the folder stays. `source` is the run whose history it scores.
-
-        Raises:
-            ConfigError: the run exists already, or a reward cannot be loaded.
-        """
-        self.folder.create(self.config, is_sandbox=True)
-        archive = self.config.streams.archive
-        with Guard() as guard:
-            redis = open_redis(self.url or "", self.folder, guard, self.on_event, self._supervisor.fail)
-            async with redis as (url, broker):
-                await self._register(broker, source)
-                async with self._workers(service_environment(url, self.folder.runs), guard):
-                    yield broker
-                # After the workers' end, for until then they write, and before Redis stops.
-                if archive.enabled:
-                    await archive_rest(broker, self.keys, self.folder.path, archive)
-
-    async def until_ready(self, broker: Broker) -> None:
-        """Wait until all workers that it starts are up, so that none of their start counts as work."""
-        names = {spec.name for spec in self.specs if spec.role == "reward"}
-        # Without a limit: where a worker cannot start, `_workers` ends this.
-        while True:
-            if names <= {beat.name for beat in await read_heartbeats(broker, self.keys)}:
-                return
-            await asyncio.sleep(POLL_S)
-
-    async def final_heartbeats(self, broker: Broker) -> list[Heartbeat]:
-        """The workers' heartbeats once everything is scored."""
-        # By Redis's clock, by which heartbeats are dated.
-        asked_at, deadline = await broker.server_time_s(), time.monotonic() + GONE_AFTER_S
-        while True:
-            beats = await read_heartbeats(broker, self.keys)
-            if all(beat.at > asked_at for beat in beats) or time.monotonic() > deadline:
-                return beats
-            await asyncio.sleep(POLL_S)
-
-    async def _register(self, broker: Broker, source: str) -> None:
-        if await run_exists(broker, self.keys):
-            raise ConfigError(f"this Redis has a run {self.keys.run_id} already; give another with --into.")
-        # Before any worker starts: it reads its config there.
-        await publish_config(broker, self.keys, self.config)
-        await update_state(broker, self.keys, kind="rescore", source=source)
-        # Made before the first entry, so that workers get it whenever they join.
-        for lane in Lane:
-            await ensure_group(broker, self.keys.trajectories(lane), REWARD_GROUP)
-
-    @contextlib.asynccontextmanager
-    async def _workers(self, env: dict[str, str], guard: Guard) -> AsyncIterator[None]:
-        """Keep the workers alive; when one cannot do its work, what runs inside ends with that error."""
-
-        async def keep() -> None:
-            outcome = await self._supervisor.run(env, guard)
-            if outcome.ending is Ending.FAILED:
-                is_mistake = outcome.exit_code == ConfigError.exit_code
-                raise (ConfigError if is_mistake else TidemillError)(outcome.reason)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(keep())
-                yield
-                # It ends `keep`, for which the task group waits.
-                self._supervisor.stop()
-        except ExceptionGroup as errors:
-            # A task group raises a group, and callers tell errors by their class.
-            raise errors.exceptions[0] from None
-
 
 BATCH = 256
 BLOCK_S = 0.5

@@ -1,0 +1,159 @@
+"""Rewards of `tidemill serve-rewards` for the trainers verl and TRL. Import this file, or copy it: it needs
+Python's standard library alone.
+
+    TIDEMILL_REWARDS_URL     where the rewards are served (default: http://127.0.0.1:8440)
+    TIDEMILL_REWARDS_TOKEN   the token, where one is asked for
+
+Guarantee: a reward that failed for good is never a 0. TRL gets None for it, and leaves the sample out; verl has
+no place for a missing reward, so the call raises, unless `reward.on_failure` of the service gives a number.
+A request that was not answered, because the service was busy or started again, is sent again for `PATIENCE_S`.
+"""
+
+import asyncio
+import json
+import os
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+PATIENCE_S = 600.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+TRUTHS = ("ground_truth", "solution", "answer")
+"""Columns of TRL's datasets that hold the truth; the first one that is there."""
+NOT_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL passes besides the columns of its dataset."""
+
+
+async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The scores of samples, as POST /v1/scores takes and gives them.
+
+    Raises:
+        RuntimeError: the service refused the request, or was away for too long.
+    """
+    body = json.dumps({"samples": samples}, default=_plain).encode()
+    deadline, pause_s = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
+    while True:
+        try:
+            status, answer = await _post(body)
+        except (OSError, ValueError) as error:
+            status, answer = 503, str(error).encode()
+        if status == 200:
+            scores: list[dict[str, Any]] = json.loads(answer)["scores"]
+            return scores
+        if status not in (429, 503) or time.monotonic() > deadline:
+            said = answer.decode(errors="replace")[:500]
+            raise RuntimeError(f"no scores from {_url()}: {status}: {said}")
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
+) -> float:
+    """verl's reward function, for its reward loop.
+
+    Raises:
+        RuntimeError: the reward failed for good.
+    """
+    sample = {
+        "completion": solution_str,
+        "ground_truth": ground_truth,
+        "data_source": str(data_source),
+        "extra_info": dict(extra_info or {}),
+    }
+    (score,) = await scores_of([sample])
+    if score["value"] is None:
+        raise RuntimeError(f"the reward failed ({score['status']}): {score['error']}")
+    return float(score["value"])
+
+
+def compute_score_plain(*args: Any, **kwargs: Any) -> float:
+    """The same for who calls a plain function."""
+    return float(_run(compute_score(*args, **kwargs)))
+
+
+async def reward_async(
+    prompts: list[Any], completions: list[Any], completion_ids: Any = None, **columns: Any
+) -> list[float | None]:
+    """TRL's reward function. Neighbours with the same prompt and row are a group."""
+    step = getattr(columns.get("trainer_state"), "global_step", 0)
+    columns = {name: column for name, column in columns.items() if name not in NOT_COLUMNS}
+    truth = next((name for name in TRUTHS if name in columns), "")
+    samples: list[dict[str, Any]] = []
+    before, group = None, -1
+    for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        row = {name: column[place] for name, column in columns.items()}
+        if (prompt, row) != before:
+            before, group = (prompt, row), group + 1
+        extra = {name: value for name, value in row.items() if name not in ("data_source", truth)}
+        sample = {
+            "prompt": prompt,
+            "completion": completion,
+            "ground_truth": row.get(truth),
+            "data_source": str(row.get("data_source", "")),
+            "extra_info": extra,
+            "group": group,
+            "step": step,
+        }
+        if completion_ids is not None:
+            sample["completion_ids"] = list(completion_ids[place])
+        samples.append(sample)
+    return [score["value"] for score in await scores_of(samples)]
+
+
+def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+    """The same for who calls a plain function."""
+    scores: list[float | None] = _run(reward_async(prompts, completions, **columns))
+    return scores
+
+
+def _url() -> str:
+    return os.environ.get("TIDEMILL_REWARDS_URL", "http://127.0.0.1:8440")
+
+
+async def _post(body: bytes) -> tuple[int, bytes]:
+    """Status and body of the answer. Raises OSError: there is none, or half of one."""
+    url, token = urlsplit(_url()), os.environ.get("TIDEMILL_REWARDS_TOKEN", "")
+    port = url.port or (443 if url.scheme == "https" else 80)
+    shown = f"Authorization: Bearer {token}\r\n" if token else ""
+    head = (
+        f"POST {url.path.rstrip('/')}/v1/scores HTTP/1.1\r\nHost: {url.netloc}\r\n{shown}"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection(url.hostname, port, ssl=url.scheme == "https" or None)
+    try:
+        writer.write(head.encode() + body)
+        await writer.drain()
+        answer, _, content = (await reader.read()).partition(b"\r\n\r\n")
+    finally:
+        writer.close()
+    first, *lines = answer.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if len(content) != int(headers.get("content-length", -1)):
+        raise OSError("the connection ended before the answer did")
+    return int(first.split()[1]), content
+
+
+def _run(work: Any) -> Any:
+    """Run a coroutine to its end. In a thread: the caller's may have a loop that runs."""
+    done: list[Any] = []
+
+    def target() -> None:
+        try:
+            done.append((asyncio.run(work), None))  # noqa: TID251 (the file stands alone)
+        except BaseException as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    result, error = done[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: arrays and numbers of NumPy, and for all else its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
