@@ -68,6 +68,7 @@ LONG = (
     "integration/pipeline/test_scale.py",
     "integration/pipeline/test_vllm_training.py",
     "integration/reward/test_reward_replica_vllm.py",
+    "integration/reward/test_serve_rewards.py",
     "integration/rollout/test_client_programs.py",
     "integration/rollout/test_openenv.py",
     "integration/rollout/test_verifiers.py",

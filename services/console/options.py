@@ -255,7 +255,9 @@ class ServeRewardsOptions:
     config: Path = argument("A YAML file with a section `reward`.")
     overrides: list[str] = overrides_option()
     run_id: str = option("--run-id", _RUN_NAME_TEXT, "", "ID")
-    host: str = option("--host", "Address to listen on. Any but this machine's own needs a token.", "127.0.0.1")
+    host: str = option(
+        "--host", "Address to listen on. Any but this machine's own needs a token.", "127.0.0.1"
+    )
     port: int = option("--port", _SERVE_PORT_TEXT, 8440, min=0, max=65535)
     runs_dir: Path | None = runs_dir_option()
 

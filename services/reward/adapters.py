@@ -4,9 +4,10 @@ Python's standard library alone.
     TIDEMILL_REWARDS_URL     where the rewards are served (default: http://127.0.0.1:8440)
     TIDEMILL_REWARDS_TOKEN   the token, where one is asked for
 
-Guarantee: a reward that failed for good is never a 0. TRL gets None for it, and leaves the sample out; verl has
-no place for a missing reward, so the call raises, unless `reward.on_failure` of the service gives a number.
-A request that was not answered, because the service was busy or started again, is sent again for `PATIENCE_S`.
+Guarantee: a reward that failed for good is never a 0. TRL gets None for it, and leaves the sample out; verl
+has no place for a missing reward, so the call raises, unless `reward.on_failure` of the service gives a
+number. A request that was not answered, because the service was busy or started again, is sent again for
+`PATIENCE_S`.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""`tidemill export` without an output: what versions a run has on the disk, what they are made of, and whether they are
-whole."""
+"""`tidemill export` without an output: what versions a run has on the disk, what they are made of, and
+whether they are whole."""
 
 from pathlib import Path
 from typing import Any

@@ -45,6 +45,8 @@ BUSY_RETRY_S = 1.0
 READ_COUNT, BLOCK_S = 1024, 1.0
 WATCH_S = 5.0
 """How often Redis is looked at: whether it has lost what was appended, and what may be trimmed."""
+SERVED, RESERVED = "served", 4096
+"""Field of the run's state: tickets below this number may be in use; and how many are reserved at once."""
 GROUP_IS_DROPPED = "a sample of its group failed, and the config drops its group (on_failure: drop_group)"
 
 Chat = list[dict[str, Any]]
@@ -94,7 +96,7 @@ class RewardGateway:
         self._run, self._broker, self._keys = run, broker, run.keys
         self._reward, self._archive = run.config.reward, run.config.streams.archive
         self._waiting: dict[Lane, dict[TrajectoryKey, _Waiting]] = {lane: {} for lane in Lane}
-        self._next_ticket = 0
+        self._next_ticket = self._reserved = 0
         self._positions = dict.fromkeys([*map(self._keys.scores, Lane), self._keys.dead], START)
         self._server = ""
         self._bytes_since_archive = 0
@@ -110,15 +112,15 @@ class RewardGateway:
             raise BusyError(f"{num_waiting} samples wait for a score already", BUSY_RETRY_S)
         trajectories = self._numbered(samples)
         lanes = [Lane.EVAL if sample.evaluation else Lane.TRAIN for sample in samples]
-        # Before anything is appended: a process that starts after this one uses none of these numbers again.
-        await self._broker.execute("HSET", self._keys.state, "served", self._next_ticket)
-        self._bytes_since_archive += num_bytes
+        if self._next_ticket > self._reserved:
+            await self._reserve()
         with self._registered(lanes, trajectories) as waiting:
             for lane in Lane:
                 own = [one for one, its in zip(waiting, lanes, strict=True) if its is lane]
                 if own:
                     await self._append(lane, own)
             scores = await asyncio.gather(*(one.score for one in waiting))
+        self._bytes_since_archive += num_bytes
         return self._answers(scores)
 
     @classmethod
@@ -126,7 +128,9 @@ class RewardGateway:
         """One that goes on with the tickets of an earlier process, and knows where its streams end: what is
         there already was for who asked that one."""
         gateway = cls(run, broker)
-        gateway._next_ticket = int(await broker.execute("HGET", run.keys.state, "served") or 0)
+        gateway._next_ticket = gateway._reserved = int(
+            await broker.execute("HGET", run.keys.state, SERVED) or 0
+        )
         for key in gateway._positions:
             gateway._positions[key] = await last_id(broker, key)
         return gateway
@@ -152,8 +156,15 @@ class RewardGateway:
         self._next_ticket += len(groups)
         return [made[place] for place in range(len(samples))]
 
+    async def _reserve(self) -> None:
+        """Before anything is appended: a process that starts after this one uses none of these numbers."""
+        self._reserved = self._next_ticket + RESERVED
+        await self._broker.execute("HSET", self._keys.state, SERVED, self._reserved)
+
     @contextmanager
-    def _registered(self, lanes: Sequence[Lane], trajectories: Sequence[Trajectory]) -> Iterator[list[_Waiting]]:
+    def _registered(
+        self, lanes: Sequence[Lane], trajectories: Sequence[Trajectory]
+    ) -> Iterator[list[_Waiting]]:
         loop = asyncio.get_running_loop()
         waiting = [_Waiting(trajectory, loop.create_future()) for trajectory in trajectories]
         for lane, one in zip(lanes, waiting, strict=True):
@@ -204,7 +215,7 @@ class RewardGateway:
                     self._take(lane, entry.message)
 
     async def _take_dead(self) -> None:
-        """A trajectory that nobody will score fails, and what waits of its group, which will never be whole."""
+        """A trajectory that nobody will score fails, and so does what waits of its group."""
         reader = OffsetReader(self._broker, self._keys.dead, DeadLetter, self._positions[self._keys.dead])
         origins = {self._keys.name_of(self._keys.trajectories(lane)): lane for lane in Lane}
         while True:
@@ -236,7 +247,7 @@ class RewardGateway:
         if before in ("", identity) and not is_emptied:
             return
         await self._run.register(self._broker)
-        await self._broker.execute("HSET", self._keys.state, "served", self._next_ticket)
+        await self._reserve()
         for lane, waiting in self._waiting.items():
             key, sent = self._keys.trajectories(lane), [one for one in waiting.values() if one.entry_id]
             found = await self._broker.pipeline([("XRANGE", key, one.entry_id, one.entry_id) for one in sent])
@@ -287,7 +298,9 @@ def _trajectory(sample: SampleIn, ticket: int, index: int, group_size: int) -> T
     ids = np.asarray(sample.completion_ids, dtype=np.int32)
     chat = sample.prompt if isinstance(sample.prompt, list) else None
     said = sample.completion if isinstance(sample.completion, list) else None
-    answers = [str(message.get("content") or "") for message in said or () if message.get("role") == "assistant"]
+    answers = [
+        str(message.get("content") or "") for message in said or () if message.get("role") == "assistant"
+    ]
     text = (answers[-1] if answers else "") if said is not None else str(sample.completion)
     prompt = "" if chat is not None else str(sample.prompt)
     now = time.time()

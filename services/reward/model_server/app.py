@@ -90,7 +90,10 @@ async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, li
     app = ScoringApp(options.served_model_name or options.model, model, inputs, batcher, gate)
     server = ServerInService(  # there is more to end than HTTP
         server_config(
-            Starlette(routes=list(app.routes()), middleware=[Middleware(TokenGate, model_token(), MODEL_TOKEN_VARIABLE)]),
+            Starlette(
+                routes=list(app.routes()),
+                middleware=[Middleware(TokenGate, model_token(), MODEL_TOKEN_VARIABLE)],
+            ),
             backlog=BACKLOG,
             timeout_graceful_shutdown=max(1, round(options.drain_s)),
         )

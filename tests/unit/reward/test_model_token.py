@@ -8,8 +8,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from tidemill.common.config import ServersConfig
-from tidemill.services.reward.model_server.__main__ import main
 from tidemill.common.process.json_api import TokenGate
+from tidemill.services.reward.model_server.__main__ import main
 from tidemill.services.reward.remote.servers import Replica, Servers
 from tidemill.services.reward.remote.tokens import MODEL_TOKEN_VARIABLE, complaint, key_for
 
@@ -23,7 +23,8 @@ async def _said(request: Request) -> Response:
 def client(token: str) -> httpx.AsyncClient:
     app = Starlette(routes=[Route("/{path:path}", _said, methods=["GET", "POST"])])
     return httpx.AsyncClient(
-        transport=httpx.ASGITransport(TokenGate(app, token, MODEL_TOKEN_VARIABLE)), base_url="http://localhost"
+        transport=httpx.ASGITransport(TokenGate(app, token, MODEL_TOKEN_VARIABLE)),
+        base_url="http://localhost",
     )
 
 

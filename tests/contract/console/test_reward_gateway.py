@@ -1,0 +1,162 @@
+"""Samples of another trainer get their scores whatever happens to Redis and to their trajectories."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.trajectories import make_config
+from tests.support.waiting import wait_until
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.manifest import Manifest
+from tidemill.common.process.json_api import BusyError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import append, ensure_group, read_range
+from tidemill.common.streams.dead_letters import dead_letter
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.serving import gateway as module
+from tidemill.services.console.serving.gateway import RewardGateway, SampleIn, ScoreOut
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(broker: Broker, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.setattr(module, "WATCH_S", 0.05)
+
+    @asynccontextmanager
+    async def started(**sections: Any) -> AsyncIterator[RewardGateway]:
+        config = make_config(
+            run_id=keys.run_id, **{"reward": {}, "streams": {"archive": {"enabled": False}}, **sections}
+        )
+        folder = RunFolder(tmp_path, keys.run_id)
+        folder.logs.mkdir(parents=True, exist_ok=True)
+
+        async def register(_: Broker) -> None:
+            await publish_config(broker, keys, config)
+            await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+
+        run: Any = SimpleNamespace(keys=keys, config=config, folder=folder, env={}, register=register)
+        await register(broker)
+        gateway = await RewardGateway.open(run, broker)
+        running = asyncio.create_task(gateway.run())
+        try:
+            yield gateway
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    return started
+
+
+async def appended(broker: Broker, keys: Keys, count: int) -> list[Any]:
+    found: list[Any] = []
+
+    async def are_there() -> bool:
+        found[:] = await read_range(broker, keys.trajectories(), Trajectory)
+        return len(found) >= count
+
+    await wait_until(are_there)
+    return found
+
+
+def ok(ticket: int, index: int = 0, value: float = 1.0) -> Score:
+    return Score(ticket=ticket, index=index, status=ScoreStatus.OK, value=value)
+
+
+def samples(count: int, **more: Any) -> list[SampleIn]:
+    return [SampleIn(completion=f"c{n}", **more) for n in range(count)]
+
+
+async def values(asked: "asyncio.Task[list[ScoreOut]]") -> list[float | None]:
+    return [score.value for score in await asked]
+
+
+async def test_the_first_score_of_a_key_counts_and_answers_keep_their_order(
+    start: Start, broker: Broker, keys: Keys
+) -> None:
+    async with start() as gateway:
+        asked = asyncio.create_task(gateway.score(samples(3), 0))
+        await appended(broker, keys, 3)
+        await append(
+            broker, keys.scores(), ok(2, value=2.0), ok(2, value=9.0), ok(7), ok(1), ok(0, value=0.5)
+        )
+        assert await values(asked) == [0.5, 1.0, 2.0]
+
+
+async def test_a_dead_trajectory_fails_with_its_reason_and_so_does_what_waits_of_its_group(
+    start: Start, broker: Broker, keys: Keys
+) -> None:
+    async with start() as gateway:
+        asked = asyncio.create_task(gateway.score([*samples(2, group="a"), *samples(1)], 0))
+        (first, *_) = await appended(broker, keys, 3)
+        letter = dead_letter("trajectories", first.entry_id, {}, "it kills workers", message=first.message)
+        await append(broker, keys.dead, letter, letter.model_copy(update={"origin": "prompts", "ticket": 1}))
+        await append(broker, keys.scores(), ok(1))
+        found = await asked
+        assert [score.value for score in found] == [None, None, 1.0]
+        assert [score.error for score in found] == ["it kills workers", "it kills workers", ""]
+
+
+async def test_what_an_emptied_redis_has_lost_is_appended_again_under_its_key(
+    start: Start, broker: Broker, keys: Keys
+) -> None:
+    async with start() as gateway:
+        asked = asyncio.create_task(gateway.score(samples(2), 0))
+        before = [entry.message for entry in await appended(broker, keys, 2)]
+        await append(broker, keys.scores(), ok(0))
+        await wait_until(lambda: len(gateway._waiting["train"]) == 1)
+        await broker.execute("FLUSHALL")
+        (again,) = await appended(broker, keys, 1)
+        assert again.message == before[1]
+        assert int(await broker.execute("HGET", keys.state, "served")) >= 2, "numbers are not used twice"
+        await append(broker, keys.scores(), ok(1))
+        assert await values(asked) == [1.0, 1.0]
+
+
+async def test_redis_keeps_what_is_in_flight_and_the_archive_has_all_the_rest(
+    start: Start, broker: Broker, keys: Keys, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    streams = {"archive": {"enabled": True, "segment_mb": 0.001}}
+    async with start(streams=streams) as gateway:
+        gateway._run.env = {
+            "TIDEMILL_REDIS_URL": redis_server.url,
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+        }
+        asked = asyncio.create_task(gateway.score(samples(39), 2000))
+        waits = asyncio.create_task(gateway.score(samples(1), 0))
+        await appended(broker, keys, 40)
+        await append(broker, keys.scores(), *(ok(ticket) for ticket in range(39)))
+        assert len(await values(asked)) == 39
+
+        async def is_trimmed() -> bool:
+            return len(await read_range(broker, keys.trajectories(), Trajectory)) < 40
+
+        await wait_until(is_trimmed)
+        left = [entry.message.ticket for entry in await read_range(broker, keys.trajectories(), Trajectory)]
+        archived = Manifest.load(stream_folder(tmp_path / keys.run_id, "trajectories")).entries
+        assert left[-1] == 39 and left == list(range(archived, 40)), "nothing lost, nothing twice"
+        await append(broker, keys.scores(), ok(39))
+        assert await values(waits) == [1.0]
+
+
+async def test_more_than_may_wait_are_refused_and_none_of_them_is_appended(
+    start: Start, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    async with start() as gateway:
+        asked = asyncio.create_task(gateway.score(samples(3), 0))
+        await appended(broker, keys, 3)
+        with pytest.raises(BusyError):
+            await gateway.score(samples(1), 0)
+        await append(broker, keys.scores(), *map(ok, range(3)))
+        assert await values(asked) == [1.0] * 3
+        assert len(await appended(broker, keys, 3)) == 3
