@@ -59,6 +59,7 @@ LONG = (
     "chaos/",
     "simulation/",
     "integration/console/test_rescore.py",
+    "integration/console/test_slurm.py",
     "integration/console/test_why_slow.py",
     "integration/docs/",
     "integration/infra/test_prometheus.py",

@@ -47,6 +47,8 @@ class Program(StrEnum):
     SANDBOX_QUEUE = "tidemill.services.jobs.sandbox.rq_worker"
     SANDBOX_CHECK = "tidemill.services.jobs.sandbox.check"
     EXPORTER = "tidemill.services.console.exporter"
+    NODE = "tidemill.services.console.cluster"
+    """What one node of a cluster does of a run."""
 
 
 class JobFunction(StrEnum):

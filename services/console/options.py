@@ -262,6 +262,33 @@ class ServeRewardsOptions:
     runs_dir: Path | None = runs_dir_option()
 
 
+_CPU_NODES_TEXT = "Nodes without GPUs for reward workers, in a job of their own that may grow."
+_GPUS_PER_NODE_TEXT = "GPUs that each node gives the run."
+_TIME_TEXT = "Limit of the job, after which it is put back into the queue and goes on."
+_SCRIPT_TEXT = "Folder for the scripts."
+
+
+@command("slurm", "cluster.slurm:write_scripts", "config.yaml --nodes 4 --gpus-per-node 8 --cpu-nodes 2")
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """Write an sbatch script that does a run on the nodes of a Slurm cluster.
+
+    The first node has Redis and the trainer, the others rollout and reward workers; all of them see the
+    folder of runs. Where a node fails, is drained, or the time is over, the job is queued again, and the run
+    goes on from where it was.
+    """
+
+    config: Path = argument("The run's YAML file, on a disk that all nodes see.")
+    overrides: list[str] = overrides_option()
+    nodes: int = option("--nodes", "Nodes of the job, at least 2.", 2, "N", min=2)
+    gpus_per_node: int = option("--gpus-per-node", _GPUS_PER_NODE_TEXT, 0, "N", min=0)
+    cpu_nodes: int = option("--cpu-nodes", _CPU_NODES_TEXT, 0, "N", min=0)
+    time: str = option("--time", _TIME_TEXT, "24:00:00", "TIME")
+    run_id: str = option("--run-id", _RUN_NAME_TEXT, "", "ID")
+    output: Path = option("--output", _SCRIPT_TEXT, Path("."), "FOLDER", short=["-o"])
+    runs_dir: Path | None = runs_dir_option()
+
+
 _REPORT_TEXT = "Compute the summary of a finished run again from its commits, and keep it in its folder."
 _FAIL_TEXT = "With --report: exit with 1 where a metric left its range."
 
@@ -406,30 +433,23 @@ class TraceOptions(ViewOptions):
     lane: str = option("--lane", "Training or evaluation.", "train", "train|eval")
 
 
-@command("step", "records.step:show_step", "412 arith-1 --full")
+_STEPS_TEXT = "Counted from 0, as in the commits; with -o, several: A..B."
+_PERFETTO_TEXT = "Write a timeline of these steps for Perfetto instead (https://ui.perfetto.dev)."
+
+
+@command("step", "records.step:show_step", "412 arith-1 --full", "40..45 arith-1 -o trace.json")
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(ViewOptions):
     """Show one step: what went in, in which micro-batches, where the time went, and what came out.
 
-    Step N turned version N into version N + 1.
+    Step N turned version N into version N + 1. A timeline has every sample of its steps, from its queue to
+    its training.
     """
 
-    number: int = argument("Counted from 0, as in the commits.", metavar="STEP", min=0)
+    steps: str = argument(_STEPS_TEXT, metavar="STEP")
     run_id: str | None = run_argument()
     as_json: bool = json_flag(EVERYTHING)
-
-
-@command("timeline", "records.timeline:write_timeline", "--from-step 40 --to-step 45 -o trace.json")
-@dataclass(frozen=True, kw_only=True)
-class TimelineOptions(OfRun):
-    """Write a stretch of a run for Perfetto: every sample from its queue to its training.
-
-    Open the file at https://ui.perfetto.dev.
-    """
-
-    first: int = option("--from-step", "The first step.", metavar="A", min=0)
-    last: int = option("--to-step", "The last step.", metavar="B", min=0)
-    output: Path = option("--output", "The file to write.", Path("trace.json"), "FILE", short=["-o"])
+    output: Path | None = option("--output", _PERFETTO_TEXT, None, "FILE", short=["-o"])
 
 
 _NAME_TEXT = "A further name under which browsers may ask, such as that of a proxy. May be repeated."

@@ -15,6 +15,7 @@ from tidemill.services.console.options import StepOptions
 from tidemill.services.console.records.joins import STAGES, StepRecord, read_step
 from tidemill.services.console.records.selection import span_of
 from tidemill.services.console.records.sessions import SessionFacts
+from tidemill.services.console.records.timeline import write_timeline
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
@@ -238,13 +239,27 @@ def step_json(record: StepRecord) -> dict[str, Any]:
 
 
 def show_step(options: StepOptions) -> None:
+    first, last = _steps_of(options.steps)
+    if options.output is not None:
+        return write_timeline(options, options.output, first, last)
+    if first < last:
+        raise ConfigError(
+            f"steps {options.steps} are several, which only a timeline shows: add -o trace.json"
+        )
+
     async def read(access: RunAccess) -> StepRecord:
-        if (record := await read_step(access.history, options.number)) is None:
+        if (record := await read_step(access.history, first)) is None:
             there = await span_of(access.history, StreamName.COMMITS, "step")
-            raise ConfigError(
-                f"run {access.run_id} has no commit of step {options.number}: {there}, counted from 0."
-            )
+            raise ConfigError(f"run {access.run_id} has no commit of step {first}: {there}, counted from 0.")
         return record
 
     record = read_run(options, read)
     show(step_json(record), step_tree(record, options.is_full), options.as_json, options.is_full)
+
+
+def _steps_of(text: str) -> tuple[int, int]:
+    """First and last step of `N` or `A..B`."""
+    first, dots, last = text.partition("..")
+    if not first.isdecimal() or (dots and not last.isdecimal()) or int(last or first) < int(first):
+        raise ConfigError(f"{text!r} names no steps: give a number such as 41, or 40..45 with -o")
+    return int(first), int(last or first)

@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -21,7 +22,7 @@ from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP
 from tidemill.common.streams.selection import tickets_of
 from tidemill.common.wire.messages import Commit, Lane, TrajectoryKey, WeightManifest
-from tidemill.services.console.options import TimelineOptions
+from tidemill.services.console.options import StepOptions
 from tidemill.services.console.records.joins import SampleFacts, StepRecord, read_samples
 from tidemill.services.console.run.folder import nearest
 from tidemill.services.console.run.history import RunAccess, read_run
@@ -275,10 +276,7 @@ def _draw_step(trace: Trace, record: StepRecord) -> None:
         trace.moment(f"{name} dropped: {reason}", at_s, step=commit.step)
 
 
-def write_timeline(options: TimelineOptions) -> None:
-    first, last, output = options.first, options.last, options.output
-    if last < first:
-        raise ConfigError(f"--from-step {first} is after --to-step {last}.")
+def write_timeline(options: StepOptions, output: Path, first: int, last: int) -> None:
     if output.is_dir() or not output.parent.is_dir():
         raise ConfigError(f"{output} cannot be written: give the name of a file in a folder that exists.")
 

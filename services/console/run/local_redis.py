@@ -6,6 +6,7 @@ services wait while it is away, and its append-only file brings back what they h
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -15,14 +16,18 @@ from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.run.folder import RunFolder, connected
 
+LISTEN_VARIABLE = "TIDEMILL_REDIS_LISTEN"
+"""HOST:PORT at which a run's own Redis is reached from other machines. `redis.url` in the run's folder has
+the address with its password."""
 POLL_S = 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 MAX_FAILED_STARTS = 5
 
 
 class LocalRedis:
-    def __init__(self, data: Path, guard: Guard) -> None:
-        self.server, self.guard = EmbeddedRedis(data), guard
+    def __init__(self, data: Path, guard: Guard, listen: str = "") -> None:
+        """`listen` is the HOST:PORT at which other machines reach it, with a password; empty: none do."""
+        self.server, self.guard = EmbeddedRedis(data, listen=listen), guard
         self._pid = 0
         self._start: asyncio.Future[None] | None = None
 
@@ -96,7 +101,7 @@ async def open_redis(
         async with connected(url) as broker:
             yield url, broker
         return
-    own = LocalRedis(folder.redis_data, guard)
+    own = LocalRedis(folder.redis_data, guard, os.environ.get(LISTEN_VARIABLE, ""))
     async with own.running() as url:
         folder.write_address(url)
         keeper = asyncio.create_task(own.keep(on_event, on_failure), name="redis")

@@ -1,4 +1,4 @@
-"""`tidemill streams`, `trace`, `step` and `timeline` on a run whose every number was written down before.
+"""`tidemill streams`, `trace` and `step` on a run whose every number was written down before.
 
 Some texts of it mean harm: what a model, a judge or a broken process has written is shown and does nothing.
 """
@@ -202,9 +202,10 @@ def test_mistakes_are_refused_with_what_is_wrong(call, tmp_path):
         "trace 3.7": "0, 1",
         "trace x.1": "'x.1'",
         "step 7": "steps 0 to 1",
-        f"timeline --from-step 5 --to-step 9 -o {tmp_path}/a": "steps 5 to 9",
-        f"timeline --from-step 1 --to-step 0 -o {tmp_path}/a": "--from-step 1",
-        f"timeline --from-step 0 --to-step 1 -o {tmp_path}/nowhere/a": "nowhere",
+        f"step 5..9 -o {tmp_path}/a": "steps 5 to 9",
+        f"step 1..0 -o {tmp_path}/a": "1..0",
+        "step 0..1": "-o trace.json",
+        f"step 0..1 -o {tmp_path}/nowhere/a": "nowhere",
     }.items():
         with pytest.raises(ConfigError) as caught:
             call(*line.split())
@@ -311,7 +312,7 @@ def test_a_timeline_has_all_of_its_steps_and_what_was_under_way(call, tmp_path, 
     file = tmp_path / "trace.json"
 
     def names(first: str, last: str) -> set[str]:
-        printed = call("timeline", "--from-step", first, "--to-step", last, "-o", str(file))
+        printed = call("step", f"{first}..{last}", "-o", str(file))
         assert "trace.json: steps" in printed
         events = json.loads(file.read_text())["traceEvents"]
         assert problems_of(events) == []
@@ -379,7 +380,7 @@ def test_words_of_a_session_are_found_once_with_their_place(played):
 
 def test_generation_and_environment_alternate_on_the_timeline(played, tmp_path):
     file = tmp_path / "trace.json"
-    played("timeline", "--from-step", "0", "--to-step", "1", "-o", str(file))
+    played("step", "0..1", "-o", str(file))
     events = json.loads(file.read_text())["traceEvents"]
     assert problems_of(events) == []
     (sample,) = [e for e in events if e["name"] == "4.1" and e["ph"] == "X" and "tokens" in e["args"]]
