@@ -266,12 +266,13 @@ _CPU_NODES_TEXT = "Nodes without GPUs for reward workers, in a job of their own 
 _GPUS_PER_NODE_TEXT = "GPUs that each node gives the run."
 _TIME_TEXT = "Limit of the job, after which it is put back into the queue and goes on."
 _SCRIPT_TEXT = "Folder for the scripts."
+_SKY_TEXT = "Write SkyPilot's YAML in place of a script for Slurm."
 
 
 @command("slurm", "cluster.slurm:write_scripts", "config.yaml --nodes 4 --gpus-per-node 8 --cpu-nodes 2")
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """Write an sbatch script that does a run on the nodes of a Slurm cluster.
+    """Write an sbatch script that does a run on the nodes of a Slurm cluster, or what SkyPilot reads.
 
     The first node has Redis and the trainer, the others rollout and reward workers; all of them see the
     folder of runs. Where a node fails, is drained, or the time is over, the job is queued again, and the run
@@ -285,6 +286,7 @@ class SlurmOptions:
     cpu_nodes: int = option("--cpu-nodes", _CPU_NODES_TEXT, 0, "N", min=0)
     time: str = option("--time", _TIME_TEXT, "24:00:00", "TIME")
     run_id: str = option("--run-id", _RUN_NAME_TEXT, "", "ID")
+    is_sky: bool = option("--sky", _SKY_TEXT, False)
     output: Path = option("--output", _SCRIPT_TEXT, Path("."), "FOLDER", short=["-o"])
     runs_dir: Path | None = runs_dir_option()
 

@@ -1,8 +1,9 @@
 """`python -m tidemill.services.console.cluster CONFIG --run RUN_ID`: what one node of a run does.
 
-Started on every node, by Slurm or by hand. Node 0 does `tidemill up` with the run's Redis and trainer; the
-others run as many rollout and reward workers as the config says for a machine. They meet in the run's folder,
-where node 0 leaves the address of its Redis. Started again, on these nodes or others, the run goes on.
+Started on every node, by Slurm, SkyPilot or by hand. Node 0 does `tidemill up` with the run's Redis and
+trainer; the others run as many rollout and reward workers as the config says for a machine. They meet in the
+run's folder, where node 0 leaves the address of its Redis. Started again, on these nodes or others, the run
+goes on.
 """
 
 import argparse
@@ -19,7 +20,6 @@ from pathlib import Path
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.children import hide_memory
-from tidemill.common.process.heartbeats import ADVERTISE_VARIABLE
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.prompt_lengths import with_steps
 from tidemill.common.run.state import FINISHED, read_state
@@ -39,7 +39,7 @@ from tidemill.services.console.processes.supervisor import Ending, RunOutcome, S
 from tidemill.services.console.run.folder import RunFolder, connected, folder_of_runs
 from tidemill.services.console.run.local_redis import LISTEN_VARIABLE
 
-NODE_VARIABLE = "SLURM_PROCID"
+NODE_VARIABLES = ("SLURM_PROCID", "SKYPILOT_NODE_RANK")
 ROLES = ("rollout", "reward")
 POLL_S = 1.0
 DRAIN_MARGIN_S = 10.0
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("config", type=Path, help="the run's YAML file")
     parser.add_argument("--run", required=True, metavar="RUN_ID", help="id of the run")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as of tidemill up")
-    node = int(os.environ.get(NODE_VARIABLE, -1))
+    node = next((int(os.environ[name]) for name in NODE_VARIABLES if name in os.environ), -1)
     parser.add_argument("--node", type=int, default=node, help="0 has the trainer (default: %(default)s)")
     parser.add_argument("--roles", default=",".join(ROLES), help="of the other nodes (default: %(default)s)")
     options = parser.parse_args()
@@ -71,9 +71,8 @@ def main() -> int:
 def lead(config: Path, overrides: list[str], folder: RunFolder) -> int:
     """Node 0: `tidemill up`, whose workers are on the other nodes."""
     if LISTEN_VARIABLE not in os.environ:
-        host = os.environ.get(ADVERTISE_VARIABLE) or socket.gethostname()
         with socket.create_server(("", 0)) as free:
-            os.environ[LISTEN_VARIABLE] = f"{host}:{free.getsockname()[1]}"
+            os.environ[LISTEN_VARIABLE] = f"{socket.gethostname()}:{free.getsockname()[1]}"
     elsewhere = ["rollout.workers=0", "reward.workers=0"]
     # An address that an earlier start has left, on another node perhaps, must not be taken for this one's.
     folder.address_file.unlink(missing_ok=True)

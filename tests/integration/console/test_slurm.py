@@ -1,12 +1,17 @@
 """`tidemill slurm` with a real Slurm: the script does a run, which survives a drained node and a requeue."""
 
 import json
+import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from tests.support.recorded import tidemill
+from tests.support.servers import free_port
 from tests.support.slurm import Slurm, is_installed
+from tests.support.venvs import python_with
 from tests.support.waiting import wait_until
 from tidemill.common.run.state import METRICS_FILE, STEP, read_records
 
@@ -75,13 +80,27 @@ def test_what_cannot_run_is_refused_and_nothing_written(
     assert not output.exists()
 
 
+def test_what_skypilot_reads_fits_its_own_schema(tmp_path: Path) -> None:
+    printed = written(tmp_path, "--sky", "--gpus-per-node", "8")
+    assert printed.startswith("sky jobs launch ") and printed.strip().endswith("demo.sky.yaml")
+    tree = yaml.safe_load((tmp_path / "scripts" / "demo.sky.yaml").read_text())
+    assert tree["num_nodes"] == 2 and "config.yaml --run demo --set trainer.steps=30" in tree["run"]
+    python = python_with("sky", "sky.utils.schemas", ["skypilot==0.14.1"])
+    show = "import json; from sky.utils.schemas import get_resources_schema, get_task_schema; "
+    show += "print(json.dumps([get_task_schema(), get_resources_schema()]))"
+    done = subprocess.run([python, "-c", show], capture_output=True, text=True, check=True)
+    task, resources = json.loads(done.stdout.splitlines()[-1])
+    jsonschema.validate(tree, task)
+    jsonschema.validate(tree["resources"], resources)
+
+
 @pytest.mark.skipif(
     not is_installed(), reason="no Slurm that this user may start (apt install slurmd slurmctld)"
 )
 async def test_a_run_goes_on_where_a_node_is_drained_and_its_job_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TIDEMILL_ADVERTISE_HOST", "127.0.0.1")
+    monkeypatch.setenv("TIDEMILL_REDIS_LISTEN", f"127.0.0.1:{free_port()}")
     written(tmp_path)
     run = tmp_path / "runs" / "demo"
 
