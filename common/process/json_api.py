@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -45,10 +45,15 @@ class BusyError(RewardError):
         self.retry_after_s = retry_after_s
 
 
-async def answered(work: Callable[[Request], Awaitable[dict[str, Any]]], http: Request) -> Response:
+async def answered(
+    work: Callable[[Request], Awaitable[dict[str, Any] | BaseModel]], http: Request
+) -> Response:
     """What `work` makes of a request, or its refusal: a TidemillError's own `status`, else 500."""
     try:
-        return JSONResponse(await work(http))
+        made = await work(http)
+        if isinstance(made, BaseModel):  # in which numbers that are not finite become null
+            return Response(made.model_dump_json(), media_type="application/json")
+        return JSONResponse(made)
     except ValidationError as error:
         return refusal(400, explained(error))
     except TidemillError as error:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -93,7 +94,8 @@ async def follow(config: RunConfig, folder: RunFolder, roles: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     specs = list(_specs(config.model_copy(update={"run_id": folder.run_id}), roles))
-    while not stopping.is_set() and not folder.summary.exists():
+    started_at = time.time()
+    while not stopping.is_set() and not _is_summed_up(folder, started_at):
         url = folder.address()
         # Also where the address is one that a head which was killed has left.
         if url and await _status(url, folder) not in (None, FINISHED):
@@ -147,6 +149,13 @@ def _specs(config: RunConfig, roles: list[str]) -> Iterator[ServiceSpec]:
             name = f"{spec.name}-{node}"
             command = tuple(name if word == spec.name else word for word in spec.command)
             yield replace(spec, name=name, command=command)
+
+
+def _is_summed_up(folder: RunFolder, since: float) -> bool:
+    """Whether the run was finished since then; a run that is given more steps has the summary of before."""
+    with suppress(OSError):
+        return folder.summary.stat().st_mtime > since
+    return False
 
 
 async def _status(url: str, folder: RunFolder) -> str | None:

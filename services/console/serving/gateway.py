@@ -85,8 +85,10 @@ class ScoreOut(BaseModel):
 class _Waiting:
     trajectory: Trajectory
     score: "asyncio.Future[Score]"
+    after: str
+    """An entry that was there before it: until its own id is known, nothing above may be trimmed."""
     entry_id: str = ""
-    """Empty until it is appended."""
+    """Empty until it is known to be appended."""
 
 
 class RewardGateway:
@@ -98,7 +100,12 @@ class RewardGateway:
         self._waiting: dict[Lane, dict[TrajectoryKey, _Waiting]] = {lane: {} for lane in Lane}
         self._next_ticket = self._reserved = 0
         self._positions = dict.fromkeys([*map(self._keys.scores, Lane), self._keys.dead], START)
+        """What lies below has been read."""
+        self._newest = dict.fromkeys(Lane, START)
+        """Of each lane, the newest trajectory that is known to be appended."""
         self._server = ""
+        self._suspects: list[tuple[Lane, _Waiting]] = []
+        """What Redis may have lost, as another server has answered since."""
         self._bytes_since_archive = 0
 
     async def score(self, samples: Sequence[SampleIn], num_bytes: int) -> list[ScoreOut]:
@@ -166,7 +173,10 @@ class RewardGateway:
         self, lanes: Sequence[Lane], trajectories: Sequence[Trajectory]
     ) -> Iterator[list[_Waiting]]:
         loop = asyncio.get_running_loop()
-        waiting = [_Waiting(trajectory, loop.create_future()) for trajectory in trajectories]
+        waiting = [
+            _Waiting(trajectory, loop.create_future(), self._newest[lane])
+            for lane, trajectory in zip(lanes, trajectories, strict=True)
+        ]
         for lane, one in zip(lanes, waiting, strict=True):
             self._waiting[lane][one.trajectory.key] = one
         try:
@@ -181,6 +191,7 @@ class RewardGateway:
         ids = await append(self._broker, key, *(one.trajectory for one in waiting))
         for one, entry_id in zip(waiting, ids, strict=True):
             one.entry_id = entry_id
+            self._newest[lane] = max(self._newest[lane], entry_id, key=id_order)
 
     def _answers(self, scores: Sequence[Score]) -> list[ScoreOut]:
         default = self._reward.on_failure
@@ -213,6 +224,7 @@ class RewardGateway:
             for entry in await reader.read(READ_COUNT, BLOCK_S):
                 if isinstance(entry, Entry):
                     self._take(lane, entry.message)
+            self._positions[key] = reader.position
 
     async def _take_dead(self) -> None:
         """A trajectory that nobody will score fails, and so does what waits of its group."""
@@ -222,8 +234,11 @@ class RewardGateway:
             for entry in await reader.read(READ_COUNT, BLOCK_S):
                 if not isinstance(entry, Entry) or (lane := origins.get(entry.message.origin)) is None:
                     continue
-                letter = entry.message
-                for ticket, index in [key for key in self._waiting[lane] if key[0] == letter.ticket]:
+                letter, waiting = entry.message, self._waiting[lane]
+                # By its entry where nobody could read whose it was.
+                tickets = {key[0] for key, one in waiting.items() if one.entry_id == letter.entry_id}
+                tickets.add(letter.ticket)
+                for ticket, index in [key for key in waiting if key[0] in tickets]:
                     failed = Score(ticket=ticket, index=index, status=ScoreStatus.FAILED, error=letter.error)
                     self._take(lane, failed)
 
@@ -244,16 +259,23 @@ class RewardGateway:
         identity = (await self._broker.info("server"))["run_id"]
         is_emptied = not await self._broker.execute("EXISTS", self._keys.config)
         before, self._server = self._server, identity
-        if before in ("", identity) and not is_emptied:
-            return
-        await self._run.register(self._broker)
-        await self._reserve()
-        for lane, waiting in self._waiting.items():
-            key, sent = self._keys.trajectories(lane), [one for one in waiting.values() if one.entry_id]
-            found = await self._broker.pipeline([("XRANGE", key, one.entry_id, one.entry_id) for one in sent])
-            lost = [one for one, entries in zip(sent, found, strict=True) if not entries]
-            log.warning("Redis has restarted", lane=lane, appended_again=len(lost))
+        if before not in ("", identity) or is_emptied:
+            await self._run.register(self._broker)
+            await self._reserve()
+            self._suspects = [
+                (lane, one) for lane, waiting in self._waiting.items() for one in waiting.values()
+            ]
+        left = [(lane, one) for lane, one in self._suspects if not one.score.done()]
+        # Those that are just being appended are looked for at the next look: their first half may be lost.
+        self._suspects = [(lane, one) for lane, one in left if not one.entry_id]
+        sent = [(lane, one) for lane, one in left if one.entry_id]
+        looks = [("XRANGE", self._keys.trajectories(lane), one.entry_id, one.entry_id) for lane, one in sent]
+        found = await self._broker.pipeline(looks) if looks else []
+        for lane in Lane:
+            pairs = zip(sent, found, strict=True)
+            lost = [one for (its, one), entries in pairs if its is lane and not entries]
             if lost:
+                log.warning("Redis has lost samples: appended again", lane=lane, count=len(lost))
                 await self._append(lane, lost)
 
     async def _trim(self) -> None:
@@ -261,11 +283,10 @@ class RewardGateway:
         below: dict[StreamName, str] = {}
         for lane, waiting in self._waiting.items():
             appended = await last_id(self._broker, self._keys.trajectories(lane))
-            unscored = [one.entry_id for one in waiting.values() if one.entry_id]
+            unscored = [one.entry_id or one.after for one in waiting.values()]
             oldest = min(unscored, key=id_order) if unscored else id_after(appended)
             below[StreamName.TRAJECTORIES.of(lane)] = oldest
-            # Every one of them was read, or will not be: those that are waited for come later.
-            below[StreamName.SCORES.of(lane)] = await last_id(self._broker, self._keys.scores(lane))
+            below[StreamName.SCORES.of(lane)] = self._positions[self._keys.scores(lane)]
         if self._archive.enabled:
             if self._bytes_since_archive < self._archive.segment_mb * (1 << 20):
                 return

@@ -131,12 +131,10 @@ async def _serve(options: ServeRewardsOptions, config: RunConfig, token: str) ->
 
 
 def application(gateway: RewardGateway, token: str) -> Starlette:
-    async def score(http: Request) -> dict[str, Any]:
+    async def score(http: Request) -> ScoringAnswer:
         body = await read_body(http)
         request = ScoringRequest.model_validate_json(body)
-        answer = ScoringAnswer(scores=await gateway.score(request.samples, len(body)))
-        tree: dict[str, Any] = answer.model_dump(mode="json")
-        return tree
+        return ScoringAnswer(scores=await gateway.score(request.samples, len(body)))
 
     async def health(_: Request) -> Response:
         return Response()

@@ -106,6 +106,37 @@ async def test_a_dead_trajectory_fails_with_its_reason_and_so_does_what_waits_of
         assert [score.error for score in found] == ["it kills workers", "it kills workers", ""]
 
 
+async def test_a_trajectory_that_no_worker_can_read_fails_by_its_entry(
+    start: Start, broker: Broker, keys: Keys
+) -> None:
+    async with start() as gateway:
+        asked = asyncio.create_task(gateway.score(samples(1), 0))
+        (first,) = await appended(broker, keys, 1)
+        await wait_until(lambda: all(one.entry_id for one in gateway._waiting["train"].values()))
+        await append(broker, keys.dead, dead_letter("trajectories", first.entry_id, {}, "too large"))
+        (found,) = await asked
+        assert (found.value, found.error) == (None, "too large")
+
+
+async def test_nothing_is_trimmed_that_may_just_have_been_appended(
+    start: Start, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at the streams between an append and its answer."""
+    async with start() as gateway:
+        real = module.append
+
+        async def late(*given: Any) -> list[str]:
+            ids = await real(*given)
+            await gateway._trim()
+            return ids
+
+        monkeypatch.setattr(module, "append", late)
+        asked = asyncio.create_task(gateway.score(samples(2), 0))
+        assert len(await appended(broker, keys, 2)) == 2
+        await append(broker, keys.scores(), ok(0), ok(1))
+        assert await values(asked) == [1.0, 1.0]
+
+
 async def test_what_an_emptied_redis_has_lost_is_appended_again_under_its_key(
     start: Start, broker: Broker, keys: Keys
 ) -> None:
