@@ -163,6 +163,7 @@ async def test_redis_keeps_what_is_in_flight_and_the_archive_has_all_the_rest(
             "PYTHONPATH": str(Path(__file__).parents[3]),
         }
         asked = asyncio.create_task(gateway.score(samples(39), 2000))
+        await appended(broker, keys, 39)
         waits = asyncio.create_task(gateway.score(samples(1), 0))
         await appended(broker, keys, 40)
         await append(broker, keys.scores(), *(ok(ticket) for ticket in range(39)))
