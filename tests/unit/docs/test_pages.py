@@ -135,6 +135,6 @@ def test_every_tidemill_command_that_a_page_names_exists(page: Page) -> None:
     commands = commands_of(typer.main.get_command(app))
     groups = {command[0] for command in commands if len(command) > 1}
     text = page.path.read_text(encoding="utf-8")
-    named = re.findall(r"(?:`|^ {4}|^\$ |^|&& |console )tidemill ([a-z]+)(?: ([a-z]+))?", text, re.MULTILINE)
+    named = re.findall(r"(?:`|^ {4}|^\$ |^|&& |console )tidemill ([a-z-]+)(?: ([a-z]+))?", text, re.MULTILINE)
     used = {(first, second) if first in groups and second else (first,) for first, second in named}
     assert used - commands == set()
