@@ -32,6 +32,7 @@ LONGEST = (
     "integration/reward/test_reward_replica_vllm.py",
     "integration/reward/test_reward_service.py",
     "integration/trainer/test_ranks_are_one.py",
+    "integration/trainer/test_context_ranks.py",
     "integration/trainer/test_replay.py",
     "chaos/test_short_chaos.py",
     "integration/docs/test_tutorial.py",
