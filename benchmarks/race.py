@@ -2,7 +2,7 @@
 
     python -m benchmarks.race                       # the run of `make demo`; ten minutes on two cores
     python examples/instruct/prepare.py
-    python -m benchmarks.race --model instruct      # that of `make demo-instruct`; half an hour
+    python -m benchmarks.race --model instruct      # that of `make demo-instruct`: an hour
 
 `tidemill up` one step off-policy, the same on-policy (k = 0, the demo only), and `GRPOTrainer` with what the
 config says, in turns; pairs differ in their seed. None evaluates; each saves once, at its end. `wall` is from
@@ -45,6 +45,8 @@ def main(
     """Race."""
     if model not in CONFIGS:
         raise typer.BadParameter(f"expected one of {', '.join(CONFIGS)}", param_hint="--model")
+    if steps == 1:
+        raise typer.BadParameter("a step's time needs two of them", param_hint="--steps")
     steps, batch = steps or load_config(CONFIGS[model]).trainer.steps, batch or BATCHES[model]
     if trl is not None:
         train_with_trl(CONFIGS[model], trl, steps, batch, seed)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.random import Generator
 
 from benchmarks.report import machine, print_result, print_table
-from tidemill.services.trainer.groups.bins import Lineup, cost, form_micro_batches, split_samples
+from tidemill.services.trainer.groups.bins import PrefixOrder, cost, form_micro_batches, split_samples
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
 from tidemill.services.trainer.weights.peers import pack
@@ -77,7 +77,7 @@ def _tiles(samples: list[Sample]) -> Iterator[int]:
     """Tokens of each forward pass."""
     for lines in plan_tiles(make_rows(samples, [one.mask for one in samples]), "tree", TILE):
         by_row = [samples[row.sample] for line in lines for row in line]
-        yield Lineup(by_row, "tree").num_tokens
+        yield PrefixOrder(by_row, "tree").num_tokens
 
 
 def measure(samples: list[Sample], size: int) -> Figures:
@@ -94,7 +94,7 @@ def measure(samples: list[Sample], size: int) -> Figures:
         tiles = [list(_tiles(own)) for own in owns]
         passes.append(max(map(len, tiles)))
         used.append(sum(map(sum, tiles)) / (size * TILE * passes[-1]))
-        costs = [sum(cost(part, SCORES) for part in Lineup(own, "tree").cut(TILE)) for own in owns]
+        costs = [sum(cost(part, SCORES) for part in PrefixOrder(own, "tree").cut(TILE)) for own in owns]
         mean_cost, slowest = mean_cost + sum(costs) / size, slowest + max(costs)
         for rank, own in enumerate(owns):
             received[rank] += len(pack(own))

@@ -30,7 +30,7 @@ from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
 from tidemill.services.trainer.algorithm.losses.mini_batch import needs_statistics, with_statistics
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
-from tidemill.services.trainer.groups.bins import Lineup, form_micro_batches
+from tidemill.services.trainer.groups.bins import PrefixOrder, form_micro_batches
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample, rebuild, without_proximal
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread, UpdateResult
@@ -258,7 +258,7 @@ class StepRunner:
             batches, waiting = form_micro_batches(waiting, bin_tokens, num_bins, layout), []
             # More groups are on their way: what is nearly empty waits for them.
             least = MIN_FILL * bin_tokens * num_bins
-            if places and batches and Lineup(batches[-1].samples, layout).num_tokens < least:
+            if places and batches and PrefixOrder(batches[-1].samples, layout).num_tokens < least:
                 waiting = list(batches.pop().samples)
             await self._accumulate([without_proximal(b) for b in batches] if is_first else batches, mini)
 

@@ -29,7 +29,11 @@ POLL_S = 0.2
 
 def export(options: ExportOptions) -> int:
     if options.output is None:
+        if options.version != "last" or options.now:
+            raise ConfigError("--version and --now are of a folder to write: name it with -o FOLDER")
         return list_versions(options)
+    if options.verify or options.as_json:
+        raise ConfigError("--verify and --json are of the list of versions: leave out -o")
     folder = find_run(options.run_id, options.runs_dir)
     if (config := folder.config()) is None:
         raise ConfigError(

@@ -104,7 +104,7 @@ class RewardGateway:
         self._newest = dict.fromkeys(Lane, START)
         """Of each lane, the newest trajectory that is known to be appended."""
         self._server = ""
-        self._suspects: list[tuple[Lane, _Waiting]] = []
+        self._maybe_lost: list[tuple[Lane, _Waiting]] = []
         """What Redis may have lost, as another server has answered since."""
         self._bytes_since_archive = 0
 
@@ -262,12 +262,12 @@ class RewardGateway:
         if before not in ("", identity) or is_emptied:
             await self._run.register(self._broker)
             await self._reserve()
-            self._suspects = [
+            self._maybe_lost = [
                 (lane, one) for lane, waiting in self._waiting.items() for one in waiting.values()
             ]
-        left = [(lane, one) for lane, one in self._suspects if not one.score.done()]
+        left = [(lane, one) for lane, one in self._maybe_lost if not one.score.done()]
         # Those that are just being appended are looked for at the next look: their first half may be lost.
-        self._suspects = [(lane, one) for lane, one in left if not one.entry_id]
+        self._maybe_lost = [(lane, one) for lane, one in left if not one.entry_id]
         sent = [(lane, one) for lane, one in left if one.entry_id]
         looks = [("XRANGE", self._keys.trajectories(lane), one.entry_id, one.entry_id) for lane, one in sent]
         found = await self._broker.pipeline(looks) if looks else []

@@ -66,7 +66,7 @@ class Bin:
         return self.tokens + other.tokens - shared <= max_tokens and row_tokens <= MOST_KEYS * max_tokens
 
 
-class Lineup:
+class PrefixOrder:
     """Samples in the order in which those that begin alike are neighbours."""
 
     def __init__(self, samples: Sequence[Sample], layout: Layout) -> None:
@@ -160,15 +160,15 @@ def form_micro_batches(
     """Distribute samples over micro-batches, each of a bin of at most `max_tokens` for each of `num_ranks`.
     The longest samples come first, so that the bins of a micro-batch are alike."""
     samples = list(samples)
-    lineup = Lineup(samples, layout)
-    filled = [lineup.fill(lineup.cut(int(max_tokens / divisor)), max_tokens) for divisor in DIVISORS]
+    order = PrefixOrder(samples, layout)
+    filled = [order.fill(order.cut(int(max_tokens / divisor)), max_tokens) for divisor in DIVISORS]
     bins = min(filled, key=lambda found: (_time(found, num_ranks), len(found)))
     batches: list[MicroBatch] = []
     while bins:
         for num_bins in range(min(num_ranks, len(bins)), 0, -1):
             own = tuple(samples[i] for one in bins[:num_bins] for i in one.members)
             # `split_samples` sees these samples alone, and may find other parts: seldom too large ones.
-            if num_bins == 1 or _fillings(Lineup(own, layout), num_ranks, max_tokens):
+            if num_bins == 1 or _fillings(PrefixOrder(own, layout), num_ranks, max_tokens):
                 break
         batches.append(MicroBatch(own))
         bins = bins[num_bins:]
@@ -192,11 +192,11 @@ def split_samples(
 ) -> list[tuple[int, ...]]:
     """Indices of each rank's samples: bins of like cost, within one tile of `max_tokens` where a micro-batch
     that was formed for so many ranks allows it."""
-    lineup = Lineup(samples, layout)
-    cuts = _cuts(lineup, size, max_tokens)
-    tried = [lineup.level(parts, size, max_tokens, scores_of_a_token) for parts in cuts]
+    order = PrefixOrder(samples, layout)
+    cuts = _cuts(order, size, max_tokens)
+    tried = [order.level(parts, size, max_tokens, scores_of_a_token) for parts in cuts]
     # What is nearly full fits in the order in which it was formed, and hardly in another.
-    tried += _fillings(lineup, size, max_tokens)
+    tried += _fillings(order, size, max_tokens)
 
     def badness(bins: Sequence[Bin]) -> tuple[int, float]:
         too_large = sum(len(one.members) > 1 and not one.takes(Bin(), max_tokens, layout) for one in bins)
@@ -205,16 +205,16 @@ def split_samples(
     return [one.members for one in min(tried, key=badness)]
 
 
-def _cuts(lineup: Lineup, num_bins: int, max_tokens: int) -> list[list[Bin]]:
+def _cuts(order: PrefixOrder, num_bins: int, max_tokens: int) -> list[list[Bin]]:
     """Parts of several sizes, for bins and for as much as a rank gets."""
-    mean = min(lineup.num_tokens // num_bins, max_tokens)
+    mean = min(order.num_tokens // num_bins, max_tokens)
     sizes = {int(most / divisor) for most in (max_tokens, mean) for divisor in DIVISORS}
-    return [lineup.cut(size) for size in sorted(sizes)]
+    return [order.cut(size) for size in sorted(sizes)]
 
 
-def _fillings(lineup: Lineup, size: int, max_tokens: int) -> list[list[Bin]]:
+def _fillings(order: PrefixOrder, size: int, max_tokens: int) -> list[list[Bin]]:
     """The ways in which so many bins hold all."""
-    filled = [lineup.fill(parts, max_tokens) for parts in _cuts(lineup, size, max_tokens)]
+    filled = [order.fill(parts, max_tokens) for parts in _cuts(order, size, max_tokens)]
     return [bins + [Bin()] * (size - len(bins)) for bins in filled if len(bins) <= size]
 
 
@@ -228,8 +228,8 @@ def split_groups(
         by_group.setdefault(sample.key[0], []).append(i)
     parts: list[tuple[int, tuple[int, ...]]] = []
     for own in by_group.values():
-        lineup = Lineup([samples[i] for i in own], layout)
-        for part in lineup.fill(lineup.cut(max_tokens), max_tokens):
+        order = PrefixOrder([samples[i] for i in own], layout)
+        for part in order.fill(order.cut(max_tokens), max_tokens):
             parts.append((part.tokens, tuple(own[i] for i in part.members)))
     shares: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
     loads = [0] * size

@@ -30,7 +30,7 @@ def test_a_run_is_named_by_its_place_or_by_an_option_on_every_command(
         "tidemill.services.console.status.dashboard.show_status", lambda given: print(given.run_id)
     )
     monkeypatch.setattr(
-        "tidemill.services.console.exports.weights.list_versions", lambda given: print(given.run_id)
+        "tidemill.services.console.exports.export.list_versions", lambda given: print(given.run_id)
     )
     for command in (["status"], ["export"]):
         for words in (["one"], ["--run", "one"], ["one", "--run", "one"]):

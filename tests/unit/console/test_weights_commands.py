@@ -3,13 +3,16 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.support.models import make_policy, save_weights, tiny_model
+from tidemill.common.errors import ConfigError
 from tidemill.common.run.weight_files import read_manifest
+from tidemill.services.console.exports.export import export as export_command
 from tidemill.services.console.exports.weights import list_versions
 from tidemill.services.console.options import ExportOptions
 from tidemill.services.jobs.export import export
@@ -67,3 +70,16 @@ def test_a_version_is_exported_from_its_chain(runs: Path) -> None:
     expected = load_file(runs / "expected" / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"version": "best"}, "-o FOLDER"),
+        ({"now": True}, "-o FOLDER"),
+        ({"verify": True, "output": Path("a")}, "--verify"),
+    ],
+)
+def test_options_of_the_list_and_of_a_folder_are_not_mixed(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        export_command(ExportOptions(run_id="one", **options))

@@ -9,7 +9,7 @@ from tests.support.training import plain_sample
 from tidemill.services.trainer.groups.bins import (
     Bin,
     Layout,
-    Lineup,
+    PrefixOrder,
     cost,
     form_micro_batches,
     split_groups,
@@ -78,17 +78,17 @@ def test_what_is_in_common_counts_once_and_attention_by_the_square() -> None:
     """20 + 30 + 10 tokens with a prompt of 20: pairs 50^2 / 2 and (30^2 - 20^2) / 2."""
     prompt = range(100, 120)
     samples = [sample_of(0, 0, prompt, range(30)), sample_of(0, 1, prompt, range(50, 60))]
-    (part,) = Lineup(samples, "tree").cut(60)
+    (part,) = PrefixOrder(samples, "tree").cut(60)
     assert (part.tokens, part.row_tokens, part.scores) == (60, 80, 1250 + 250)
     assert cost(part, 1000.0) == 61.5
-    assert len(Lineup(samples, "tree").cut(59)) == len(Lineup(samples, "varlen").cut(60)) == 2
-    assert (Lineup(samples, "tree").num_tokens, Lineup(samples, "varlen").num_tokens) == (60, 80)
+    assert len(PrefixOrder(samples, "tree").cut(59)) == len(PrefixOrder(samples, "varlen").cut(60)) == 2
+    assert (PrefixOrder(samples, "tree").num_tokens, PrefixOrder(samples, "varlen").num_tokens) == (60, 80)
 
 
 def test_a_bin_has_no_more_keys_than_a_tile_may_copy() -> None:
     prompt = range(1000, 1000 + TILE - 40)
     samples = [sample_of(0, i, prompt, [i] * 4) for i in range(10)]
-    parts = Lineup(samples, "tree").cut(TILE)
+    parts = PrefixOrder(samples, "tree").cut(TILE)
     assert [len(part.members) for part in parts] == [4, 4, 2]
     assert max(part.row_tokens for part in parts) <= MOST_KEYS * TILE
 
@@ -110,8 +110,8 @@ def test_a_group_is_divided_where_that_takes_less_time_and_not_for_a_fuller_bin(
 
 def test_padding_counts_where_rows_are_padded() -> None:
     lengths = [100, 90, 30, 30, 30, 30]
-    lineup = Lineup([plain_sample(i, 0, 1.0, length - 2) for i, length in enumerate(lengths)], "padded")
-    bins = lineup.fill(lineup.cut(200), 200)
+    order = PrefixOrder([plain_sample(i, 0, 1.0, length - 2) for i, length in enumerate(lengths)], "padded")
+    bins = order.fill(order.cut(200), 200)
     assert [sorted(one.members) for one in bins] == [[0, 1], [2, 3, 4, 5]]
     assert not Bin(rows=2, widest=100).takes(Bin(rows=1, widest=30), 200, "padded")
 
