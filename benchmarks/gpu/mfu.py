@@ -5,9 +5,8 @@
 The policy is that of a run, opened from a folder with the settings that the trainer chooses by itself. Where
 the whole model does not fit on a GPU, it has as many of its layers as do, and says so: layers are alike.
 
-Model FLOPs: 6 for each weight of a matrix product and token (the head for scored tokens, the embedding's
-look-up not), and 12 * heads * size of a head for each pair of tokens that attend to each other in each layer:
-recomputation is not counted. MFU is model FLOPs over time and the dense bf16 peak of all GPUs.
+Model FLOPs are those of a run's metrics (`policy/usage.py`). MFU is model FLOPs over time and the dense bf16
+peak of all GPUs.
 """
 
 import statistics
@@ -30,12 +29,14 @@ from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures, print_table
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.policy import usage
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.memory.estimate import GIB, Take, trainer_take, usable
 from tidemill.services.trainer.policy.memory.fit import choose_passes
 from tidemill.services.trainer.policy.memory.sizes import read_model
 from tidemill.services.trainer.policy.policy import Policy
+from tidemill.services.trainer.policy.usage import peak_flops
 
 _WORDS = {
     "communication": "nccl gloo all_gather allgather reduce_scatter allreduce",
@@ -75,18 +76,6 @@ def kernel_shares(events: Iterable[Any], wall_s: float, device: DeviceType) -> d
     return {kind: share for kind, share in shares.items() if share >= 0.0005 or kind in (OTHER, NONE)}
 
 
-PEAK_FLOPS = {
-    "B300": 2250e12,
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-}
-"""Dense bf16 with float32 sums, by part of the device's name; the first that fits counts."""
 FEWEST_LAYERS = 2
 
 
@@ -202,13 +191,10 @@ def _measured(policy: Policy, work: Work, shape: Any) -> dict[str, Any]:
 
 def with_mfu(found: dict[str, Any]) -> dict[str, Any]:
     """With MFU, where this device's peak is known."""
-    device = torch.cuda.get_device_name() if is_gpu() else ""
-    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in device), None)
-    if peak is None:
-        return found | (
-            {"mfu": f"the bf16 peak of {device} is not in benchmarks/gpu/mfu.py"} if device else {}
-        )
-    return {"mfu": found["tflops"] * 1e12 / peak / found["ranks"], **found}
+    if peak := peak_flops():
+        return {"mfu": found["tflops"] * 1e12 / peak / found["ranks"], **found}
+    unknown = f"the bf16 peak of {torch.cuda.get_device_name()} is not in policy/usage.py" if is_gpu() else ""
+    return found | ({"mfu": unknown} if unknown else {})
 
 
 def _step(policy: Policy, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
@@ -220,17 +206,12 @@ def _step(policy: Policy, batches: Sequence[MicroBatch]) -> tuple[float, float, 
 
 
 def count_flops(shape: Any, work: Work) -> float:
-    """Model FLOPs of a step, forward and backward, of a dense model."""
+    """Model FLOPs of a step, forward and backward."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape)
-    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    around = {id(weight): weight.numel() for weight in (head, embedding)}
-    body = sum(p.numel() for p in model.parameters() if p.ndim >= 2) - sum(around.values())
+        flops = usage.count_flops(AutoModelForCausalLM.from_config(shape))
     scored = work.tokens * (work.sequence - work.prompt) // work.sequence
     pairs = work.tokens // work.sequence * work.sequence**2 / 2
-    width = shape.num_attention_heads * shape.head_dim
-    matrices = 6.0 * body * work.tokens + 6.0 * head.numel() * scored
-    return matrices + 12.0 * width * shape.num_hidden_layers * pairs
+    return flops.token * work.tokens + flops.score * scored + flops.pair * pairs
 
 
 def main(

@@ -99,7 +99,14 @@ async def archive_run(
             with writing(run_dir):
                 counts = {
                     stream: await archive_stream(
-                        broker, keys, run_dir, stream, segment_bytes=size, until=end, is_last=is_last
+                        broker,
+                        keys,
+                        run_dir,
+                        stream,
+                        segment_bytes=size,
+                        until=end,
+                        is_last=is_last,
+                        keep_choices=config.keep_choices,
                     )
                     for stream, end in ends.items()
                 }
@@ -131,6 +138,7 @@ async def archive_stream(
     segment_bytes: int,
     until: str = "+",
     is_last: bool = False,
+    keep_choices: bool = True,
 ) -> int:
     """Archive entries up to `until`, in segments of `segment_bytes` of payload; returns how many.
 
@@ -144,7 +152,7 @@ async def archive_stream(
         # What is trimmed already and not archived is a gap: the segment says so for good.
         building = SegmentFile(stream.message_type, max(last_id, trimmed_up_to(folder), key=id_order))
         with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
-            async for entry in _entries(broker, stream.key(keys), last_id, until):
+            async for entry in _entries(broker, stream.key(keys), last_id, until, keep_choices):
                 building.add(entry, aside)
                 if building.payload_bytes >= segment_bytes:
                     break
@@ -168,11 +176,13 @@ def sweep(folder: Path) -> Manifest:
     return manifest
 
 
-async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIterator[RawEntry]:
+async def _entries(
+    broker: Broker, key: str, after: str, until: str, keep_choices: bool
+) -> AsyncIterator[RawEntry]:
     """What the stream holds after an entry, some at a time by their size."""
     first, count = "-" if after == START else f"({after}", 16
     while found := await read_raw(broker, key, first, until, count):
-        num_bytes, wholes = 1, await _wholes(broker.claims, found)
+        num_bytes, wholes = 1, await _wholes(broker.claims, found, keep_choices)
         for entry in found:
             whole = wholes.get(entry[0], entry)
             num_bytes += payload_bytes(whole)
@@ -182,28 +192,35 @@ async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIte
         count = max(1, min(MAX_READ_COUNT, 2 * count, READ_BYTES * len(found) // num_bytes))
 
 
-async def _wholes(store: ClaimStore | None, entries: Sequence[RawEntry]) -> dict[str, RawEntry]:
-    """Id -> entry of those that claim a payload, with it, as they would have come through the stream;
-    themselves where that is missing or wrong.
+async def _wholes(
+    store: ClaimStore | None, entries: Sequence[RawEntry], keep_choices: bool
+) -> dict[str, RawEntry]:
+    """Id -> entry of those that claim a payload, with it, as they would have come through the stream; without
+    what is missing or wrong.
 
     Raises:
         StoreError: the store of payloads is away. The entries stay in Redis, to be archived later.
     """
     if store is None:
         return {}
-    claims = [entry for entry in entries if _is_claim(entry)]
-    reads = (asyncio.to_thread(store.resolve, codec.decode(fields, Trajectory)) for _, fields in claims)
-    found = zip(claims, await asyncio.gather(*reads), strict=True)
-    return {
-        entry[0]: entry if has_claim(whole) else (entry[0], codec.encode(whole)) for entry, whole in found
-    }
+    claims = [(entry_id, sample) for entry_id, sample in map(_claiming, entries) if sample is not None]
+    reads = (asyncio.to_thread(store.resolve, sample, keep_choices) for _, sample in claims)
+    found = await asyncio.gather(*reads)
+    wholes = {}
+    for (entry_id, sample), whole in zip(claims, found, strict=True):
+        if not has_claim(whole) and whole is not sample:
+            # Who reads it looks for what is missing again, and says so then.
+            whole = whole.model_copy(update={"fault": sample.fault})
+            wholes[entry_id] = (entry_id, codec.encode(whole))
+    return wholes
 
 
-def _is_claim(entry: RawEntry) -> bool:
+def _claiming(entry: RawEntry) -> tuple[str, Trajectory | None]:
+    """The entry's id, and its message where that claims something."""
     if NAMES_A_CLAIM not in entry[1].get(PAYLOAD_FIELD, b""):
-        return False
+        return entry[0], None
     record = decoded(entry[0].encode(), entry[1], Trajectory)
-    return isinstance(record, Entry) and has_claim(record.message)
+    return entry[0], record.message if isinstance(record, Entry) else None
 
 
 def payload_bytes(entry: RawEntry) -> int:
@@ -366,7 +383,9 @@ def _num_claims(path: Path) -> int:
     """Rows of a segment that claim a payload which was missing or wrong when they were archived."""
     with pq.ParquetFile(path) as file:
         groups = (file.read_row_group(group) for group in range(file.metadata.num_row_groups))
-        return sum(_is_claim(entry) for table in groups for entry in raw_entries_of(table))
+        entries = (entry for table in groups for entry in raw_entries_of(table))
+        claiming = (_claiming(entry)[1] for entry in entries)
+        return sum(message is not None and has_claim(message) for message in claiming)
 
 
 def has_archive(run_dir: Path) -> bool:

@@ -10,7 +10,8 @@ SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
 Columns = dict[
-    Literal["prompt", "ground_truth", "data_source", "extra_info"], Annotated[str, Field(min_length=1)]
+    Literal["prompt", "ground_truth", "data_source", "extra_info", "completion"],
+    Annotated[str, Field(min_length=1)],
 ]
 
 
@@ -19,8 +20,11 @@ class SourceConfig(Section):
 
     name: str = Field(pattern=SOURCE_NAME)
     """Its name in metrics and records, and in `sources` of rewards."""
+    kind: Literal["prompts", "demonstrations"] = "prompts"
+    """What its rows are: prompts to sample completions for, or demonstrations, which are trained as they
+    are."""
     path: PathText | list[PathText]
-    """File or files, as `data.train` takes them."""
+    """File or files, as `data.train` takes them; of demonstrations also folders of runs (`runs/NAME`)."""
     weight: float = Field(1.0, gt=0.0, le=1e6)
     """Its share of the groups, relative to those of the others."""
     epochs: int | None = Field(None, ge=1, le=1_000_000)
@@ -37,6 +41,27 @@ class SourceConfig(Section):
     sampling: dict[Literal["max_tokens", "top_p", "top_k", "min_p"], float] = Field(default_factory=dict)
     """Fields of `rollout.sampling` that differ; no temperature, by which the trainer divides all logits
     alike."""
+    imitation: float = Field(1.0, gt=0.0, le=1e6)
+    """Of demonstrations: weight of each of their tokens in the loss."""
+    min_reward: float | None = Field(None, ge=-1e6, le=1e6)
+    """Of the folder of a run: least reward of a completion that is imitated; null takes all."""
+
+    @property
+    def is_imitated(self) -> bool:
+        return self.kind == "demonstrations"
+
+    def rules(self) -> Rules:
+        for name in ("group_size", "sampling", "environment"):
+            yield (
+                self.is_imitated and getattr(self, name),
+                f"{name} of source {self.name!r} is of completions that are sampled, and demonstrations are "
+                "trained as they are; leave it out",
+            )
+        for name, default in (("imitation", 1.0), ("min_reward", None)):
+            yield (
+                not self.is_imitated and getattr(self, name) != default,
+                f"{name} of source {self.name!r} needs kind: demonstrations",
+            )
 
 
 class CurriculumConfig(Section):
@@ -124,6 +149,16 @@ class DataConfig(Section):
         if isinstance(self.train, str):
             return ()
         return tuple(item for item in self.train if isinstance(item, SourceConfig))
+
+    @property
+    def prompt_sources(self) -> tuple[SourceConfig, ...]:
+        """Those of them whose completions are sampled."""
+        return tuple(source for source in self.sources if not source.is_imitated)
+
+    @property
+    def demonstrations(self) -> tuple[SourceConfig, ...]:
+        """Those of them that are trained as they are."""
+        return tuple(source for source in self.sources if source.is_imitated)
 
     @property
     def train_files(self) -> str | list[str]:

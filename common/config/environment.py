@@ -45,13 +45,19 @@ class EnvironmentConfig(Section):
     max_result_tokens: int = Field(0, ge=0, le=1 << 20)
     """A longer answer of the environment is cut in its middle; 0 is no limit."""
     call_timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
-    """Longest call of the environment, in seconds; longer is a fault. An agent that is silent so long after
-    the model's first answer is truncated."""
+    """Longest call of the environment, in seconds; longer is `late`, and so is an agent that is silent so
+    long after the model's first answer. An opening or a reset that is late is a fault."""
+    late: Literal["auto", "truncate", "fault"] = "auto"
+    """What a late call means: the policy's doing, and the session is truncated, or a fault, and it is played
+    again. `auto`: a fault with OpenEnv's servers, which may be dead, else truncated."""
     session_timeout_s: float = Field(1800.0, gt=0.0, le=864_000.0)
     """Longest session, in seconds; then it is truncated."""
     attempts: int = Field(6, ge=1, le=100)
     """How often a worker plays a session whose environment fails, with growing pauses, before another gets
     the ticket."""
+    max_faults: int = Field(200, ge=0, le=1_000_000)
+    """The run stops once a worker has handed on so many tickets in a row whose environment failed in all of
+    its `attempts`; 0: never."""
     processes: int = Field(8, ge=1, le=1024)
     """Most processes of one worker for blocking environments and tools."""
 
@@ -59,6 +65,11 @@ class EnvironmentConfig(Section):
     def program_error_value(self) -> float | None:
         """The own reward of a session whose program failed; None where it has none."""
         return self.on_program_error if isinstance(self.on_program_error, float) else None
+
+    @property
+    def truncates_late(self) -> bool:
+        """Whether a session with a call that is late is truncated; else that is a fault."""
+        return self.late == "truncate" or (self.late == "auto" and not self.use.startswith(OPENENV))
 
     @property
     def is_single_turn(self) -> bool:

@@ -45,11 +45,16 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0.01, le=10.0)
     """The trainer divides its logits by the same number."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling; below 1 the sampled distribution is not the trained one."""
+    """Nucleus sampling; below 1 training needs `sampling_masks`, or importance weights."""
     top_k: int = Field(0, ge=0, le=1 << 20)
     """Sample among the k likeliest tokens; 0 means all. Else as with `top_p`."""
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
     """Leave out tokens less likely than this share of the likeliest; 0 is off. Else as with `top_p`."""
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are sampled from some ids only."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 class VllmConfig(Section):
@@ -100,13 +105,19 @@ class RolloutConfig(Section):
     """Rollout processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)
     """An engine with work that finishes no completion for so many seconds is started again."""
-    max_groups_in_flight: int = Field(64, ge=1, le=65536)
-    """Groups that one worker holds at once."""
+    max_groups_in_flight: Literal["auto"] | Annotated[int, Field(ge=1, le=65536)] = 64
+    """Groups that one worker holds at once. `auto`: what vLLM's KV cache bears; 64 with other engines."""
     max_num_seqs: int = Field(256, ge=1, le=65536)
     """Most sequences that an engine decodes at once."""
     num_threads: int = Field(0, ge=0, le=1024)
     """CPU threads of the engine; 0 divides the cores, less one, among this machine's workers."""
     sampling: SamplingConfig = SamplingConfig()
+    sampling_masks: bool = True
+    """With top_p, top_k or min_p the engine records which ids these leave for each token, and the trainer
+    takes logprobs over them; off, importance weights have to correct for it."""
+    record_routes: bool = True
+    """Of a mixture of experts, record which experts each token went to; the trainer sends it there again.
+    Other models have none."""
     environment: EnvironmentConfig = EnvironmentConfig()
     vllm: VllmConfig = VllmConfig()
     simulated: SimulatedConfig = SimulatedConfig()

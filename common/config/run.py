@@ -67,6 +67,9 @@ class ArchiveConfig(Section):
     """Above so many GiB the oldest files are removed; null keeps all."""
     keep_days: float | None = Field(None, ge=0.001, le=1e5)
     """Older files are removed; null keeps all."""
+    keep_choices: bool = True
+    """Keep what the engine chose beside tokens too; off, steps before the oldest checkpoint cannot be
+    replayed."""
 
 
 class StreamsConfig(Section):
@@ -130,6 +133,7 @@ class RunConfig(Section):
         yield from self._size_rules()
         yield from self._group_rules()
         yield from self._source_rules()
+        yield from self._demonstration_rules()
         yield from self._environment_rules()
         yield from self._comparison_rules()
         yield from self._teacher_rules()
@@ -155,8 +159,14 @@ class RunConfig(Section):
         return own or self.trainer.group_size
 
     @property
+    def generates(self) -> bool:
+        """Whether completions are sampled and scored; not where there are demonstrations alone, and no
+        evaluation."""
+        return bool(self.data.prompt_sources or self.data.eval or not self.data.sources)
+
+    @property
     def largest_group_size(self) -> int:
-        return max(self._group_sizes().values())
+        return max(self._group_sizes().values(), default=1)
 
     def sampling_of(self, source: SourceConfig) -> SamplingConfig:
         return SamplingConfig.model_validate(self.rollout.sampling.model_dump() | source.sampling)
@@ -180,15 +190,15 @@ class RunConfig(Section):
 
     def _group_sizes(self) -> dict[str, int]:
         """Every size that groups have, by the field that says so."""
-        sources = self.data.sources
+        sources = self.data.prompt_sources
         own = {f"group_size of source {one.name!r}": one.group_size for one in sources if one.group_size}
-        needs_common = not sources or len(own) < len(sources)
+        needs_common = not self.data.sources or len(own) < len(sources)
         return own | ({"trainer.group_size": self.trainer.group_size} if needs_common else {})
 
     def _size_rules(self) -> Rules:
         prompt, completion = self.data.max_prompt_tokens, self.rollout.sampling.max_tokens
         yield (
-            prompt + completion > self.model.max_model_len,
+            self.generates and prompt + completion > self.model.max_model_len,
             f"data.max_prompt_tokens ({prompt}) + rollout.sampling.max_tokens ({completion}) = "
             f"{prompt + completion} exceeds model.max_model_len ({self.model.max_model_len}); lower one or "
             "raise the other",
@@ -247,10 +257,10 @@ class RunConfig(Section):
             )
 
     def _source_rules(self) -> Rules:
-        sources, limit = self.data.sources, self.rollout.sampling.max_tokens
+        sources, limit = self.data.prompt_sources, self.rollout.sampling.max_tokens
         names, sets = {source.name for source in sources}, self.data.eval
         yield (
-            sources and self.trainer.epochs is not None,
+            self.data.sources and self.trainer.epochs is not None,
             "trainer.epochs counts passes over one training set, and sources of data.train have `epochs` of "
             "their own; give trainer.steps in its place",
         )
@@ -295,6 +305,28 @@ class RunConfig(Section):
                     all(reward.sources and name not in reward.sources for reward in scoring),
                     f"no reward scores {what} {name!r}: add it to `sources` of one",
                 )
+
+    def _demonstration_rules(self) -> Rules:
+        """What fits an imitation loss, of which each step has its share."""
+        if not self.data.demonstrations:
+            return
+        trainer, temperature = self.trainer, self.rollout.sampling.temperature
+        whose = f"the demonstrations of source {self.data.demonstrations[0].name!r}"
+        yield (
+            trainer.batch_order != "in_order",
+            f"trainer.batch_order: {trainer.batch_order} takes what is there first, and a step has an exact "
+            f"share of {whose}; take in_order",
+        )
+        yield (
+            temperature != 1.0,
+            f"rollout.sampling.temperature is {temperature:g}, and {whose} are imitated at temperature 1; "
+            "sample at temperature 1",
+        )
+        yield (
+            trainer.algorithm.needs_values,
+            f"trainer.algorithm.advantage: {trainer.algorithm.advantage} learns values of rewards, and "
+            f"{whose} have none; take another advantage",
+        )
 
     def _environment_rules(self) -> Rules:
         environment, algorithm = self.rollout.environment, self.trainer.algorithm
@@ -362,14 +394,27 @@ class RunConfig(Section):
         )
 
     def _is_sampling_filtered(self) -> bool:
-        every = [self.rollout.sampling, *map(self.sampling_of, self.data.sources)]
-        return any(s.top_p < 1.0 or s.top_k or s.min_p for s in every)
+        return any(s.is_filtered for s in (self.rollout.sampling, *map(self.sampling_of, self.data.sources)))
+
+    @property
+    def masked_sources(self) -> frozenset[str]:
+        """Sources of `data.train`, "" where it lists none, whose samples come with sampling masks."""
+        sampling = {source.name: self.sampling_of(source) for source in self.data.sources}
+        by_source = sampling or {"": self.rollout.sampling}
+        return frozenset(n for n, own in by_source.items() if self.rollout.sampling_masks and own.is_filtered)
 
     def _filter_rules(self) -> Rules:
         """What takes the gap of filtered sampling for a policy that has moved."""
         if not self._is_sampling_filtered():
             return
         algorithm = self.trainer.algorithm
+        yield (
+            algorithm.kl.place == "reward",
+            f"{FILTERED}, and trainer.algorithm.kl.place: reward would take their distance from the "
+            "reference for KL; put the penalty into the loss",
+        )
+        if self.rollout.sampling_masks:
+            return
         rejecting = algorithm.rejection.of_sequences
         level, mode = algorithm.importance.level, algorithm.importance_mode
         is_of_sequences = level == "sequence" or (level == "geometric" and mode == "mask")
@@ -377,8 +422,6 @@ class RunConfig(Section):
             (algorithm.old_logprobs == "rollout", "old_logprobs: rollout",
              "would clip the ratio of tokens that have not moved; take recompute"),
             (algorithm.rollout_penalty, "rollout_penalty", "would pull the policy towards it; leave it out"),
-            (algorithm.kl.place == "reward", "kl.place: reward",
-             "would take their distance from the reference for KL; put the penalty into the loss"),
             (rejecting, f"rejection.bounds.{_list(rejecting)}",
              "would reject nearly every sequence for it; sample unfiltered, or leave the criterion out"),
             (mode != "off" and is_of_sequences, f"importance.level: {level}",
@@ -386,6 +429,11 @@ class RunConfig(Section):
              "weight; sample unfiltered, or take level token"),
         ):  # fmt: skip
             yield is_wrong, f"{FILTERED}, and trainer.algorithm.{field} {effect}"
+        yield (
+            mode == "off",
+            f"{FILTERED}, and nothing corrects for it: set rollout.sampling_masks: true, with which training "
+            "is exact, or, where the engine records none, trainer.algorithm.importance.mode: truncate",
+        )
 
 
 def _list(names: Iterable[str]) -> str:

@@ -141,9 +141,12 @@ class TrainerConfig(Section):
     torchrun."""
     shard_ranks: int | None = Field(None, ge=1)
     """Ranks that hold one copy of the model together (HSDP); divides `num_ranks`. Null: all."""
-    context_ranks: int = Field(1, ge=1, le=256)
+    context_ranks: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = "auto"
     """Ranks that share each forward pass, for sequences too long for one GPU (Ulysses): each has some of the
-    tokens. Divides `num_ranks` and the model's attention heads."""
+    tokens. Divides `num_ranks` and the model's attention heads. `auto`: as few as fit, on CPUs one."""
+    expert_ranks: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 1
+    """Ranks that divide the experts of each layer, and send each other tokens in place of weights. Divides
+    the experts, and the ranks that hold one copy of the model. `auto`: over several hosts those of one."""
     sum_gradients: Literal["auto", "update", "micro_batch"] = "auto"
     """When ranks sum gradients: once an `update`, or with every `micro_batch`, which saves 4 bytes a
     parameter."""
@@ -187,9 +190,15 @@ class TrainerConfig(Section):
             "copy of the model is split over as many ranks",
         )
         yield (
-            self.num_ranks % self.context_ranks,
+            self.num_ranks % self.context_size,
             f"num_ranks is {self.num_ranks}, which context_ranks {self.context_ranks} does not divide: each "
             "of them has a part of the same forward pass",
+        )
+        copy = self.shard_ranks or self.num_ranks
+        yield (
+            copy % self.expert_size,
+            f"expert_ranks is {self.expert_ranks}, which does not divide the {copy} ranks that hold one copy "
+            "of the model (shard_ranks, else num_ranks): take a number that divides these and the experts",
         )
         yield from self._ratio_rules()
         if self.lora is None:
@@ -245,14 +254,24 @@ class TrainerConfig(Section):
         return DEFAULT_TILE_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
     @property
+    def context_size(self) -> int:
+        """`context_ranks`, where nothing has chosen yet."""
+        return 1 if self.context_ranks == "auto" else self.context_ranks
+
+    @property
+    def expert_size(self) -> int:
+        """`expert_ranks`, where nothing has chosen yet."""
+        return 1 if self.expert_ranks == "auto" else self.expert_ranks
+
+    @property
     def bin_tokens(self) -> int:
         """Most tokens in one forward pass of the ranks that share it."""
-        return self.tile_tokens * self.context_ranks
+        return self.tile_tokens * self.context_size
 
     @property
     def num_bins(self) -> int:
         """Forward passes that run beside each other."""
-        return self.num_ranks // self.context_ranks
+        return self.num_ranks // self.context_size
 
     @property
     def recomputes_layers(self) -> bool:

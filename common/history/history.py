@@ -19,7 +19,7 @@ from tidemill.common.archive.manifest import ArchiveSegment, Manifest, gaps
 from tidemill.common.history.journal import JOURNAL_FILE, newest_below, read_journal
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore, resolved
-from tidemill.common.streams import ReadSize, has_claim, length, memory_bytes, read_back, read_range, read_raw
+from tidemill.common.streams import ReadSize, length, memory_bytes, read_back, read_range, read_raw
 from tidemill.common.streams.entries import START, Entry, Garbled, entry_id_of, id_after, id_before, id_order
 from tidemill.common.streams.selection import ALL, Selection, StreamName, numbered, time_of
 from tidemill.common.wire.keys import Keys
@@ -72,7 +72,7 @@ class History:
         claims = ClaimStore(run_dir or Path(run_id))  # pointers to object stores need no folder
         if broker is not None:
             broker.claims = claims = broker.claims or claims
-        self._claims, self._is_patient = claims, broker is not None and broker.waits_for_claims
+        self.claims, self._is_patient = claims, broker is not None and broker.waits_for_claims
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -303,8 +303,8 @@ class History:
         parts = select(manifest, stream, selection, backwards)
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             for record in part:
-                if isinstance(record, Entry) and has_claim(record.message):
-                    message = await resolved(self._claims, record.message, self._is_patient)
+                if isinstance(record, Entry) and not self.claims.is_whole(record.message):
+                    message = await resolved(self.claims, record.message, self._is_patient)
                     record = Entry(record.entry_id, message)
                 yield record
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import RunConfig
@@ -15,6 +16,7 @@ from tidemill.common.run.dataset import Row
 
 TIMEOUT_S = 300.0
 """Importing torch on a busy machine takes its time."""
+MACHINE_TIMEOUT_S = 120.0
 ANSWER = "tidemill-answer: "
 """Begins the line with a program's answer; a user's module may print others."""
 
@@ -88,17 +90,28 @@ def compute_memory(
     return list(_ask(Program.TRAINER_MEMORY, request, f"model.path {config.model.path}")["fits"])
 
 
+def examine_machine(config: RunConfig, runs: Path) -> list[dict[str, Any]]:
+    """Have a process of the trainer look at this machine and measure it: facts, as maps of `what`, `text`,
+    `remedy` and `is_problem`.
+
+    Raises:
+        ConfigError: it did not end within a minute or two.
+    """
+    request = {"config": config.model_dump(mode="json"), "runs": str(runs)}
+    return list(_ask(Program.TRAINER_MACHINE, request, "--gpu", MACHINE_TIMEOUT_S)["facts"])
+
+
 def _fields(row: Row | None) -> dict[str, Any] | None:
     names = ("prompt", "data_source", "ground_truth", "extra", "source")
     return None if row is None else {name: getattr(row, name) for name in names}
 
 
-def _ask(program: Program, request: Any, what: str) -> Answer:
+def _ask(program: Program, request: Any, what: str, timeout_s: float = TIMEOUT_S) -> Answer:
     command = run_own(program, json.dumps(request, default=str))
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{what}: importing or calling it took longer than {TIMEOUT_S:g} s") from None
+        raise ConfigError(f"{what}: importing or calling it took longer than {timeout_s:g} s") from None
     if result.returncode == 0:
         lines = (line for line in result.stdout.splitlines() if line.startswith(ANSWER))
         answer: Answer = json.loads(next(lines).removeprefix(ANSWER))

@@ -29,6 +29,8 @@ class Program(StrEnum):
     """Loads and tries a user's own advantage and loss."""
     TRAINER_MEMORY = "tidemill.services.trainer.policy.memory.fit"
     """Computes what a run takes of GPUs and hosts."""
+    TRAINER_MACHINE = "tidemill.services.trainer.machine"
+    """Looks at the machine, and measures it."""
     REWARD_CHECK = "tidemill.services.reward.check"
     """Loads every reward, and calls those that are functions."""
     ROLLOUT_CHECK = "tidemill.services.rollout.check"

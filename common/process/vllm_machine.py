@@ -56,6 +56,33 @@ def check_machine(whose: str) -> None:
         )
 
 
+NO_MASKS = (
+    "rollout.sampling_masks: false leaves masks out, and trainer.algorithm.importance weights correct for "
+    "top_p, top_k and min_p instead"
+)
+
+
+def check_masks() -> None:
+    """Raises ConfigError: the vLLM that is installed cannot record what top_p, top_k and min_p leave."""
+    if is_cpu_build():
+        raise ConfigError(
+            "rollout.sampling has top_p, top_k or min_p, and vLLM on a CPU does not record which ids these "
+            f"leave (its Model Runner V2 does, on GPUs): take rollout.engine transformers; or {NO_MASKS}"
+        )
+
+
+NO_ROUTES = "rollout.record_routes: false lets the trainer choose experts by itself"
+
+
+def check_routes() -> None:
+    """Raises ConfigError: the vLLM that is installed cannot record which experts tokens went to."""
+    if is_cpu_build():
+        raise ConfigError(
+            "model.path is a mixture of experts, and vLLM on a CPU does not record where tokens go (its "
+            f"Model Runner V2 does, on GPUs): take rollout.engine transformers; or {NO_ROUTES}"
+        )
+
+
 def check_bfloat16(whose: str) -> None:
     """Find out whether vLLM can compute in bfloat16 on this machine; takes seconds on a CPU.
 

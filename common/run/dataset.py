@@ -28,6 +28,10 @@ PROMPTS = (PROMPT, "messages", "question", "problem")
 """The first of these that a row has holds its prompt, where `data.columns` names none."""
 TRUTHS = ("reward_model.ground_truth", "ground_truth", "solution", "answer")
 """The first of these that a row has is its truth."""
+COMPLETIONS = ("completion", "response", "answer")
+"""The first of these that a demonstration has is its completion, unless it is a chat that holds it."""
+IDS = ("prompt_ids", "completion_ids")
+"""Columns of a demonstration that is tokens already; `loss_mask` may say which of the second are trained."""
 GSM8K_SOURCE = "openai/gsm8k"
 """verl's `data_source` for GSM8K."""
 MAX_SHOWN_COLUMNS = 20
@@ -41,7 +45,8 @@ _FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of a dataset: `number` counts over all files from 0, `origin` names it to people, and `source`
-    is the name of the set where the run has several."""
+    is the name of the set where the run has several. `completion` is what a demonstration has: text, the
+    messages after the prompt, or columns with ids (`IDS`)."""
 
     prompt: str | list[ChatMessage]
     data_source: str
@@ -50,6 +55,7 @@ class Row:
     number: int
     origin: str
     source: str = ""
+    completion: str | list[ChatMessage] | dict[str, Any] | None = None
 
 
 class StreamedRows(Sequence[Row]):
@@ -86,16 +92,27 @@ class StreamedRows(Sequence[Row]):
         return self._parse(file[place], key)
 
 
-def read_training_rows(data: "DataConfig") -> dict[str, Sequence[Row]]:
-    """The rows of each source by its name; of the files that `train` names, under the empty name.
+Opener = Callable[[str, bool], Iterable[Located]]
+"""Gives the rows of a path; a `RowFile` where the second argument says so."""
+
+
+def read_training_rows(
+    data: "DataConfig",
+    sources: "Sequence[SourceConfig] | None" = None,
+    opener_of: "Callable[[SourceConfig], Opener]" = lambda _: open_rows,
+) -> dict[str, Sequence[Row]]:
+    """The rows of each source by its name, or of these; of the files that `train` names, under the empty
+    name. `opener_of` gives the one of a source.
 
     Raises:
         ConfigError: as `read_rows`.
     """
     if data.sources:
         return {
-            source.name: read_rows(source.path, data.of_source(source), data.max_rows, source, data.stream)
-            for source in data.sources
+            one.name: read_rows(
+                one.path, data.of_source(one), data.max_rows, one, data.stream, opener_of(one)
+            )
+            for one in (data.sources if sources is None else sources)
         }
     return {"": read_rows(data.train_files, data, data.max_rows, is_streamed=data.stream)}
 
@@ -115,6 +132,7 @@ def read_rows(
     max_rows: int | None = None,
     source: "SourceConfig | None" = None,
     is_streamed: bool = False,
+    opener: Opener = open_rows,
 ) -> Sequence[Row]:
     """The rows of one file or several, in order, under the names of `data.columns`.
 
@@ -124,6 +142,7 @@ def read_rows(
         max_rows: only so many, the first ones.
         source: the source that they are of.
         is_streamed: whether they stay on the disk.
+        opener: gives the rows of a path.
 
     Raises:
         ConfigError: a file is missing, empty, of an unknown kind or damaged, or a row lacks something. The
@@ -132,13 +151,15 @@ def read_rows(
     """
 
     def parse(located: Located, number: int) -> Row:
+        if source is not None and source.is_imitated:
+            return _of_source(parse_demonstration(located, number, data.columns), source)
         return _of_source(parse_row(located, number, data.columns, data.needs_truth), source)
 
     rows: list[Row] = []
     files: list[RowFile] = []
     for path in files_of(paths):
         try:
-            opened, num_before = open_rows(path, is_streamed), len(rows)
+            opened, num_before = opener(path, is_streamed), len(rows)
             if isinstance(opened, RowFile) and is_streamed:
                 files.append(opened)
                 is_empty = not len(opened)
@@ -201,6 +222,37 @@ def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_tru
     chat = {PROMPT: prompt} if isinstance(prompt, list) else {}
     extra = _sendable({**others, **(info or {}), **chat}, origin, "extra_info")
     return Row(prompt, source or "", truth, extra, number, origin)
+
+
+def parse_demonstration(located: Located, number: int, names: Mapping[Any, str]) -> Row:
+    """A demonstration of its columns: a chat that ends with the assistant, or a prompt and a completion, both
+    as text or as messages, or ids. Raises ConfigError: it lacks something."""
+    origin, columns = located[0], _renamed(located[1], names, located[0])
+    if not isinstance(source := columns.get("data_source") or "", str):
+        raise _wrong(origin, "data_source", "text", source)
+    if columns.get(IDS[1]) is not None:
+        return Row(str(columns.get(PROMPT) or ""), source, None, {}, number, origin, completion=columns)
+    column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
+    if columns.get(column) is None:
+        raise _missing(origin, f"column {column!r} (the prompt)", columns, (*PROMPTS, *COMPLETIONS))
+    prompt = _parse_prompt(columns[column], column, origin)
+    known = [name for name in COMPLETIONS if columns.get(name) is not None]
+    if known:
+        completion = _parse_prompt(columns[known[0]], known[0], origin)
+    elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        # All that the assistant says is imitated, from its first message on.
+        first = next(place for place, message in enumerate(prompt) if message["role"] == "assistant")
+        prompt, completion = prompt[:first], prompt[first:]
+    else:
+        what = f"column {COMPLETIONS[0]!r} (what is imitated; or an assistant's message at the end of a chat)"
+        raise _missing(origin, what, columns, (*PROMPTS, *COMPLETIONS))
+    if not prompt:
+        raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
+    if isinstance(completion, list) and completion[-1]["role"] != "assistant":
+        raise _wrong(
+            origin, known[0], "messages of which the last is the assistant's", completion[-1]["role"]
+        )
+    return Row(prompt, source, None, {}, number, origin, completion=completion)
 
 
 def _is_gsm8k(columns: Mapping[str, Any], column: str) -> bool:

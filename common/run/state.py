@@ -114,6 +114,8 @@ def runs_dir() -> Path:
     return Path(os.environ.get(RUNS_DIR_VARIABLE, "runs")).resolve()
 
 
+PROFILES = "profiles"
+"""Below the run's folder. The trainer profiles step n if `step-<n>` is there, and writes into that."""
 METRICS_FILE = "metrics.jsonl"
 """Below the run's folder."""
 BEST_FILE = "best.json"

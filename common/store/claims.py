@@ -1,4 +1,5 @@
-"""Claim checks: a large trajectory lies in a file of the run, and its entry has pointer, size and digest.
+"""Claim checks: a large trajectory lies in a file of the run, and its entry has pointer, size and digest. So
+do the choices of every trajectory that has any, in a file of their own, which only trainers read.
 
 The file is in the run's folder, or an object in a store that all services reach; its pointer says which, so
 that whoever reads an entry needs no config. Guarantees: a file is whole and durable before the entry that
@@ -24,10 +25,11 @@ import structlog
 import xxhash
 
 from tidemill.common.errors import CodecError, ConfigError, StoreError, UnreadableError
-from tidemill.common.files import storage_errors, write_atomically
+from tidemill.common.files import StorageError, storage_errors, write_atomically
 from tidemill.common.store.objects import Objects
 from tidemill.common.wire import codec
-from tidemill.common.wire.messages import Claim, Message, Trajectory
+from tidemill.common.wire.choices import check_rows
+from tidemill.common.wire.messages import ChoiceRows, Choices, Claim, Message, Trajectory
 
 log = structlog.get_logger(__name__)
 
@@ -61,6 +63,8 @@ class ClaimStore:
             ConfigError: the store at `url` cannot be opened.
         """
         self.folder, self.least_bytes, self.max_bytes = run_dir / CLAIMS_FOLDER, least_bytes, max_bytes
+        self.reads_choices = False
+        """Whether `resolve` reads those of a trajectory too, where it is not told."""
         self.url = f"{url.rstrip('/')}/{run_dir.name}/{CLAIMS_FOLDER}" if url else ""
         self._opened: dict[str, Objects] = {}
         self._away_until, self._has_folder = 0.0, False
@@ -69,6 +73,7 @@ class ClaimStore:
 
     def check_in(self, sample: Trajectory) -> Trajectory:
         """What to publish: the trajectory, or where it is large a claim to it, whose file is durable then.
+        After `check_in_choices`.
 
         Raises:
             StorageError: the disk is full, read-only or not there; nothing half-written is visible.
@@ -77,15 +82,9 @@ class ClaimStore:
         if not self.least_bytes or time.monotonic() < self._away_until:
             return sample
         payload = codec.encode_payload(sample)
-        if len(payload) < self.least_bytes:
+        if not self.is_large(payload):
             return sample
-        digest = xxhash.xxh3_128_hexdigest(payload)
-        # By its content: two workers that make the same sample write two files, and each entry finds its own.
-        name = f"{sample.ticket}-{sample.index}-{digest}"
-        pointer = f"{self.url}/{name}" if self.url else name
-        claim = Claim(pointer=pointer, num_bytes=len(payload), digest=digest)
-        # Before the claim leaves this call: an entry that is published with it must find the payload.
-        self._write(name, payload)
+        claim = self.put(sample.ticket, sample.index, payload)
         without: dict[str, Any] = {
             "prompt_ids": NO_IDS,
             "completion_ids": NO_IDS,
@@ -103,19 +102,64 @@ class ClaimStore:
         }
         return Trajectory.model_construct(**(sample.__dict__ | without))
 
-    def resolve(self, message: Message) -> Message:
-        """The whole trajectory of a claim, or the claim with its `fault`; any other message as it is.
+    def check_in_choices(self, sample: Trajectory) -> Trajectory:
+        """The sample with a claim in place of the rows of its choices, whose file is durable then. Raises as
+        `check_in`."""
+        if sample.choices is None:
+            return sample
+        rows, digest = sample.choices.rows, sample.tokens_digest
+        of_sample = ChoiceRows(ticket=sample.ticket, index=sample.index, tokens_digest=digest, rows=rows)
+        claim = self.put(sample.ticket, sample.index, codec.encode_payload(of_sample))
+        return sample.model_copy(update={"choices": Choices(claim=claim)})
+
+    def is_whole(self, message: Message) -> bool:
+        """Whether `resolve` has nothing to read."""
+        if not isinstance(message, Trajectory):
+            return True
+        return message.claim is None and not (self.reads_choices and message.lacks_choices)
+
+    def is_large(self, payload: bytes) -> bool:
+        """Whether a claim takes the place of this payload of a sample."""
+        return 0 < self.least_bytes <= len(payload)
+
+    def put(self, ticket: int, index: int, payload: bytes) -> Claim:
+        """A claim to a payload of a sample, whose file is durable then.
+
+        Raises:
+            StorageError, StoreError: as `check_in`.
+        """
+        digest = xxhash.xxh3_128_hexdigest(payload)
+        # By its content: two workers that make the same sample write two files, and each entry finds its own.
+        name = f"{ticket}-{index}-{digest}"
+        # Before the claim leaves this call: an entry that is published with it must find the payload.
+        self._write(name, payload)
+        pointer = f"{self.url}/{name}" if self.url else name
+        return Claim(pointer=pointer, num_bytes=len(payload), digest=digest)
+
+    def resolve(self, message: Message, reads_choices: bool | None = None) -> Message:
+        """The whole trajectory of a claim, with its choices where they are wanted, or what there is of it
+        with its `fault`; any other message as it is.
 
         Raises:
             StoreError: the store is away, which says nothing of the payload; `UnreadableError` where it gives
                 others.
         """
-        if not isinstance(message, Trajectory) or (claim := message.claim) is None:
+        if not isinstance(message, Trajectory):
             return message
+        claim = message.claim
         try:
-            return self._whole(message, claim, self._read(claim))
+            if claim is not None:
+                message = self._whole(message, self.get(claim))
+            wanted = self.reads_choices if reads_choices is None else reads_choices
+            if not wanted or message.choices is None or message.choices.rows:
+                return message
+            claim = message.choices.claim
+            if claim is None:
+                raise ValueError("there are neither rows nor a claim to them")
+            return self._with_choices(message, claim, self.get(claim))
         except (FileNotFoundError, ValueError, CodecError) as error:
-            return with_fault(message, f"payload {self._place(claim)} cannot be had: {_reason(error)}")
+            where = self._place(claim) if claim else "of choices"
+            return with_fault(message, f"payload {where} cannot be had: {_reason(error)}")
 
     def _write(self, name: str, payload: bytes) -> None:
         if not self.url:
@@ -168,18 +212,38 @@ class ClaimStore:
     def _place(self, claim: Claim) -> str | Path:
         return claim.pointer if "://" in claim.pointer else self.folder / claim.pointer
 
-    @staticmethod
-    def _whole(message: Trajectory, claim: Claim, payload: bytes) -> Trajectory:
-        """Raises ValueError or CodecError: it is not what was claimed."""
+    def get(self, claim: Claim) -> bytes:
+        """The payload of a claim.
+
+        Raises:
+            FileNotFoundError, ValueError: it is missing, or is not what was claimed.
+            StoreError: as `resolve`.
+        """
+        payload = self._read(claim)
         if len(payload) != claim.num_bytes:
             raise ValueError(f"it has {len(payload):,} bytes instead of {claim.num_bytes:,}")
         if xxhash.xxh3_128_hexdigest(payload) != claim.digest:
             raise ValueError("it does not match its digest")
+        return payload
+
+    @staticmethod
+    def _whole(message: Trajectory, payload: bytes) -> Trajectory:
+        """Raises ValueError or CodecError: it is not of the sample that it was claimed for."""
         whole = codec.decode_payload(payload, Trajectory)
         # The digest says that the bytes are those that were claimed, not that they are of this sample.
         if whole.key != message.key:
             raise ValueError(f"it is of sample {whole.key}, claimed for {message.key}")
         return whole
+
+    @staticmethod
+    def _with_choices(message: Trajectory, claim: Claim, payload: bytes) -> Trajectory:
+        """Raises ValueError or CodecError: it is of another sample, or of other tokens."""
+        found = codec.decode_payload(payload, ChoiceRows)
+        of_sample = (found.ticket, found.index, found.tokens_digest)
+        if of_sample != (*message.key, message.tokens_digest):
+            raise ValueError(f"it is of sample {of_sample}, claimed for {message.key}")
+        check_rows(found.rows, message.segments)
+        return message.model_copy(update={"choices": Choices(claim=claim, rows=found.rows)})
 
     def settled(self, first_ticket: int) -> set[str]:
         """Pointers of the files of tickets below `first_ticket`, which are settled: of a later one an entry
@@ -210,6 +274,19 @@ class ClaimStore:
         if url not in self._opened:  # twice by two threads does no harm
             self._opened[url] = Objects(url, "streams.claim_check_url", retries=RETRIES)
         return self._opened[url]
+
+
+async def with_choices_in(claims: ClaimStore, sample: Trajectory) -> Trajectory:
+    """As `ClaimStore.check_in_choices`, on a thread. A store that takes nothing is waited for: choices never
+    go through a stream."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return await asyncio.to_thread(claims.check_in_choices, sample)
+        except (StorageError, StoreError) as error:
+            log.warning("waiting for the store of choices", error=str(error))
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) -> Any:

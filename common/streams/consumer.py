@@ -25,6 +25,7 @@ from tidemill.common.streams.takeover import Takeover
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import SCHEMA
+from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Message, Ticket, Trajectory
 
 log = structlog.get_logger(__name__)
@@ -148,13 +149,30 @@ class Consumer(Generic[M]):
         if sample is not None:
             payload = codec.payload_of(sample, self.max_bytes)
             entry = (sample.index, sample.group_size, codec.schema_of(sample), payload)
-        reply = await self._settle("publish_sample", delivery, entry, out_key, progress_key)
+        keys = (out_key, progress_key, Keys.parts(progress_key))
+        reply = await self._settle("publish_sample", delivery, entry, *keys)
         if reply == 1:
             # As in Redis, where the script has begun to count deliveries again.
             delivery.attempts = 1
         elif reply == 2:
             self.held.pop(delivery.entry_id, None)
         return bool(reply == 2)
+
+    async def append_part(
+        self, delivery: Delivery[Ticket], progress_key: str, index: int, number: int, part: bytes
+    ) -> bool:
+        """Keep part `number` of a sample of the held ticket, until the sample is published. Its first 16
+        bytes name its play. Returns whether it is kept: not after a part that Redis has lost.
+
+        Raises:
+            LeaseLostError: another worker has taken the ticket over.
+        """
+        before = f"{index}:{number - 1}" if number else ""
+        rest = (index, f"{index}:{number}", before, part)
+        reply = await self._settle("append_part", delivery, rest, progress_key, Keys.parts(progress_key))
+        if reply == 1:
+            delivery.attempts = 1  # as after a sample
+        return bool(reply != 3)
 
     async def start_group(
         self, delivery: Delivery[M], progress_key: str, version: int, replaces: bool = False

@@ -38,7 +38,7 @@ class Garbled:
 @dataclass(eq=False, slots=True)
 class Delivery(Generic[M]):
     """A message held by this consumer. `attempts` counts deliveries, this one included; of a ticket, since a
-    sample of it was published."""
+    sample of it, or a part of one, was published."""
 
     entry_id: str
     fields: Fields

@@ -185,11 +185,11 @@ async def entries_of(broker: Broker, reply: Any, message_type: type[M]) -> list[
     """The entries of an answer, with the payloads that they only claim, read on threads."""
     entries = [decoded(i, fields_of(raw), message_type, broker.max_bytes) for i, raw in reply]
     claims, is_patient = broker.claims, broker.waits_for_claims
-    if claims is None or not any(isinstance(entry, Entry) and has_claim(entry.message) for entry in entries):
+    if claims is None or all(isinstance(one, Garbled) or claims.is_whole(one.message) for one in entries):
         return entries
 
     async def whole(entry: Entry[M] | Garbled) -> Entry[M] | Garbled:
-        if isinstance(entry, Garbled) or not has_claim(entry.message):
+        if isinstance(entry, Garbled) or claims.is_whole(entry.message):
             return entry
         return Entry(entry.entry_id, await store.resolved(claims, entry.message, is_patient))
 

@@ -56,12 +56,15 @@ ENGINE_VERSION = gauge("engine_version", "Version of the weights this worker gen
 TRAJECTORIES_PUBLISHED = counter("trajectories_published_total", "Trajectories published", ["lane"])
 PROMPT_TOKENS = counter("prompt_tokens_total", "Prompt tokens of published completions", ["lane"])
 COMPLETION_TOKENS = counter("completion_tokens_total", "Completion tokens published", ["lane"])
+RESUMED_TOKENS = counter("resumed_tokens_total", "Tokens of unfinished samples that were not generated again")
 GENERATION_SECONDS = latency("generation_seconds", "Time to generate one completion", ["lane"])
 GROUPS_IN_FLIGHT = gauge("groups_in_flight", "Groups this rollout worker holds", ["lane"])
 GROUP_SLOTS = gauge("group_slots", "Groups this rollout worker can hold", ["lane"])
 REQUESTS_RUNNING = gauge("requests_running", "Completions the engine works on")
 SESSIONS_HELD = gauge("sessions_held", "Sessions with an environment that this worker plays")
-SESSION_ENDS = counter("session_ends_total", "Sessions, by how they ended", ["end"])
+SESSION_ENDS = counter(
+    "session_ends_total", "Sessions, by how they ended, and what was late", ["end", "late"]
+)
 SESSION_TURNS = histogram(
     "session_turns", "Turns of the model in one session", buckets=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 )

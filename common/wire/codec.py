@@ -26,6 +26,7 @@ from pydantic_core import PydanticUndefined
 
 from tidemill.common.errors import CodecError
 from tidemill.common.wire.arrays import pack_bits
+from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Message, Trajectory
 
 _ERRORS = "tidemill-lost-characters"
@@ -101,7 +102,8 @@ def encode_payload(message: Message) -> bytes:
 def payload_of(sample: Trajectory, max_bytes: int | None) -> bytes:
     """What is published of a sample. Raises CodecError: it, or what it claims, is more than readers take."""
     payload = encode_payload(sample)
-    num_bytes = sample.claim.num_bytes if sample.claim else len(payload)
+    assert sample.choices is None or not sample.choices.rows, "rows of choices never go through a stream"
+    num_bytes = max(len(payload), *(claim.num_bytes for claim in sample.claims), 0)
     if max_bytes is not None and num_bytes > max_bytes:
         raise CodecError(
             f"sample {sample.index} has {num_bytes:,} bytes in {len(sample.segments)} segments, and a "
@@ -226,6 +228,8 @@ def as_plain(value: Any) -> Any:
         return pack_bits(value) if value.dtype == np.bool_ else np.ascontiguousarray(value).data
     if isinstance(value, BaseModel):
         return value.model_dump(mode="python")
+    if isinstance(value, Rows):
+        return value.as_plain()
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be sent; use numbers, text, lists and maps")

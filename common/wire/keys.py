@@ -122,6 +122,12 @@ class Keys:
         """Hash of a group in flight: published indices, and the version at which it started."""
         return self._key(f"{GROUP}{ticket}", lane)
 
+    @staticmethod
+    def parts(progress: str) -> str:
+        """Hash beside that of `progress`: parts of the group's samples that are not published yet, by
+        `index:number`. `trim.lua` knows it too."""
+        return f"{progress}:parts"
+
     def progress_around(self, lane: Lane = Lane.TRAIN) -> tuple[str, str]:
         """What stands before and after the number of a ticket in `progress`."""
         before, after = self._key(f"{GROUP}#", lane).rsplit("#", 1)

@@ -15,10 +15,19 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tidemill.common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
+from tidemill.common.wire.choices import WireRows, check_rows
 from tidemill.common.wire.segments import Finish, Segment, Session, VersionSpan, check_tokens, check_turns
 
 TrajectoryKey = tuple[int, int]
 """`(ticket, index)`: identifies one trajectory and its score everywhere downstream."""
+
+FIRST_DEMONSTRATION = 10**9
+"""Tickets from here on are of demonstrations: the trainer publishes their trajectories itself, no stream has
+the tickets, and they have no score. The number is this plus the place in the batches of the run."""
+
+
+def is_demonstration(ticket: int) -> bool:
+    return ticket >= FIRST_DEMONSTRATION
 
 
 class Lane(StrEnum):
@@ -69,6 +78,13 @@ class SamplingParams(BaseModel):
     min_p: float = Field(0.0, ge=0.0, lt=1.0, exclude_if=lambda share: share == 0.0)
     # Of a turn, never of a ticket: where an agent's client says so.
     stop: tuple[str, ...] = Field((), exclude_if=lambda texts: not texts)
+    # The same: of the prompt, so many rows of `routes` are known.
+    num_routed: int = Field(0, ge=0, exclude_if=lambda count: count == 0)
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are sampled from some ids only."""
+        return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
 Outcome = tuple[str, int, int, int]
@@ -102,12 +118,31 @@ class Claim(BaseModel):
     digest: str = Field(pattern=r"^[0-9a-f]{32}$", description="xxh3-128 of the bytes")
 
 
+class Choices(BaseModel):
+    """What the engine chose beside the tokens of a sample. Streams have the claim alone; an archive that
+    keeps choices, and who has read them, the rows too."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    claim: Claim | None = Field(None, description="to the rows; absent before they are checked in")
+    rows: dict[str, WireRows] = Field(default_factory=dict, description="by name")
+
+
+class ChoiceRows(Message):
+    """What a claim to choices lies for: the rows, and of which tokens they are."""
+
+    kind: ClassVar[str] = "choices"
+    ticket: int = Field(ge=0)
+    index: int = Field(ge=0)
+    tokens_digest: str
+    rows: dict[str, WireRows]
+
+
 class Trajectory(PromptFields):
     """One sample of a group: a completion, or a whole session. G is `group_size`, T the number of tokens in
     the completion of its first segment, which is the only one of a single turn."""
 
     kind: ClassVar[str] = "trajectory"
-    changes_meaning: ClassVar[frozenset[str]] = frozenset({"claim"})
+    changes_meaning: ClassVar[frozenset[str]] = frozenset({"claim", "choices"})
     ticket: int = Field(ge=0)
     index: int = Field(ge=0)
     step: int = Field(ge=0)
@@ -124,6 +159,7 @@ class Trajectory(PromptFields):
     session: Session | None = Field(None, description="absent for a single turn")
     is_greedy: bool = Field(False, description="not sampled: a baseline for the others, never trained")
     claim: Claim | None = Field(None, description="to everything else but the key, where that is too large")
+    choices: Choices | None = Field(None, description="absent where tokens are all that the engine chose")
     fault: str = Field(
         "",
         description="why there is nothing to score: its environment failed, or what it claims cannot be had",
@@ -184,6 +220,17 @@ class Trajectory(PromptFields):
                 digest.update(np.ascontiguousarray(ids).data)
         return digest.hexdigest()
 
+    @property
+    def claims(self) -> list[Claim]:
+        """All that it claims."""
+        both = (self.claim, self.choices.claim if self.choices else None)
+        return [claim for claim in both if claim is not None]
+
+    @property
+    def lacks_choices(self) -> bool:
+        """Whether it has choices, and their rows are elsewhere."""
+        return self.choices is not None and not self.choices.rows
+
     def _all_spans(self) -> list[tuple[VersionSpan, ...]]:
         return [self.spans, *(fork.spans for fork in self.forks)]
 
@@ -201,6 +248,8 @@ class Trajectory(PromptFields):
     def _check_lengths(self) -> Self:
         if self.claim is None:
             check_tokens(self.completion_ids, self.logprobs, self.loss_mask, self.spans)
+            if self.choices is not None:
+                check_rows(self.choices.rows, self.segments)
         if self.session is not None:
             check_turns(self.session.turns, len(self.completion_ids))
         if self.index >= self.group_size:

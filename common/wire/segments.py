@@ -21,6 +21,10 @@ Finish = Literal["stop", "length"]
 SessionEnd = Literal["done", "max_turns", "max_tokens", "timeout"]
 """Why a session ended: the environment or the model was done, or it reached a limit and is truncated."""
 
+Late = Literal["", "session", "call", "reward", "program"]
+"""What was late where `timeout` ended a session: all of it (`session_timeout_s`), else one call, the call for
+its reward, or an agent's program that was silent (`call_timeout_s`)."""
+
 
 class Turn(BaseModel):
     """One generation by the engine: tokens `first` to `first + num_tokens` of its segment's completion."""
@@ -86,6 +90,7 @@ class Session(BaseModel):
         (), description="what was said after the prompt, by the model and the environment, as chat messages"
     )
     end: SessionEnd = "done"
+    late: Late = Field("", description="what was late, where `end` is `timeout`; empty of older releases")
     reward: float | None = Field(None, description="the environment's own; absent where it gives none")
     metrics: dict[str, float] = Field(default_factory=dict, description="what the environment counted")
     histories: dict[str, int] = Field(

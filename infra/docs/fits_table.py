@@ -18,6 +18,7 @@ NUMBERS, GIB_EACH = (1, 8), 80
 SHORT = {
     "trainer.num_ranks": "num_ranks",
     "trainer.context_ranks": "context_ranks",
+    "trainer.expert_ranks": "expert_ranks",
     "trainer.offload_optimizer": "offload_optimizer",
     "trainer.lora": "lora",
     "trainer.gradient_checkpointing": "gradient_checkpointing",

@@ -149,6 +149,9 @@ class OfRun:
 _GPUS_TEXT = "GPUs of the whole run, for the memory that it takes. Without it: those of this machine."
 _CALL_TEXT = "Call reward functions once, with the first row; no servers."
 _MEMORY_TEXT = "Only compute what the run takes of GPUs and hosts; config.json of the model will do."
+_MACHINE_TEXT = (
+    "Only look at this machine and measure it, in a minute: GPUs, ranks, memory, disk; or its CPU."
+)
 _GIB: dict[str, Any] = {"default": None, "metavar": "GIB", "min": 1.0}
 
 
@@ -170,6 +173,7 @@ class CheckOptions:
         "--explain", "Also list what the preset of the algorithm sets, field by field.", False
     )
     memory: bool = option("--memory", _MEMORY_TEXT, False)
+    machine: bool = option("--gpu", _MACHINE_TEXT, False)
     gpus: int | None = option("--gpus", _GPUS_TEXT, None, "N", min=1, max=100_000)
     gpu_gib: float | None = option("--gpu-gib", "Memory of each GPU. Without it: this machine's.", **_GIB)
     host_gib: float | None = option("--host-gib", "Memory of each host. Without it: this machine's.", **_GIB)
@@ -435,11 +439,18 @@ class TraceOptions(ViewOptions):
     lane: str = option("--lane", "Training or evaluation.", "train", "train|eval")
 
 
-_STEPS_TEXT = "Counted from 0, as in the commits; with -o, several: A..B."
+_STEPS_TEXT = "Counted from 0, as in the commits; with -o, several: A..B; with --profile also `next`."
 _PERFETTO_TEXT = "Write a timeline of these steps for Perfetto instead (https://ui.perfetto.dev)."
+_PROFILE_TEXT = "Have the trainer profile a step to come with torch.profiler, into the run's folder."
 
 
-@command("step", "records.step:show_step", "412 arith-1 --full", "40..45 arith-1 -o trace.json")
+@command(
+    "step",
+    "records.step:show_step",
+    "412 arith-1 --full",
+    "40..45 arith-1 -o trace.json",
+    "next arith-1 --profile",
+)
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(ViewOptions):
     """Show one step: what went in, in which micro-batches, where the time went, and what came out.
@@ -452,6 +463,7 @@ class StepOptions(ViewOptions):
     run_id: str | None = run_argument()
     as_json: bool = json_flag(EVERYTHING)
     output: Path | None = option("--output", _PERFETTO_TEXT, None, "FILE", short=["-o"])
+    profile: bool = option("--profile", _PROFILE_TEXT, False)
 
 
 _NAME_TEXT = "A further name under which browsers may ask, such as that of a proxy. May be repeated."

@@ -15,6 +15,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +23,10 @@ PATIENCE_S = 600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 TRUTHS = ("ground_truth", "solution", "answer")
 """Columns of TRL's datasets that hold the truth; the first one that is there."""
+AT_ONCE = 512
+"""Samples of a request, at most, of those that verl asks for one by one."""
+_calls: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[Any]] = weakref.WeakKeyDictionary()
+"""Of each loop, samples of this moment and who waits for their scores."""
 NOT_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL passes besides the columns of its dataset."""
 
@@ -49,6 +54,38 @@ async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
+async def score_of(sample: dict[str, Any]) -> dict[str, Any]:
+    """The score of one sample. Calls of one moment share a request, which is answered when all are scored: a
+    request for each would cost more than most rewards."""
+    loop = asyncio.get_running_loop()
+    calls = _calls.setdefault(loop, [])
+    score: asyncio.Future[dict[str, Any]] = loop.create_future()
+    calls.append((sample, score))
+    # Not awaited: who is cancelled takes no other call along.
+    sending = loop.create_task(_send_calls(loop)) if len(calls) == 1 else None
+    found = await score
+    del sending
+    return found
+
+
+async def _send_calls(loop: asyncio.AbstractEventLoop) -> None:
+    calls = _calls.pop(loop)  # a task begins after those that were ready before it
+    await asyncio.gather(*(_send(calls[at : at + AT_ONCE]) for at in range(0, len(calls), AT_ONCE)))
+
+
+async def _send(calls: list[tuple[dict[str, Any], "asyncio.Future[dict[str, Any]]"]]) -> None:
+    try:
+        scores = await scores_of([sample for sample, _ in calls])
+    except Exception as error:
+        for _, waiting in calls:
+            if not waiting.done():
+                waiting.set_exception(error)
+        return
+    for (_, waiting), score in zip(calls, scores, strict=True):
+        if not waiting.done():
+            waiting.set_result(score)
+
+
 async def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
 ) -> float:
@@ -63,7 +100,7 @@ async def compute_score(
         "data_source": str(data_source),
         "extra_info": dict(extra_info or {}),
     }
-    (score,) = await scores_of([sample])
+    score = await score_of(sample)
     if score["value"] is None:
         raise RuntimeError(f"the reward failed ({score['status']}): {score['error']}")
     return float(score["value"])

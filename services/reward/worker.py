@@ -24,7 +24,7 @@ from tidemill.common.streams.lane_worker import LaneWorker
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire.keys import REWARD_GROUP
-from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory, fault_of
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory, fault_of, is_demonstration
 from tidemill.services.reward.quarantine import Quarantine
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.groups import GroupScoring, PostProcessing
@@ -214,9 +214,14 @@ class RewardLane(LaneWorker[Trajectory]):
         return self.counts.slots() - self.num_held
 
     async def fetch(self, count: int) -> list[Delivery[Trajectory] | Garbled]:
-        """Nothing new while suspects run."""
+        """Nothing new while suspects run; demonstrations are acknowledged, and get no score."""
         await self.quarantine.until_open()
-        return await super().fetch(count)
+        found = await super().fetch(count)
+        shown = [one for one in found if isinstance(one, Delivery) and is_demonstration(one.message.ticket)]
+        if not shown:
+            return found
+        await self.consumer.complete([(one, None) for one in shown], self.context.keys.scores(self.lane))
+        return [one for one in found if isinstance(one, Garbled) or not is_demonstration(one.message.ticket)]
 
     async def accept(self, deliveries: list[Delivery[Trajectory]]) -> None:
         """Score those that may run beside any others, then the suspects."""

@@ -5,7 +5,7 @@ import time
 
 from tidemill.common.errors import EngineError
 from tidemill.common.process.activity import LOAD, WAIT_ENVIRONMENT, WAIT_REDIS, Activity
-from tidemill.common.process.heartbeats import DAMAGED_VERSION, Heartbeat
+from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
@@ -50,6 +50,8 @@ async def _work(context: ServiceContext, engine: Engine, player: Player) -> None
             beat.counts[DAMAGED_VERSION] = follower.damaged_version
         if follower.num_mismatches:
             beat.counts["weight_mismatches"] = follower.num_mismatches
+        for kind, count in player.num_faults.items():
+            beat.counts[f"{FAILURES}environment:{kind}"] = count
         for worker in workers:
             worker.report(beat)
 

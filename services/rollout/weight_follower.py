@@ -110,6 +110,11 @@ class WeightFollower:
         self.num_mismatches = 0
         """Updates after which the engine did not hold what the manifest says."""
 
+    @property
+    def term(self) -> int:
+        """The trainer process that announced the weights that are held; 0 for the starting model's."""
+        return self._held.term if self._held else 0
+
     async def run(self) -> None:
         """Load the newest version whenever one is announced."""
         reader = OffsetReader(self.context.broker, self.context.keys.weights, WeightManifest)

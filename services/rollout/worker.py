@@ -4,15 +4,18 @@ A finished group frees a slot. When the service stops, running groups get `strea
 the rest is handed back, and whoever takes over generates only the missing samples.
 
 Guarantees: no sample starts before the engine holds the ticket's `min_version`, nor an older version than
-the one at which the group was first started; after a takeover only the missing indices are generated;
-every published sample was generated under a lease that still held when it was published. A sample whose
-environment fails ends no other one: the others are published, and it is played again by whoever gets the
-ticket next. After the last delivery it is published as failed, where enough others are left to train on.
+the one at which the group was first started; after a takeover only the missing indices are generated, each
+from where its recorded parts end (`sessions/parts.py`); every published sample was generated under a lease
+that still held when it was published. A sample whose environment fails ends no other one: the others are
+published, and it is played again by whoever gets the ticket next. After the last delivery it is published as
+failed, where enough others are left to train on.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -21,6 +24,7 @@ import structlog
 
 from tidemill.common.errors import (
     BrokerError,
+    ConfigError,
     EngineError,
     EnvironmentFaultError,
     LeaseLostError,
@@ -30,15 +34,24 @@ from tidemill.common.errors import (
 from tidemill.common.files import StorageError
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext
-from tidemill.common.store.claims import NO_IDS, NO_LOGPROBS
+from tidemill.common.store.claims import NO_IDS, NO_LOGPROBS, with_choices_in
 from tidemill.common.streams import Delivery, Garbled
 from tidemill.common.streams.lane_worker import LaneWorker
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
+from tidemill.common.wire import codec
 from tidemill.common.wire.keys import ROLLOUT_GROUP
-from tidemill.common.wire.messages import Lane, SamplingParams, Ticket, Trajectory
-from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
+from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, Trajectory
+from tidemill.services.rollout.engines.engine import (
+    Engine,
+    EngineReport,
+    Generation,
+    GenerationRequest,
+    OnTokens,
+)
+from tidemill.services.rollout.sessions.parts import Part, Play, Recording, new_play, read_play
 from tidemill.services.rollout.sessions.player import Player
+from tidemill.services.rollout.slots import Slots
 from tidemill.services.rollout.weight_follower import WeightFollower
 
 log = structlog.get_logger(__name__)
@@ -67,14 +80,21 @@ class RolloutWorker(LaneWorker[Ticket]):
         super().__init__(context, lane, context.keys.prompts(lane), ROLLOUT_GROUP, Ticket)
         self.engine, self.follower, self.player = engine, follower, player
         self.max_groups = context.config.rollout.max_groups_in_flight
-        metrics.GROUP_SLOTS.labels(lane).set(self.max_groups)
+        self.slots = Slots()
+        # Evaluation never waits for training, nor gives anything back.
+        if self.max_groups == "auto" and lane is Lane.TRAIN:
+            engine.on_report = self._on_report
+        self._begun: dict[asyncio.Task[None], Delivery[Ticket]] = {}
+        self._giving_back: asyncio.Task[None] | None = None
+        self._count()
         self._published: Batched[tuple[int, int, float]] = Batched(partial(_count_published, lane))
-        self.num_turns = self.num_playing = 0
+        self.num_turns = self.num_playing = self.faults_in_row = 0
         self._asked: set[str] = set()
 
     @property
     def num_free(self) -> int:
-        return self.max_groups - len(self.running)
+        held = len(self.running)
+        return self.slots.num_free(held) if self.max_groups == "auto" else self.max_groups - held
 
     @property
     def num_wanted(self) -> int:
@@ -88,7 +108,9 @@ class RolloutWorker(LaneWorker[Ticket]):
     async def accept(self, deliveries: list[Delivery[Ticket]]) -> None:
         """Start a group, unless the service stops: then the ticket is handed back when draining."""
         for delivery in deliveries if not self.context.stopping.is_set() else ():
-            self.begin(delivery, self._work(delivery)).add_done_callback(lambda _: self._count())
+            task = self.begin(delivery, self._work(delivery))
+            self._begun[task] = delivery
+            task.add_done_callback(self._ended)
             self._count()
 
     def given_up(self, delivery: Delivery[Ticket]) -> str:
@@ -104,15 +126,40 @@ class RolloutWorker(LaneWorker[Ticket]):
         is_dead_lettered = await super().dead_letter(entry, error, attempts)
         if is_dead_lettered and isinstance(entry, Delivery):
             _, progress = self._keys_of(entry.message)
-            await self.context.broker.execute("DEL", progress)
+            await self.context.broker.execute("DEL", progress, self.context.keys.parts(progress))
         return is_dead_lettered
 
     def report(self, beat: Heartbeat) -> None:
         beat.counts[f"groups_{self.lane}"] = len(self.running)
 
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._begun[task]
+        if not task.cancelled():
+            self.slots.end(len(self.running))
+        self._count()
+
     def _count(self) -> None:
-        metrics.GROUPS_IN_FLIGHT.labels(self.lane).set(len(self.running))
+        held = len(self.running)
+        metrics.GROUPS_IN_FLIGHT.labels(self.lane).set(held)
+        metrics.GROUP_SLOTS.labels(self.lane).set(held + max(0, self.num_free))
         self.free_slot()
+
+    def _on_report(self, report: EngineReport) -> None:
+        is_too_full = self.slots.report(report, len(self.running))
+        if is_too_full and (self._giving_back is None or self._giving_back.done()):
+            youngest = next(reversed(self._begun.items()))
+            self._giving_back = self.context.start(self._give_back(*youngest), "giving back a group")
+        if self.num_free > 0:
+            self.free_slot()
+
+    async def _give_back(self, task: asyncio.Task[None], delivery: Delivery[Ticket]) -> None:
+        """The others need the cache. The youngest has the least to compute again; its parts stay."""
+        task.cancel()
+        # Ended before it is handed back: another worker must not begin beside it.
+        await asyncio.wait({task})
+        if self.consumer.holds(delivery):
+            log.info("the engine's cache is too full; handing a group back", ticket=delivery.message.ticket)
+            await self.consumer.hand_back([delivery])
 
     async def _work(self, delivery: Delivery[Ticket]) -> None:
         """Generate one group. The one place that catches broadly."""
@@ -132,7 +179,17 @@ class RolloutWorker(LaneWorker[Ticket]):
             await self.dead_letter(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)
 
     async def _hand_on(self, delivery: Delivery[Ticket], fault: BaseException) -> None:
-        """Give a ticket whose environment fails here to whoever reclaims it, but for its last delivery."""
+        """Give a ticket whose environment fails here to whoever reclaims it, but for its last delivery. After
+        too many in a row the run stops: what is held goes back."""
+        section = self.context.config.rollout.environment
+        self.faults_in_row += 1
+        if 0 < section.max_faults <= self.faults_in_row:
+            what = f"the environment {section.agent or section.use} failed"
+            how_often = f"for {self.faults_in_row} tickets in a row, {section.attempts} times each"
+            cure = "None was scored. Repair the environment, or its server, and resume the run"
+            problem = f"{what} {how_often} (rollout.environment.max_faults). The last: {fault}. {cure}"
+            self.context.fail(ConfigError(problem))
+            return
         if delivery.attempts >= self.context.config.streams.max_attempts:
             await self.dead_letter(delivery, f"an environment failed: {fault}", delivery.attempts)
             return
@@ -153,17 +210,18 @@ class RolloutWorker(LaneWorker[Ticket]):
         # it says so, or the lease is lost, what is missing is generated again.
         while self.consumer.holds(delivery):
             # Read each time round: samples may have been published by a worker that held the ticket before.
-            done = await self._start_group(delivery)
+            done, parts = await self._start_group(delivery)
             if waited_s is None:
                 waited_s = max(0.0, time.time() - ticket.issued_at)
                 metrics.STAGE_SECONDS.labels("ticket").observe(waited_s)
             missing = sorted(set(range(ticket.group_size)) - done)
             if not missing:
                 await self.consumer.publish_sample(delivery, *self._keys_of(ticket), None)
+            plays = await self._read_plays(ticket, missing, parts)
             faults: dict[int, EnvironmentFaultError] = {}
             async with asyncio.TaskGroup() as samples:
                 for index in missing:
-                    samples.create_task(self._generate_sample(delivery, index, faults))
+                    samples.create_task(self._generate_sample(delivery, plays[index], index, faults))
             if faults:
                 await self._give_up(delivery, faults)
 
@@ -189,12 +247,14 @@ class RolloutWorker(LaneWorker[Ticket]):
             await self.consumer.publish_sample(delivery, *self._keys_of(ticket), failed)
             log.warning("a sample has failed for good", ticket=ticket.ticket, index=index, error=str(fault))
 
-    async def _start_group(self, delivery: Delivery[Ticket]) -> set[int]:
-        """Wait until the engine is new enough for the group; returns the indices published already."""
+    async def _start_group(self, delivery: Delivery[Ticket]) -> tuple[set[int], dict[bytes, bytes]]:
+        """Wait until the engine is new enough for the group; returns the indices published already, and parts
+        of others."""
         ticket = delivery.message
         progress = self.context.keys.progress(ticket.ticket, self.lane)
-        raw = await self.context.broker.execute("HGETALL", progress)
-        fields = dict(zip(raw[::2], raw[1::2], strict=True))
+        keys = (progress, self.context.keys.parts(progress))
+        replies = await self.context.broker.pipeline([("HGETALL", key) for key in keys])
+        fields, parts = (dict(zip(raw[::2], raw[1::2], strict=True)) for raw in replies)
         started_version = int(fields.pop(STARTED_FIELD.encode(), -1))
         # Before any token is sampled: the staleness bound rests on this wait.
         version = await self.follower.reach(ticket.min_version)
@@ -210,7 +270,35 @@ class RolloutWorker(LaneWorker[Ticket]):
                 was, what = started_version, "the version that a group began with is gone"
                 log.warning(what, ticket=ticket.ticket, was=was)
                 await self.consumer.start_group(delivery, progress, self.engine.version, replaces=True)
-        return {int(index) for index in fields}
+        return {int(index) for index in fields}, parts
+
+    async def _read_plays(
+        self, ticket: Ticket, indices: Sequence[int], parts: dict[bytes, bytes]
+    ) -> dict[int, Play]:
+        """What is known of the samples that are missing, as far as it can be gone on with."""
+
+        def read() -> dict[int, Play]:
+            return {i: read_play(parts, i, ticket.prompt_ids, self._read_claim) for i in indices}
+
+        if not parts:
+            return {index: new_play(ticket.prompt_ids) for index in indices}
+        plays = await asyncio.to_thread(read)
+        newest = max(play.newest_version for play in plays.values()) if plays else 0
+        with contextlib.suppress(TimeoutError):  # as in `_start_group`
+            await asyncio.wait_for(self.follower.reach(newest), self.consumer.lease_s)
+        # Tokens of a history that is lost are not gone on with. Who appended the last part had followed the
+        # trainer that it names; whether the one of now has the same weights as another, nobody can say.
+        # Version 0 is the starting model of all of them.
+        term, version = self.follower.term, self.engine.version
+        for index, play in plays.items():
+            if play.newest_version and (play.term != term or play.newest_version > version):
+                plays[index] = new_play(ticket.prompt_ids)
+        return plays
+
+    def _read_claim(self, claim: Claim) -> bytes:
+        if self.context.broker.claims is None:
+            raise ValueError("this worker knows no store of claims")
+        return self.context.broker.claims.get(claim)
 
     def _keys_of(self, ticket: Ticket) -> tuple[str, str]:
         """Where the ticket's samples go, and the hash of its progress."""
@@ -227,21 +315,33 @@ class RolloutWorker(LaneWorker[Ticket]):
         return index == 0 and self.lane is Lane.TRAIN and traits.has_greedy_baseline
 
     async def _generate_sample(
-        self, delivery: Delivery[Ticket], index: int, faults: dict[int, EnvironmentFaultError]
+        self, delivery: Delivery[Ticket], play: Play, index: int, faults: dict[int, EnvironmentFaultError]
     ) -> None:
         ticket, started_at, history = delivery.message, time.time(), self.follower.history
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
+        if play.parts:
+            # Deliveries are counted again from each part on, and an engine that draws by names would go on
+            # with the numbers by which it has drawn the recorded tokens.
+            name += f"-p{len(play.parts)}"
         numbers, is_greedy = count(1), self._is_greedy(index)
 
-        async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        async def ask(
+            ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None = None
+        ) -> Generation:
             number = next(numbers)
             if is_greedy:
                 sampling = sampling.model_copy(update={"temperature": 0.0})
-            return await self._ask(name if number == 1 else f"{name}-t{number}", ids, sampling)
+            return await self._ask(name if number == 1 else f"{name}-t{number}", ids, sampling, on_tokens)
+
+        async def keep(play_name: bytes, number: int, part: Part) -> bool:
+            # Else what is dropped below would be gone on with.
+            if history != self.follower.history:
+                return False
+            return await self._keep_part(delivery, index, play_name, number, part)
 
         self.num_playing += 1
         try:
-            played = await self.player.play(ticket, name, ask)
+            played = await self.player.play(ticket, name, Recording(ask, play, keep))
         except EnvironmentFaultError as fault:
             faults[index] = fault
             return
@@ -251,6 +351,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         # any more. It is dropped, and the loop in `generate` asks for it again.
         if history != self.follower.history:
             return
+        if self.lane is not Lane.TRAIN:
+            played = replace(played, choices={})  # nobody trains on it
         sample = Trajectory(
             **self._of_ticket(ticket, index),
             **played.fields(),
@@ -259,24 +361,53 @@ class RolloutWorker(LaneWorker[Ticket]):
         )
         published = await self._checked_in(sample)
         await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)
+        self.faults_in_row = 0
         seconds = sample.finished_at - sample.started_at
         self._published.add((len(sample.prompt_ids), len(sample.completion_ids), seconds))
 
+    async def _keep_part(
+        self, delivery: Delivery[Ticket], index: int, name: bytes, number: int, part: Part
+    ) -> bool:
+        """Append a part of a sample, or a claim to it; returns whether it is kept.
+
+        Raises:
+            LeaseLostError: another worker has taken the ticket over.
+        """
+        ticket, claims, max_bytes = delivery.message, self.context.broker.claims, self.consumer.max_bytes
+        payload = codec.encode_payload(part.model_copy(update={"term": self.follower.term}))
+        if max_bytes is not None and len(payload) > max_bytes:
+            return False
+        if claims is not None and self.lane is Lane.TRAIN and (part.choices or claims.is_large(payload)):
+            try:
+                claim = await asyncio.to_thread(claims.put, ticket.ticket, index, payload)
+                payload = codec.encode_payload(Part(claim=claim))
+            except (StorageError, StoreError):
+                if part.choices:  # which never go into Redis
+                    return False
+        _, progress = self._keys_of(ticket)
+        return await self.consumer.append_part(delivery, progress, index, number, name + payload)
+
     async def _checked_in(self, sample: Trajectory) -> Trajectory:
-        """The sample, or a claim to it where it is large; the sample too where it cannot be put there."""
-        if self.context.broker.claims is None or self.lane is not Lane.TRAIN:
+        """The sample, or a claim to it where it is large; the sample too where it cannot be put there. Its
+        choices are claimed in every case."""
+        claims = self.context.broker.claims
+        if claims is None or self.lane is not Lane.TRAIN:
             return sample
+        if sample.choices is not None:
+            sample = await with_choices_in(claims, sample)
         try:
-            published: Trajectory = await asyncio.to_thread(self.context.broker.claims.check_in, sample)
+            published: Trajectory = await asyncio.to_thread(claims.check_in, sample)
         except (StorageError, StoreError) as error:
             log.warning("a large trajectory goes through the stream", problem=str(error))
             return sample
         return published
 
-    async def _ask(self, name: str, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+    async def _ask(
+        self, name: str, ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None
+    ) -> Generation:
         """One generation. Of a delivery that was lost, requests may still run: so ids differ."""
         request_id = next(i for i in chain([name], (f"{name}-{n}" for n in count(2))) if i not in self._asked)
-        request = GenerationRequest(request_id, ids, sampling, is_urgent=self.lane is Lane.EVAL)
+        request = GenerationRequest(request_id, ids, sampling, self.lane is Lane.EVAL, on_tokens)
         self._asked.add(request_id)
         try:
             generation = await self.engine.generate(request)

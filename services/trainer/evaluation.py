@@ -161,7 +161,8 @@ class Evaluator:
         await take_back(broker, keys, key, dict.fromkeys(map(entry_id_of, tickets), b""), floor)
         # Behind the tickets, which nobody holds from then on: a worker would write its progress again.
         if tickets:
-            await broker.execute("DEL", *(keys.progress(ticket, Lane.EVAL) for ticket in tickets))
+            progress = [keys.progress(ticket, Lane.EVAL) for ticket in tickets]
+            await broker.execute("DEL", *progress, *map(keys.parts, progress))
         await self.trim(version - 1)
 
     async def _issue(self, tickets: Sequence[Ticket]) -> bool:

@@ -14,6 +14,7 @@ from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.state import METRICS_FILE, read_records, read_state
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
+from tidemill.services.trainer.batch.demonstrations import load_demonstrations
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import (
     Prompt,
@@ -182,4 +183,5 @@ def _load_data(context: ServiceContext) -> tuple[PromptPlan, dict[str, list[Prom
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_training_prompts(config.data, tokenizer, config.seed)
     evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts)
-    return PromptPlan(prompts, config), evaluation
+    shown = load_demonstrations(config.data, tokenizer, config.seed, config.model.max_model_len)
+    return PromptPlan(prompts, config, shown), evaluation

@@ -118,7 +118,7 @@ def make_commit(
 
 
 def samples_digest(keys: Sequence[TrajectoryKey], groups: Mapping[int, PendingGroup]) -> str:
-    """Which tokens and rewards a step was trained on. xxh3-64, 16 hex digits.
+    """Which tokens, choices and rewards a step was trained on. xxh3-64, 16 hex digits.
 
     After a loss of Redis the same tickets may be generated again: a replay must not take these samples for
     those that were trained.
@@ -126,8 +126,11 @@ def samples_digest(keys: Sequence[TrajectoryKey], groups: Mapping[int, PendingGr
     digest = xxhash.xxh3_64()
     for ticket, index in keys:
         group = groups[ticket]
-        value = group.scores[index].value
-        digest.update(f"{ticket} {index} {group.trajectories[index].tokens_digest} {value!r}\n".encode())
+        sample = group.trajectories[index]
+        # Whoever scores a demonstration, as workers of an older release do: that does not count.
+        value = None if group.is_demonstration else group.scores[index].value
+        chosen = sample.choices.claim.digest if sample.choices and sample.choices.claim else ""
+        digest.update(f"{ticket} {index} {sample.tokens_digest}{chosen} {value!r}\n".encode())
     return digest.hexdigest()
 
 
@@ -151,6 +154,7 @@ class StepRunner:
         """
         self.trainer, self.activity, self.stopping = config.trainer, activity, stopping or asyncio.Event()
         self.policy, self.thread, self.group_filter = policy, thread, GroupFilter(config)
+        self.group_filter.needs_routes = policy.replays_routes
         self.precompute = Precompute(self.trainer, policy, thread)
         self.advantages = Advantages(config)
         self.algorithm = self.trainer.algorithm
@@ -254,7 +258,7 @@ class StepRunner:
             groups, unassigned = self._assigned(unassigned), []
             result.groups += groups
             waiting += [sample for group in groups for sample in group.samples]
-            bin_tokens, num_bins, layout = self.trainer.bin_tokens, self.trainer.num_bins, self.policy.layout
+            (bin_tokens, num_bins), layout = self.policy.bins, self.policy.layout
             batches, waiting = form_micro_batches(waiting, bin_tokens, num_bins, layout), []
             # More groups are on their way: what is nearly empty waits for them.
             least = MIN_FILL * bin_tokens * num_bins
@@ -263,8 +267,12 @@ class StepRunner:
             await self._accumulate([without_proximal(b) for b in batches] if is_first else batches, mini)
 
     def _assigned(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
-        """With advantages, and with what depends on the whole mini-batch."""
-        return with_statistics(self.advantages.assign(groups, self.algorithm), self.algorithm)
+        """With advantages, and with what depends on the whole mini-batch; a demonstration has neither."""
+        sampled = [group for group in groups if not group.source.is_demonstration]
+        if sampled:
+            sampled = with_statistics(self.advantages.assign(sampled, self.algorithm), self.algorithm)
+        by_ticket = {group.ticket: group for group in sampled}
+        return [by_ticket.get(group.ticket, group) for group in groups]
 
     async def _precompute_rest(
         self, step: int, result: StepResult, arrived: deque[TrainableGroup], assembler: BatchAssembler
@@ -312,7 +320,7 @@ class StepRunner:
     async def _finish(self, result: StepResult) -> None:
         await self.thread.call(self.policy.release_weights)
         sums = result.sums
-        if self.algorithm.is_adaptive and sums.tokens:
-            means = sums.kl_sum / sums.tokens, sums.entropy_sum / sums.tokens
+        if self.algorithm.is_adaptive and (tokens := sums.sampled_tokens):
+            means = sums.kl_sum / tokens, sums.entropy_sum / tokens
             await self.thread.call(self.policy.adapt, *means, float(len(result.samples)))
         self.has_begun = False

@@ -20,8 +20,9 @@ copied between two steps and written beside those that follow.
 
 import asyncio
 import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +32,7 @@ from tidemill.common.files import free_share
 from tidemill.common.process.activity import BOOKKEEPING, WAIT
 from tidemill.common.process.heartbeats import DAMAGED_VERSION, read_heartbeats
 from tidemill.common.process.service import ServiceContext, StoppedError
-from tidemill.common.run.state import FINISHED, RUNNING, finish_state, update_state
+from tidemill.common.run.state import FINISHED, PROFILES, RUNNING, finish_state, update_state
 from tidemill.common.streams import Mark, MarkLostError, entry_id_of, id_order, last_id, read_newest
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
@@ -49,7 +50,7 @@ from tidemill.services.trainer.durable.waiting import BackgroundWork, During, on
 from tidemill.services.trainer.evaluation import Evaluator
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
-from tidemill.services.trainer.metrics.step_metrics import observe_step, step_metrics
+from tidemill.services.trainer.metrics.step_metrics import observe_step, step_metrics, usage_metrics
 from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
 from tidemill.services.trainer.weights.best_version import BestVersion
 from tidemill.services.trainer.weights.store import BegunVersion, WeightState, WeightStore
@@ -169,21 +170,27 @@ class Trainer:
         started_at = time.time()
         if self.runner.thread.takes_turns:  # an engine may have to evaluate first, while it has the GPU
             await self.weights_work.finish()
-        result = await self.runner.run(step, self.assembler)
+        async with self._profiled(step):
+            result = await self.runner.run(step, self.assembler)
         self.trained_version = step + 1
         # 7 of the step before comes before 5 of this one: at most one committed version is not announced, so
         # a restart has one to write again, from the weights that it holds anyway.
         await self.weights_work.finish()
         with self.context.activity.during(WRITING):
-            state = await self._compare_weights()
+            compared_s, state = -time.monotonic(), await self._compare_weights()
+            compared_s += time.monotonic()
+            usage = await self.runner.thread.call(self.runner.policy.usage)
         dropped = self.assembler.drain_dropped()
         numbers, prompts = self._metrics(step, result, len(dropped)), self.scheduler.prompts
+        numbers |= usage_metrics(numbers, result, usage, self.config) | {"weights/compare_s": compared_s}
+        if self.weights.last is not None:
+            numbers["weights/encode_s"] = self.weights.last.encode_s  # of the version before
         tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
-        trained = [(self.scheduler.outstanding[group.ticket], group.rewards) for group in result.groups]
+        outstanding = self.scheduler.outstanding
+        trained = [(outstanding[g.ticket], g.rewards) for g in result.groups if g.ticket in outstanding]
         of_prompts = prompts.outcomes(trained), prompts.sizes(tickets)
         commit = make_commit(step, result, dropped, numbers, state.committed, started_at, *of_prompts)
         await self._commit(commit, result)
-        outstanding = self.scheduler.outstanding
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         await on_disk(self.context, self.recorder.step, step, commit.metrics)
         await self.checkpointer.trim_settled(self.version)
@@ -265,6 +272,19 @@ class Trainer:
             self.context.activity.reset()
             self._totals = {}
         return numbers
+
+    @contextlib.asynccontextmanager
+    async def _profiled(self, step: int) -> AsyncIterator[None]:
+        """Profile the step's calls of the policy, where that was asked for."""
+        folder, thread = self.context.run_dir / PROFILES / f"step-{step}", self.runner.thread
+        if not await asyncio.to_thread(os.path.isdir, folder):
+            yield
+            return
+        await thread.call_anywhere(self.runner.policy.profile, folder)
+        try:
+            yield
+        finally:
+            await thread.call_anywhere(self.runner.policy.profile, None)
 
     async def _compare_weights(self) -> WeightState:
         """What the policy's thread pays for a version."""

@@ -13,6 +13,7 @@ from tests.chaos.archiver import ArchiverKiller, disagreements
 from tests.chaos.environments import EnvironmentProcesses, misjudged, num_faults
 from tests.chaos.faults import LONGEST_LAG_S, LOSSES, SESSION_KILLS, Fault, Kind
 from tests.chaos.fleet import Fleet
+from tests.chaos.generated import regenerated_share
 from tests.chaos.recovery import TRAINER, Event, RecoveryWatch
 from tests.chaos.replay import CheckpointCopies, ReplayResult, replay
 from tests.chaos.verdict import Verdict, judge
@@ -51,6 +52,8 @@ class Outcome:
     """Scores of sessions that no environment gave."""
     left_over: list[int] = field(default_factory=list)
     """Processes of environments that outlived the fleet."""
+    regenerated_share: float = 0.0
+    """Of the tokens that engines have generated, those that are in no trajectory."""
 
     @property
     def num_kills(self) -> int:
@@ -235,5 +238,5 @@ async def torment(
     )
     return Outcome(
         seed, driver.watch, verdict, replayed, wall_s, lost, differing, driver.archiver.num_kills,
-        num_faults(archive), misjudged(archive, config), left_over,
+        num_faults(archive), misjudged(archive, config), left_over, regenerated_share(folder, archive),
     )  # fmt: skip

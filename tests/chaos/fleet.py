@@ -26,6 +26,7 @@ from tidemill.services.console.run.folder import RunFolder
 
 POLL_S = 0.05
 LEAVE_TIMEOUT_S = 120.0
+ROLLOUT = "tidemill.services.rollout"
 
 
 class ServiceError(AssertionError):
@@ -177,11 +178,12 @@ class Fleet:
     def _start(self, spec: ServiceSpec, is_kept: bool = True) -> None:
         env = {**service_environment(self.redis.url, self.folder), **spec.env}
         log = self.folder / f"{spec.name}.log"
+        command = ["tests.chaos.generated" if word == ROLLOUT else word for word in spec.command]
         if self.is_forked:
-            _, _, module, *words = spec.command
+            _, _, module, *words = command
             process = start_module(module, words, log, env)
         else:
-            process = start_plain(spec.command, log, env)
+            process = start_plain(command, log, env)
         self.members[spec.name] = Member(spec, process, time.time(), is_kept)
 
     async def _keep(self) -> None:

@@ -20,12 +20,22 @@ TIMEOUT_S = 10.0
 class Sums:
     """Passes on what the model says, once or twice."""
 
+    resumable = True
+
     def __init__(self, address: str) -> None:
         self._address, self._session = address, ""
 
     def reset(self, row: dict[str, Any]) -> None:
         """Begin a session on the server."""
-        self._session = self._ask("", prompt=str(row["prompt"]), answer=str(row["ground_truth"]))
+        self.restore({"prompt": str(row["prompt"]), "answer": str(row["ground_truth"]), "tries": 0})
+
+    def mark(self) -> dict[str, Any]:
+        """All that the server has to know."""
+        return self._mark
+
+    def restore(self, mark: dict[str, Any]) -> None:
+        """Another session on the server, which is as far."""
+        self._mark, self._session = dict(mark), self._ask("", **mark)
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """What the server says to it; in the middle of that this may be killed."""
@@ -33,9 +43,10 @@ class Sums:
         if random.random() < FAULTS:
             raise ConnectionError("this environment fails now and then")
         observation, reward, is_done = self._ask(f"/{self._session}", text=text)
+        self._mark["tries"] += 1
         return observation, reward, is_done
 
-    def _ask(self, path: str, **message: str) -> Any:
+    def _ask(self, path: str, **message: Any) -> Any:
         url = f"{self._address}/sessions{path}"
         with urllib.request.urlopen(url, json.dumps(message).encode(), TIMEOUT_S) as answer:
             return json.load(answer)

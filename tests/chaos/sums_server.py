@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         name = self.path.removeprefix("/sessions").strip("/")
         if not name:
             name = uuid.uuid4().hex
-            SESSIONS[name] = Sum(asked["prompt"], asked["answer"])
+            SESSIONS[name] = Sum(asked["prompt"], asked["answer"], asked["tries"])
             self._answer(200, name)
         elif session := SESSIONS.get(name):
             answer = session.judge(asked["text"])

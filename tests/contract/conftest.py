@@ -32,11 +32,11 @@ def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..
     def make(
         steps: int = 6, has_eval: bool = False, trims: bool = False, archives: bool = False, **trainer: Any
     ) -> ServiceContext:
-        reward = trainer.pop("reward", {})
+        reward, sampling, archive = (trainer.pop(name, {}) for name in ("reward", "sampling", "archive"))
         tree = {
             "model": {"path": str(model), "max_model_len": 64},
             "data": {"train": str(data), "max_prompt_tokens": 8},
-            "rollout": {"engine": "simulated", "sampling": {"max_tokens": 8}},
+            "rollout": {"engine": "simulated", "sampling": {"max_tokens": 8, **sampling}},
             "trainer": {
                 "policy": "simulated",
                 "steps": steps,
@@ -46,7 +46,7 @@ def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..
                 "loggers": [],
                 **trainer,
             },
-            "streams": {"trim": trims, "archive": {"enabled": archives, "segment_mb": 0.004}},
+            "streams": {"trim": trims, "archive": {"enabled": archives, "segment_mb": 0.004, **archive}},
             "reward": reward,
         }
         if has_eval:

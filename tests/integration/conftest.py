@@ -1,10 +1,14 @@
-"""A Redis for the runs of one file, and whether this machine has jails."""
+"""A Redis for the runs of one file, checks of users' code in little time, and whether there are jails."""
 
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from tests.support.preloaded import run_check
 from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.process import checks
 from tidemill.common.redis.embedded import EmbeddedRedis
 
 
@@ -14,6 +18,13 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def forked_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tidemill check` asks forked processes; in `common/test_algorithm_check.py`, those that users' does."""
+    forking = SimpleNamespace(run=run_check, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(checks, "subprocess", forking)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from tests.simulation.schedule import LEASE_S, Fault, Setup
+from tests.simulation.schedule import ENVIRONMENTS, LEASE_S, Fault, Setup
 
 GROUP_SHARE = 0.12
 """Share of the schedules whose reward is given whole groups."""
@@ -11,6 +11,10 @@ SESSIONS_SHARE = 0.12
 """Share of those whose samples are sessions."""
 KEPT_SHARE = 0.12
 """Share of those whose stream of commits is trimmed."""
+PARTS_SHARE = 0.3
+"""Share of those whose samples leave parts."""
+TORN_SHARE = 0.2
+"""Share of those of which a part is torn."""
 LINES_SHARE = 0.5
 """Share of those in which calls of a process share a connection."""
 BESIDE = {"": 76, "full": 6, "add": 6, "operate": 4, "second": 4, "resume": 4}
@@ -25,10 +29,24 @@ def with_draws(seed: int, setup: Setup) -> Setup:
         setup = replace(setup, sessions=True)
     if random.Random(f"lines {seed}").random() < LINES_SHARE:
         setup = replace(setup, shares_lines=True)
+    rng = random.Random(f"parts {seed}")
+    if rng.random() < PARTS_SHARE:
+        kind = rng.choice(("restore", "repeat")) if setup.sessions else rng.choice(("turns", *ENVIRONMENTS))
+        setup = replace(setup, parts=kind)
     rng = random.Random(f"kept {seed}")
     if rng.random() < KEPT_SHARE and setup.trim:
         setup = replace(setup, kept_commits=rng.choice((1, 2)))
     return setup
+
+
+def torn(seed: int, setup: Setup) -> list[Fault]:
+    """A part that arrives cut off, and the death of whoever would have gone on with it."""
+    rng = random.Random(f"torn {seed}")
+    if not setup.parts or rng.random() >= TORN_SHARE:
+        return []
+    at_s = round(rng.uniform(0.5, 8.0), 3)
+    victims = [Fault(round(at_s + rng.uniform(0.3, 1.5), 3), "kill", f"rollout-{i}") for i in range(2)]
+    return [Fault(at_s, "damage", "append_part"), *victims]
 
 
 def beside(seed: int) -> list[Fault]:

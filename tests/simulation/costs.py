@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tests.simulation.redis.stream import Stream
-from tests.simulation.schedule import LEASE_S, REISSUE_AFTER_S, Schedule
+from tests.simulation.schedule import ENVIRONMENTS, LEASE_S, REISSUE_AFTER_S, Schedule
 from tests.simulation.world import World
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.lines import ANSWER_TIMEOUT_S
@@ -75,7 +75,7 @@ def left_behind(world: World, schedule: Schedule) -> list[str]:
     values, found = world.cluster.server.space.values, []
     for raw in values:
         name, _, lane = world.keys.name_of(raw.decode()).partition(":")
-        ticket, _, lane = lane.partition(":")
+        ticket, _, lane = lane.removesuffix(":parts").partition(":")
         if name != "group":
             continue
         stream = values.get(f"{world.keys.prompts()}{':eval' if lane else ''}".encode())
@@ -95,6 +95,7 @@ def allowed_s(schedule: Schedule, undisturbed_s: float) -> float:
         waited_for.add("damage")  # a trainer that starts again does not know what could not be read
     waiting_s = sum(REISSUE_AFTER_S for fault in schedule.faults if fault.kind in waited_for)
     # A sample that takes longer than a lease costs more when it is made again, and which ones fail is chance.
-    sample_s = schedule.setup.sample_s * (2 if schedule.setup.sessions else 1)
+    is_session = schedule.setup.sessions or schedule.setup.parts in ENVIRONMENTS
+    sample_s = schedule.setup.sample_s * (2 if is_session else 1)
     made_again_s = max(LEASE_S, sample_s) * (LEASES_A_RUN + LEASES_A_FAULT * len(schedule.faults))
     return undisturbed_s + lasting_s + hanging_s + waiting_s + made_again_s

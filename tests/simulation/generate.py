@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from tests.simulation.beside import beside, with_draws
+from tests.simulation.beside import beside, torn, with_draws
 from tests.simulation.crafted import CRAFTED, crafted
 from tests.simulation.schedule import LEASE_S, Fault, Schedule, Setup
 
@@ -13,6 +13,8 @@ MIXED_SHARE = 0.25
 """Share of the schedules whose run has several sources and a curriculum."""
 CLAIMS_SHARE = 0.15
 """Share of those whose trajectories lie beside the streams."""
+CHOICES_SHARE = 0.2
+"""Share of those whose sampling is filtered."""
 LONG_SHARE = 0.15
 """Share of those whose samples and rewards may take longer than a lease."""
 FEW_SLOTS_SHARE = 0.5
@@ -75,6 +77,8 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
         setup = replace(setup, reward_slots=2)
     if random.Random(f"claims {seed}").random() < CLAIMS_SHARE:
         setup = replace(setup, claims=True)
+    if random.Random(f"choices {seed}").random() < CHOICES_SHARE:
+        setup = replace(setup, choices=True)
     if random.Random(f"long {seed}").random() < LONG_SHARE:
         setup = replace(setup, sample_s=1.25 * LEASE_S, steps=3)
     if is_tight:
@@ -94,7 +98,7 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
     if (kind := _kind_of(seed, rng)) in CRAFTED:
         setup, faults = crafted(kind, rng, setup)
     else:
-        faults += _rare(kind, rng, names) + beside(seed)
+        faults += _rare(kind, rng, names) + beside(seed) + torn(seed, setup)
     return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 

@@ -22,3 +22,39 @@ class Guessing:
             raise ConnectionError("the environment's server is gone")
         self.num_turns += 1
         return {"observation": f"w{self.num_turns}", "done": self.num_turns >= 2 + len(text) % 2}
+
+
+class RestoredGuessing(Guessing):
+    """Goes on with another worker, and never fails."""
+
+    resumable = True
+
+    async def step(self, text: str) -> dict[str, Any]:
+        """What the model said."""
+        await asyncio.sleep(0.2 * random.random())
+        self.num_turns += 1
+        return {"observation": f"w{self.num_turns}", "done": self.num_turns >= 2 + len(text) % 2}
+
+    def mark(self) -> dict[str, int]:
+        """All there is."""
+        return {"turns": self.num_turns}
+
+    async def restore(self, mark: dict[str, int]) -> None:
+        """In place of `reset`."""
+        self.num_turns = mark["turns"]
+
+
+class RepeatedGuessing(Guessing):
+    """Is played again by another worker, and has forgotten itself now and then."""
+
+    repeatable = True
+
+    async def reset(self, **row: Any) -> None:
+        """The session begins."""
+        await super().reset(**row)
+        self._first = "w0" if random.random() < 0.1 else "w1"
+
+    async def step(self, text: str) -> dict[str, Any]:
+        """What the model said."""
+        answer = await super().step(text)
+        return answer | {"observation": self._first} if self.num_turns == 1 else answer

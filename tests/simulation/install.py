@@ -145,6 +145,7 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (tidemill.common.process.service, "HttpEndpoint", NoEndpoint),
         (tidemill.common.process.service, "LAG_PROBE_S", 5.0),
         (tidemill.services.rollout.service, "SAMPLE_S", 1.0),
+        (tidemill.services.rollout.engines.simulated, "PART_TOKENS", world.part_tokens),
         (tidemill.services.reward.rewards.weighted_sum, "make_reward", make_reward),
         (tidemill.services.reward.rewards.weighted_sum, "FunctionReward", SimulatedReward),
         (tidemill.services.trainer.service, "load_tokenizer", known_tokenizer),

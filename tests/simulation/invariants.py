@@ -60,6 +60,9 @@ class Judge:
         self.world, self.broken = watch.world, watch.broken
         self.trainer = trainer
         self.kinds = {fault.kind for fault in schedule.faults}
+        watch.keeps_parts = schedule.setup.parts in ("turns", "restore") and self.kinds.isdisjoint(
+            {*LOSSES, *costs.POISON, "tear"}
+        )
         self._claims = ClaimStore(self.world.folder / self.world.run_id)
         self._samples: dict[tuple[str, tuple[int, int]], list[Record]] = {}
         """All entries of a sample, by lane and key."""

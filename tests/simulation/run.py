@@ -90,6 +90,8 @@ def _undisturbed_s(schedule: Schedule) -> float:
 def _live(schedule: Schedule, folder: Path, verdict: Verdict, is_traced: bool) -> None:
     world = World(schedule.seed, folder, is_traced=is_traced, kept_commits=schedule.setup.kept_commits)
     world.cluster.shares_lines = schedule.setup.shares_lines
+    if schedule.setup.parts:
+        world.part_tokens = 2
     try:
         watch = Watch(world)
         with installed(world, watch):
@@ -128,6 +130,7 @@ def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> No
     end_s = injector.quiet_at_s + PATIENCE_S
     world.loop.run(lambda: bool(fleet.outcome), end_s)
     verdict.outcome, verdict.faults = fleet.outcome, injector.done
+    verdict.faults["resumed"] += watch.num_resumed
     verdict.virtual_s, verdict.num_commands = world.loop.now - 1000, len(world.cluster.server.log)
     judge.judge(fleet, injector, verdict)
     if not fleet.outcome:

@@ -9,6 +9,7 @@ from tidemill.common.streams.log import KEPT_COMMITS
 
 LEASE_S = 4.0
 REISSUE_AFTER_S = 60.0
+ENVIRONMENTS = {"restore": "RestoredGuessing", "repeat": "RepeatedGuessing"}
 BOUND = "trainer.max_staleness"
 
 
@@ -38,12 +39,17 @@ class Setup:
     """The reward is given all samples of a group at once."""
     sessions: bool = False
     """Whether samples are sessions of several turns, with an environment that fails now and then."""
+    parts: str = ""
+    """Samples leave parts every two tokens: `turns` of single turns; sessions that are given their mark back
+    (`restore`), or played again (`repeat`)."""
     shares_lines: bool = False
     """Calls of a process arrive and are answered in order, as on one connection; else each by itself."""
     kept_commits: int = KEPT_COMMITS
     """So many stay when the stream of commits is trimmed."""
     claims: bool = False
     """Every trajectory lies in a file of the run, and its entry is a claim."""
+    choices: bool = False
+    """Sampling is filtered, and what it left lies in a file of the run too."""
     mixed: bool = False
     """Two sources, a curriculum, and groups without variance replaced."""
 
@@ -62,7 +68,7 @@ class Setup:
                 "engine": "simulated",
                 "workers": self.rollouts,
                 "max_groups_in_flight": 4,
-                "sampling": {"max_tokens": 16},
+                "sampling": {"max_tokens": 16, "top_k": 2 * self.choices},
                 "simulated": {
                     "tokens": 6,
                     "vocab_size": 32,
@@ -104,8 +110,8 @@ class Setup:
             tree["streams"]["drain_s"] = 1.0
         if self.per_group:
             tree["reward"]["per"] = "group"
-        if self.sessions:
-            use = f"{Path(__file__).with_name('guessing.py')}:Guessing"
+        if self.sessions or self.parts in ENVIRONMENTS:
+            use = f"{Path(__file__).with_name('guessing.py')}:{ENVIRONMENTS.get(self.parts, 'Guessing')}"
             tree["rollout"]["environment"] = {"use": use, "max_turns": 4}
             tree["rollout"]["simulated"] |= {"tokens": 3, "group_s": self.sample_s / 2}
         if self.mixed:

@@ -50,6 +50,7 @@ _PLAIN = {
     "archive": False,
     "mixed": False,
     "claims": False,
+    "choices": False,
     "sample_s": 1.0,
     "evaluation": False,
     "batch_order": "in_order",

@@ -19,8 +19,11 @@ from tests.simulation.reward import text_of_tokens, value_of
 from tests.simulation.schedule import LEASE_S
 from tests.simulation.world import World
 from tidemill.common.redis.broker import LONGEST_PAUSE_S, _script
+from tidemill.common.store.claims import ClaimStore
 from tidemill.common.streams.consumer import RENEWALS_PER_LEASE
-from tidemill.common.wire.messages import Lane
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Lane, Trajectory
+from tidemill.services.rollout.sessions.parts import read_play
 from tidemill.services.trainer.batch.reconciler import TRIMMING
 
 Key = tuple[int, int]
@@ -47,9 +50,15 @@ class Watch:
     withdrawn: set[int] = field(default_factory=set)
     """Tickets that a trainer has taken back, and nobody has issued since."""
     num_generated: int = 0
+    num_resumed: int = 0
+    """Samples that begin with parts of another worker."""
+    keeps_parts: bool = False
+    """Nothing but another trainer lets a recorded sample begin again."""
     num_again: int = 0
     """Generations of samples that were generated before."""
     _begun: set[tuple[str, Key]] = field(default_factory=set)
+    _kept_by: dict[tuple[bytes, bytes], bytes] = field(default_factory=dict)
+    """By key and field: who appended a part."""
     _consumers: dict[bytes, Process] = field(default_factory=dict)
     _handed_back: set[tuple[bytes, bytes]] = field(default_factory=set)
     _lost: set[tuple[str, bytes, bytes]] = field(default_factory=set)
@@ -59,7 +68,7 @@ class Watch:
     """By mark of a trim: when it came."""
 
     def __post_init__(self) -> None:
-        names = ("reclaim", "hand_back", "move_aside", "trim")
+        names = ("reclaim", "hand_back", "move_aside", "trim", "append_part", "publish_sample")
         shas = {_script(name)[1].encode(): name for name in names}
         self._scripts = shas
 
@@ -156,6 +165,12 @@ class Watch:
             self._marked_at[fields[5]] = self.world.loop.now
         elif name == "trim":
             return lambda replies: self._trimmed(fields, replies)
+        elif name == "append_part":
+            holder = self._holder_of(server, fields[3], fields[6], fields[8])
+            return lambda replies: self._kept(fields, holder, replies)
+        elif name == "publish_sample" and fields[-1]:
+            parts = dict(server.space.values.get(fields[6], {}))
+            return lambda replies: self._published(fields, parts, replies)
         elif name == "reclaim":
             key, group = fields[3], fields[4]
             stream = server.space.values.get(key)
@@ -163,6 +178,38 @@ class Watch:
                 holders = {i: held.consumer for i, held in stream.groups[group].pending.items()}
                 return lambda replies: self._taken(process, key, holders, replies)
         return None
+
+    @staticmethod
+    def _holder_of(server: MemoryServer, key: bytes, group: bytes, entry_id: bytes) -> bytes:
+        stream = server.space.values.get(key)
+        found = stream.groups.get(group) if isinstance(stream, Stream) else None
+        held = found.pending.get(parse_id(entry_id)) if found else None
+        return held.consumer if held else b""
+
+    def _kept(self, fields: Fields, holder: bytes, replies: list[Any]) -> None:
+        """Parts are kept of whoever holds the ticket."""
+        (reply,) = replies
+        if reply in (1, 2):
+            self._kept_by[fields[5], fields[10]] = fields[7]
+            if holder != fields[7]:
+                self.broken.append(f"part: one of {fields[7]!r} is kept, and {holder!r} holds its ticket")
+
+    def _published(self, fields: Fields, parts: dict[bytes, bytes], replies: list[Any]) -> None:
+        """A sample begins with what is recorded of it, unless there is a reason to begin again."""
+        (reply,) = replies
+        if reply not in (1, 2) or not parts:
+            return
+        claims = ClaimStore(self.world.folder / self.world.run_id)
+        sample = claims.resolve(codec.decode({b"v": fields[-2], b"p": fields[-1]}, Trajectory))
+        assert isinstance(sample, Trajectory)
+        play = read_play(parts, sample.index, sample.prompt_ids, claims.get)
+        recorded = [token for part in play.parts for token in part.token_ids.tolist()]
+        is_begun_with = sample.completion_ids[sample.mask][: len(recorded)].tolist() == recorded
+        keepers = {self._kept_by[fields[6], b"%d:%d" % (sample.index, n)] for n in range(len(play.parts))}
+        self.num_resumed += is_begun_with and bool(keepers - {fields[8]})
+        has_reason = sum(process.role == "trainer" for process in self.world.processes) > 1
+        if not is_begun_with and self.keeps_parts and not has_reason:
+            self.broken.append(f"part: sample {sample.key} does not begin with what was recorded of it")
 
     def _taken(self, taker: Process, key: bytes, holders: dict[Any, bytes], replies: list[Any]) -> None:
         (reply,) = replies

@@ -18,6 +18,7 @@ from tests.simulation.loop import OWNER, SimulatedLoop
 from tests.simulation.process import Process
 from tidemill.common.streams.log import KEPT_COMMITS
 from tidemill.common.wire.keys import Keys
+from tidemill.services.rollout.engines.engine import PART_TOKENS
 
 INPUTS_NAME = b"/tidemill-simulation-inputs-"
 INPUTS = re.compile(rb"[^\"]*" + INPUTS_NAME + rb"[^/]*/")
@@ -33,6 +34,7 @@ class World:
     run_id: str = "sim"
     is_traced: bool = False
     kept_commits: int = KEPT_COMMITS
+    part_tokens: int = PART_TOKENS
     loop: SimulatedLoop = field(init=False)
     trace: list[str] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)

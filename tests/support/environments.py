@@ -25,6 +25,77 @@ class Guess:
         return {"number": self.number, "note": "no number", "bad": float("nan")}
 
 
+class RepeatableGuess(Guess):
+    """Answers alike whenever it is asked alike, unless its options change."""
+
+    repeatable = True
+
+    def __init__(self, says: str = "higher") -> None:
+        self.says = says
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        observation, *rest = super().step(text)
+        return observation and self.says, *rest
+
+
+class ResumableGuess(Guess):
+    """Has a state that it can be given back."""
+
+    resumable = True
+
+    def __init__(self, faults: list[str] | None = None) -> None:
+        """Whatever is in `faults` fails once: `restore`, or what the model says."""
+        self.faults = faults if faults is not None else []
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        self._fail(text.strip())
+        return super().step(text)
+
+    def mark(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def restore(self, mark: dict[str, int]) -> None:
+        self._fail("restore")
+        self.number = mark["number"]
+
+    def _fail(self, at: str) -> None:
+        if at in self.faults:
+            self.faults.remove(at)
+            raise ConnectionError(f"away at {at}")
+
+
+class HalfResumable(Guess):
+    resumable = True
+
+    def mark(self) -> int:
+        return 0
+
+
+class ResumableBox:
+    """A class whose public methods are tools."""
+
+    resumable = True
+
+    def reset(self) -> None:
+        self.things = 0
+
+    def put(self, count: int) -> str:
+        """
+        Put things into the box.
+
+        Args:
+            count: How many.
+        """
+        self.things += count
+        return str(self.things)
+
+    def mark(self) -> int:
+        return self.things
+
+    def restore(self, mark: int) -> None:
+        self.things = mark
+
+
 class Slow:
     """Takes its time, in a process of its own."""
 
@@ -58,6 +129,25 @@ class AsyncGuess:
 
     async def close(self) -> None:
         self.closed.append(self.number)
+
+
+class Endless:
+    """What the model says, or the row, decides which of its calls never ends."""
+
+    async def reset(self, row: dict[str, Any]) -> None:
+        self.said: list[str] = [row["ground_truth"]]
+        await self._end()
+
+    async def step(self, text: str) -> tuple[str | None, float, bool]:
+        self.said.append(text)
+        await self._end()
+        return (None if text == "score" else "more"), 0.25 if text != "score" else 0.0, text == "score"
+
+    async def get_reward(self) -> None:
+        await asyncio.sleep(3600 if "score" in self.said else 0)
+
+    async def _end(self) -> None:
+        await asyncio.sleep(3600 if self.said[-1] == "loop" else 0)
 
 
 class Counter:

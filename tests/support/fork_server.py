@@ -1,9 +1,9 @@
-"""The process that service processes are forked from: it has imported what is heavy, and has run nothing.
+"""The process that tests' workers and services are forked from: it has imported what is heavy, nothing more.
 
 `tests.support.preloaded` starts it and asks it for processes. A forked process leaves this file's loop and
 does what `python -m MODULE` does, with the same exit codes, signals and handlers at its end; it spares itself
-only the taking apart of every module, half a second for those of torch. When the tests' process has ended, so
-do all that were forked.
+only the taking apart of every module, half a second for those of torch. When a process that asks has ended,
+so do all that were forked for it; when it is the first of them, so does this one.
 """
 
 import atexit
@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import types
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -35,6 +36,8 @@ PRELOADED = (
     "tidemill.services.jobs.archive",
     "tidemill.common.archive.archiver",
     "transformers.models.llama.modeling_llama",
+    "torch._inductor.compile_fx",
+    "peft",
 )
 MAX_REQUEST_BYTES = 1 << 18
 
@@ -45,6 +48,7 @@ class Child:
 
     pid: int
     status: socket.socket
+    client: socket.socket
 
     def tell_end(self) -> None:
         """Take the process off the kernel's list and pass on its exit code."""
@@ -55,53 +59,63 @@ class Child:
 
 
 class ForkServer:
-    """Answers requests until the tests' process is gone."""
+    """Answers requests until the process that has started it is gone."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, listener: socket.socket, owner: socket.socket | None = None) -> None:
+        self._listener, self._owner = listener, owner
         self._selector = selectors.DefaultSelector()
-        self._selector.register(control, selectors.EVENT_READ)
+        self._clients = [owner] if owner else []
+        for one in (listener, *self._clients):
+            self._selector.register(one, selectors.EVENT_READ)
         self._children: dict[int, Child] = {}
 
     def serve(self) -> dict[str, Any] | None:
         """Returns twice and more: in each forked process its request, in the server None at the end."""
         while True:
             for key, _ in self._selector.select():
-                if key.fileobj is not self._control:
-                    self._ended(key.fd)
-                    continue
-                request, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, 3)
-                if not request:
-                    self._end_all()
-                    return None
-                if self._fork(*descriptors):
-                    return dict(json.loads(request))
+                if key.fileobj is self._listener:
+                    self._clients.append(self._listener.accept()[0])
+                    self._selector.register(self._clients[-1], selectors.EVENT_READ)
+                elif not isinstance(client := key.fileobj, socket.socket):
+                    if key.fd in self._children:  # else it ended with a client just now
+                        self._ended(key.fd)
+                else:
+                    request, descriptors, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 4)
+                    if request and self._fork(client, *descriptors):
+                        return dict(json.loads(request))
+                    if not request:
+                        self._end_all(client)
+                        if client is self._owner:
+                            return None
 
-    def _fork(self, output: int, errors: int, status: int) -> bool:
+    def _fork(self, client: socket.socket, status: int, *standard: int) -> bool:
         """Whether this is the new process."""
         pid = os.fork()
         if pid == 0:
-            self._leave(output, errors)
+            self._leave(standard)
             os.close(status)
             return True
-        os.close(output)
-        os.close(errors)
-        child = Child(pid, socket.socket(fileno=status))
-        child.status.sendall(f"{pid}\n".encode())
+        for descriptor in standard:
+            os.close(descriptor)
+        child = Child(pid, socket.socket(fileno=status), client)
+        with contextlib.suppress(OSError):  # who asked has ended
+            child.status.sendall(f"{pid}\n".encode())
         descriptor = os.pidfd_open(pid)
         self._children[descriptor] = child
         self._selector.register(descriptor, selectors.EVENT_READ)
         return False
 
-    def _leave(self, output: int, errors: int) -> None:
-        """Nothing of the server's stays open in the new process, and its output goes where it belongs."""
+    def _leave(self, standard: tuple[int, ...]) -> None:
+        """Nothing of the server's stays open in the new process; input and outputs go where they belong."""
         self._selector.close()
-        self._control.close()
+        self._listener.close()
+        for client in self._clients:
+            client.close()
         for descriptor, child in self._children.items():
             os.close(descriptor)
             child.status.close()
         self._children.clear()
-        for descriptor, place in ((output, 1), (errors, 2)):
+        for place, descriptor in enumerate(standard):
             os.dup2(descriptor, place)
             os.close(descriptor)
 
@@ -110,10 +124,14 @@ class ForkServer:
         os.close(descriptor)
         self._children.pop(descriptor).tell_end()
 
-    def _end_all(self) -> None:
-        for child in self._children.values():
-            os.kill(child.pid, signal.SIGKILL)
-            child.tell_end()
+    def _end_all(self, client: socket.socket) -> None:
+        self._selector.unregister(client)
+        self._clients.remove(client)
+        client.close()
+        for descriptor, child in [*self._children.items()]:
+            if child.client is client or client is self._owner:
+                os.kill(child.pid, signal.SIGKILL)
+                self._ended(descriptor)
 
 
 def become(request: dict[str, Any]) -> NoReturn:
@@ -126,7 +144,7 @@ def become(request: dict[str, Any]) -> NoReturn:
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
-    code = run(request["module"])
+    code = run(request["module"], request["code"])
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -137,10 +155,14 @@ def become(request: dict[str, Any]) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def run(module: str) -> int:
-    """What the interpreter makes of a module's end; negative: it ends by that signal."""
+def run(module: str, code: str) -> int:
+    """What the interpreter makes of the end of a module, or of code; negative: it ends by that signal."""
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if code:
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(code, main.__dict__)
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
@@ -156,14 +178,22 @@ def run(module: str) -> int:
 
 
 def main() -> dict[str, Any] | None:
-    """Import, then serve."""
+    """Import, then serve: all that services need, or all files of tests that pytest's arguments name."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, whose end ends this process
-    control = socket.socket(fileno=int(sys.argv[1]))
-    for name in PRELOADED:
-        importlib.import_module(name)
+    kind, *arguments = sys.argv[1:]
+    if kind == "services":
+        for name in PRELOADED:
+            with contextlib.suppress(ImportError):  # some are of extras
+                importlib.import_module(name)
+        server = ForkServer(*(socket.socket(fileno=int(descriptor)) for descriptor in arguments))
+    else:
+        import pytest
+
+        pytest.main([*arguments, "--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"])
+        server = ForkServer(socket.socket(fileno=os.dup(0)))
     gc.collect()
     gc.freeze()  # so that no collection of a forked process copies the pages of all these modules
-    return ForkServer(control).serve()
+    return server.serve()
 
 
 if __name__ == "__main__" and (asked := main()) is not None:

@@ -17,6 +17,8 @@ class Late:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # pytest looks for wrapped fixtures in all that a module has
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 
 

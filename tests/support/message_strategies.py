@@ -99,6 +99,7 @@ def sessions(draw: st.DrawFn, num_tokens: int) -> Session:
         forks=tuple(draw(st.lists(segments(), max_size=2))),
         messages=tuple(draw(st.lists(extras, max_size=2))),
         end=draw(st.sampled_from(["done", "max_turns", "max_tokens", "timeout"])),
+        late=draw(st.sampled_from(["", "session", "call", "reward", "program"])),
         reward=draw(st.none() | floats),
         metrics=draw(st.dictionaries(texts, floats, max_size=2)),
         histories={"clean": draw(small)},

@@ -22,6 +22,7 @@ from transformers import (
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.adapters import Adapters
@@ -121,6 +122,7 @@ def make_policy(
     seed: int = 0,
     model: PreTrainedModel | None = None,
     temperature: float = 1.0,
+    replays_routes: bool = False,
     **trainer: Any,
 ) -> TransformersPolicy:
     """A tiny Llama under training; float64 is for comparisons of gradients."""
@@ -135,6 +137,7 @@ def make_policy(
         dtype=dtype,
         temperature=temperature,
         max_completion_tokens=MAX_COMPLETION,
+        replays_routes=replays_routes,
         adapters=Adapters(model, config.lora, dtype, seed=0) if config.lora else None,
     )
 
@@ -159,6 +162,21 @@ def assert_all_close(mine: Iterable[Any], expected: Iterable[Any], atol: float =
         np.testing.assert_allclose(left, right, atol=atol, rtol=0.0)
 
 
+def with_masks(samples: list[Sample], seed: int = 0) -> list[Sample]:
+    """Three of four samples with sampling masks: of each token its id and up to six others, or none."""
+    rng = np.random.default_rng(seed)
+
+    def mask_of(token: int) -> list[int]:
+        others = rng.integers(0, len(PIECES), rng.integers(0, 7)).tolist()
+        return sorted({token, *others}) if rng.random() < 0.8 else []
+
+    rows = [Rows.of_lists([mask_of(token) for token in sample.completion_ids.tolist()]) for sample in samples]
+    return [
+        replace(one, kept=own) if i % 4 else one
+        for i, (one, own) in enumerate(zip(samples, rows, strict=True))
+    ]
+
+
 def one_batch(samples: list[Sample]) -> MicroBatch:
     return MicroBatch(tuple(samples))
 
@@ -174,6 +192,7 @@ def emptied(sample: Sample) -> Sample:
         completion_ids=sample.completion_ids[none],
         rollout_logprobs=sample.rollout_logprobs[none],
         mask=sample.mask[none],
+        kept=sample.kept and sample.kept[none],
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
+from tidemill.common.wire import messages
 from tidemill.common.wire.segments import VersionSpan
-from tidemill.services.rollout.engines.engine import Engine, StopTexts
+from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, StopTexts
 from tidemill.services.rollout.engines.transformers import TransformersEngine
 from tidemill.services.rollout.engines.vllm import NORMAL, VllmEngine
 
@@ -51,9 +52,10 @@ async def score(engine: Engine, prompt_ids: Sequence[int], completion_ids: Seque
         skip_reading_prefix_cache=True,
     )
     async with engine._updating:  # no update may fall between the chunks of one prefill
-        final = await engine._submit(
-            [*prompt_ids, *completion_ids], params, "score", NORMAL, StopTexts((), engine.decode)
+        request = GenerationRequest(
+            "score", [*prompt_ids, *completion_ids], messages.SamplingParams(max_tokens=1)
         )
+        final = await engine._submit(request, params, NORMAL, StopTexts((), engine.decode))
     assert final is not None
     logprobs: Any = final.prompt_logprobs
     # The first token has no logprob, each later one exactly one.

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -33,30 +34,57 @@ AT_IMPORT = {
 """What the server has in its own environment besides, as services set it themselves or `tidemill up` does."""
 
 
+ENVIRONMENT = dict(os.environ)
+"""Of this process, before any test has changed it."""
+ADDRESS, WORKERS = "PYTEST_FORK_SERVER", "PYTEST_FORK_SERVER_OF_WORKERS"
+"""Variables with the addresses of the run's servers, that for services and that for its own processes."""
+
+
 class Server:
-    """The process to fork from, started at first use; it ends with this one."""
+    """The process to fork from, started at first use; it ends with this one. Workers share one."""
 
     def __init__(self) -> None:
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control, self._lock = own, threading.Lock()
-        self.environment = dict(os.environ)
-        command = [sys.executable, "-m", "tests.support.fork_server", str(other.fileno())]
-        self._process = subprocess.Popen(
-            command,
-            cwd=REPO,
-            env=os.environ | AT_IMPORT,
-            pass_fds=(other.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        other.close()
+        self._lock, self.environment = threading.Lock(), ENVIRONMENT
+        if address := ENVIRONMENT.get(ADDRESS):
+            self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._control.connect(f"\0{address}")
+            return
+        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.address, listener = _listen()
+        with other, listener:
+            descriptors = listener.fileno(), other.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.fork_server", "services", *map(str, descriptors)],
+                cwd=REPO,
+                env=ENVIRONMENT | AT_IMPORT,
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
 
-    def fork(self, request: Mapping[str, object], output: int, errors: int) -> socket.socket:
+    def for_workers(self, arguments: Sequence[str]) -> str:
+        """Address of another one, forked from this one, that collects the tests which arguments name."""
+        request = {"module": "tests.support.fork_server", "arguments": ["tests", *arguments], "code": ""}
+        request |= {"environment": dict(os.environ), "folder": os.getcwd()}
+        address, listener = _listen()
+        with listener, open(os.devnull, "wb") as nothing:
+            self._of_workers = self.fork(request, listener.fileno(), nothing.fileno(), 2)
+        return address
+
+    def fork(self, request: Mapping[str, object], *standard: int) -> socket.socket:
         """Ask for a process; returns the socket that tells its id, and at its end its exit code."""
         own, other = socket.socketpair()
         with self._lock, other:
-            socket.send_fds(self._control, [dumps(request).encode()], [output, errors, other.fileno()])
+            socket.send_fds(self._control, [dumps(request).encode()], [other.fileno(), *standard])
         return own
+
+
+def _listen() -> tuple[str, socket.socket]:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    address = f"tidemill-tests-{uuid.uuid4().hex}"
+    listener.bind(f"\0{address}")
+    listener.listen()
+    return address, listener
 
 
 server = cache(Server)
@@ -76,12 +104,13 @@ class ForkedProcess:
     ) -> None:
         """`output` and `errors` are file descriptors."""
         request = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
-        request["folder"] = str(folder)
+        request |= {"folder": str(folder), "code": ""}
         self.args = module
         self.returncode: int | None = None
         self._pid, self._told = 0, b""
         self._lock = threading.Lock()
-        self._status = server().fork(request, output, errors)
+        with open(os.devnull, "rb") as nothing:
+            self._status = server().fork(request, nothing.fileno(), output, errors)
         self._status.setblocking(False)
 
     @property
@@ -190,3 +219,9 @@ def can_fork(environment: Mapping[str, str]) -> bool:
     there = server().environment
     names = {name for name in there.keys() | environment.keys() if there.get(name) != environment.get(name)}
     return all(name.startswith(OWN) or environment.get(name) == AT_IMPORT.get(name) for name in names)
+
+
+def run_check(command: Sequence[str], **_: object) -> "subprocess.CompletedProcess[str]":
+    """In place of `subprocess.run` for a program that checks users' code: forked, in this one's folder."""
+    module = command.index("-m") + 1
+    return run_module(command[module], command[module + 1 :], os.environ, Path.cwd())

@@ -2,17 +2,19 @@
 
 import multiprocessing
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.support.losses import with_statistics
-from tests.support.models import MAX_COMPLETION, emptied, make_relatives, masked
+from tests.support.models import MAX_COMPLETION, emptied, make_relatives, masked, with_masks
 from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
@@ -34,8 +36,10 @@ Numbers = list[tuple[MicroBatchMetrics, UpdateResult]]
 
 
 def batches_of(step: int) -> tuple[list[Sample], list[Sample]]:
-    """Two mini-batches of unequal lengths, one with samples that carry no loss, both with sessions."""
-    samples, sessions = make_relatives(18, seed=step), session_samples(6, seed=step)
+    """Two mini-batches of unequal lengths, one with samples that carry no loss, both with sessions and with
+    sampling masks."""
+    samples = with_masks(make_relatives(18, seed=step), seed=step)
+    sessions = with_masks(session_samples(6, seed=step), seed=step)
     return [*samples[:9], *sessions[:3]], [
         *samples[9:],
         *sessions[3:],
@@ -132,9 +136,31 @@ def train_cases(
     """The outcome of each case, one after the other in the same processes."""
     found = {}
     for name, model, config in cases:
-        ranks.lay_out(config.shard_ranks, config.context_ranks)
+        ranks.lay_out(config.shard_ranks, config.context_size, config.expert_size)
         found[name] = outcome_of(RankPolicy(model, config, ranks, **options_of(config, model)), config)
     return found
+
+
+@contextmanager
+def never_in_float32() -> Iterator[None]:
+    """What is float64 stays so."""
+    before = {name: getattr(Tensor, name) for name in ("to", "type", "float")}
+
+    def keeping(change: Any) -> Any:
+        def changed(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            wanted = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+            narrows = torch.float32 in wanted or change is before["float"]
+            return self if self.dtype == torch.float64 and narrows else change(self, *args, **kwargs)
+
+        return changed
+
+    for name, change in before.items():
+        setattr(Tensor, name, keeping(change))
+    try:
+        yield
+    finally:
+        for name, change in before.items():
+            setattr(Tensor, name, change)
 
 
 def assert_same_outcome(mine: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-12) -> None:

@@ -28,7 +28,8 @@ if ARGV[5] then
     for _, held in ipairs(rows) do
       redis.call('XACK', KEYS[1], ARGV[5], held[1])
       -- `tostring` writes large numbers with an exponent, which no key has.
-      redis.call('DEL', ARGV[6] .. string.format('%.0f', number(held[1], '^(%d+)') - 1) .. ARGV[7])
+      local progress = ARGV[6] .. string.format('%.0f', number(held[1], '^(%d+)') - 1) .. ARGV[7]
+      redis.call('DEL', progress, progress .. ':parts')
     end
   until #rows == 0
 end

@@ -21,7 +21,7 @@ from tidemill.common.config.algorithm_table import PRESETS
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.streams.log import KEPT_COMMITS
-from tidemill.services.console.check.memory import machine_named, print_memory
+from tidemill.services.console.check.memory import machine_named, print_machine, print_memory
 from tidemill.services.console.check.preflight import Findings, examine
 from tidemill.services.console.options import CheckOptions
 from tidemill.services.console.text.formats import plural, printable_block, size
@@ -146,6 +146,9 @@ def check(options: CheckOptions) -> None:
         return
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
+    if options.machine:
+        print_machine(options.config, options.overrides, options.as_json)
+        return
     machine = machine_named(options.gpus, options.gpu_gib, options.host_gib)
     if options.memory:
         print_memory(options.config, options.overrides, machine)
@@ -178,7 +181,8 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
     """Lines of the summary: label and text."""
     config = findings.config
     trainer, rollout = config.trainer, config.rollout
-    sizes = {config.group_size(source.name) for source in config.data.sources} or {trainer.group_size}
+    sizes = {1 if one.is_imitated else config.group_size(one.name) for one in config.data.sources}
+    sizes = sizes or {trainer.group_size}
     samples = trainer.groups_per_step * max(sizes)
     step = (
         f"{trainer.groups_per_step:,} groups of {'at most ' * (len(sizes) > 1)}{max(sizes):,} = {samples:,} "
@@ -197,8 +201,13 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
     lines = [
         ("model", _model(findings)),
         ("data", ", ".join(f"{name} {count:,} rows" for name, count in findings.rows.items())),
-        ("step", step),
+        ("step", step if config.generates else f"{samples:,} demonstrations; nothing is generated or scored"),
         ("run", _length(findings)),
+        ("redis", f"{redis}; at most {size(redis_bytes(config))} if every completion has full length"),
+    ]
+    if not config.generates:
+        return lines
+    lines[-1:-1] = [
         ("staleness", staleness),
         ("algorithm", _algorithm(trainer)),
         ("rollout", f"{plural(rollout.workers, 'worker')} with the {rollout.engine} engine"),
@@ -206,7 +215,6 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
         ("", "; ".join(findings.rewards) or uncalled),
         ("session", "; ".join(findings.session)),
         *(("" if i else "memory", line) for i, line in enumerate(findings.memory)),
-        ("redis", f"{redis}; at most {size(redis_bytes(config))} if every completion has full length"),
     ]
     return [(name, text) for name, text in lines if text]
 

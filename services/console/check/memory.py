@@ -11,8 +11,9 @@ from rich.text import Text
 
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.checks import compute_memory
+from tidemill.common.process.checks import compute_memory, examine_machine
 from tidemill.services.console.processes.gpus import count_gpus, smallest_gpu_bytes
+from tidemill.services.console.run.folder import folder_of_runs
 
 GIB = 1 << 30
 Machine = dict[str, Any]
@@ -56,7 +57,9 @@ def check_memory(config: RunConfig, machine: Machine) -> tuple[list[str], list[s
 def _lines(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Iterator[str]:
     if (trainer := fit["trainer"]) is not None:
         again = ", layers computed again" if fit["recomputed"] else ""
-        longest = -(-config.model.max_model_len // config.trainer.context_ranks)
+        again += f", {fit['context']} ranks share each" if fit["context"] > 1 else ""
+        again += f", {fit['experts']} ranks divide experts" if fit["experts"] > 1 else ""
+        longest = -(-config.model.max_model_len // fit["context"])
         yield (
             f"trainer: {fit['ranks']} x {_gib(trainer['peak'])} of {_gib(machine['gpu_bytes'])} GiB, passes "
             f"of {max(fit['tokens'], longest):,} tokens{again}: {_parts(trainer['parts'])}"
@@ -89,6 +92,26 @@ def as_overrides(settings: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()
     )
+
+
+def print_machine(path: Path, overrides: Iterable[str], as_json: bool) -> None:
+    """Print what this machine is and how fast. Raises ConfigError: the run would fail on it."""
+    facts = examine_machine(load_config(path, overrides), folder_of_runs(None))
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    console = Console(highlight=False)
+    problems = []
+    for fact in facts:
+        text = fact["text"] + (f": {fact['remedy']}" if fact["remedy"] else "")
+        if fact["is_problem"]:
+            problems.append(f"{fact['what']}: {text}")
+        elif not as_json:
+            style = "yellow" if fact["remedy"] else "bold"
+            console.print(Text.assemble((f"{fact['what']}  ", style), text), soft_wrap=True)
+    if problems:
+        raise ConfigError("\n\n".join(problems))
+    if not as_json:
+        console.print("[green]ok[/]  nothing here would make the run fail; yellow may make it slow")
 
 
 def print_memory(path: Path, overrides: Iterable[str], machine: Machine | None) -> None:

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tidemill.common.config import DataConfig, ModelConfig, RunConfig, is_path
 from tidemill.common.errors import ConfigError
@@ -14,6 +15,7 @@ from tidemill.common.run.chat_template import RenderError, read_json
 from tidemill.common.run.dataset import Row
 from tidemill.common.run.model_config import overridden
 from tidemill.common.run.prompt_lengths import TOKENIZER_FILE, Ruler
+from tidemill.common.run.routers import EXPERT_COUNTS
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -29,6 +31,8 @@ class ModelFacts:
     context: int | None = None
     """Positions the model knows, None where it does not say."""
     weight_bytes: int = 0
+    route_bytes: int = 0
+    """Of the experts that a token goes to; 0 where the model has none, or does not say."""
 
 
 def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
@@ -76,6 +80,7 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
         architecture=str((tree.get("architectures") or [tree.get("model_type", "")])[0]),
         context=next((length for length in lengths if isinstance(length, int)), None),
         weight_bytes=sum(file.stat().st_size for file in weights),
+        route_bytes=_route_bytes(inner if isinstance(inner, dict) else tree),
     )
     if facts.context is not None and model.max_model_len > facts.context:
         raise ConfigError(
@@ -83,6 +88,14 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
             "tokens; lower model.max_model_len."
         )
     return facts
+
+
+def _route_bytes(text: Mapping[str, Any]) -> int:
+    num_experts = max((text[name] or 1 for name in EXPERT_COUNTS if name in text), default=1)
+    if num_experts == 1:
+        return 0
+    per_layer = (text.get("num_experts_per_tok") or 0) * (1 if num_experts <= 256 else 2)
+    return int(per_layer * (text.get("num_hidden_layers") or 0))
 
 
 CHECKED_AT_START = "prompt lengths are checked when the trainer starts"

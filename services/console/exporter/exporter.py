@@ -43,7 +43,7 @@ PATIENCE = 2.0
 """Redis counts as down if a reading takes more than this many intervals."""
 STATUSES = ("starting", "running", "finished", "stopped", "failed")
 ROLES = ("trainer", "rollout", "reward")
-"""Roles that every run needs: exported also when there is no such worker."""
+"""Roles that a run needs, exported also when there is no such worker; without generation only the first."""
 _LABELLED = (
     metrics.RUN_STATUS,
     metrics.STREAM_LENGTH,
@@ -72,6 +72,7 @@ class RunReading:
     """Of Redis and its streams."""
     replicas: dict[str, list[str]] = field(default_factory=dict)
     """Addresses of the servers that registered for a reward, by its name."""
+    roles: tuple[str, ...] = ROLES
 
 
 class MetricsReader:
@@ -96,7 +97,7 @@ class MetricsReader:
         for stream in StreamName:
             key, where = stream.key(self.keys), (stream.value, stream.group)
             gauges.append((metrics.STREAM_LENGTH, (stream.value,), await length(self.broker, key)))
-            if not stream.group:
+            if not stream.group or (config and not config.generates):
                 continue
             found: Backlog[Message] = await backlog(self.broker, key, stream.group, stream.message_type)
             gauges += [
@@ -108,7 +109,8 @@ class MetricsReader:
             ]
         names = config.servers if config else ()
         replicas = {name: await ReplicaRegistry(self.broker, self.keys, name).urls() for name in names}
-        return RunReading(snapshot, gauges, replicas)
+        roles = ROLES[:1] if config and not config.generates else ROLES
+        return RunReading(snapshot, gauges, replicas, roles)
 
 
 def _age_s(entry: Entry[Message] | Garbled | None) -> float:
@@ -133,12 +135,12 @@ def set_gauges(reading: RunReading) -> None:
     metrics.LAST_COMMIT_TIMESTAMP.set(run.points[-1].finished_at if run.points else 0.0)
     for queue, state in itertools.product(JOB_QUEUES, RQ_STATES):
         metrics.JOB_QUEUE_LENGTH.labels(queue, state).set(run.jobs.get(queue, {}).get(state, 0))
-    _set_workers(run.workers)
+    _set_workers(run.workers, reading.roles)
 
 
-def _set_workers(workers: list[Heartbeat]) -> None:
+def _set_workers(workers: list[Heartbeat], roles: tuple[str, ...]) -> None:
     counts = Counter((beat.role, "alive" if beat.is_alive else "silent") for beat in workers)
-    for role, state in itertools.product({*ROLES, *(role for role, _ in counts)}, ("alive", "silent")):
+    for role, state in itertools.product({*roles, *(role for role, _ in counts)}, ("alive", "silent")):
         metrics.WORKERS.labels(role, state).set(counts[role, state])
     for beat in workers:
         metrics.WORKER_START_TIMESTAMP.labels(beat.role, beat.name).set(beat.started_at)

@@ -38,7 +38,8 @@ class ServiceSpec:
 
 
 def service_specs(config: RunConfig) -> list[ServiceSpec]:
-    """The trainer, and as many rollout and reward workers, and servers of rewards, as the config wants."""
+    """The trainer, and as many rollout and reward workers, and servers of rewards, as the config wants: none
+    where nothing is generated."""
     rollout, reward = config.rollout, config.reward
     specs: list[ServiceSpec] = []
 
@@ -69,7 +70,7 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
             env = _visible(_server_gpus(config, local, index))
             words = ("--servers", name, "--index", str(index))
             add(Program.REPLICA, "replica", f"replica-{name}-{index}", env, *words)
-    return specs
+    return specs if config.generates else [spec for spec in specs if spec.role in ("trainer", "jobs")]
 
 
 def exporter_spec(config: RunConfig, port: int) -> ServiceSpec:
@@ -148,7 +149,7 @@ def _wanted_gpus(config: RunConfig) -> dict[str, int]:
         # Whether another server's command uses GPUs is not known.
         if not local.shares_rollout_gpus and not local.command and VISIBLE not in local.env:
             wanted[f"servers.{name}.local.gpus"] = local.count
-    return wanted
+    return wanted if config.generates else {name: n for name, n in wanted.items() if name == TRAINER}
 
 
 def find_overlaps(config: RunConfig) -> list[str]:
@@ -174,7 +175,7 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
             f"trainer.gpus names {len(config.trainer.gpus)} GPUs for {config.trainer.num_ranks} ranks "
             "(trainer.num_ranks): each has one of its own"
         )
-    are_small = wanted.get(TRAINER) == 1 == rollout.vllm.tensor_parallel_size and rollout.workers > 0
+    are_small = wanted.get(TRAINER) == 1 == rollout.vllm.tensor_parallel_size and wanted.get(ROLLOUT)
     if len(here) == 1 and rollout.trainer_gpus == "auto" and not rollout.gpus:
         if are_small and rollout.engine_traits.reserves_gpu_memory:
             config = _with(config, "rollout.trainer_gpus", "turns")

@@ -10,12 +10,15 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.history.groups import advantages_of, dropped_groups, left_out
 from tidemill.common.process.activity import times_of
+from tidemill.common.run.state import PROFILES
+from tidemill.common.streams import id_order, last_id
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.options import StepOptions
 from tidemill.services.console.records.joins import STAGES, StepRecord, read_step
 from tidemill.services.console.records.selection import span_of
 from tidemill.services.console.records.sessions import SessionFacts
 from tidemill.services.console.records.timeline import write_timeline
+from tidemill.services.console.run.folder import nearest
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
@@ -26,8 +29,9 @@ MAX_DROPPED = 12
 BAR_WIDTH = 24
 OUTCOMES = (
     "reward", "reward_std", "loss", "grad_norm", "learning_rate", "entropy", "kl", "rollout_kl",
-    "clip_ratio/region_mean", "logprob_gap/mean", "frac_reward_zero_std", "completions/mean_length",
-    "completions/clipped_ratio", "update_skipped", "teacher_kl",
+    "clip_ratio/region_mean", "logprob_gap/mean", "logprob_gap/unmasked_mean", "routes/logprob_gap_with",
+    "routes/logprob_gap_without", "routes/changed_tokens", "routes/changed_layers", "frac_reward_zero_std",
+    "completions/mean_length", "completions/clipped_ratio", "update_skipped", "teacher_kl",
 )  # fmt: skip
 """Metrics that are shown, of those that the step has; the commit has all."""
 
@@ -239,6 +243,9 @@ def step_json(record: StepRecord) -> dict[str, Any]:
 
 
 def show_step(options: StepOptions) -> None:
+    if options.profile:
+        print(read_run(options, lambda access: _request_profile(access, options.steps)))
+        return
     first, last = _steps_of(options.steps)
     if options.output is not None:
         return write_timeline(options, options.output, first, last)
@@ -255,6 +262,28 @@ def show_step(options: StepOptions) -> None:
 
     record = read_run(options, read)
     show(step_json(record), step_tree(record, options.is_full), options.as_json, options.is_full)
+
+
+async def _request_profile(access: RunAccess, wanted: str) -> str:
+    """Make the folder that the trainer looks for when it begins a step."""
+    broker, config, run_id = access.history.broker, access.config, access.run_id
+    if broker is None or config is None or access.is_over:
+        raise ConfigError(f"run {run_id} is not running: a profile is of a step to come. Resume it first.")
+    if not access.folder.path.is_dir():
+        raise ConfigError(
+            f"{access.folder.path} is not here: ask where the run's folder is, such as on the trainer's node"
+        )
+    # The step that is being trained has as its number the commits so far.
+    begun = id_order(await last_id(broker, access.history.keys.commits))[0]
+    step = begun + 1 if wanted == "next" else _steps_of(wanted)[0]
+    if not begun < step < config.trainer.steps:
+        raise ConfigError(
+            f"step {step} cannot be profiled: step {begun} has begun, and the last one is "
+            f"{config.trainer.steps - 1}. Name one in between, or `next`."
+        )
+    folder = access.folder.path / PROFILES / f"step-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"the trainer profiles step {step} into {nearest(folder)}, a file a rank, for ui.perfetto.dev"
 
 
 def _steps_of(text: str) -> tuple[int, int]:

@@ -403,7 +403,7 @@ def _trajectory_row(made: Trajectory) -> dict[str, Any]:
         "step": made.step,
         "versions": _versions(made),
         "tokens": f"{num_tokens}, {plural(len(facts.turns), 'turn')}" if facts else num_tokens,
-        "end": made.session.end if made.session else made.finish,
+        "end": facts.end if facts else made.finish,
         "worker": made.worker,
         "finished": made.finished_at,
         "took": made.finished_at - made.started_at,

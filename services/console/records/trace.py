@@ -9,7 +9,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.streams.selection import texts_in
 from tidemill.common.wire.arrays import Float64
-from tidemill.common.wire.messages import Score, Ticket, Trajectory
+from tidemill.common.wire.messages import Score, Ticket, Trajectory, is_demonstration
 from tidemill.services.console.options import TraceOptions
 from tidemill.services.console.records.joins import GroupRecord, Place, SampleRecord, read_group
 from tidemill.services.console.records.selection import parse_lane, parse_sample, span_of
@@ -59,6 +59,9 @@ def _ticket_lines(group: GroupRecord) -> Iterator[Node]:
         yield Node("", f"{len(source.prompt_ids)} tokens, {of}data source {source.data_source or NOTHING}")
         if source.ground_truth is not None:
             yield Node("ground truth", source.ground_truth)
+    if is_demonstration(group.number):
+        yield Node("issued", "a demonstration: the trainer has published it, without ticket and score")
+        return
     if (ticket := group.ticket) is None:
         yield Node("issued", "the ticket itself is gone from the streams")
         return
@@ -105,15 +108,19 @@ def _sample_parts(group: GroupRecord, sample: SampleRecord) -> Iterator[Node]:
 def _generation_lines(ticket: Ticket | None, sample: SampleRecord) -> Iterator[Node]:
     made = sample.trajectory
     assert made is not None
+    trained = "" if made.loss_mask is None else f", {int(made.mask.sum())} of them trained"
+    tokens = Node("tokens", f"{made.num_tokens}{trained}, ended by {made.finish}")
+    if is_demonstration(made.ticket):
+        yield tokens
+        return
     waited_s = made.started_at - ticket.issued_at if ticket and made.started_at else None
     yield Node("worker", made.worker)
     yield Node("queued", f"{took(waited_s)} from the ticket to the start of its group")
     yield Node("took", f"{took(made.finished_at - made.started_at)}, finished {when(made.finished_at)}")
-    trained = "" if made.loss_mask is None else f", {int(made.mask.sum())} of them trained"
-    yield Node("tokens", f"{made.num_tokens}{trained}, ended by {made.finish}")
+    yield tokens
     for version, first, last in sample.spans:
-        tokens = f" made tokens {first} to {last}" if last >= first else ", no token"
-        yield Node("version", f"{version}{tokens}")
+        words = f" made tokens {first} to {last}" if last >= first else ", no token"
+        yield Node("version", f"{version}{words}")
     if len(sampled := made.logprobs[made.mask]):
         yield Node("logprobs", f"mean {float(sampled.mean()):.4g}, least {float(sampled.min()):.4g}")
     for later in sample.later_trajectories:
@@ -221,7 +228,7 @@ def _session_lines(made: Trajectory, facts: SessionFacts) -> Iterator[Node]:
     assert session is not None
     trained, others = num_completion_tokens(made)
     yield Node("environment", session.environment)
-    end = "ended by itself" if session.end == "done" else f"truncated by {session.end}"
+    end = "ended by itself" if session.end == "done" else f"truncated by {facts.end}"
     forks = f", {plural(len(made.forks), 'fork')}" if made.forks else ""
     yield Node("turns", f"{len(facts.turns)}{forks}, {end}")
     yield Node("tokens", f"{trained:,} of the model, {others:,} of the environment")

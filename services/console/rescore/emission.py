@@ -15,7 +15,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import OffsetReader, append, last_id, trim_before
 from tidemill.common.streams.entries import Entry, id_order
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
+from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey, is_demonstration
 
 BATCH = 256
 BLOCK_S = 0.5
@@ -85,6 +85,8 @@ class Emission:
         began_at = 0.0
         async for record in self.history.scan(StreamName.TRAJECTORIES.of(self.lane), self.selection):
             if not isinstance(record, Entry) or not isinstance(record.message, Trajectory):
+                continue
+            if is_demonstration(record.message.ticket):  # has no score, and gets none
                 continue
             # As in training the first counts; two of one key would get each other's scores.
             if record.message.key not in seen:

@@ -192,6 +192,10 @@ def learning_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         ("cut off", "completions/clipped_ratio", ".1%"),
         ("entropy", "entropy", ".3f"),
         ("grad norm", "grad_norm", ".3g"),
+        ("MFU", "perf/mfu", ".1%"),
+        ("tokens/s a rank", "perf/tokens_per_s_per_rank", ",.0f"),
+        ("passes filled", "forward/fill", ".0%"),
+        ("peak GiB", "perf/peak_gib", ".1f"),
     ):
         if (value := snapshot.metric(name)) is not None:
             yield Node(label, f"{value:{form}}")

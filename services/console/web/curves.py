@@ -198,6 +198,7 @@ CHARTS = (
     Chart("failed", "Failed, dropped, cut", LOST | {"cut completions": "completions/clipped_ratio"}, "share"),
     Chart("turns", "Turns of a session", {"mean": "sessions/mean_turns"}),
     Chart("session", "A session's time, seconds", SESSION),
+    Chart("use", "Use of the trainer's GPUs", {"MFU": "perf/mfu", "passes filled": "forward/fill"}, "share"),
     Chart("time", "Step time, seconds", {"step": "step_time_s", "training": "time/train_s"}),
     Chart("latency", "A completion's way, seconds", {k: f"stages/{v}" for k, v in STAGES.items()}),
 )

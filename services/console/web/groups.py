@@ -9,7 +9,7 @@ and the page says so.
 import asyncio
 import math
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
@@ -18,7 +18,16 @@ from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.history.groups import dropped_groups, left_out
 from tidemill.common.streams.entries import Entry, id_after
 from tidemill.common.streams.selection import Range
-from tidemill.common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
+from tidemill.common.wire.messages import (
+    Commit,
+    Lane,
+    Message,
+    Score,
+    ScoreStatus,
+    Ticket,
+    Trajectory,
+    is_demonstration,
+)
 from tidemill.services.console.records.joins import KnownPlaces
 from tidemill.services.console.records.selection import parse_range
 from tidemill.services.console.records.sessions import num_completion_tokens
@@ -184,8 +193,8 @@ class GroupIndex:
     """Whether everything that was there at the start has been read."""
     max_groups: int = MAX_GROUPS
     _positions: dict[StreamName, str] = field(default_factory=dict)
-    _floor: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(Lane, -1))
-    """Tickets up to here were given up."""
+    _floor: defaultdict[tuple[Lane, bool], int] = field(default_factory=lambda: defaultdict(lambda: -1))
+    """Tickets up to here were given up, of a lane; those of demonstrations apart."""
 
     def get(self, ticket: int, lane: Lane = Lane.TRAIN) -> GroupRow | None:
         return self.groups[lane].get(ticket)
@@ -233,11 +242,12 @@ class GroupIndex:
         if row is not None:
             return row
         row = GroupRow(ticket)
-        if ticket > self._floor[lane]:
+        if ticket > self._floor[lane, is_demonstration(ticket)]:
             rows[ticket] = row
             if len(rows) > self.max_groups:
                 oldest, _ = rows.popitem(last=False)
-                self._floor[lane] = max(self._floor[lane], oldest)
+                kind = lane, is_demonstration(oldest)
+                self._floor[kind] = max(self._floor[kind], oldest)
                 self.num_forgotten += 1
         return row
 

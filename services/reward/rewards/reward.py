@@ -103,11 +103,13 @@ class EnvironmentReward(Reward):
         given = [reward for reward in sample.turn_rewards if reward is not None]
         value = session.reward if session.reward is not None else sum(given) if given else None
         if value is None:
+            is_timeout = session.end == "timeout"
             raise AttemptError(
                 f"the environment {session.environment} gave no reward, for the session or a turn "
                 f"(it ended with {session.end}); take another reward, or have it give one",
+                is_timeout=is_timeout,
                 is_final=True,
-                kind="no_reward",
+                kind="timeout" if is_timeout else "no_reward",
             )
         if not math.isfinite(value):
             raise AttemptError(

@@ -10,16 +10,29 @@ Shapes: B sequences, U distinct prompts, T tokens so far, V vocabulary.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from tidemill.common.errors import EngineError
+from tidemill.common.run.routers import parts_of
+from tidemill.common.wire.arrays import Int32
+from tidemill.common.wire.choices import KEPT, ROUTES, Rows
 from tidemill.common.wire.messages import SamplingParams
-from tidemill.services.rollout.engines.engine import Generation, GenerationRequest, StopTexts, uniforms
+from tidemill.common.wire.segments import Finish
+from tidemill.services.rollout.engines.engine import (
+    PART_TOKENS,
+    Generation,
+    GenerationRequest,
+    StopTexts,
+    uniforms,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +68,10 @@ class SamplingBatch:
 
 
 def processed_logprobs(logits_BV: Tensor, sampling: SamplingBatch) -> Tensor:
-    """Logprobs of the distribution that is sampled from. Shape [B, V], float32; filtered tokens are -inf."""
-    logits_BV = logits_BV.float() / sampling.temperature_B[:, None]
+    """Logprobs of the distribution that is sampled from; filtered tokens are -inf. Shape [B, V], float32
+    (float64 where the logits are)."""
+    logits_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
+    logits_BV = logits_BV / sampling.temperature_B[:, None]
     if sampling.min_p_B is not None:  # first, as in vLLM: top-p then counts what it leaves
         floor_B1 = logits_BV.amax(dim=-1, keepdim=True) + sampling.min_p_B.log()[:, None]
         logits_BV = logits_BV.masked_fill(logits_BV < floor_B1, -torch.inf)
@@ -105,6 +120,9 @@ _COMPACT_BELOW = 0.75
 """Finished rows are dropped when less than this share of the batch is left: copying the cache costs too."""
 
 
+Routes = NDArray[np.unsignedinteger[Any]]
+
+
 @dataclass(slots=True, eq=False)
 class DecodingRow:
     """One completion in the making. Its caller waits on `done`, which is cancelled where it has gone."""
@@ -116,7 +134,18 @@ class DecodingRow:
     since: float = field(default_factory=time.monotonic)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish: Literal["stop", "length"] | None = None
+    finish: Finish | None = None
+    report: Callable[[], object] = lambda: None
+    """Called, on the decoding thread, every `PART_TOKENS` tokens."""
+    kept: list[Int32] | None = None
+    """Where they are recorded, the ids that each token was sampled from."""
+    routes: list[Routes] = field(default_factory=list)
+    """Of what was computed so far; empty where they are not recorded."""
+
+    @property
+    def choices(self) -> dict[str, Rows]:
+        kept = {KEPT: Rows.of_lists(self.kept)} if self.kept else {}
+        return kept | ({ROUTES: Rows(np.concatenate(self.routes))} if self.routes else {})
 
     def add(self, token: int, logprob: float, eos_ids: frozenset[int]) -> None:
         """Append a sampled token, and finish where it ends the completion."""
@@ -128,18 +157,52 @@ class DecodingRow:
             self.finish = "length"
 
 
+class RouteRecorder:
+    """What a model's routers choose, from its hooks on them; none: of no mixture."""
+
+    def __init__(self, routers: Sequence[Any]) -> None:
+        self._chosen: dict[int, Tensor] = {}
+        self._dtype: type[np.unsignedinteger[Any]] = np.uint8
+        for number, router in enumerate(routers):
+            router.register_forward_hook(partial(self._note, number))
+
+    def _note(self, number: int, router: Any, inputs: Any, output: Any) -> None:
+        if (parts := parts_of(output)) is None:
+            raise EngineError(
+                f"rollout.record_routes: a {type(router).__name__} does not say which experts it chose; set "
+                "it to false"
+            )
+        self._dtype, self._chosen[number] = np.uint8 if parts[0].shape[-1] <= 256 else np.uint16, parts[2]
+
+    def take(self, num_rows: int) -> Routes | None:
+        """Of the last forward pass. Shape [rows, tokens, layers, experts of a token]."""
+        if not self._chosen:
+            return None
+        layers = torch.stack([self._chosen[number] for number in sorted(self._chosen)], 1).cpu().numpy()
+        self._chosen = {}
+        return layers.reshape(num_rows, -1, *layers.shape[1:]).astype(self._dtype)
+
+
 @torch.inference_mode()
-def decode_batch(model: Any, rows: Sequence[DecodingRow], eos_ids: frozenset[int]) -> None:
-    """Fill in tokens, logprobs and finish of every row that stays wanted."""
-    batch = _Batch(model, rows)
+def decode_batch(
+    model: Any, rows: Sequence[DecodingRow], eos_ids: frozenset[int], recorder: RouteRecorder
+) -> None:
+    """Fill in tokens, logprobs, routes and finish of every row that stays wanted."""
+    batch = _Batch(model, rows, recorder)
     logits_BV = batch.prefill()
     step = 0
     while batch.rows:
-        ids_B, logprobs_B = batch.sample(logits_BV, step)
-        for row, token, logprob in zip(batch.rows, ids_B.tolist(), logprobs_B.tolist(), strict=True):
+        processed_BV = processed_logprobs(logits_BV, batch.sampling)
+        ids_B, logprobs_B = batch.draw(processed_BV, step)
+        drawn = zip(batch.rows, ids_B.tolist(), logprobs_B.tolist(), processed_BV, strict=True)
+        for row, token, logprob, processed_V in drawn:
             # Finished rows are decoded on until it pays to leave them out; what they say then is not kept.
             if row.finish is None:
+                if row.kept is not None:
+                    row.kept.append(processed_V.isfinite().nonzero()[:, 0].int().cpu().numpy())
                 row.add(token, logprob, eos_ids)
+                if row.finish is None and len(row.token_ids) % PART_TOKENS == 0:
+                    row.report()
         step += 1
         ids_B = batch.drop_finished(ids_B)
         if batch.rows:
@@ -149,12 +212,12 @@ def decode_batch(model: Any, rows: Sequence[DecodingRow], eos_ids: frozenset[int
 class _Batch:
     """The rows that are being decoded, with the model's state for them."""
 
-    def __init__(self, model: Any, rows: Sequence[DecodingRow]) -> None:
-        self.rows = list(rows)
+    def __init__(self, model: Any, rows: Sequence[DecodingRow], recorder: RouteRecorder) -> None:
+        self.rows, self._recorder = list(rows), recorder
         self._model = model
         self._device: torch.device = model.device
         self._keys_B = np.array([row.noise_key for row in rows], dtype=np.uint64)
-        self._sampling = self._sampling_params()
+        self.sampling = self._sampling_params()
 
     def _sampling_params(self) -> SamplingBatch:
         vocab_size = self._model.config.get_text_config().vocab_size
@@ -171,6 +234,10 @@ class _Batch:
         ids_UT, mask_UT = pad_left(prompts, self._device)
         self._cache = DynamicCache(config=self._model.config)
         logits_UV = self._forward(ids_UT, mask_UT, position_ids(mask_UT))
+        if (routes_UT := self._recorder.take(len(prompts))) is not None:
+            for row, prompt in zip(self.rows, prompt_of_row, strict=True):
+                own = routes_UT[position[prompt]][ids_UT.shape[1] - len(prompt) :]
+                row.routes.append(own[row.request.sampling.num_routed :])
         if len(prompts) < len(self.rows):
             self._cache.batch_select_indices(spread_B)
             logits_UV, mask_UT = logits_UV[spread_B], mask_UT[spread_B]
@@ -178,16 +245,20 @@ class _Batch:
         self._next_position_B = mask_UT.sum(dim=-1)
         return logits_UV
 
-    def sample(self, logits_BV: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Draw the next token of each row: its `step`-th number decides."""
+    def draw(self, processed_BV: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """The next token of each row, by its `step`-th number, and its logprob."""
         uniforms_B = torch.from_numpy(uniforms(self._keys_B, step)).to(self._device)
-        return draw(processed_logprobs(logits_BV, self._sampling), self._sampling, uniforms_B)
+        return draw(processed_BV, self.sampling, uniforms_B)
 
     def advance(self, ids_B: Tensor) -> Tensor:
         """Run one token of each row. Returns the logits of the token after it, of shape [B, V]."""
         self._mask_BT = torch.cat([self._mask_BT, self._mask_BT.new_ones(len(self.rows), 1)], dim=-1)
         logits_BV = self._forward(ids_B[:, None], self._mask_BT, self._next_position_B[:, None])
         self._next_position_B += 1
+        if (routes_B1 := self._recorder.take(len(self.rows))) is not None:
+            for row, own in zip(self.rows, routes_B1, strict=True):
+                if row.finish is None:
+                    row.routes.append(own)
         return logits_BV
 
     def drop_finished(self, ids_B: Tensor) -> Tensor:
@@ -200,7 +271,7 @@ class _Batch:
             return ids_B
         keep_B = torch.tensor(keep, device=self._device)
         self._cache.batch_select_indices(keep_B)
-        self._sampling = self._sampling_params()
+        self.sampling = self._sampling_params()
         self._keys_B = self._keys_B[keep]
         self._mask_BT, self._next_position_B = self._mask_BT[keep_B], self._next_position_B[keep_B]
         return ids_B[keep_B]

@@ -10,16 +10,16 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.common.config.rollout import RolloutConfig
+from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import SamplingParams
-from tidemill.common.wire.segments import VersionSpan
+from tidemill.common.wire.segments import Finish, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class GenerationRequest:
     sampling: SamplingParams
     is_urgent: bool = False
     """Goes before what waits already: evaluation never queues behind training."""
+    on_tokens: "OnTokens | None" = None
+    """Hears every `PART_TOKENS` tokens, on the event loop, of what there is so far; not of the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,29 @@ class Generation:
     token_ids: list[int]
     logprobs: list[float]
     spans: tuple[VersionSpan, ...]
-    finish: Literal["stop", "length"]
+    finish: Finish
     num_cached_tokens: int = -1
     """Prompt tokens whose keys and values were in the prefix cache; -1: the engine does not say."""
+    choices: dict[str, Rows] = field(default_factory=dict)
+    """`kept` has a row for each of `token_ids`; absent where nothing was filtered. `routes` has one for each
+    token but the last, prompt and all, from `sampling.num_routed` on."""
+
+    def cut(self, num_tokens: int) -> "Generation":
+        """Its first tokens, as if it had ended there by itself."""
+        num_cut = len(self.token_ids) - num_tokens
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+            spans=tuple(span for span in self.spans if span[1] < num_tokens),
+            choices={name: rows[: len(rows) - num_cut] for name, rows in self.choices.items()},
+            finish="stop",
+        )
+
+
+OnTokens = Callable[[Generation], object]
+PART_TOKENS = 1024
+"""Most tokens of a long turn that are generated again when their worker dies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +79,18 @@ class WeightUpdate:
     paused_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """How full the engine is, after one of its steps."""
+
+    kv_usage: float
+    """Share of the KV cache that running requests hold, 0 to 1."""
+    num_waiting: int
+    """Requests that it has not begun, or has preempted."""
+    num_preempted: int
+    """Since the report before."""
+
+
 class Engine(ABC):
     """Generates completions with one model whose weights are replaced while it runs.
 
@@ -66,6 +100,8 @@ class Engine(ABC):
 
     stands_still = False
     """Whether it sleeps with requests running; they go on when it wakes."""
+    on_report: Callable[[EngineReport], None] | None = None
+    """Called on the loop with each report, by engines that have a KV cache of a fixed size."""
 
     @property
     @abstractmethod

@@ -18,6 +18,7 @@ from tidemill.common.config.run import ModelConfig, is_path
 from tidemill.common.errors import ConfigError, EngineError, WeightsError
 from tidemill.common.process.programs import importing
 from tidemill.common.run.model_config import exact_attention, freeze_rope, with_overrides
+from tidemill.common.run.routers import is_mixture
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_length
 
@@ -35,6 +36,8 @@ class ModelFolder:
     eos_ids: tuple[int, ...]
     vocab_size: int
     max_model_len: int
+    is_mixture: bool = False
+    """Of experts, which routers choose among."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, without special tokens and with the spaces the model wrote."""
@@ -109,7 +112,8 @@ def open_model(model: ModelConfig) -> ModelFolder:
             "set eos_token_id in its generation_config.json"
         )
     vocab_size = int(text_config.vocab_size)
-    return ModelFolder(tokenizer, tuple(sorted(eos_ids)), vocab_size, model.max_model_len)
+    limits = vocab_size, model.max_model_len
+    return ModelFolder(tokenizer, tuple(sorted(eos_ids)), *limits, is_mixture(hf_config))
 
 
 def _read_config(model: ModelConfig) -> tuple[Any, bool]:

@@ -14,8 +14,10 @@ import numpy as np
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EngineError
-from tidemill.common.wire.segments import VersionSpan
+from tidemill.common.wire.choices import KEPT, Rows
+from tidemill.common.wire.segments import Finish, VersionSpan
 from tidemill.services.rollout.engines.engine import (
+    PART_TOKENS,
     Engine,
     Generation,
     GenerationRequest,
@@ -27,14 +29,15 @@ from tidemill.services.rollout.engines.engine import (
 
 
 class SimulatedEngine(Engine):
-    """An engine that computes nothing: every token is equally likely and every update succeeds."""
+    """An engine that computes nothing: every token is equally likely, with filters one of two, and every
+    update succeeds."""
 
     num_running = 0
 
     def __init__(self, config: RunConfig, worker: str = "") -> None:
         self._options = config.rollout.simulated
         self._max_model_len = config.model.max_model_len
-        self._seed = config.seed
+        self._seed, self._masks = config.seed, config.rollout.sampling_masks
         self._slots = asyncio.Semaphore(config.rollout.max_num_seqs)
         self._changes: list[tuple[float, int]] = []
         self.is_awake = True
@@ -58,16 +61,36 @@ class SimulatedEngine(Engine):
                 started = _now()
                 wanted = self._length(key)
                 num_tokens = min(wanted, request.sampling.max_tokens)
-                await asyncio.sleep(self._duration_s(key, num_tokens))
-                finished = _now()
+                left_s = self._duration_s(key, num_tokens)
+                if request.on_tokens is not None:
+                    part_s = left_s * PART_TOKENS / num_tokens
+                    for so_far in range(PART_TOKENS, num_tokens, PART_TOKENS):
+                        await asyncio.sleep(part_s)
+                        left_s -= part_s
+                        request.on_tokens(self._generation(request, so_far, started, "length"))
+                await asyncio.sleep(left_s)
+                finish: Finish = "stop" if num_tokens == wanted else "length"
+                return self._generation(request, num_tokens, started, finish)
         finally:
             self.num_running -= 1
+
+    def _generation(
+        self, request: GenerationRequest, num_tokens: int, started: float, finish: Finish
+    ) -> Generation:
+        """The first tokens of a request, which have been sampled since it started."""
+        key = request_key(self._seed, request.request_id)
         draws = uniforms(np.full(num_tokens, key, dtype=np.uint64), np.arange(num_tokens, dtype=np.uint64))
+        num_kept = vocab_size = self._options.vocab_size
+        ids, choices = (draws * vocab_size).astype(np.int64), {}
+        if self._masks and request.sampling.is_filtered:
+            num_kept = 2
+            choices[KEPT] = Rows.of_lists([(token, (token + 1) % vocab_size) for token in ids])
         return Generation(
-            token_ids=(draws * self._options.vocab_size).astype(np.int64).tolist(),
-            logprobs=[-math.log(self._options.vocab_size)] * num_tokens,
-            spans=self._spans(started, finished, num_tokens),
-            finish="stop" if num_tokens == wanted else "length",
+            token_ids=ids.tolist(),
+            logprobs=[-math.log(num_kept)] * num_tokens,
+            spans=self._spans(started, _now(), num_tokens),
+            finish=finish,
+            choices=choices,
         )
 
     @property

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EngineError, WeightsMismatchError
+from tidemill.common.run.routers import find_routers
 from tidemill.common.weights.digest import Digest, is_additive
 from tidemill.services.rollout.engines.checkpoint import check_given, checkpoint_tensors, prove, read_tensors
 from tidemill.services.rollout.engines.engine import (
@@ -63,6 +64,8 @@ class TransformersEngine(ModelEngine):
         self._runner: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        from tidemill.services.rollout.engines.decoding import RouteRecorder
+
         num_threads = share_cores(self._config.rollout)
         self._folder = await asyncio.to_thread(open_model, self._config.model)
 
@@ -73,6 +76,8 @@ class TransformersEngine(ModelEngine):
             return load_model(self._config.model)
 
         self._model = await self._on_thread(load)
+        records = self._config.rollout.record_routes and self._folder.is_mixture
+        self._recorder = RouteRecorder([router for _, router in find_routers(self._model)] if records else ())
         self.version = 0
         self._runner = asyncio.create_task(self._run(), name="transformers-engine")
 
@@ -83,9 +88,15 @@ class TransformersEngine(ModelEngine):
         self._running_model()
         self.folder.check(request)
         # A caller that is cancelled cancels `done`, which is how the decoding thread hears of it.
-        done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Generation] = loop.create_future()
         key = request_key(self._seed, request.request_id)
         row = DecodingRow(request, key, StopTexts(request.sampling.stop, self.decode), done)
+        if self._config.rollout.sampling_masks and request.sampling.is_filtered:
+            row.kept = []
+        if (on_tokens := request.on_tokens) is not None:
+            # Copied on the decoding thread, which goes on to add tokens.
+            row.report = lambda: loop.call_soon_threadsafe(on_tokens, self._so_far(row))
         self._queue.insert(0, row) if request.is_urgent else self._queue.append(row)
         self._arrived.set()
         self.num_running += 1
@@ -167,14 +178,17 @@ class TransformersEngine(ModelEngine):
     async def _decode(self, batch: "list[DecodingRow]") -> None:
         from tidemill.services.rollout.engines.decoding import decode_batch
 
-        model, eos_ids = self._running_model(), frozenset(self.folder.eos_ids)
+        model, eos_ids, recorder = self._running_model(), frozenset(self.folder.eos_ids), self._recorder
         if rows := [row for row in batch if not row.done.done()]:
-            await self._on_thread(lambda: decode_batch(model, rows, eos_ids))
-        # The batch holds the lock, so no load has changed the version since its first token.
-        spans = ((self.version, 0),)
+            await self._on_thread(lambda: decode_batch(model, rows, eos_ids, recorder))
         for row in rows:
             if not row.done.done() and row.finish is not None:
-                row.done.set_result(Generation(row.token_ids, row.logprobs, spans, row.finish))
+                row.done.set_result(self._so_far(row))
+
+    def _so_far(self, row: "DecodingRow") -> Generation:
+        # The batch holds the lock, so no load has changed the version since its first token.
+        spans, finish = ((self.version, 0),), row.finish or "length"
+        return Generation([*row.token_ids], [*row.logprobs], spans, finish, choices=row.choices)
 
     def _stage(
         self, files: Sequence[Path], deltas: Sequence[Sequence[Path]], digest: str

@@ -24,8 +24,11 @@ import structlog
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EngineError, WeightsError, WeightsMismatchError
 from tidemill.common.weights.digest import Digest, is_additive
+from tidemill.common.wire.choices import KEPT, ROUTES, Rows
 from tidemill.services.rollout.engines.checkpoint import check_given, prove
 from tidemill.services.rollout.engines.engine import (
+    PART_TOKENS,
+    EngineReport,
     Generation,
     GenerationRequest,
     StopTexts,
@@ -92,7 +95,7 @@ class VllmEngine(ModelEngine):
             while output is None:
                 # A new one for each try: it remembers how many tokens it has looked at.
                 stops = StopTexts(request.sampling.stop, self.decode)
-                output = await self._submit(request.prompt_ids, params, request.request_id, priority, stops)
+                output = await self._submit(request, params, priority, stops)
         finally:
             self.num_running -= 1
         return _as_generation(request, output.outputs[0], output.num_cached_tokens, stops.is_reached)
@@ -161,14 +164,22 @@ class VllmEngine(ModelEngine):
         # Else its destructor runs when the interpreter is half gone, and complains.
         gc.collect()
 
+    @property
+    def _records_routes(self) -> bool:
+        return self._config.rollout.record_routes and self.folder.is_mixture
+
     def _launch(self) -> None:
         """Runs on a thread. Returning the engine would leave a reference to it in that thread's frames,
         which vLLM's traceback cycles keep alive, and it would outlive `close`.
         """
-        self._llm = start_vllm(self._config, self._worker)
+        self._llm = start_vllm(self._config, self._worker, self._report, self._records_routes)
+
+    def _report(self, report: EngineReport) -> None:
+        if self.on_report is not None:
+            self.on_report(report)
 
     async def _submit(
-        self, token_ids: Sequence[int], params: "SamplingParams", name: str, priority: int, stops: StopTexts
+        self, request: GenerationRequest, params: "SamplingParams", priority: int, stops: StopTexts
     ) -> "RequestOutput | None":
         """Run a request to its last output; None where an update took it back before its first token."""
         from vllm.inputs import tokens_input
@@ -177,11 +188,13 @@ class VllmEngine(ModelEngine):
         llm = self._running_llm()
         # vLLM's ids are single use, and a request that is taken back comes again.
         self._num_submitted += 1
-        engine_id = f"{name}#{self._num_submitted}"
+        engine_id = f"{request.request_id}#{self._num_submitted}"
         # No await between the version and the note below: an update would miss a request of its old key.
-        prompt = tokens_input(list(token_ids), cache_salt=f"v{self.version}")
+        prompt = tokens_input(list(request.prompt_ids), cache_salt=f"v{self.version}")
         self._unstarted[engine_id] = False
-        final: RequestOutput | None = None
+        final, num_reported = None, 0
+        # Only the last output has what the engine chose, and tokens without it are of no use.
+        reports = request.on_tokens is not None and not (self._records_routes or self._config.masked_sources)
         try:
             # Closed at once where the loop is left early: vLLM's generator aborts the request as it ends, and
             # would end only when the garbage collector finds it.
@@ -193,6 +206,12 @@ class VllmEngine(ModelEngine):
                     final = output
                     if not output.finished and stops.reach(output.outputs[0].token_ids):
                         await llm.abort(engine_id)  # its last output has the tokens so far
+                    new = len(output.outputs[0].token_ids) - num_reported
+                    if reports and new >= PART_TOKENS and not output.finished:
+                        num_reported += new
+                        so_far = self._so_far(engine_id, output.outputs[0], num_reported)
+                        if so_far and request.on_tokens:
+                            request.on_tokens(so_far)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(
                 f"vLLM failed on request {engine_id}: {error!r}; restart this worker"
@@ -202,18 +221,36 @@ class VllmEngine(ModelEngine):
         assert final is not None, "vLLM ended a request without an output"
         return final
 
+    def _so_far(self, engine_id: str, output: "CompletionOutput", num_tokens: int) -> Generation | None:
+        """The first tokens of a running request; None where vLLM does not say which versions sampled them:
+        only its last output has that by itself."""
+        processor = self._running_llm().output_processor
+        names = processor.external_req_ids.get(engine_id, [])
+        states = [processor.request_states[name] for name in names if name in processor.request_states]
+        starts = getattr(states[0], "weight_version_starts", ()) if states else ()
+        spans = tuple((int(version), first) for version, first in starts if first < num_tokens)
+        logprobs: Any = output.logprobs
+        if not spans or spans[0][1] != 0:
+            return None
+        tokens = (list(output.token_ids[:num_tokens]), list(logprobs.logprobs[:num_tokens]))
+        return Generation(*tokens, spans, "length")
+
     def _sampling_params(self, request: GenerationRequest) -> "SamplingParams":
         """What vLLM needs to sample the request, and to report no more than that."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = request.sampling
+        sampling, top_k = request.sampling, request.sampling.top_k
+        if self._config.masked_sources:
+            # It takes no other requests then. The likeliest alone is what temperature 0 samples.
+            top_k = (top_k or self.folder.vocab_size) if sampling.temperature else 1
         # No seed: on CPU a seeded request crashes the sampler.
         return SamplingParams(
+            routed_experts_prompt_start=sampling.num_routed,
             max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
+            temperature=sampling.temperature or float(top_k == 1),
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            top_k=top_k,
             min_p=sampling.min_p,
             # Given here: without a tokenizer vLLM knows no end of its own.
             stop_token_ids=list(self.folder.eos_ids),
@@ -346,10 +383,17 @@ def _as_generation(
             f"vLLM gave {len(output.token_ids)} tokens of request {request.request_id} with "
             f"{len(logprobs.logprobs)} logprobs and versions {spans}; expected as many, and a version"
         )
+    choices = {}
+    if output.sampling_mask is not None and request.sampling.is_filtered:
+        # As many rows as tokens, or the sample fails in the trainer, which says so.
+        choices[KEPT] = Rows.of_lists(output.sampling_mask.token_ids)
+    if output.routed_experts is not None:
+        choices[ROUTES] = Rows(output.routed_experts)
     return Generation(
         token_ids=list(output.token_ids),
         logprobs=list(logprobs.logprobs),
         spans=tuple((int(span.version), span.start) for span in spans),
         finish="length" if output.finish_reason == "length" else "stop",
         num_cached_tokens=-1 if num_cached_tokens is None else num_cached_tokens,
+        choices=choices,
     )

@@ -1,33 +1,53 @@
 """Starts vLLM: the environment of its processes, its options, and in plain words why it did not start."""
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EngineError
 from tidemill.common.process.children import hide_memory
 from tidemill.common.process.programs import VLLM_EXTENSION
-from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
+from tidemill.common.process.vllm_machine import (
+    NO_MASKS,
+    NO_ROUTES,
+    check_bfloat16,
+    check_machine,
+    check_masks,
+    check_routes,
+    prepare_process,
+)
 from tidemill.common.run.model_config import for_vllm, with_overrides
-from tidemill.services.rollout.engines.engine import request_key, share_cores
+from tidemill.services.rollout.engines.engine import EngineReport, request_key, share_cores
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import PerEngineStatLoggerFactory
 
 
 OWNER_VARIABLE = "TIDEMILL_ENGINE_OWNER"
 """Process id of the rollout worker; when it ends, however it ends, the engine's processes end too."""
 
 
-def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
-    """Start vLLM's processes and load the model; takes seconds to minutes.
+def start_vllm(
+    config: RunConfig,
+    worker: str,
+    report: Callable[[EngineReport], object] = lambda _: None,
+    records_routes: bool = False,
+) -> "AsyncLLM":
+    """Start vLLM's processes and load the model, of which routes are recorded or not; takes seconds to
+    minutes. `report` gets its statistics.
 
     Raises:
         ConfigError: vLLM or what it needs is not installed, or model and options do not fit it.
         EngineError: vLLM's processes did not come up.
     """
     check_machine("rollout.engine is vllm")
+    if config.masked_sources:
+        check_masks()
+    if records_routes:
+        check_routes()
     # Before the import: some of it is read while vLLM's modules load.
     set_environment()
     try:
@@ -38,22 +58,47 @@ def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
             "or set rollout.engine to transformers"
         ) from None
     try:
-        arguments = engine_args(config, worker)
+        arguments = engine_args(config, worker, records_routes)
         vllm_config = arguments.create_engine_config()
     except (TypeError, ValueError, OSError) as error:
+        hints = [NO_MASKS] * bool(config.masked_sources) + [NO_ROUTES] * records_routes
+        hint = f" ({'; '.join(hints)})" if hints else ""
         raise ConfigError(
-            f"vLLM refuses model {config.model.path} with the options of rollout.vllm: {error}"
+            f"vLLM refuses model {config.model.path} with the options of rollout.vllm: {error}{hint}"
         ) from None
     try:
         # With its statistics, vLLM's metrics are on this process's /metrics, beside our own.
         return AsyncLLM.from_vllm_config(
-            vllm_config, disable_log_stats=arguments.disable_log_stats, enable_log_requests=False
+            vllm_config,
+            disable_log_stats=arguments.disable_log_stats,
+            enable_log_requests=False,
+            stat_loggers=None if arguments.disable_log_stats else [_reporting(report)],
         )
     except Exception as error:
         raise EngineError(f"vLLM did not start: {error} See its output above") from error
 
 
-def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
+def _reporting(report: Callable[[EngineReport], object]) -> "PerEngineStatLoggerFactory":
+    """What vLLM hands its statistics to, after each step."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Reporter(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            if scheduler_stats is not None:
+                usage, num_waiting = scheduler_stats.kv_cache_usage, scheduler_stats.num_waiting_reqs
+                num_preempted = iteration_stats.num_preempted_reqs if iteration_stats is not None else 0
+                report(EngineReport(usage, num_waiting, num_preempted))
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Reporter
+
+
+def engine_args(config: RunConfig, worker: str, records_routes: bool = False) -> "AsyncEngineArgs":
     """Translate the run's config; `rollout.vllm.extra` overrides everything."""
     from transformers import AutoConfig
     from vllm import AsyncEngineArgs
@@ -72,6 +117,8 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         "gpu_memory_utilization": options.gpu_memory_utilization,
         # vLLM's own default is before temperature and filters, which the trainer could not compare with.
         "logprobs_mode": "processed_logprobs",
+        # Which ids top-p, top-k and min-p leave; it wants `top_k` in all requests then, and no temperature 0.
+        "return_sampling_mask": bool(config.masked_sources),
         # Else requests come first in, first out, and evaluation queues behind training.
         "scheduling_policy": "priority",
         "worker_extension_cls": VLLM_EXTENSION,
@@ -83,6 +130,9 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
     if config.model.overrides:
         changed = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
         fields["hf_overrides"] = for_vllm(changed, config.model.overrides)
+    if records_routes:
+        # It refuses what it cannot do with it: pipeline and context parallelism, adaptive speculation.
+        fields["enable_return_routed_experts"] = True
     if is_cpu():
         if options.extra.get("dtype", config.model.dtype) in ("auto", "bfloat16"):
             check_bfloat16(f"model.dtype is {config.model.dtype}")

@@ -211,7 +211,9 @@ class AgentPlayer(Player):
             now = time.monotonic()
             silent_s = 0.0 if session.num_running else now - session.active_at
             if silent_s >= self.section.call_timeout_s or now >= deadline:
-                if session.histories.recorded:
+                is_over = now >= deadline
+                if session.histories.recorded and (is_over or self.section.truncates_late):
+                    session.late = "session" if is_over else "program"
                     # Once the model has answered, what runs may be its doing, and so is that it never ends:
                     # the session is truncated. It stays so, also if a turn ends before the program is killed.
                     session.reached.append("timeout" if session.end == "done" else session.end)

@@ -7,7 +7,7 @@ of a process: everything that users' code returns is checked before it becomes o
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.run.dataset import PROMPT
@@ -34,6 +34,11 @@ def chat_of(prompt: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
+Resumes = Literal["", "restore", "repeat"]
+"""How a session goes on: given its mark back (`restore`), played the recorded actions, to which it must
+answer alike (`repeat`), or not at all: it begins again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """What an environment adds when a session begins."""
@@ -42,6 +47,8 @@ class Opening:
     """Goes to the end of the last user message."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """The whole chat, in place of the row's."""
+    mark: Any = None
+    """Of one that is `resumable`: its state from here on, as `restore` takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ class Act:
     is_done: bool = False
     is_wrong: bool = False
     """Invalid tool call; the error is returned to the model."""
+    mark: Any = None
+    """As of an `Opening`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,8 @@ class Kind:
     """It answers whatever the model says, not only calls."""
     is_stateless: bool = False
     """A new one is as good: one that hangs in a call may be replaced in the middle of a session."""
+    resumes: Resumes = ""
+    """How another worker goes on with a session."""
 
 
 class Environment:
@@ -84,6 +95,9 @@ class Environment:
     async def reset(self, row: Row) -> Opening:
         """The session begins."""
         return Opening()
+
+    async def restore(self, mark: Any) -> None:
+        """In place of `reset`: the session goes on where it was when it gave this mark."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
         """The model calls a tool."""

@@ -6,6 +6,7 @@
         def close(self): ...            # optional
         def get_reward(self): ...       # optional: of the session, in place of the sum of turns
         def get_metrics(self): ...      # optional: numbers by name
+        resumable = True                # optional: with mark(self) and restore(self, mark), or `repeatable`
 
 Each may be `async`. SkyRL-gym's `BaseTextEnv` has `init(messages)` in place of `reset`, and is made with
 `env_config` and `extras`. TRL's have `reset(**row)`, and public methods that the model calls in place of
@@ -20,6 +21,7 @@ arguments, and whatever the function raises, are returned to the model as errors
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -28,6 +30,7 @@ from tidemill.common.config.environment import TOOLS, EnvironmentConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.users_code import load_users
 from tidemill.common.run.dataset import PROMPT
+from tidemill.common.wire.codec import pack, unpack
 from tidemill.services.rollout.environments.environment import (
     Act,
     Closing,
@@ -35,6 +38,7 @@ from tidemill.services.rollout.environments.environment import (
     Environment,
     Kind,
     Opening,
+    Resumes,
     Row,
     chat_of,
     invalid_call,
@@ -93,7 +97,7 @@ def tools_design(config: EnvironmentConfig) -> Design:
 
     def describe(kind: str) -> Kind:
         schemas = [schema_of(function, name, name) for name, function in functions.items()]
-        return Kind(kind, schemas, is_stateless=True)
+        return Kind(kind, schemas, is_stateless=True, resumes="restore")
 
     is_async = all(map(is_coroutine, functions.values()))
     return Design({TOOLS: lambda row: ToolBox(functions)}, describe, is_async)
@@ -165,11 +169,25 @@ class ObjectEnvironment(Environment):
         self._name, self._takes_text = name, takes_text
         with contained(f"making {name}", "start"):
             self._object = make(row)
+        self._is_resumable = _resumes(type(self._object)) == "restore"
         tools = [] if takes_text else tools_of(type(self._object))
         self._tools = ToolBox({tool: getattr(self._object, tool) for tool in tools})
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        return await self._tools.call(name, arguments)
+        return replace(await self._tools.call(name, arguments), mark=await self._mark())
+
+    async def restore(self, mark: Any) -> None:
+        with contained(f"{self._name}.restore", "reset"):
+            await finished(self._object.restore(mark))
+
+    async def _mark(self) -> Any:
+        """What `restore` takes, of one that is resumable."""
+        if not self._is_resumable:
+            return None
+        with contained(f"{self._name}.mark", "step"):
+            mark = await finished(self._object.mark())
+            unpack(pack(mark))  # here, where the place can still be named: it goes to another worker
+        return mark
 
     async def reset(self, row: Row) -> Opening:
         init = getattr(self._object, "init", None) if self._takes_text else None
@@ -184,7 +202,7 @@ class ObjectEnvironment(Environment):
                     returned = None
             elif callable(reset := getattr(self._object, "reset", None)):
                 returned = await finished(call_reset(reset, row))
-        return opening_of(returned, where)
+        return replace(opening_of(returned, where), mark=await self._mark())
 
     async def step(self, text: str) -> Act:
         if not self._takes_text:
@@ -192,7 +210,7 @@ class ObjectEnvironment(Environment):
         where = f"{self._name}.step"
         with contained(where, "step"):
             returned = await finished(self._object.step(text))
-        return act_of(returned, where)
+        return replace(act_of(returned, where), mark=await self._mark())
 
     async def finish(self) -> Closing:
         """Its own reward, where it has one, and its metrics."""
@@ -239,6 +257,7 @@ def object_design(config: EnvironmentConfig) -> Design:
         is_skyrl = takes_text and callable(getattr(found, "init", None))
         make = (_skyrl_maker if is_skyrl else _maker)(factory, config)
         makers[name] = partial(ObjectEnvironment, make, name, takes_text)
+        _resumes(found)  # what it says of itself and does not have is refused now
         called = (*NO_TOOLS, *(("init", "step") if takes_text else tools_of(found)))
         methods += [getattr(found, method) for method in called if hasattr(found, method)]
 
@@ -246,7 +265,7 @@ def object_design(config: EnvironmentConfig) -> Design:
         found = classes[name]
         tools = [] if takes_text else tools_of(found)
         schemas = [schema_of(bound(getattr(found, tool)), tool, f"{name}.{tool}") for tool in tools]
-        return Kind(name, schemas, takes_text)
+        return Kind(name, schemas, takes_text, resumes=_resumes(found))
 
     return Design(makers, describe, all(map(is_coroutine, methods)))
 
@@ -254,7 +273,8 @@ def object_design(config: EnvironmentConfig) -> Design:
 def tools_of(found: type) -> list[str]:
     """The names of a class's tools: functions without an underscore, inherited ones too."""
     functions = inspect.getmembers(found, predicate=inspect.isfunction)
-    return [name for name, _ in functions if not name.startswith("_") and name not in NO_TOOLS]
+    no_tools = NO_TOOLS | {"mark", "restore"} if _resumes(found) == "restore" else NO_TOOLS
+    return [name for name, _ in functions if not name.startswith("_") and name not in no_tools]
 
 
 def _maker(named: Any, config: EnvironmentConfig) -> Maker:
@@ -297,6 +317,19 @@ def _class_of(named: Any, config: EnvironmentConfig) -> type:
     if not callable(getattr(found, "step", None)) and not callable(getattr(found, "reset", None)):
         raise ConfigError(f"{FIELD} {config.use}: {found.__name__} has neither step nor reset; {EXPECTED}")
     return found
+
+
+def _resumes(found: type) -> Resumes:
+    """What a class says of itself. Raises ConfigError: it is `resumable` and cannot be restored."""
+    if getattr(found, "resumable", False) is True:
+        missing = [name for name in ("mark", "restore") if not callable(getattr(found, name, None))]
+        if missing:
+            raise ConfigError(
+                f"{FIELD}: {found.__name__} is resumable and has no {missing[0]}; give it mark(self), whose "
+                "value another worker gives to restore(self, mark)"
+            )
+        return "restore"
+    return "repeat" if getattr(found, "repeatable", False) is True else ""
 
 
 def _check_step(found: Any, name: str) -> None:

@@ -49,6 +49,8 @@ class OpenEnvOptions(Section):
     """The field of an observation that the model reads; empty takes the one with text, else all as JSON."""
     reset: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of every reset."""
+    repeatable: bool = False
+    """The same actions have the same answers, so that another worker may play them again and go on."""
 
 
 class OpenEnvStage:
@@ -77,7 +79,9 @@ class OpenEnvStage:
         tools: Sequence[Mapping[str, Any]] = ()
         if self.options.action_schema is not None:
             tools = [{"type": "function", "function": function | {"parameters": self.options.action_schema}}]
-        self._kind = Kind(config.use, tools, takes_text=not tools)
+        self._kind = Kind(
+            config.use, tools, takes_text=not tools, resumes="repeat" if self.options.repeatable else ""
+        )
 
     def kind_of(self, row: Row) -> Kind:
         return self._kind

@@ -14,15 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import structlog
+
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import Ticket
-from tidemill.common.wire.segments import Session, SessionEnd
+from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments import load
 from tidemill.services.rollout.environments.environment import (
     Act,
+    Closing,
     Design,
     Environment,
     Kind,
@@ -33,11 +37,18 @@ from tidemill.services.rollout.environments.environment import (
     invalid_call,
     row_of,
 )
+from tidemill.services.rollout.environments.recorded import DifferentAnswerError, RecordedEnvironment
 from tidemill.services.rollout.environments.stages import LocalStage, ProcessStage
 from tidemill.services.rollout.sessions.chat import ChatFormat, ChatMessage, Parsed
+from tidemill.services.rollout.sessions.parts import Recording
 from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player
-from tidemill.services.rollout.sessions.recorder import SegmentRecorder
+from tidemill.services.rollout.sessions.recorder import SegmentRecorder, choices_of
 from tidemill.services.rollout.sessions.template_chat import content_text
+
+log = structlog.get_logger(__name__)
+
+SHOWN = 200
+"""Characters of an answer in the log."""
 
 
 def build_stage(config: EnvironmentConfig) -> Stage:
@@ -79,11 +90,27 @@ class EnvironmentPlayer(Player):
         row = row_of(ticket)
         assert self.stage is not None, "it was never started"
         kind = self.stage.kind_of(row)
-        # The session's time includes making its environment.
-        deadline = time.monotonic() + self.section.session_timeout_s
-        environment = await self.stage.open(row)
+        recording = Recording.of(ask) if kind.resumes else Recording(ask)
+        recording.begin()
         try:
-            return await Play(self, kind, environment, deadline).play(ticket, row, ask, num_faults)
+            return await self._play(ticket, row, kind, recording, num_faults)
+        except DifferentAnswerError as error:
+            log.warning("a session begins again: its environment is another one", answer=str(error)[:SHOWN])
+            recording.forget()
+            return await self._play(ticket, row, kind, recording, num_faults)
+
+    async def _play(
+        self, ticket: Ticket, row: Row, kind: Kind, recording: Recording, num_faults: int
+    ) -> Played:
+        assert self.stage is not None
+        # The session's time includes making its environment. One that repeats takes its time all over again.
+        spent_s = recording.elapsed_s if kind.resumes == "restore" else 0.0
+        deadline = time.monotonic() + self.section.session_timeout_s - spent_s
+        environment: Environment = await self.stage.open(row)
+        if kind.resumes:
+            environment = RecordedEnvironment(environment, recording, kind.resumes)
+        try:
+            return await Play(self, kind, environment, deadline).play(ticket, row, recording, num_faults)
         finally:
             # A task of its own: this one may be cancelled, and the environment is closed nevertheless.
             closing = asyncio.create_task(environment.close())
@@ -104,8 +131,9 @@ class Play:
         self._messages: list[dict[str, Any]] = []
         self._answers: list[dict[str, Any]] = []
         self._turn_rewards: list[float] = []
+        self._late: Late = ""
 
-    async def play(self, ticket: Ticket, row: Row, ask: Ask, num_faults: int) -> Played:
+    async def play(self, ticket: Ticket, row: Row, recording: Recording, num_faults: int) -> Played:
         """Play it to its end.
 
         Raises:
@@ -119,9 +147,10 @@ class Play:
                 f"a prompt of {len(ids)} tokens, with what the environment added, leaves no "
                 f"room within model.max_model_len {self._max_model_len}"
             )
-        end = await self._take_turns(ticket, recorder, ask)
-        # Outside the session's time: it is asked for its reward however it ended. The call has its own limit.
-        closing = await self._environment.finish()
+        end = await self._take_turns(ticket, recorder, recording)
+        closing = await self._finish()
+        if self._late:
+            end = "timeout"
         reward = closing.reward  # of the whole session; else the sum over its turns
         if reward is None and self._turn_rewards:
             reward = sum(self._turn_rewards)
@@ -131,12 +160,28 @@ class Play:
             turns=segment.turns,
             messages=tuple(self._messages),
             end=end,
+            late=self._late,
             reward=reward,
             metrics=dict(closing.metrics),
             num_faults=num_faults,
         )
         text = self._player.decode(recorder.completion_ids)
-        return Played(segment, text, "stop" if end == "done" else "length", session)
+        finish: Finish = "stop" if end == "done" else "length"
+        return Played(segment, text, finish, session, choices_of([recorder]))
+
+    async def _finish(self) -> Closing:
+        """What the environment says at the end. Raises EnvironmentFaultError: it fails, by no doing of the
+        policy's."""
+        try:
+            # Outside the session's time: it is asked however it ended. The call has its own limit.
+            return await self._environment.finish()
+        except EnvironmentFaultError as fault:
+            # A call that was late may have taken the environment with it. Opening and reset are not here:
+            # the policy has said nothing by then.
+            if not self._section.truncates_late or not (self._late or fault.kind == "timeout"):
+                raise
+        self._late = self._late or "reward"
+        return Closing()
 
     def _prompt_ids(self, ticket: Ticket, row: Row, opening: Opening) -> list[int]:
         """Ids of the first prompt: the ticket's, unless there are tools to describe or the environment adds
@@ -157,25 +202,29 @@ class Play:
                 messages = [{"role": "system", "content": data.system_prompt}, *messages]
         return chat.render(_appended(messages, opening.added), self._kind.tools)
 
-    async def _take_turns(self, ticket: Ticket, recorder: SegmentRecorder, ask: Ask) -> SessionEnd:
+    async def _take_turns(
+        self, ticket: Ticket, recorder: SegmentRecorder, recording: Recording
+    ) -> SessionEnd:
         context: list[int] = []
         while True:
             room = self._room(recorder) - len(context)
             if room <= 0:
                 return "max_tokens"
-            sampling, begun = ticket.sampling, time.monotonic()
+            sampling, begun = recorder.asking(ticket.sampling, len(recorder.completion_ids)), time.monotonic()
             if sampling.max_tokens > room:
                 sampling = sampling.model_copy(update={"max_tokens": room})
             try:
                 async with asyncio.timeout(self._left_s() if recorder.turns else None):
-                    generation = await ask([*recorder.ids, *context], sampling)
+                    generation = await recording.turn([*recorder.ids, *context], sampling)
             except TimeoutError:
+                self._late = "session"
                 return "timeout"
             # Only with the turn that followed it: what a session ends with is the model's.
             recorder.add_context(context)
             recorder.add_turn(generation, engine_s=time.monotonic() - begun)
             if (end := await self._hear(generation, recorder)) is not None:
                 return end
+            await recording.end_turn()
             if len(recorder.turns) >= self._section.max_turns:
                 return "max_turns"
             context = self._chat.extend(generation.token_ids, True, self._answers, self._kind.tools)
@@ -187,12 +236,16 @@ class Play:
         self._messages.append(parsed.message)
         if is_cut and not self._kind.takes_text:
             return "max_tokens"  # a truncated call is not executed
-        begun = time.monotonic()
+        begun, acts = time.monotonic(), list[Act]()
         try:
             async with asyncio.timeout(self._left_s()):
                 acts = await self._answer(parsed)
         except TimeoutError:
-            return "timeout"
+            self._late = "session"
+        except EnvironmentFaultError as fault:
+            if fault.kind != "timeout" or not self._section.truncates_late:
+                raise
+            self._late = "call"
         rewards = [act.reward for act in acts if act.reward is not None]
         self._turn_rewards += rewards
         recorder.describe_last_turn(
@@ -201,6 +254,8 @@ class Play:
             reward=sum(rewards) if rewards else None,
             environment_s=time.monotonic() - begun,
         )
+        if self._late:
+            return "timeout"
         self._answers = [dict(message) for act in acts for message in act.messages]
         if limit := self._section.max_result_tokens:  # a long answer loses its middle
             for message in self._answers:

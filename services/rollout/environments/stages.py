@@ -59,6 +59,9 @@ class TimedEnvironment(Environment, ABC):
     async def reset(self, row: Row) -> Opening:
         return await self.operate(Opening, "reset", dict(row))
 
+    async def restore(self, mark: Any) -> None:
+        await self.operate(type(None), "restore", mark)
+
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
         """The model calls a tool. Where it is late and the session can go on, the model reads that."""
         try:

@@ -14,11 +14,11 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
 from tidemill.common.wire.messages import SamplingParams
-from tidemill.common.wire.segments import Session, SessionEnd
+from tidemill.common.wire.segments import Late, Session, SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.gateway.dialogue import (
     SESSION_LIMIT,
@@ -35,6 +35,7 @@ from tidemill.services.rollout.gateway.histories import (
 )
 from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of, num_shared
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played
+from tidemill.services.rollout.sessions.recorder import choices_of
 
 MAX_REPEATS = 8
 """How often one answer is given again. Clients retry twice; who asks more often wants another answer."""
@@ -96,6 +97,8 @@ class GatewaySession:
         self._finding = asyncio.Lock()
         """Held while the history is sought that a question continues: it is rendered and tokenised."""
         self._is_closed = False
+        self.late: Late = ""
+        """What ran out of time, once something has."""
         self.reached: list[SessionEnd] = []
         """The limits that refused questions."""
         self._num_passed = 0
@@ -173,20 +176,23 @@ class GatewaySession:
 
     def played(self, reward: float | None, metrics: Mapping[str, float], num_faults: int = 0) -> Played:
         """What the session came to. Raises ValueError: the model was never asked."""
-        first, *forks = (history.recorder.segment() for history in self.histories.recorded)
+        recorders = [history.recorder for history in self.histories.recorded]
+        first, *forks = (recorder.segment() for recorder in recorders)
         session = Session(
             environment=AGENT,
             turns=first.turns,
             forks=tuple(forks),
             messages=tuple(self._said()),
             end=self.end,
+            late=self.late if self.end == "timeout" else "",
             reward=reward,
             metrics=dict(metrics),
             histories=dict(self.counts),
             num_faults=num_faults,
         )
-        text = self._decode(self.histories.recorded[-1].recorder.completion_ids)
-        return Played(first, text, "stop" if self.end == "done" else "length", session)
+        text = self._decode(recorders[-1].completion_ids)
+        choices = choices_of(recorders)
+        return Played(first, text, "stop" if self.end == "done" else "length", session, choices)
 
     def _said(self) -> list[Message]:
         """All messages after the first prompt, segment by segment; of each, those that no earlier one has."""
@@ -296,7 +302,7 @@ class GatewaySession:
         ids, history = found.ids, found.history
         sampling = self._sampling.model_copy(update={"max_tokens": max_tokens, "stop": question.stop})
         try:
-            whole = await self._ask(ids, sampling)
+            whole = await self._ask(ids, history.recorder.asking(sampling, found.num_kept))
         except ValueError as error:
             raise RequestError(f"the engine refuses the prompt: {error}") from None
         if found.kind != "new":
@@ -335,14 +341,7 @@ def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Gen
     if not found:
         return generation
     # One token at least: the stop sequence may begin within the first, and a turn has to have one.
-    num_tokens = max(1, num_within(ids, min(found), decode))
-    return replace(
-        generation,
-        token_ids=ids[:num_tokens],
-        logprobs=generation.logprobs[:num_tokens],
-        spans=tuple(span for span in generation.spans if span[1] < num_tokens),
-        finish="stop",
-    )
+    return generation.cut(max(1, num_within(ids, min(found), decode)))
 
 
 def _answer_of(

@@ -1,8 +1,9 @@
 """What plays one sample: one completion, a session with an environment, or an agent program's session."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -10,10 +11,12 @@ import structlog
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.common.wire.choices import Rows
+from tidemill.common.wire.messages import Choices, SamplingParams, Ticket
 from tidemill.common.wire.segments import Finish, Segment, Session
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.chat import ChatFormat
+from tidemill.services.rollout.sessions.parts import Recording
 
 log = structlog.get_logger(__name__)
 
@@ -36,12 +39,19 @@ class Played:
     text: str
     finish: Finish = "stop"
     session: Session | None = None
+    choices: dict[str, Rows] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
         """Fields of the `Trajectory`."""
         names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "spans")
         fields = {name: getattr(self.first, name) for name in names}
-        return fields | {"text": self.text, "finish": self.finish, "session": self.session}
+        choices = Choices(rows=self.choices) if self.choices else None
+        return fields | {
+            "text": self.text,
+            "finish": self.finish,
+            "session": self.session,
+            "choices": choices,
+        }
 
 
 class Player:
@@ -50,6 +60,8 @@ class Player:
     def __init__(self, config: RunConfig, decode: Decode, open_chat: OpenChat) -> None:
         self.config, self.section = config, config.rollout.environment
         self.decode, self.open_chat = decode, open_chat
+        self.num_faults: Counter[str] = Counter()
+        """So far, by their kind."""
 
     async def start(self) -> None:
         """Load what it needs. Raises ConfigError: the environment cannot be used as configured."""
@@ -71,6 +83,7 @@ class Player:
                     break
                 except EnvironmentFaultError as fault:
                     num_faults += 1
+                    self.num_faults[fault.kind] += 1
                     metrics.ENVIRONMENT_FAULTS.labels(fault.kind).inc()
                     is_last = num_faults >= self.section.attempts
                     log.warning("an environment failed", sample=name, error=str(fault), again=not is_last)
@@ -94,7 +107,7 @@ class SingleTurn(Player):
     """The smallest environment: one completion, and nothing that answers it."""
 
     async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
-        generation = await ask(ticket.prompt_ids.tolist(), ticket.sampling)
+        generation = await Recording.of(ask).turn(ticket.prompt_ids.tolist(), ticket.sampling)
         # Nothing is checked here: the trajectory that is made of it is, and twice would cost time.
         sampled: dict[str, Any] = {
             "prompt_ids": ticket.prompt_ids,
@@ -103,7 +116,8 @@ class SingleTurn(Player):
             "spans": generation.spans,
         }
         segment = Segment.model_construct(**sampled)
-        return Played(segment, self.decode(generation.token_ids), generation.finish)
+        text = self.decode(generation.token_ids)
+        return Played(segment, text, generation.finish, choices=generation.choices)
 
 
 def _observe(played: Played) -> None:
@@ -114,7 +128,7 @@ def _observe(played: Played) -> None:
     turns = [turn for segment in segments for turn in segment.turns]
     of_model = sum(turn.num_tokens for turn in turns)
     num_tokens = sum(len(segment.completion_ids) for segment in segments)
-    metrics.SESSION_ENDS.labels(session.end).inc()
+    metrics.SESSION_ENDS.labels(session.end, session.late).inc()
     metrics.SESSION_TURNS.observe(len(turns))
     metrics.SESSION_TOKENS.labels("model").inc(of_model)
     metrics.SESSION_TOKENS.labels("environment").inc(num_tokens - of_model)

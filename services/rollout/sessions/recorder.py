@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tidemill.common.wire.choices import KEPT, ROUTES, Rows
+from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Segment, Turn, VersionSpan
 from tidemill.services.rollout.engines.engine import Generation
 
@@ -19,6 +21,10 @@ class SegmentRecorder:
         self.prompt_ids = list(prompt_ids)
         self.completion_ids: list[int] = []
         self.turns: list[Turn] = []
+        self.kept = Rows.nothing(0)
+        """A row for each completion token; an empty one where nothing was left out, or no model spoke."""
+        self.routes: list[Rows] = []
+        """Of all tokens but the last, turn by turn; fewer where the engine gave none."""
         self._logprobs: list[float] = []
         self._mask: list[bool] = []
         self._spans: list[VersionSpan] = []
@@ -27,6 +33,12 @@ class SegmentRecorder:
     def ids(self) -> list[int]:
         """All tokens so far: what the engine continues."""
         return self.prompt_ids + self.completion_ids
+
+    def asking(self, sampling: SamplingParams, num_kept: int) -> SamplingParams:
+        """As the turn after `num_kept` tokens of the completion is asked for: routes that are known already
+        stay those of the weights that computed them."""
+        num_routed = min(sum(map(len, self.routes)), len(self.prompt_ids) + num_kept)
+        return sampling.model_copy(update={"num_routed": num_routed}) if num_routed else sampling
 
     def add_turn(self, generation: Generation, engine_s: float = 0.0) -> None:
         first = len(self.completion_ids)
@@ -42,7 +54,9 @@ class SegmentRecorder:
         )
         for version, start in generation.spans:
             self._begin_span(version, first + start)
-        self._append(generation.token_ids, generation.logprobs, is_trained=True)
+        self._append(generation.token_ids, generation.logprobs, True, generation.choices.get(KEPT))
+        if (routes := generation.choices.get(ROUTES)) is not None:
+            self.routes.append(routes)
 
     def add_context(self, ids: Sequence[int]) -> None:
         """The environment said something, or the chat format needs something between two turns."""
@@ -62,6 +76,9 @@ class SegmentRecorder:
         if not self.turns or num_tokens < self.turns[-1].first:
             raise ValueError(f"token {num_tokens} is before the last turn; begin a segment of its own")
         del self.completion_ids[num_tokens:], self._logprobs[num_tokens:], self._mask[num_tokens:]
+        self.kept = self.kept[:num_tokens]
+        if self.routes:
+            self.routes = [Rows.joined(self.routes)[: len(self.prompt_ids) + num_tokens]]
         last = self.turns[-1]
         self.turns[-1] = last.model_copy(update={"num_tokens": min(last.num_tokens, num_tokens - last.first)})
         # A completion begins with a span, also where all of its tokens go.
@@ -80,8 +97,11 @@ class SegmentRecorder:
             turns=tuple(self.turns),
         )
 
-    def _append(self, ids: Sequence[int], logprobs: Sequence[float], is_trained: bool) -> None:
+    def _append(
+        self, ids: Sequence[int], logprobs: Sequence[float], is_trained: bool, kept: Rows | None = None
+    ) -> None:
         self.completion_ids += ids
+        self.kept = Rows.joined([self.kept, kept or Rows.nothing(len(ids))])
         self._logprobs += logprobs
         self._mask += [is_trained] * len(ids)
 
@@ -94,3 +114,14 @@ class SegmentRecorder:
             first = 0
         if not self._spans or self._spans[-1][0] != version:
             self._spans.append((version, first))
+
+
+def choices_of(recorders: Sequence[SegmentRecorder]) -> dict[str, Rows]:
+    """The choices of a sample, from the recorders of its segments."""
+    kept = Rows.joined([recorder.kept for recorder in recorders])
+    choices = {KEPT: kept} if len(kept.values) else {}
+    # All or none: what is missing shows by its absence.
+    routes = [Rows.joined(one.routes)[: len(one.ids) - 1] for one in recorders if one.routes]
+    if sum(map(len, routes)) == sum(len(one.ids) - 1 for one in recorders):
+        choices[ROUTES] = Rows.joined(routes)
+    return choices

@@ -68,7 +68,7 @@ class Precompute:
 
     def is_ready(self, group: PendingGroup, step: int) -> bool:
         """Whether nothing is left to compute for training the group at `step`."""
-        return not self.is_needed or group.precomputed_for == step
+        return not self.is_needed or group.precomputed_for == step or group.is_demonstration
 
     async def compute(self, groups: Sequence[PendingGroup], step: int) -> int:
         """Compute what `step` needs of the first groups, in one call in the policy's thread: of as many as
@@ -379,6 +379,9 @@ class BatchAssembler:
     async def _look_for_losses(self, step: int, quiet_s: float) -> None:
         if not await self._recover_if_redis_restarted():
             await self.reconciler.restore_lost()
+        groups = self.join.groups.values()
+        if lost := [g.ticket for g in groups if g.is_demonstration and not g.is_generated]:
+            await self.scheduler.show(lost)
         # Where something arrived that was unreadable or refused, a group waits for it in vain: not for long.
         is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s
         if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):
@@ -392,7 +395,7 @@ class BatchAssembler:
         Looked at twice, and all that the streams hold is read after each look: what the first look does not
         know of, because it was on its way to the join, the second one does.
         """
-        groups = list(self.join.groups.values())
+        groups = [group for group in self.join.groups.values() if not group.is_demonstration]
         for _ in range(2):
             found = set(await self.reconciler.find_abandoned(groups))
             groups = [group for group in groups if group.ticket in found]

@@ -1,11 +1,18 @@
-"""Which prompt each ticket has, in what size of group, sampled how.
+"""Which prompt each ticket has, in what size of group, sampled how; and which places of the batches have
+demonstrations.
 
 Guarantee: the prompt of ticket n follows from the seed, the config, the tickets before n and, where there is
 a curriculum, the commits that `curriculum.py` names: never from timing. So a checkpoint needs little, and a
 resumed run issues the same prompts.
+
+The places of all batches are numbered, `groups_per_step` for each step. The mixture of all weights says which
+have a demonstration; the others have tickets, and what replaces one of those is a ticket again, so that the
+share stays. A demonstration's ticket is its place (`FIRST_DEMONSTRATION`): step, row and trajectory are
+functions of it, and nothing of it has to be kept.
 """
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import lcm
@@ -14,9 +21,19 @@ from typing import Any
 import xxhash
 
 from tidemill.common.config import RunConfig
+from tidemill.common.config.data import SourceConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.messages import Commit, Outcome, SamplingParams, Ticket
+from tidemill.common.wire.messages import (
+    FIRST_DEMONSTRATION,
+    Commit,
+    Outcome,
+    SamplingParams,
+    Ticket,
+    Trajectory,
+    is_demonstration,
+)
 from tidemill.services.trainer.batch.curriculum import Curriculum
+from tidemill.services.trainer.batch.demonstrations import Demonstration
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
 
 
@@ -33,7 +50,9 @@ class Mixture:
     nine bytes for each number asked for.
     """
 
-    def __init__(self, weights: Sequence[float], seed: int, limits: Sequence[int | None] = ()) -> None:
+    def __init__(
+        self, weights: Sequence[float | Fraction], seed: int, limits: Sequence[int | None] = ()
+    ) -> None:
         # By its text: 0.1 is a tenth, and not the float beside it.
         fractions = [Fraction(str(weight)) for weight in weights]
         if not fractions or min(fractions) <= 0:
@@ -99,24 +118,78 @@ class Mixture:
         return best
 
 
-class PromptPlan:
-    """The prompts of a run: one source without a name, or those of `data.train`, in their order."""
+class BatchPlaces:
+    """Which places of the batches have demonstrations; takes as much as a `Mixture`, and 8 bytes a step."""
 
-    def __init__(self, sources: Sequence[PromptSource], config: RunConfig) -> None:
+    def __init__(
+        self, sources: Sequence[PromptSource], limits: Sequence[int | None], config: RunConfig
+    ) -> None:
+        data, self._size, self._max_staleness = (
+            config.data,
+            config.trainer.groups_per_step,
+            config.trainer.max_staleness,
+        )
+        self.sources = sources
+        weights: list[float | Fraction] = [source.weight for source in data.demonstrations]
+        # Exact: floats that are added up would be other shares.
+        rest = sum((Fraction(str(source.weight)) for source in data.prompt_sources), Fraction())
+        more: list[Fraction] = [rest] if rest else []
+        self._mixture = Mixture([*weights, *more], config.seed, [*limits, *(None for _ in more)])
+        self._prompts = array("Q", [0])
+        """Per step, how many places of the steps below it have tickets."""
+
+    def num_prompts(self, steps: int) -> int:
+        """Places of the first `steps` steps that have tickets."""
+        while len(self._prompts) <= steps:
+            first = (len(self._prompts) - 1) * self._size
+            places = map(self._mixture.place_at, range(first, first + self._size))
+            own = sum(source == len(self.sources) for source, _ in places)
+            self._prompts.append(self._prompts[-1] + own)
+        return self._prompts[steps]
+
+    def step_of(self, number: int) -> int:
+        """The step of a ticket that replaces none, of those that `num_prompts` has counted."""
+        return bisect_right(self._prompts, number) - 1
+
+    def trajectory(self, ticket: int) -> Trajectory:
+        """The demonstration of a ticket."""
+        place = ticket - FIRST_DEMONSTRATION
+        source, position = self._mixture.place_at(place)
+        shown, step = self.sources[source].prompt_at(position), place // self._size
+        assert isinstance(shown, Demonstration)
+        return shown.trajectory(ticket, step, max(0, step - self._max_staleness))
+
+    def tickets(self, step: int) -> list[int]:
+        """Those of a step's demonstrations."""
+        places = range(step * self._size, (step + 1) * self._size)
+        shown = [place for place in places if self._mixture.place_at(place)[0] < len(self.sources)]
+        return [FIRST_DEMONSTRATION + place for place in shown]
+
+
+class PromptPlan:
+    """The prompts of a run: one source without a name, or those of `data.train`, in their order; and its
+    demonstrations, where it has some."""
+
+    def __init__(
+        self, sources: Sequence[PromptSource], config: RunConfig, demonstrations: Sequence[PromptSource] = ()
+    ) -> None:
         self.sources, self._config = sources, config
-        named = config.data.sources
-        epochs = [source.epochs for source in named] or [None]
-        limits = [None if e is None else e * len(s) for e, s in zip(epochs, sources, strict=True)]
-        _check_limits(limits, config)
-        weights = [source.weight for source in named] or [1.0]
+        named = config.data.prompt_sources
+        weights, limits = [source.weight for source in named] or [1.0], _limits(named, sources)
+        shown = _limits(config.data.demonstrations, demonstrations)
+        _check_limits([*(limits if sources else ()), *shown], config)
+        # Without sources nobody asks it.
         self._mixture = Mixture(weights, config.seed, limits)
+        self.places = BatchPlaces(demonstrations, shown, config) if demonstrations else None
         self._curriculum: Curriculum | None = None
-        if config.data.curriculum is not None:
+        if config.data.curriculum is not None and sources:
             self._curriculum = Curriculum(sources, config.data.curriculum)
-        self.fingerprint = sources[0].fingerprint
+        self.fingerprint = sources[0].fingerprint if sources else ""
         """Over everything that decides which prompt is at which position of which source."""
-        if sources[0].name:
-            parts = [(s.name, s.fingerprint, w, n) for s, w, n in zip(sources, weights, limits, strict=True)]
+        if config.data.sources:
+            parts = [(s.name, s.fingerprint, w, n) for s, w, n in zip(sources, weights, limits, strict=False)]
+            own = zip(demonstrations, config.data.demonstrations, shown, strict=True)
+            parts += [(s.name, s.fingerprint, one.weight, n) for s, one, n in own]
             self.fingerprint = xxhash.xxh3_128_hexdigest(repr(parts).encode())
         sampling = list(map(config.sampling_of, named)) or [config.rollout.sampling]
         self._sampling = [SamplingParams(**own.model_dump()) for own in sampling]
@@ -143,8 +216,19 @@ class PromptPlan:
 
     def sizes(self, tickets: Iterable[int]) -> dict[str, int]:
         """Samples of each group, of those that have another number than `trainer.group_size` says."""
-        sizes = {str(ticket): self._sizes[self._mixture.place_at(ticket)[0]] for ticket in tickets}
+        sizes = {
+            str(ticket): 1 if is_demonstration(ticket) else self._sizes[self._mixture.place_at(ticket)[0]]
+            for ticket in tickets
+        }
         return {ticket: size for ticket, size in sizes.items() if size != self._config.trainer.group_size}
+
+    def num_tickets(self, steps: int) -> int:
+        """Tickets of the first `steps` steps, without those that replace others."""
+        return self.places.num_prompts(steps) if self.places else steps * self._config.trainer.groups_per_step
+
+    def step_of(self, number: int) -> int:
+        """The step of the ticket that is the `number`-th of them."""
+        return self.places.step_of(number) if self.places else number // self._config.trainer.groups_per_step
 
     def adopt(self, ticket: Ticket) -> None:
         """Take in a ticket that an earlier process has issued, the next one."""
@@ -198,7 +282,7 @@ class PromptPlan:
     def state(self, next_ticket: int) -> dict[str, Any]:
         """For the checkpoint. The positions are for people: they follow from the number of tickets."""
         state: dict[str, Any] = {"fingerprint": self.fingerprint}
-        if self._config.data.sources:
+        if self.sources and self.sources[0].name:
             counts = self._mixture.counts_at(next_ticket)
             names = [source.name for source in self.sources]
             state["positions"] = dict(zip(names, counts, strict=True))
@@ -217,6 +301,12 @@ class PromptPlan:
             )
         if self._curriculum is not None:
             self._curriculum.restore(state["curriculum"])
+
+
+def _limits(named: Sequence[SourceConfig], sources: Sequence[PromptSource]) -> list[int | None]:
+    """How many groups each source has in all its epochs; None: no end."""
+    epochs = [source.epochs for source in named] or [None] * len(sources)
+    return [None if e is None else e * len(s) for e, s in zip(epochs, sources, strict=True)]
 
 
 def _check_limits(limits: Sequence[int | None], config: RunConfig) -> None:

@@ -9,7 +9,7 @@ which source a ticket has.
 import dataclasses
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -61,6 +61,11 @@ class Prompt:
         """What a `Ticket` says of its prompt."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return fields | {"prompt_ids": fields.pop("ids"), "prompt_text": fields.pop("text")}
+
+    @property
+    def rest(self) -> bytes:
+        """Of a demonstration, what follows the prompt."""
+        return b""
 
 
 class PromptSource:
@@ -134,13 +139,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def load_training_prompts(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> list[PromptSource]:
-    """Read, tokenise and check the training files: each source in order; one without a name where `train`
-    names files."""
+    """Read, tokenise and check the training files: each source of prompts in order; one without a name where
+    `train` names files."""
     own = {source.name: data.of_source(source) for source in data.sources}
     encode = StreamedPrompts if data.stream else encode_rows
     return [
         PromptSource(encode(rows, tokenizer, data), seed, own.get(name, data).shuffle, name)
-        for name, rows in read_training_rows(data).items()
+        for name, rows in read_training_rows(data, data.prompt_sources).items()
     ]
 
 
@@ -159,17 +164,25 @@ def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: D
         ConfigError: a prompt is too long (where `overlong_prompts` is `error`), has no tokens, or does not
             fit the chat template. The message names the row.
     """
-    return list(_encoded(rows, tokenizer, data, _uses_template(tokenizer, data)))
+    return list(_encoded(rows, tokenizer, data, uses_template(tokenizer, data)))
 
 
 class StreamedPrompts(Sequence[Prompt]):
     """Prompts that are read and tokenised when they are asked for. All are once at the start, to check them
     and to know their content; kept is the row of each, 8 bytes. Raises ConfigError: as `encode_rows`."""
 
-    def __init__(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
-        use_template = _uses_template(tokenizer, data)
-        self._encode = partial(_encoded, tokenizer=tokenizer, data=data, use_template=use_template)
-        self._source = rows
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        encode: Callable[[Sequence[Row]], Iterator[Prompt]] | None = None,
+    ) -> None:
+        """`encode` is that of demonstrations."""
+        if encode is None:
+            use_template = uses_template(tokenizer, data)
+            encode = partial(_encoded, tokenizer=tokenizer, data=data, use_template=use_template)
+        self._encode, self._source = encode, rows
         self._read = lru_cache(maxsize=STREAMED_KEPT)(self._read_prompt)
         self.rows, self.content = _content(self._encode(rows))
 
@@ -230,7 +243,7 @@ def cut(ids: Int32, limit: int, side: Literal["left", "right", "middle"]) -> Int
     return np.concatenate([ids[:first], ids[len(ids) - (limit - first) :]])
 
 
-def _uses_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
+def uses_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if data.chat_template == "always" and not has_template:
         raise ConfigError(
@@ -254,7 +267,7 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_
             f"{row.origin}: the prompt is a chat of {len(row.prompt)} messages, but no chat template is in "
             "use; use data.chat_template 'auto' with a model that has one, or give the prompt as text."
         )
-    messages = _chat_messages(row, data)
+    messages = chat_messages(row, data)
     is_prefilled = messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
@@ -271,7 +284,7 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_
     return text
 
 
-def _chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
+def chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
     """The row as a chat: system prompt first unless it has its own, suffix on the last question."""
     prompt = row.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -320,5 +333,5 @@ def _content(prompts: Iterable[Prompt]) -> tuple[NDArray[np.int64], str]:
         rows.append(prompt.row)
         # With lengths and separators: other rows with their borders elsewhere must not give the same bytes.
         digest.update(f"|{prompt.row} {len(prompt.ids)} {prompt.ground_truth!r}|".encode())
-        digest.update(prompt.ids.tobytes())
+        digest.update(prompt.ids.tobytes() + prompt.rest)
     return np.array(rows, dtype=np.int64), digest.hexdigest()

@@ -8,7 +8,7 @@ A ticket's number says which prompt it has (`prompt_plan.py`) and, plus one, is 
 idempotent: after a crash, tickets in the stream are adopted, and the others are issued again unchanged.
 """
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -17,10 +17,10 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Entry, append_missing, entry_id_of, id_order, last_id, read_range
+from tidemill.common.streams import Entry, append, append_missing, entry_id_of, id_order, last_id, read_range
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Outcome, Ticket
+from tidemill.common.wire.messages import Outcome, Ticket, Trajectory
 from tidemill.services.trainer.batch.curriculum import outcome_of
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
@@ -37,7 +37,7 @@ class Scheduler:
         keys: Keys,
         config: RunConfig,
         prompts: PromptPlan,
-        expect: Callable[[list[Ticket]], None],
+        expect: Callable[[Iterable[Ticket | Trajectory]], None],
     ) -> None:
         """Args:
         broker: Redis.
@@ -51,17 +51,39 @@ class Scheduler:
         self.next_ticket = 0
         self.num_replacements = 0
         self.outstanding: dict[int, Ticket] = {}
+        self._num_shown = 0
+        """Steps whose demonstrations this process has published."""
 
     def limit(self, version: int) -> int:
         """Most tickets that may have been issued when `version` steps are committed."""
         steps = min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
-        return steps * self.trainer.groups_per_step + self.num_replacements
+        return self.prompts.num_tickets(steps) + self.num_replacements
 
     async def admit(self, version: int) -> list[Ticket]:
         """Issue every regular ticket that the gate lets in now."""
-        numbers, size = range(self.next_ticket, self.limit(version)), self.trainer.groups_per_step
+        await self._show(version)
+        numbers = range(self.next_ticket, self.limit(version))
         # Replacements have taken numbers too; without them, regular tickets keep their steps.
-        return await self._issue([self._next(n, (n - self.num_replacements) // size) for n in numbers])
+        steps = [self.prompts.step_of(number - self.num_replacements) for number in numbers]
+        return await self._issue([self._next(n, step) for n, step in zip(numbers, steps, strict=True)])
+
+    async def _show(self, version: int) -> None:
+        """Publish the demonstrations of every step that the gate lets in. A trainer that starts publishes
+        them once more, byte by byte: the first of a key counts."""
+        if (places := self.prompts.places) is None:
+            return
+        end = min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
+        for step in range(max(self._num_shown, version), end):
+            await self.show(places.tickets(step))
+        self._num_shown = end
+
+    async def show(self, tickets: Sequence[int]) -> None:
+        """Publish these demonstrations, also where Redis has lost them."""
+        assert self.prompts.places is not None
+        made = [self.prompts.places.trajectory(ticket) for ticket in tickets]
+        # Before they are appended, as tickets: the stream's reader may have them sooner than we the answer.
+        self.expect(made)
+        await append(self.broker, self.keys.trajectories(), *made)
 
     async def replace(self, ticket: int, step: int, rewards: Sequence[float] = ()) -> list[Ticket]:
         """Issue a fresh ticket in place of one whose group cannot be trained, while `step` is in progress.
@@ -122,7 +144,9 @@ class Scheduler:
         await take_back(self.broker, self.keys, self.keys.prompts(), letters, self._floor)
         numbers = [entry.message.ticket for entry in orphans]
         # A mark that says "published" would hold for the ticket that gets this number next.
-        await self.broker.execute("DEL", *map(self.keys.progress, numbers), *map(self.keys.results, numbers))
+        progress = [self.keys.progress(number) for number in numbers]
+        left = (*progress, *map(self.keys.parts, progress), *map(self.keys.results, numbers))
+        await self.broker.execute("DEL", *left)
 
     async def reissue_lost(self) -> int:
         """Issue again, unchanged, the outstanding tickets above the stream's last id: Redis has lost them."""

@@ -46,6 +46,8 @@ class StreamJoin:
 
     def __init__(self, broker: Broker, keys: Keys) -> None:
         self._broker, self._keys = broker, keys
+        if broker.claims is not None:
+            broker.claims.reads_choices = True
         self.groups: dict[int, PendingGroup] = {}
         self.complete: list[int] = []
         """Tickets of complete groups, in the order in which they became complete."""
@@ -67,8 +69,8 @@ class StreamJoin:
             name: OffsetReader(broker, name.key(keys), name.message_type) for name in STREAMS
         }
 
-    def expect(self, tickets: Iterable[Ticket]) -> None:
-        """Open groups for tickets that have been issued."""
+    def expect(self, tickets: Iterable[Ticket | Trajectory]) -> None:
+        """Open groups for tickets that have been issued, and for demonstrations."""
         for ticket in tickets:
             self.groups.setdefault(ticket.ticket, PendingGroup.of(ticket))
 
@@ -241,7 +243,8 @@ class StreamJoin:
             self.unread_at = time.monotonic()
         group = self.groups.get(entry.message.ticket)
         # What a step has taken is whole: it must not be trained and replaced as well.
-        if group is not None and not group.is_taken:
+        # A demonstration was not for those who failed at it.
+        if group is not None and not group.is_taken and not group.is_demonstration:
             self.dead.setdefault(group.ticket, (entry.entry_id, entry.message.error))
             self.changed.set()
 

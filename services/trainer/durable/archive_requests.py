@@ -185,6 +185,7 @@ async def claims_in(broker: Broker, key: str, last: str = "+") -> AsyncIterator[
         for entry_id, fields in entries:
             if NAMES_A_CLAIM in fields.get(PAYLOAD_FIELD, b""):
                 record = decoded(entry_id.encode(), fields, Trajectory)
-                if isinstance(record, Entry) and record.message.claim is not None:
-                    yield record.message.claim
+                if isinstance(record, Entry):
+                    for claim in record.message.claims:
+                        yield claim
         first = f"({entries[-1][0]}"

@@ -34,6 +34,7 @@ from tidemill.common.streams import (
 )
 from tidemill.common.streams.entries import Garbled
 from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Choices, Trajectory
 
 log = structlog.get_logger(__name__)
 
@@ -183,6 +184,9 @@ def _payload(record: Entry[Any] | Garbled) -> Any:
     """Tells records apart; a claim is the same as what it claims."""
     if isinstance(record, Garbled):
         return record.fields
-    if has_claim(record.message):
-        return record.message.claim.digest
-    return xxhash.xxh3_128_hexdigest(codec.encode_payload(record.message))
+    message = record.message
+    if has_claim(message):
+        return message.claim.digest
+    if isinstance(message, Trajectory) and message.choices is not None:
+        message = message.model_copy(update={"choices": Choices(claim=message.choices.claim)})
+    return xxhash.xxh3_128_hexdigest(codec.encode_payload(message))

@@ -251,6 +251,7 @@ def open_cursor(
     is_wanted: Callable[[int], bool] = lambda _: True,
 ) -> GroupCursor:
     """A reader of groups, from these positions or from the start of the streams."""
+    history.claims.reads_choices = True
     most = (2 + config.trainer.max_staleness) * config.trainer.groups_per_step
     return GroupCursor(history, config.largest_group_size, most, positions, is_wanted)
 

@@ -23,6 +23,7 @@ from tidemill.services.trainer.groups.trie import (
     Trie,
     in_order,
     num_different,
+    with_routes,
 )
 
 Layout = Literal["padded", "tree", "tree_or_padded", "varlen"]
@@ -241,8 +242,9 @@ def split_groups(
 
 
 def _rows_of(sample: Sample) -> Iterator[Int32]:
-    """Prompt and completion of each of its rows, as one."""
+    """Prompt and completion of each of its rows, as one, with its routes."""
     start = 0
-    for prompt_ids, num_completion in sample.segments:
-        yield np.concatenate([prompt_ids, sample.completion_ids[start : start + num_completion]])
+    for number, (prompt_ids, num_completion) in enumerate(sample.segments):
+        ids = np.concatenate([prompt_ids, sample.completion_ids[start : start + num_completion]])
+        yield with_routes(ids, sample.routes[number].keys if sample.routes else None)
         start += num_completion

@@ -14,12 +14,22 @@ import structlog
 from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.streams import Entry, id_order
 from tidemill.common.wire.arrays import Int32
-from tidemill.common.wire.messages import Score, ScoreStatus, Ticket, Trajectory, fault_of
+from tidemill.common.wire.choices import ROUTES
+from tidemill.common.wire.messages import (
+    Score,
+    ScoreStatus,
+    Ticket,
+    Trajectory,
+    fault_of,
+    is_demonstration,
+)
 from tidemill.services.trainer.groups.samples import (
     Precomputed,
     Sample,
+    has_masks,
     make_sample,
     mask_of_whole_turns,
+    missing_mask,
     with_teaching,
 )
 
@@ -27,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS, MISSING_TEACHER = "bad_numbers", "no_teacher_logprobs"
-NO_PAYLOAD, ENVIRONMENT_FAULT = "no_payload", "environment_fault"
+NO_PAYLOAD, ENVIRONMENT_FAULT, NO_CHOICES = "no_payload", "environment_fault", "no_choices"
 NO_BASELINE = "no_greedy_baseline"
 GREEDY = "greedy_baseline"
 """Why a sample is left out that was not sampled."""
@@ -67,8 +77,8 @@ class PendingGroup:
     """The step for which that was done."""
 
     @classmethod
-    def of(cls, ticket: Ticket) -> "PendingGroup":
-        """Of a ticket that was issued just now."""
+    def of(cls, ticket: Ticket | Trajectory) -> "PendingGroup":
+        """Of a ticket that was issued just now, or of a demonstration."""
         size, min_version = ticket.group_size, ticket.min_version
         return cls(ticket.ticket, ticket.step, group_size=size, ticket_min_version=min_version)
 
@@ -78,9 +88,14 @@ class PendingGroup:
         return len(self.trajectories) == self.group_size
 
     @property
+    def is_demonstration(self) -> bool:
+        """Whether it is trained as it is: it has no score, and no version produced it."""
+        return is_demonstration(self.ticket)
+
+    @property
     def is_complete(self) -> bool:
         """Whether every trajectory and every score is there."""
-        return self.is_generated and len(self.scores) == self.group_size
+        return self.is_generated and (self.is_demonstration or len(self.scores) == self.group_size)
 
     @property
     def oldest_version(self) -> int:
@@ -117,6 +132,9 @@ class PendingGroup:
         ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
         if isinstance(message, Score):
             made, first = self.trajectories.get(index), self.scores.get(index)
+            # It is complete without one, and must not become so twice.
+            if self.is_demonstration:
+                return [entry]
             if self.is_of_other_tokens(message):
                 log.warning("score of other tokens refused", ticket=self.ticket, index=index)
                 return [entry]
@@ -182,12 +200,15 @@ class TrainableGroup:
     @property
     def sampled(self) -> list[Trajectory]:
         """All completions but the greedy baseline, also those that are not trained; of a sample that has
-        failed there is none."""
-        every = self.source.trajectories.values()
+        failed, and of a demonstration, there is none."""
+        every = () if self.source.is_demonstration else self.source.trajectories.values()
         return [one for one in every if not one.is_greedy and not fault_of(one)]
 
     def trained_versions(self) -> list[Int32]:
-        """For each sample, the version that produced each of its trained tokens. Shapes [A]."""
+        """For each sample, the version that produced each of its trained tokens; no version has produced a
+        demonstration. Shapes [A]."""
+        if self.source.is_demonstration:
+            return []
         records = self.source.trajectories
         return [records[sample.key[1]].token_versions()[sample.mask] for sample in self.samples]
 
@@ -217,32 +238,48 @@ class GroupFilter:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.reward, self.trainer = config, config.reward, config.trainer
         self.algorithm = config.trainer.algorithm
+        self.imitation = {source.name: source.imitation for source in config.data.demonstrations}
+        self.masked_sources = config.masked_sources
         self.has_baseline = self.algorithm.advantage_traits.has_greedy_baseline
+        self.needs_routes = False
+        """Whether the policy replays them, which the model decides."""
 
     def apply(self, group: PendingGroup, step: int) -> TrainableGroup | Refusal:
         """Check the staleness bound for `step`, then `select`."""
+        if group.is_demonstration:  # of no version
+            return self.select(group)
         if step - group.min_version > self.trainer.max_staleness:
             detail = f"version {group.min_version} at step {step}, max_staleness {self.trainer.max_staleness}"
             return Refusal(group.ticket, STALE, detail)
         if group.is_ahead or group.max_version > step:
             detail = f"version {group.max_version} at step {step}, which did not exist yet when it was named"
             return Refusal(group.ticket, STALE, detail)
+        samples = group.trajectories.values()
+        # Here and not in `select`: a step that was trained kept the sampling of its time.
+        wants_masks = any(one.source in self.masked_sources for one in samples)
+        if wants_masks and not any(has_masks(one) or one.lacks_choices for one in samples):
+            detail = "its engine did not record which ids top_p, top_k or min_p left"
+            return Refusal(group.ticket, NO_CHOICES, detail)
         return self.select(group)
 
     def select(self, group: PendingGroup) -> TrainableGroup | Refusal:
         """Apply the failure policy, make samples. Their advantages come later (`Advantages.assign`). A replay
         begins here: a step that was trained kept the bound of its time."""
+        if group.is_demonstration:
+            return self._demonstration(group)
         teacher = self._teacher(group)
-        faults = {index: fault for index, one in group.trajectories.items() if (fault := fault_of(one))}
+        are_masked = any(map(has_masks, group.trajectories.values()))
+        found = {index: self._fault(one, are_masked) for index, one in group.trajectories.items()}
+        faults = {index: (reason, fault) for index, (reason, fault) in found.items() if fault}
         usable = {index: score for index, score in group.scores.items() if index not in faults}
         rewards, left_out = self._rewards(usable, teacher is not None)
-        for index in sorted(faults):
-            is_claimed = group.trajectories[index].claim is not None
-            left_out.append((index, NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT))
+        left_out += [(index, faults[index][0]) for index in sorted(faults)]
         for index, _ in left_out:
             # A reward of its own policy says so in the score; the others leave it to the run's.
             if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":
-                return Refusal(group.ticket, FAILED_SCORE, faults.get(index, group.scores[index].error))
+                return Refusal(
+                    group.ticket, FAILED_SCORE, faults.get(index, ("", group.scores[index].error))[1]
+                )
         greedy = {index: rewards[index] for index in rewards if group.trajectories[index].is_greedy}
         sampled = {index: reward for index, reward in rewards.items() if index not in greedy}
         left_out += [(index, GREEDY) for index in greedy]
@@ -251,7 +288,8 @@ class GroupFilter:
         elif not greedy:
             return Refusal(group.ticket, NO_BASELINE, "its greedy sample has no score, or it was given none")
         if len(rewards) < self.reward.min_group_size or not sampled:
-            reasons = {score.error for score in group.scores.values() if score.error} | {*faults.values()}
+            reasons = {score.error for score in group.scores.values() if score.error}
+            reasons |= {fault for _, fault in faults.values()}
             detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
             return Refusal(group.ticket, FEW_SCORES, detail)
         # Compared exactly, as by the estimators: they give exactly zero where rewards are equal.
@@ -272,6 +310,15 @@ class GroupFilter:
         baseline = baselines[0] if baselines else None
         trainable = TrainableGroup(group, samples, list(sampled.values()), left_out, baseline)
         return trainable.with_precomputed()
+
+    def _demonstration(self, group: PendingGroup) -> TrainableGroup:
+        """Its sample, with the weight of its source: whoever published it has checked it."""
+        (trajectory,) = group.trajectories.values()
+        sample = make_sample(trajectory)
+        weight = self.imitation[trajectory.source]
+        return TrainableGroup(
+            group, [replace(sample, imitation=weight, group_trained=sample.num_trained)], []
+        )
 
     def _teacher(self, group: PendingGroup) -> tuple[str, NamedRewardConfig] | None:
         """The teacher of the group's data source, which is that of all its trajectories."""
@@ -296,6 +343,15 @@ class GroupFilter:
             else:
                 left_out.append((index, FAILED_SCORE))
         return rewards, left_out
+
+    def _fault(self, one: Trajectory, is_masked: bool) -> tuple[str, str]:
+        """Why a sample has failed whatever its score says: a reason of ours, and words."""
+        if fault := fault_of(one):
+            is_claimed = one.claim is not None or one.lacks_choices
+            return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT, fault
+        if self.needs_routes and (one.choices is None or ROUTES not in one.choices.rows):
+            return NO_CHOICES, "the engine recorded no routes, or not of every token"
+        return NO_CHOICES, missing_mask(one) if is_masked and not one.is_greedy else ""
 
     def _sample(
         self, group: PendingGroup, index: int, reward: float, teacher: tuple[str, NamedRewardConfig] | None

@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from tidemill.common.errors import TidemillError
 from tidemill.common.wire.arrays import Bits, Float32, Float64, Int32
+from tidemill.common.wire.choices import KEPT, NUM_ROWS, ROUTES, Rows
 from tidemill.common.wire.messages import Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Segment
 
@@ -42,6 +44,26 @@ class SegmentTokens(NamedTuple):
 
     prompt_ids: Int32
     num_completion: int
+
+
+class Routes(NamedTuple):
+    """Which experts the engine chose for each token of a segment but the last, which it never computed."""
+
+    experts: NDArray[np.unsignedinteger]
+    """[tokens - 1, layers, experts of a token]."""
+    keys: Int32
+    """[tokens - 1, 2]: equal where the token's experts are, by a hash of 64 bits."""
+
+
+def make_routes(experts: NDArray[np.unsignedinteger]) -> Routes:
+    """Multilinear hashing over 64-bit words, whose multipliers are hashes of their places."""
+    flat = np.ascontiguousarray(experts).reshape(len(experts), -1).view(np.uint8)
+    num_words = -(-flat.shape[1] // 8)
+    padded = np.zeros((len(flat), 8 * num_words), dtype=np.uint8)
+    padded[:, : flat.shape[1]] = flat
+    odd = np.array([xxhash.xxh3_64_intdigest(b"%d" % word) | 1 for word in range(num_words)], dtype=np.uint64)
+    hashes = (padded.view(np.uint64) * odd).sum(1, dtype=np.uint64)
+    return Routes(experts, hashes.view(np.int32).reshape(-1, 2))
 
 
 class TurnEnd(NamedTuple):
@@ -101,10 +123,16 @@ class Sample:
     """[T], 1 for tokens that kl-cov penalises."""
     forked: tuple[SegmentTokens, ...] = ()
     """All segments in order, where there are several; empty for one, whose prompt is `prompt_ids`."""
+    routes: tuple[Routes, ...] = ()
+    """Of each segment; empty where none were recorded."""
     turns: tuple[TurnEnd, ...] = ()
     """Of a session, in order; empty for a single turn."""
+    kept: Rows | None = None
+    """[T], the ids that each token was sampled from; an empty row: from all."""
     teaching: Teaching | None = None
     """Where the sample's data source has a teacher."""
+    imitation: float = 0.0
+    """Of a demonstration, the weight of its tokens' -logprob, which is all of their loss; 0 of others."""
     group_size: int = 1
     """Samples of its group, itself among them; filled in where `normalisation: prompt` needs it."""
     group_trained: int = 0
@@ -123,6 +151,9 @@ class Sample:
             )
         if not all(len(segment.prompt_ids) for segment in self.segments):
             raise ValueError(f"trajectory {self.key}: the prompt is empty, nothing predicts the first token")
+        num_routed = [len(segment.prompt_ids) + segment.num_completion - 1 for segment in self.segments]
+        if self.routes and (found := [len(own.experts) for own in self.routes]) != num_routed:
+            raise ValueError(f"trajectory {self.key}: routes of {found} tokens, expected {num_routed}")
         if not np.isfinite([turn.reward for turn in self.turns]).all():
             raise ValueError(f"trajectory {self.key}: rewards of turns must be finite")
         if not (np.isfinite(self.advantage).all() and np.isfinite(self.reward)):
@@ -133,6 +164,8 @@ class Sample:
             value = getattr(self, name)
             if isinstance(value, np.ndarray) and value.shape != (num_tokens,):
                 raise ValueError(f"trajectory {self.key}: {name} of shape {value.shape}, not ({num_tokens},)")
+        if self.kept is not None and len(self.kept) != num_tokens:
+            raise ValueError(f"trajectory {self.key}: {len(self.kept)} sampling masks, not {num_tokens}")
         if not np.isfinite(self.rollout_logprobs).all():
             raise ValueError(f"trajectory {self.key}: rollout logprobs must be finite")
 
@@ -194,8 +227,42 @@ def make_sample(trajectory: Trajectory, turn_weight: float = 0.0) -> Sample:
         forked=tuple(
             SegmentTokens(s.prompt_ids, len(s.completion_ids)) for s in trajectory.forks and segments
         ),
+        routes=tuple(_routes_of(trajectory)),
         turns=tuple(_turn_ends(segments, turn_weight)),
+        kept=trajectory.choices.rows.get(KEPT) if trajectory.choices else None,
     )
+
+
+def without_choices(sample: Sample) -> Sample:
+    """What a model scores by its own choices alone: a reference."""
+    return replace(sample, kept=None, routes=())
+
+
+def has_masks(trajectory: Trajectory) -> bool:
+    """Whether its engine recorded sampling masks; a mixture of experts may have routes alone."""
+    return trajectory.choices is not None and KEPT in trajectory.choices.rows
+
+
+def missing_mask(trajectory: Trajectory) -> str:
+    """Which token of the model has no sampling mask that it can be of; empty where all have one."""
+    kept = trajectory.choices.rows.get(KEPT) if trajectory.choices else None
+    if kept is None or kept.offsets is None:
+        return "it has no sampling masks, and its tokens were sampled from some ids only"
+    sample = make_sample(trajectory)
+    row_of_value = np.repeat(np.arange(len(kept)), np.diff(kept.offsets))
+    is_missing = sample.mask.copy()
+    is_missing[row_of_value[kept.values == sample.completion_ids[row_of_value]]] = False
+    return f"token {np.argmax(is_missing)} is not in its sampling mask" if is_missing.any() else ""
+
+
+def _routes_of(trajectory: Trajectory) -> Iterator[Routes]:
+    if trajectory.choices is None or (rows := trajectory.choices.rows.get(ROUTES)) is None:
+        return
+    start = 0
+    for segment in trajectory.segments:
+        end = start + NUM_ROWS[ROUTES](segment)
+        yield make_routes(rows.values[start:end])
+        start = end
 
 
 def with_teaching(sample: Sample, teacher: str, logprobs_A: Float32, weight: float) -> Sample:

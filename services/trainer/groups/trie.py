@@ -1,7 +1,8 @@
 """What sequences begin with alike: a trie of token ids, grown sequence by sequence.
 
 Each node is a run of tokens that is there once, in a row of all of them: that of a forward pass
-(`policy/packing.py`), or one that is only counted, where samples are put together.
+(`policy/packing.py`), or one that is only counted, where samples are put together. A sequence is its ids [T];
+or what else has to be equal too, a row for each token [T, n]: `with_routes`.
 """
 
 from collections.abc import Iterable
@@ -45,6 +46,15 @@ def in_order(ids: Int32) -> bytes:
     return ids.astype(">u4").tobytes()
 
 
+def with_routes(ids: Int32, keys: Int32 | None) -> Int32:
+    """A sequence whose tokens equal others where their routes do. The last one has none."""
+    if keys is None:
+        return ids
+    padded = np.zeros((len(ids), 2), dtype=np.int32)
+    padded[: len(keys)] = keys[: len(ids)]
+    return np.column_stack([ids, padded])
+
+
 class Trie:
     """Sequences, best added in the order of `in_order`: each shares what it has in common with the one
     before."""
@@ -84,8 +94,10 @@ class Trie:
 
 def num_common(left: Int32, right: Int32) -> int:
     """How many tokens two sequences begin with alike."""
-    shorter = min(len(left), len(right))
-    differs = np.flatnonzero(left[:shorter] != right[:shorter])
+    shorter = min(len(left), len(right)) if left.ndim == right.ndim else 0
+    if not shorter:
+        return 0
+    differs = np.flatnonzero((left[:shorter] != right[:shorter]).reshape(shorter, -1).any(-1))
     return int(differs[0]) if len(differs) else shorter
 
 

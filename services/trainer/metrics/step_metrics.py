@@ -4,13 +4,14 @@ Means over tokens are means over the whole step, never means of means.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Score, Trajectory
 from tidemill.common.wire.segments import SessionEnd
@@ -18,6 +19,7 @@ from tidemill.services.trainer.algorithm.advantages.shaping import log_ratios
 from tidemill.services.trainer.algorithm.losses.totals import loss_metrics
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample, num_sampled
+from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.step import StepResult
 
 log = structlog.get_logger(__name__)
@@ -35,21 +37,18 @@ def step_metrics(
 ) -> dict[str, float]:
     """All metrics of a step; every value is a finite number except where the policy's own is not."""
     groups = result.groups
-    trajectories = [t for group in groups for t in group.source.trajectories.values()]
-    scores = [s for group in groups for s in group.source.scores.values()]
-    queued = [s for group in groups for s in group.source.queued_s.values()]
+    rewarded = [group for group in groups if not group.source.is_demonstration]
+    trajectories = [t for group in rewarded for t in group.source.trajectories.values()]
+    shown = [t for g in groups if g.source.is_demonstration for t in g.source.trajectories.values()]
+    scores = [s for group in rewarded for s in group.source.scores.values()]
+    queued = [s for group in rewarded for s in group.source.queued_s.values()]
     sampled = [t for group in groups for t in group.sampled]
-    lengths = np.array([num_sampled(t) for t in sampled])
     staleness = _staleness(step, groups)
-    segments = [segment for t in trajectories for segment in t.segments]
+    segments = [segment for t in (*trajectories, *shown) for segment in t.segments]
     sums, updates = result.sums, result.updates
     return {
-        **_reward_metrics(groups),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(np.mean([t.finish == "length" for t in sampled])),
-        "completion_tokens": float(lengths.sum()),
+        **(_reward_metrics(rewarded) | _length_metrics(sampled) if rewarded else {}),
+        "completion_tokens": float(sum(map(num_sampled, (*sampled, *shown)))),
         "step_tokens": float(sum(len(s.prompt_ids) + len(s.completion_ids) for s in segments)),
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
@@ -68,6 +67,16 @@ def step_metrics(
         "update_skipped": float(np.mean([update.skipped for update in updates])),
         "mini_batches": float(len(result.mini_batches)),
         "micro_batches": float(sum(len(mini.micro_batches) for mini in result.mini_batches)),
+    }
+
+
+def _length_metrics(sampled: Sequence[Trajectory]) -> dict[str, float]:
+    lengths = np.array([num_sampled(trajectory) for trajectory in sampled])
+    return {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(np.mean([t.finish == "length" for t in sampled])),
     }
 
 
@@ -100,6 +109,27 @@ def stage_metrics(
         "stages/reward_workers": float(len({score.worker for score in scores})),
         "stages/reward_busy_s": _busy_s((s.worker, s.scored_at - s.latency_s, s.scored_at) for s in scores),
         "stages/record_bytes": record_bytes + BYTES_OF_A_TOKEN * sum(map(len, taught)) / len(scores),
+    }
+
+
+def usage_metrics(
+    numbers: Mapping[str, float], result: StepResult, usage: Usage, config: TrainerConfig
+) -> dict[str, float]:
+    """How much of its devices a step used, by its other numbers. FLOPs are over the time in forward, backward
+    and update, tokens over the whole step; a micro-batch is full with a bin for each rank."""
+    sums, ranks = result.sums, len(usage.peak_bytes)
+    if not sums.positions or not ranks:
+        return {}
+    busy_s = numbers.get("time/train_s", 0.0) + numbers.get("time/update_s", 0.0)
+    flops = usage.flops.of(sums) / busy_s / ranks if busy_s else 0.0
+    room = numbers["micro_batches"] * result.passes * config.bin_tokens * config.num_bins
+    return {
+        "forward/fill": sums.positions / room,
+        "perf/tokens_per_s_per_rank": numbers["step_tokens"] / numbers["step_time_s"] / ranks,
+        "perf/tflops_per_rank": flops / 1e12,
+        "perf/peak_gib": max(usage.peak_bytes) / (1 << 30),
+        "perf/peak_gib_rank": float(np.argmax(usage.peak_bytes)),
+        **({"perf/mfu": flops / usage.peak_flops} if usage.peak_flops else {}),
     }
 
 
@@ -155,7 +185,7 @@ def session_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:
     """Of each source that the step trained on: groups, means over completions, staleness of trained tokens;
-    a run of one training set without a name has none.
+    of demonstrations the first and the length; a run of one training set without a name has none.
 
     A pass rate is the share of rewards of at least `success_threshold`, over the samples that have one.
     """
@@ -165,9 +195,13 @@ def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshol
     by_source.pop("", None)
     numbers: dict[str, float] = {}
     for name, own in sorted(by_source.items()):
+        numbers[f"source/{name}/groups"] = float(len(own))
+        if own[0].source.is_demonstration:
+            made = [t for group in own for t in group.source.trajectories.values()]
+            numbers[f"source/{name}/mean_length"] = float(np.mean(list(map(num_sampled, made))))
+            continue
         rewards, staleness = np.concatenate([group.rewards for group in own]), _staleness(step, own)
         numbers |= {
-            f"source/{name}/groups": float(len(own)),
             f"source/{name}/reward": float(rewards.mean()),
             f"source/{name}/pass_rate": float((rewards >= success_threshold).mean()),
             f"source/{name}/mean_length": float(
@@ -266,10 +300,11 @@ def observe_step(commit: Commit, result: StepResult) -> None:
                     metrics.STAGE_SECONDS.labels("reward_queue").observe(queued_s[index])
     for staleness, count in tokens.items():
         metrics.TRAINED_TOKENS.labels(staleness).inc(count)
+    shown = {name: round(commit.metrics[name], 4) for name in ("reward", "loss") if name in commit.metrics}
     log.info(
         "step committed",
         step=commit.step,
-        reward=round(commit.metrics["reward"], 4),
+        **shown,
         staleness=commit.metrics["staleness/max"],
         seconds=round(commit.metrics["step_time_s"], 2),
     )

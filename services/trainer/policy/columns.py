@@ -39,10 +39,10 @@ class Columns:
         self._counts: list[int] = torch.bincount(holders_N, minlength=context.size).tolist()
         self.own_n = self._order_N.split(self._counts)[context.rank]
 
-    def cut(self, row_T: Tensor) -> Tensor:
-        """This rank's columns, of [1, T]; padded with 0."""
+    def cut(self, rows_RT: Tensor, filler: int = 0) -> Tensor:
+        """This rank's columns, of [R, T]; padded with `filler`."""
         padding = self._width * self._context.size - self._num_columns
-        return F.pad(row_T, [0, padding])[:, self.own]
+        return F.pad(rows_RT, [0, padding], value=filler)[:, self.own]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # widths differ from tile to tile
     def to_heads(self, states: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Logprobs and entropies of tokens under a causal language model, without whole logits in memory.
 
-Guarantees: logprobs are those of softmax(logits / temperature), computed in at least float32, the same
-distribution the engine samples from; logits exist a chunk at a time (`head.py`), as long as the model ends
-in a plain `base -> lm_head`. Models that do more (scaled or soft-capped logits) are found by a probe and go
-through their own forward, with whole logits.
+Guarantees: logprobs are those of softmax(logits / temperature), over the ids that a token was sampled from
+where these are known, computed in at least float32: the distribution that the engine samples from. Logits
+exist a chunk at a time (`head.py`), as long as the model ends in a plain `base -> lm_head`. Models that do
+more (scaled or soft-capped logits) are found by a probe and go through their own forward, with whole logits.
 
 Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 """
@@ -99,13 +99,16 @@ def configured_scaling(config: Any) -> Scaling:
 
 @dataclass(frozen=True, slots=True)
 class TileScores:
-    """Of a tile's N scored tokens; `hidden_NH`, if asked for, are the last hidden states that predict them,
-    and `routing` what the routers made of those positions."""
+    """Of a tile's N scored tokens, as `head.Scored`; `hidden_NH`, if asked for, are the last hidden states
+    that predict them, `routing` what the routers made of those positions, and `changed_N` in what share of
+    layers they would not have chosen the experts that they were given."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
+    log_mass_N: Tensor
     hidden_NH: Tensor | None = None
     routing: tuple[LayerRouting, ...] = ()
+    changed_N: Tensor | None = None
 
 
 Scores = dict[str, Float32]
@@ -132,12 +135,10 @@ class TokenScorer:
         self._compute_dtype = compute_dtype
         if self._is_half:
             round_alike(model)
-        with self._autocast(), routers.recording() if routers else nullcontext():
+        with self._autocast(), routers.trying() if routers else nullcontext():
             # Under autocast, because flash attention takes no float32.
             self.scaling = self._find_scaling()
             """None where the model needs whole logits."""
-            if routers is not None:
-                routers.learn()
 
     def _find_scaling(self) -> Scaling | None:
         return find_scaling(self._model)
@@ -158,12 +159,16 @@ class TokenScorer:
         """Logprobs and entropies in float32, with gradients of the logprobs and, if asked, of the
         entropies; routing where there is a gradient and it is wanted. Of a tile that has `columns`, of all
         its tokens, with the gradients of this rank's; `hidden_NH` are of these alone."""
-        if self._routers is None or not torch.is_grad_enabled():
+        if self._routers is None:
             return _of_all(self._score(tile, temperature, entropy_gradient, keep_hidden), tile)
-        with self._routers.recording():
+        routes = None if tile.routes is None else tile.routes.to(self._device)
+        with self._routers.passing(routes, is_noted=torch.is_grad_enabled()):
             scores = self._score(tile, temperature, entropy_gradient, keep_hidden)
-            routing = self._routers.at(tile.sources_N.to(self._device))
-            return _of_all(replace(scores, routing=routing), tile)
+            if torch.is_grad_enabled():
+                sources_N = tile.sources_N.to(self._device)
+                routing, changed_N = self._routers.at(sources_N), self._routers.changed_at(sources_N)
+                scores = replace(scores, routing=routing, changed_N=changed_N)
+            return _of_all(scores, tile)
 
     def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> TileScores:
         sources_N, targets_N = tile.sources_N.to(self._device), tile.targets_N.to(self._device)
@@ -175,9 +180,8 @@ class TokenScorer:
                 if keep_hidden:
                     hidden_NH = rows_at(output.hidden_states[-1].flatten(0, 1), sources_N)
                 logits_NV = rows_at(output.logits.flatten(0, 1), sources_N)
-                return TileScores(
-                    *score_logits(logits_NV, targets_N, temperature, entropy_gradient), hidden_NH
-                )
+                scores = score_logits(logits_NV, targets_N, temperature, entropy_gradient, tile.kept)
+                return TileScores(*scores, hidden_NH)
             hidden_BTH = self._model.base_model(**kwargs).last_hidden_state
             hidden_NH = rows_at(hidden_BTH.flatten(0, 1), sources_N)
             head = output_head(self._model)
@@ -189,6 +193,7 @@ class TokenScorer:
                 temperature,
                 entropy_gradient=entropy_gradient,
                 scaling=self.scaling,
+                kept=tile.kept,
             )
             return TileScores(*scores, hidden_NH if keep_hidden else None)
 
@@ -230,11 +235,13 @@ def _of_all(scores: TileScores, tile: Tile) -> TileScores:
     return TileScores(
         columns.joined(scores.logprobs_N),
         columns.joined(scores.entropies_N),
+        columns.joined(scores.log_mass_N),
         scores.hidden_NH,
         tuple(
             LayerRouting(layer.affinity, columns.joined(layer.logits_NE), columns.joined(layer.chosen_NK))
             for layer in scores.routing
         ),
+        None if scores.changed_N is None else columns.joined(scores.changed_N),
     )
 
 
@@ -274,6 +281,8 @@ def tile_tokens(
     for field, name in _OPTIONAL.items():
         if (values := _joined(chosen, places, field)) is not None:
             columns[name] = values
+    if any(sample.imitation for sample in chosen):
+        columns["imitation_N"] = np.repeat([sample.imitation for sample in chosen], counts)
     if any(sample.teaching for sample in chosen):
         columns |= _teaching(chosen, places)
     # Divisions are done by now, in float64 on the host; products with the loss follow in the dtype of the
@@ -286,6 +295,7 @@ def tile_tokens(
     return Tokens(
         logprobs_N=scores.logprobs_N,
         entropies_N=scores.entropies_N,
+        log_mass_N=scores.log_mass_N,
         values_N=values_N,
         sequence_N=torch.from_numpy(sequence).to(scores.logprobs_N.device),
         num_sequences=len(numbers),
@@ -306,10 +316,15 @@ def _teaching(samples: Sequence[Sample], places: Sequence[Int32]) -> dict[str, N
 
 
 def _joined(samples: Sequence[Sample], places: Sequence[Int32], field: str) -> NDArray[np.floating] | None:
-    """One field of each row's sample at the row's tokens. Shape [N]; None where they have none."""
+    """One field of each row's sample at the row's tokens. Shape [N]; None where they have none; 0 of
+    demonstrations, where the others have some."""
     given = [getattr(sample, field) for sample in samples]
     if all(value is None for value in given):
         return None
+    given = [
+        np.zeros(len(sample.mask)) if value is None and sample.imitation else value
+        for sample, value in zip(samples, given, strict=True)
+    ]
     assert not any(value is None for value in given), f"a micro-batch has {field} as a whole or not at all"
     joined: NDArray[np.floating] = np.concatenate(
         [value[own] for value, own in zip(given, places, strict=True)]

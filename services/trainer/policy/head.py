@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.policy.precision import autocast_dtype
 
 CPU_ELEMENTS = 1 << 26
@@ -40,11 +42,57 @@ class Scaling(NamedTuple):
 PLAIN = Scaling()
 
 
+class Scored(NamedTuple):
+    """Of N tokens; `log_mass_N` is the logarithm of the kept ids' probability, 0 where all are kept."""
+
+    logprobs_N: Tensor
+    entropies_N: Tensor
+    log_mass_N: Tensor
+
+
+class KeptLogits(NamedTuple):
+    """Of C tokens, the ids that each may be of, and their logits or logprobs; K is the most that one has.
+
+    Replays top-p, top-k and min-p as the engine applied them: a target's logprob is x[target] -
+    logsumexp(x[ids]), with x the logits or the logprobs.
+    """
+
+    ids_CK: Tensor
+    values_CK: Tensor
+    """-inf behind a token's last id. Without any, x is the logprob among all ids: the first value is 0."""
+    has_ids_C: Tensor
+
+    @classmethod
+    def of(cls, values_CV: Tensor, kept: Rows) -> "KeptLogits":
+        assert kept.offsets is not None
+        counts = np.diff(kept.offsets)
+        is_id = np.arange(counts.max(initial=1)) < counts[:, None]
+        ids = np.zeros(is_id.shape, dtype=np.int64)
+        ids[is_id] = kept.values  # row by row, in their order
+        device = values_CV.device
+        ids_CK, is_id_CK = torch.from_numpy(ids).to(device), torch.from_numpy(is_id).to(device)
+        values_CK = values_CV.gather(-1, ids_CK).masked_fill(~is_id_CK, -torch.inf)
+        has_ids_C = is_id_CK[:, 0]
+        first_C = values_CK[:, 0].masked_fill(~has_ids_C, 0.0)
+        return cls(ids_CK, torch.cat([first_C[:, None], values_CK[:, 1:]], dim=-1), has_ids_C)
+
+
+def kept_log_mass(logprobs_CV: Tensor, kept: Rows | None) -> Tensor:
+    """The logarithm of the kept ids' probability; 0 of a token without any. Shape [C]."""
+    if kept is None:
+        return logprobs_CV.new_zeros(len(logprobs_CV))
+    return KeptLogits.of(logprobs_CV, kept).values_CK.logsumexp(-1)
+
+
 def score_logits(
-    logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Logprobs of the targets (with gradient) and entropies (only if asked), of softmax(logits /
-    temperature).
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    temperature: float,
+    entropy_gradient: bool = False,
+    kept: Rows | None = None,
+) -> Scored:
+    """Logprobs of the targets (with gradient), of softmax(logits / temperature) over the ids that are `kept`
+    for each of them, and entropies (only if asked), over all.
 
     Shapes [C], float32 (float64 where the logits are). Entropies are at least 0, at most log V.
     """
@@ -53,15 +101,17 @@ def score_logits(
         logits_CV = logits_CV / temperature
     logprobs_CV = F.log_softmax(logits_CV, dim=-1)
     targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+    log_mass_C = kept_log_mass(logprobs_CV, kept)
+    targets = targets - log_mass_C
     if entropy_gradient:
         # The gradient of `entr` is not finite at p = 0; that of this product is 0 wherever exp is.
         bounded_CV = logprobs_CV.clamp(min=torch.finfo(logprobs_CV.dtype).min)
-        return targets, -(logprobs_CV.exp() * bounded_CV).sum(-1)
+        return Scored(targets, -(logprobs_CV.exp() * bounded_CV).sum(-1), log_mass_C.detach())
     with torch.no_grad():
         # `torch.special.entr` would take twice as long: it computes logarithms again. 0 * -inf counts as 0.
         terms_CV = logprobs_CV.exp().mul_(logprobs_CV).nan_to_num_(nan=0.0)
         entropies_C = terms_CV.sum(-1).neg()
-    return targets, entropies_C
+    return Scored(targets, entropies_C, log_mass_C.detach())
 
 
 def score_hidden(
@@ -72,7 +122,8 @@ def score_hidden(
     max_elements: int | None = None,
     entropy_gradient: bool = False,
     scaling: Scaling = PLAIN,
-) -> tuple[Tensor, Tensor]:
+    kept: Rows | None = None,
+) -> Scored:
     """As `score_logits`, from hidden states, with at most `max_elements` logits in memory at once; null takes
     those of the device.
 
@@ -80,29 +131,29 @@ def score_hidden(
     a CPU where there is one chunk.
     """
 
-    def score_chunk(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    def score_chunk(hidden_CH: Tensor, targets_C: Tensor, kept: Rows | None) -> Scored:
         logits_CV = head(hidden_CH)
         if scaling != PLAIN:
             logits_CV = scaling.of(logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float())
-        return score_logits(logits_CV, targets_C, temperature, entropy_gradient)
+        return score_logits(logits_CV, targets_C, temperature, entropy_gradient, kept)
 
     kind, vocabulary = hidden_NH.device.type, cast(Tensor, head.weight).shape[0]
     chunk = max(1, (max_elements or (CPU_ELEMENTS if kind == "cpu" else GPU_ELEMENTS)) // vocabulary)
     is_one = len(targets_N) <= chunk
     if type(head) is nn.Linear and not (is_one and kind == "cpu"):
         dtype = autocast_dtype(hidden_NH) or head.weight.dtype
-        options = Options(temperature, chunk, dtype, entropy_gradient, scaling)
-        apply: Callable[..., tuple[Tensor, Tensor]] = ChunkedScores.apply
-        return apply(hidden_NH, head.weight, head.bias, targets_N, options)
+        options = Options(temperature, chunk, dtype, entropy_gradient, scaling, kept)
+        apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = ChunkedScores.apply
+        return Scored(*apply(hidden_NH, head.weight, head.bias, targets_N, options))
     if is_one:
-        return score_chunk(hidden_NH, targets_N)
+        return score_chunk(hidden_NH, targets_N, kept)
     # A head with adapters, or of a class of its own: by its forward.
-    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = score_chunk
+    score: Callable[[Tensor, Tensor, Rows | None], Scored] = score_chunk
     if torch.is_grad_enabled():
         score = partial(checkpoint, score_chunk, use_reentrant=False, preserve_rng_state=False)
-    chunks = zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
-    parts = [score(hidden_CH, targets_C) for hidden_CH, targets_C in chunks]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    owns = [slice(start, start + chunk) for start in range(0, len(targets_N), chunk)]
+    parts = [score(hidden_NH[own], targets_N[own], kept and kept[own]) for own in owns]
+    return Scored(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 class Options(NamedTuple):
@@ -113,14 +164,20 @@ class Options(NamedTuple):
     """Of the products."""
     entropy_gradient: bool
     scaling: Scaling
+    kept: Rows | None = None
+    """Of the tokens that it is about."""
+
+    def of(self, own: slice) -> "Options":
+        """Those of some tokens."""
+        return self._replace(kept=self.kept and self.kept[own])
 
 
 class ChunkedScores(torch.autograd.Function):
     """`score_logits` of a linear head, whose matrix is cast once and whose gradient is one sum.
 
-    With p = softmax(z / t), g the gradient of the logprobs and h that of the entropies E: the gradient of the
-    logits z is (g 1[target] - p (g + h (log p + E))) / t, and that of what the head returns the same times
-    the slope of the scaling.
+    With p = softmax(z / t), q the same over a token's kept ids (p without any), g the gradient of the
+    logprobs and h that of the entropies E: the gradient of the logits z is (g (1[target] - q) - p h (log p +
+    E)) / t, and that of what the head returns the same times the slope of the scaling.
     """
 
     @staticmethod
@@ -131,21 +188,21 @@ class ChunkedScores(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         options: Options,
-    ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies, [N] each."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Scored`."""
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N)
         ctx.options = options
         head = _cast_head(weight_VH, bias_V, options.dtype)
         parts = []
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            for hidden_CH, targets_C in zip(
-                hidden_NH.split(options.chunk), targets_N.split(options.chunk), strict=True
-            ):
-                parts.append(_score_chunk(hidden_CH.to(options.dtype), head, targets_C, options))
-        logprobs_N, entropies_N = (torch.cat(column) for column in zip(*parts, strict=True))
-        if not options.entropy_gradient:
-            ctx.mark_non_differentiable(entropies_N)
-        return logprobs_N, entropies_N
+            for start in range(0, len(targets_N), options.chunk):
+                own = slice(start, start + options.chunk)
+                hidden_CH = hidden_NH[own].to(options.dtype)
+                parts.append(_score_chunk(hidden_CH, head, targets_N[own], options.of(own)))
+        logprobs_N, entropies_N, log_mass_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        constants = [] if options.entropy_gradient else [entropies_N]
+        ctx.mark_non_differentiable(log_mass_N, *constants)
+        return logprobs_N, entropies_N, log_mass_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,7 +220,7 @@ class ChunkedScores(torch.autograd.Function):
             own = slice(start, start + options.chunk)
             hidden_CH = hidden_NH[own].to(options.dtype)
             d_logits_CV = _chunk_gradient(
-                hidden_CH, head, targets_N[own], options, [g[own] for g in gradients]
+                hidden_CH, head, targets_N[own], options.of(own), [g[own] for g in gradients[:2]]
             )
             d_hidden_NH[own] = d_logits_CV @ head[0]
             if d_weight_VH is not None:
@@ -211,12 +268,13 @@ def _scaled_logits(hidden_CH: Tensor, head: Head, options: Options) -> tuple[Ten
     return logits_CV, slope_CV
 
 
-def _score_chunk(hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _score_chunk(hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Options) -> Scored:
     logits_CV, _ = _scaled_logits(hidden_CH, head, options)
     logprobs_CV = F.log_softmax(logits_CV, dim=-1)
     targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+    log_mass_C = kept_log_mass(logprobs_CV, options.kept)
     terms_CV = torch.exp(logprobs_CV, out=logits_CV).mul_(logprobs_CV)  # in the memory of the logits
-    return targets, terms_CV.nansum(-1).neg()  # 0 * -inf counts as 0
+    return Scored(targets - log_mass_C, terms_CV.nansum(-1).neg(), log_mass_C)  # 0 * -inf counts as 0
 
 
 def _chunk_gradient(
@@ -227,17 +285,25 @@ def _chunk_gradient(
     of_logprobs_C, of_entropies_C = (
         gradient * (options.scaling.scale / options.temperature) for gradient in gradients
     )
+    of_whole_C, filtered = of_logprobs_C, None
+    if options.kept is not None:
+        # Before the logits become probabilities, in place.
+        filtered = KeptLogits.of(logits_CV, options.kept)
+        of_whole_C = of_logprobs_C.masked_fill(filtered.has_ids_C, 0.0)
     if options.entropy_gradient:
         factor_CV = F.log_softmax(logits_CV, dim=-1)
         p_CV = torch.exp(factor_CV, out=logits_CV)
         factor_CV.clamp_(min=torch.finfo(factor_CV.dtype).min)
         factor_CV.sub_((p_CV * factor_CV).sum(-1, keepdim=True))
-        factor_CV.mul_(of_entropies_C[:, None]).add_(of_logprobs_C[:, None])
+        factor_CV.mul_(of_entropies_C[:, None]).add_(of_whole_C[:, None])
         d_logits_CV = p_CV.mul_(factor_CV).neg_()
     else:
         p_CV = F.softmax(logits_CV, dim=-1)
-        d_logits_CV = p_CV.mul_(-of_logprobs_C[:, None])
+        d_logits_CV = p_CV.mul_(-of_whole_C[:, None])
     del logits_CV  # before the gradient in fewer bits
+    if filtered is not None:
+        q_CK = F.softmax(filtered.values_CK, dim=-1)
+        d_logits_CV.scatter_add_(1, filtered.ids_CK, q_CK.mul_((of_whole_C - of_logprobs_C)[:, None]))
     d_logits_CV.scatter_add_(1, targets_C[:, None], of_logprobs_C[:, None].to(d_logits_CV.dtype))
     if slope_CV is not None:
         d_logits_CV.mul_(slope_CV)

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
 from tidemill.common.config.trainer import OptimizerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.policy.offload import OffloadedAdamW, host_like
+from tidemill.services.trainer.policy.offload import OffloadedAdamW, host_like, local
 from tidemill.services.trainer.policy.state import ShardReader, fill
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -48,14 +49,25 @@ def build_optimizer(
     for rate in sorted({config.lr, *rates.values()}):
         chosen = [(name, parameter) for name, parameter in trained if rates.get(name, config.lr) == rate]
         share = {"lr": rate, "lr_share": rate / config.lr}
-        matrices = [p for name, p in chosen if is_matrix(name, p)]
-        others = [p for name, p in chosen if not is_matrix(name, p)]
-        groups.append({"params": matrices, "weight_decay": config.weight_decay, **share})
-        groups.append({"params": others, "weight_decay": 0.0, **share})
+        for mesh in _meshes([p for _, p in chosen]):
+            own = [(name, p) for name, p in chosen if _mesh(p) == mesh]
+            matrices = [p for name, p in own if is_matrix(name, p)]
+            others = [p for name, p in own if not is_matrix(name, p)]
+            groups.append({"params": matrices, "weight_decay": config.weight_decay, **share})
+            groups.append({"params": others, "weight_decay": 0.0, **share})
     groups = [group for group in groups if group["params"]]
     # Fused: one pass over memory for each parameter, on CPUs and GPUs.
     kind = OffloadedAdamW if offloads else AdamW
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _mesh(tensor: Tensor) -> DeviceMesh | None:
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def _meshes(tensors: Sequence[Tensor]) -> list[DeviceMesh | None]:
+    """Those that tensors are split over, each once: torch computes with those of one mesh at a time."""
+    return list(dict.fromkeys(map(_mesh, tensors)))
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -91,14 +103,27 @@ def finish_gradients(parameters: NamedParameters, denominator: float, max_norm: 
     gradients = [parameter.grad for _, parameter in parameters if parameter.grad is not None]
     if not gradients:
         return 0.0
-    total = get_total_norm(gradients)
-    # Of shards each rank has a part of the norm: all of them take part here.
-    norm = float(total.full_tensor() if isinstance(total, DTensor) else total) / denominator
+    norm = _total_norm(gradients) / denominator
     if math.isfinite(norm):
         scale = min(1.0, max_norm / norm) / denominator if norm > 0.0 else 1.0 / denominator
         for gradient in gradients:
             gradient.mul_(scale)
     return norm
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> float:
+    """Of shards each rank has a part: all of them take part here."""
+    usual, *others = sorted(_meshes(gradients), key=lambda mesh: mesh.ndim if mesh else 0)
+    total = get_total_norm([gradient for gradient in gradients if _mesh(gradient) == usual])
+    norms = [float(total.full_tensor() if isinstance(total, DTensor) else total)]
+    for mesh in others:
+        # In one sum over a copy's ranks, which are those of the usual mesh: torch would go axis by axis.
+        own = get_total_norm([local(gradient) for gradient in gradients if _mesh(gradient) == mesh])
+        assert usual is not None, "all parameters are split, or none"
+        copies = [Replicate()] * (usual.ndim - 1)
+        sums = DTensor.from_local(own.square(), usual, [*copies, Partial()], run_check=False)
+        norms.append(math.sqrt(float(sums.full_tensor())))
+    return math.hypot(*norms)
 
 
 def optimizer_tensors(optimizer: AdamW, parameters: NamedParameters) -> dict[str, Tensor]:

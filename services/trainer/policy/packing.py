@@ -28,9 +28,18 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tidemill.common.wire.arrays import Bits, Int32
+from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.samples import Sample
-from tidemill.services.trainer.groups.trie import ENOUGH_IN_COMMON, MOST_KEYS, Trie, in_order, share_in_common
+from tidemill.services.trainer.groups.samples import Routes, Sample
+from tidemill.services.trainer.groups.trie import (
+    ENOUGH_IN_COMMON,
+    MOST_KEYS,
+    Indices,
+    Trie,
+    in_order,
+    share_in_common,
+    with_routes,
+)
 from tidemill.services.trainer.policy.attention import VARLEN
 from tidemill.services.trainer.policy.columns import Columns, ContextGroup
 from tidemill.services.trainer.policy.trees import TREE, Tree
@@ -54,9 +63,18 @@ class TokenRow:
     sources: Int32
     targets: Int32
     places: Int32
+    kept: Rows | None = None
+    """Of each target the ids that it was sampled from."""
+    routes: Routes | None = None
+    """Of at least its own tokens."""
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def branch(self) -> Int32:
+        """What a trie compares."""
+        return with_routes(self.ids, None if self.routes is None else self.routes.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +89,20 @@ class Tile:
     targets_N: Tensor
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     columns: Columns | None = None
+    kept: Rows | None = None
+    """Of each scored token, the ids that it was sampled from; a position may predict several, each with ids
+    of its own."""
+    routes: Tensor | None = None
+    """[B * T, layers, experts of a token], int16: what the engine chose; -1 at padding."""
 
     @property
     def samples(self) -> list[int]:
         """Indices of the samples, in the order of their scored tokens."""
         return [row.sample for row in self.rows]
+
+
+NO_ROW = TokenRow(0, *(np.zeros(1, dtype=np.int32) for _ in range(4)))  # type: ignore[arg-type]
+"""A row for passes that others make too."""
 
 
 def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0) -> list[TokenRow]:
@@ -85,7 +112,7 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0)
     rows = []
     for i, (sample, scored_T) in enumerate(zip(samples, scored, strict=True), first):
         start = 0
-        for prompt_ids, num_completion in sample.segments:
+        for number, (prompt_ids, num_completion) in enumerate(sample.segments):
             end = start + num_completion
             chosen = np.flatnonzero(scored_T[start:end])
             if len(chosen):
@@ -93,7 +120,9 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0)
                 sources = (len(prompt_ids) - 1 + chosen).astype(np.int32)
                 ids = np.concatenate([prompt_ids, own_ids])[: sources[-1] + 1]
                 places = (start + chosen).astype(np.int32)
-                rows.append(TokenRow(i, ids, sources, own_ids[chosen], places))
+                kept = sample.kept and sample.kept.take(places)
+                routes = sample.routes[number] if sample.routes else None
+                rows.append(TokenRow(i, ids, sources, own_ids[chosen], places, kept, routes))
             start = end
     return rows
 
@@ -150,8 +179,8 @@ def plan_tiles(
         return plan_tiles(alone, layout, max_tokens, most_shared=most_shared) + whole
     if layout.startswith("tree"):
         # Stable, as below.
-        sorted_rows = sorted(rows, key=lambda row: in_order(row.ids))
-        if layout == "tree" or share_in_common(row.ids for row in sorted_rows) >= ENOUGH_IN_COMMON:
+        sorted_rows = sorted(rows, key=lambda row: in_order(row.branch))
+        if layout == "tree" or share_in_common(row.branch for row in sorted_rows) >= ENOUGH_IN_COMMON:
             return [[branches] for branches in _grow(sorted_rows, max_tokens, most_shared)]
     # Stable: rows of one length stay in the given order, which is the one of a replay.
     ordered = sorted(rows, key=len, reverse=True)
@@ -173,6 +202,9 @@ def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
     columns = Columns(context, tile.ids_BT.shape[1], tile.sources_N)
     tree: Tree = tile.model_kwargs[TREE]
     tree.columns = columns  # for attention
+    routes = tile.routes
+    if routes is not None:
+        routes = columns.cut(routes.flatten(1).T, filler=-1).T.unflatten(1, routes.shape[1:])
     return replace(
         tile,
         ids_BT=columns.cut(tile.ids_BT),
@@ -180,6 +212,8 @@ def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
         targets_N=tile.targets_N[columns.own_n],
         model_kwargs={"position_ids": columns.cut(tile.model_kwargs["position_ids"]), TREE: tree},
         columns=columns,
+        kept=tile.kept and tile.kept.take(columns.own_n.numpy()),
+        routes=routes,
     )
 
 
@@ -189,13 +223,13 @@ def _grow(rows: Sequence[TokenRow], max_tokens: int, most_shared: int) -> list[l
     trees: list[list[TokenRow]] = []
     trie, num_keys = Trie(), 0
     for row in rows:
-        shared = trie.shared(row.ids)
+        shared = trie.shared(branch := row.branch)
         limit = max(max_tokens, most_shared) if 2 * shared > len(row) else max_tokens
         is_full = trie.size + len(row) - shared > limit or num_keys + len(row) > MOST_KEYS * limit
         if not trees or is_full:
             trees.append([])
             trie, num_keys = Trie(), 0
-        trie.add(row.ids)
+        trie.add(branch)
         num_keys += len(row)
         trees[-1].append(row)
     return trees
@@ -245,7 +279,7 @@ def _varlen_tile(rows: Sequence[TokenRow]) -> Tile:
 def _tree_tile(rows: Sequence[TokenRow]) -> Tile:
     """All rows as the branches of one tree."""
     trie = Trie()
-    ids = [(trie.add(row.ids), row) for row in rows]
+    ids = [(trie.add(row.branch), row) for row in rows]
     ids_T = np.zeros(trie.size, dtype=np.int64)
     for places, row in ids:
         ids_T[places] = row.ids
@@ -256,6 +290,8 @@ def _tree_tile(rows: Sequence[TokenRow]) -> Tile:
         sources_N=torch.from_numpy(np.concatenate([places[row.sources] for places, row in ids])),
         targets_N=_targets(rows),
         model_kwargs={"position_ids": torch.from_numpy(tree.positions_T)[None], TREE: tree},
+        kept=_kept(rows),
+        routes=_routes(rows, [places for places, _ in ids], trie.size),
     )
 
 
@@ -264,10 +300,12 @@ def _rectangle(lines: Sequence[list[TokenRow]], model_kwargs: dict[str, Any] | N
     width = max(sum(map(len, line)) for line in lines)
     ids_BT = np.zeros((len(lines), width), dtype=np.int64)
     sources: list[Int32] = []
+    places: list[Indices] = []
     for b, line in enumerate(lines):
         start = 0
         for row in line:
             ids_BT[b, start : start + len(row)] = row.ids
+            places.append(b * width + start + np.arange(len(row)))
             sources.append(row.sources + (b * width + start))
             start += len(row)
     rows = tuple(row for line in lines for row in line)
@@ -277,8 +315,27 @@ def _rectangle(lines: Sequence[list[TokenRow]], model_kwargs: dict[str, Any] | N
         sources_N=torch.from_numpy(np.concatenate(sources).astype(np.int64)),
         targets_N=_targets(rows),
         model_kwargs=model_kwargs or {},
+        kept=_kept(rows),
+        routes=_routes(rows, places, ids_BT.size),
     )
+
+
+def _routes(rows: Sequence[TokenRow], places: Sequence[Indices], size: int) -> Tensor | None:
+    """The rows' routes at the places of their tokens in a tile of so many positions."""
+    routed = [(row, row.routes.experts, own) for row, own in zip(rows, places, strict=True) if row.routes]
+    if not routed:
+        return None
+    routes = np.full((size, *routed[0][1].shape[1:]), -1, dtype=np.int16)
+    for row, experts, own in routed:
+        routes[own] = experts[: len(row)]
+    return torch.from_numpy(routes)
 
 
 def _targets(rows: Sequence[TokenRow]) -> Tensor:
     return torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64))
+
+
+def _kept(rows: Sequence[TokenRow]) -> Rows | None:
+    if all(row.kept is None for row in rows):
+        return None
+    return Rows.joined([Rows.nothing(len(row.targets)) if row.kept is None else row.kept for row in rows])

@@ -31,6 +31,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.weights.store import WeightState
 
 
@@ -51,6 +52,14 @@ class Policy(Protocol):
     @property
     def layout(self) -> Layout:
         """How samples of a forward pass lie beside each other."""
+
+    @property
+    def bins(self) -> tuple[int, int]:
+        """Most tokens of a forward pass, and how many passes there are at once: also where `auto` chose."""
+
+    @property
+    def replays_routes(self) -> bool:
+        """Whether samples are trained along the experts that the engine chose, and need their routes."""
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Add the batch's gradient, unnormalised, to what has been accumulated. After an exception the
@@ -119,6 +128,12 @@ class Policy(Protocol):
 
     def enter(self) -> None:
         """Take it again, with every bit as it was."""
+
+    def usage(self) -> Usage:
+        """What a step's FLOPs are, and the memory since the last call; once a step."""
+
+    def profile(self, folder: Path | None) -> None:
+        """Profile the calls from here on; with None, write what was seen into that folder, a file a rank."""
 
     def digest(self) -> str:
         """128-bit sum over all weights, as in commits."""

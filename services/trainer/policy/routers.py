@@ -1,19 +1,26 @@
-"""The routers of a mixture model: which modules they are, and what they said in a forward pass.
+"""The routers of a mixture model: what they said in a forward pass, and the experts that they are told.
 
-transformers names a model's routers in `_can_record_outputs`. They return logits, the weights of the chosen
-experts and their numbers, in this order or the reverse. What makes weights of logits, a softmax or a sigmoid,
-is found by comparing the two.
+What makes weights of logits, a softmax or a sigmoid, is found by comparing the two.
+
+A replay gives a router the experts that the engine chose, and takes from it what it makes of them: it runs
+once more, and its own top k of one number for each expert is replaced by theirs. So weights are those of the
+live logits at these experts, with their gradient, in the model's own arithmetic. Guarantees, tried on every
+router when the model is loaded: with the experts of its own choice a router returns the same bits, and with
+others these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.routers import find_routers, is_mixture, parts_of
 from tidemill.services.trainer.algorithm.losses.routing import AFFINITIES, LayerRouting
 from tidemill.services.trainer.policy.trees import rows_at
 
@@ -21,33 +28,120 @@ MAX_DEVIATION = 0.05
 """Of a chosen expert's weight from what it should be, relative: bfloat16 makes 0.004."""
 
 
-class Routers:
-    """Notes what a model's routers return, in passes that ask for it. Make it before the model is sharded."""
+class GivenExperts(TorchFunctionMode):
+    """Within the block, the K largest of each token's E numbers are those of the experts that are given."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._name = type(model).__name__
+    def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._chosen_NK, self._num_experts = chosen_NK, num_experts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        num_tokens, num_chosen = self._chosen_NK.shape
+        if func in (torch.topk, Tensor.topk):
+            scores, k = args[0], kwargs.get("k", args[1] if len(args) > 1 else None)
+            # Not those among groups of experts, which some models choose first.
+            is_of_experts = scores.shape[-1] == self._num_experts
+            if k == num_chosen and is_of_experts and scores.numel() == num_tokens * self._num_experts:
+                chosen = self._chosen_NK.view(*scores.shape[:-1], k)
+                return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        return func(*args, **kwargs)
+
+
+class Routers:
+    """Notes what a model's routers return, in passes that ask for it, and replays routes in them. Make it
+    before the model is sharded."""
+
+    def __init__(self, model: PreTrainedModel, measures: bool = True, replays: bool = False) -> None:
+        """`measures`: logits are wanted; `replays`: routes may be given. Raises ConfigError: it is a mixture
+        whose routers are not known."""
+        self._name, self._measures = type(model).__name__, measures
         self._seen: list[tuple[nn.Module, Any]] | None = None
+        self._routes: Tensor | None = None
+        self._changed: list[Tensor] = []
+        self._is_trial = False
         self._affinities: dict[nn.Module, str] = {}
-        for router in find_routers(model):
-            router.register_forward_hook(self._note)
+        found = find_routers(model)
+        self._layers = [layer for layer, _ in found]
+        for number, (_, router) in enumerate(found):
+            router.register_forward_hook(partial(self._note, number), with_kwargs=True)
+        self.replays = replays and bool(found)
+        """Whether passes can be given routes, and need them."""
+        if replays and not found and is_mixture(model.config):
+            raise self._no_replay("transformers names none")
         if any(module._compiled_call_impl is not None for module in model.modules()):
             torch.compiler.reset()  # what was compiled before would go on without the hooks
 
-    def _note(self, router: nn.Module, _: Any, output: Any) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would compile one variant for each router
+    def _note(self, number: int, router: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        again: Callable[[Tensor], Any] = partial(_again, router, args, kwargs, output)
+        if self._is_trial and self.replays:
+            self._try(again, output)
+        if self._routes is not None:
+            parts = parts_of(output)
+            assert parts is not None, "it was tried"
+            given_NK, own_NK = self._routes[:, number].to(parts[2].dtype), parts[2]
+            # Padding has none.
+            chosen_NK = torch.where(given_NK < 0, own_NK, given_NK)
+            if self._seen is not None:
+                self._changed.append((chosen_NK.sort(-1).values != own_NK.sort(-1).values).any(-1))
+            output = again(chosen_NK)
         # Layers that are run again for their gradient are not noted twice: nobody records then.
         if self._seen is not None:
             self._seen.append((router, output))
+        return output
+
+    @torch.no_grad()
+    def _try(self, again: Callable[[Tensor], Any], output: Any) -> None:
+        """Raises ConfigError: the router cannot be told its experts."""
+        if (parts := parts_of(output)) is None:
+            raise self._no_replay("one does not return logits, weights and experts")
+        own, other = parts[2], (parts[2] + 1) % parts[0].shape[-1]
+        same, moved = parts_of(again(own)), parts_of(again(other))
+        if same is None or moved is None or not all(map(torch.equal, same, parts)):
+            raise self._no_replay("one returns others each time")
+        if not torch.equal(moved[2], other):
+            raise self._no_replay("one does not choose by torch.topk")
+
+    def _no_replay(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"rollout.record_routes: the routers of {self._name} cannot be given the engine's experts "
+            f"({reason}); set it to false to train along the trainer's own choice"
+        )
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Note what routers return until the end of the block."""
-        self._seen = []
+    def passing(self, routes: Tensor | None = None, is_noted: bool = True) -> Iterator[None]:
+        """One forward pass, with routes or without; until the end of the block, note what routers return.
+        Layers that run again in its backward pass get the same routes. Shape [tokens, layers, experts of a
+        token]; -1: the router's own."""
+        self._routes, self._changed = None, []
+        if routes is not None:
+            # Engines may count all layers, with those that have no router.
+            own = range(len(self._layers)) if routes.shape[1] == len(self._layers) else self._layers
+            if max(own) >= routes.shape[1]:
+                raise ValueError(f"routes of {routes.shape[1]} layers for {len(self._layers)} routers")
+            self._routes = routes[:, list(own)]
+        self._seen = [] if is_noted else None
         try:
             yield
         finally:
             self._seen = None
 
-    def learn(self) -> None:
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Passes in which it is found out what routers can do. Raises ConfigError: not what is wanted."""
+        self._is_trial = True
+        try:
+            with self.passing():
+                yield
+                if self._measures:
+                    self._learn()
+        finally:
+            self._is_trial = False
+
+    def _learn(self) -> None:
         """Find out from what was noted how weights are made of logits. Raises ConfigError: there are
         no routers, or they do it in no known way."""
         if not self._seen:
@@ -58,7 +152,7 @@ class Routers:
         self._affinities = {router: self._affinity_of(output) for router, output in self._seen}
 
     def _affinity_of(self, output: Any) -> str:
-        parts = _parts(output)
+        parts = parts_of(output)
         if parts is not None:
             logits_NE, weights_NK, chosen_NK = (part.detach() for part in parts)
             deviations = {
@@ -75,45 +169,31 @@ class Routers:
 
     def at(self, sources_N: Tensor) -> tuple[LayerRouting, ...]:
         """What was noted of these flat positions, layer by layer."""
+        if not self._measures:
+            return ()
         assert self._seen is not None and len(self._seen) == len(self._affinities), "every router was heard"
         found = []
         for router, output in self._seen:
-            parts = _parts(output)
+            parts = parts_of(output)
             assert parts is not None, "it was when the model was loaded"
             logits_NE, chosen_NK = (rows_at(part, sources_N) for part in (parts[0], parts[2]))
             found.append(LayerRouting(self._affinities[router], logits_NE, chosen_NK))
         return tuple(found)
 
-
-def find_routers(model: nn.Module) -> list[nn.Module]:
-    """The modules whose outputs transformers would record as router logits, in the order of the model."""
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    recorders = [recorder for part in parts for recorder in _recorders(part)]
-    return [
-        module
-        for name, module in model.named_modules()
-        if any(
-            isinstance(module, recorder.target_class) and f".{recorder.layer_name or ''}" in f".{name}"
-            for recorder in recorders
-        )
-    ]
+    def changed_at(self, sources_N: Tensor) -> Tensor | None:
+        """The share of layers in which the routers of these flat positions would have chosen otherwise, in
+        the last pass that was noted. Shape [N]; None where it had no routes."""
+        if not self._changed:
+            return None
+        return rows_at(torch.stack(self._changed, -1).float().mean(-1), sources_N)
 
 
-def _recorders(model: PreTrainedModel) -> list[Any]:
-    named = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", [])
-    return [one for one in (named if isinstance(named, list) else [named]) if hasattr(one, "target_class")]
-
-
-def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Logits [.., E], weights [.., K] and numbers [.., K] of the chosen experts, flat over positions."""
-    if not isinstance(output, tuple) or len(output) < 3 or not all(isinstance(x, Tensor) for x in output[:3]):
-        return None
-    logits, weights, chosen = (part.flatten(0, -2) for part in output[:3])
-    if not logits.is_floating_point():
-        logits, chosen = chosen, logits
-    if chosen.is_floating_point() or not logits.is_floating_point() or weights.shape != chosen.shape:
-        return None
-    return logits, weights, chosen
+def _again(router: nn.Module, args: Any, kwargs: Any, output: Any, chosen_NK: Tensor) -> Any:
+    """What a router returns where it has to choose these experts."""
+    parts = parts_of(output)
+    assert parts is not None, "it was tried"
+    with GivenExperts(chosen_NK, parts[0].shape[-1]):
+        return router.forward(*args, **kwargs)
 
 
 def _deviation(affinities_NE: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> float:

@@ -29,20 +29,24 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.profiling import Profiled
 from tidemill.services.trainer.policy.state import PolicyState, SavesState, ShardReader
+from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
 PROGRESS = TensorInfo("simulated", "I64", (17,))
 UNCHANGING = TensorInfo("unchanging", "U8", (4096,))
 
 
-class SimulatedPolicy(HasCoefficients, SavesState):
+class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
     """Implements `Policy` with the delays of `trainer.simulated`."""
 
     layout: Layout = "tree"
+    replays_routes = False
 
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer
+        self.bins = config.trainer.bin_tokens, config.trainer.num_bins
         self._max_completion_tokens = config.max_completion_tokens
         self._set_coefficients(config.trainer.algorithm)
         self._num_updates = 0
@@ -156,6 +160,9 @@ class SimulatedPolicy(HasCoefficients, SavesState):
     def finish_writing(self) -> None:
         """Weights are written at once."""
         self.finish_saving()
+
+    def usage(self) -> Usage:
+        return Usage()
 
     def leave(self) -> None:
         """It has nothing on a device."""

@@ -2,8 +2,8 @@
 one file or one of each rank.
 
 One rank alone writes `policy.safetensors`. Of several, each writes `policy-00000-of-00002.safetensors` with
-its rows of every sharded tensor; where they belong is in the file's own metadata. Rank r of n holds rows
-[r * c, (r + 1) * c) with c = ceil(rows / n), as FSDP2 does. Any number of ranks can read either again.
+its rows of every sharded tensor; where they belong is in the file's own metadata. Of most, rank r of n holds
+rows [r * c, (r + 1) * c) with c = ceil(rows / n), as FSDP2 does. Any number of ranks can read either again.
 """
 
 import json
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import StorageError, storage_errors
 from tidemill.services.trainer.weights.peers import Alone, Peers
-from tidemill.services.trainer.weights.shadow import held_rows, rows_of
+from tidemill.services.trainer.weights.shadow import held_rows
 
 PATTERN = "policy*.safetensors"
 
@@ -38,7 +38,7 @@ class Shard:
 
     rank: int
     size: int
-    num_rows: dict[str, int]
+    first_rows: dict[str, int]
     """Of the tensors of which it has its rows alone."""
 
     @property
@@ -47,9 +47,7 @@ class Shard:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """First row of each of those tensors."""
-        first = {name: rows_of(count, self.rank, self.size)[0] for name, count in self.num_rows.items()}
-        return {"first_rows": json.dumps(first, sort_keys=True)}
+        return {"first_rows": json.dumps(self.first_rows, sort_keys=True)}
 
 
 class _Piece(NamedTuple):

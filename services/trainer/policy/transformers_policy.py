@@ -25,10 +25,11 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.wire.arrays import Float32
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
+from tidemill.services.trainer.algorithm.losses.routing import rerouted
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import denominator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
-from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
+from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
 from tidemill.services.trainer.policy.forward import (
@@ -57,6 +58,7 @@ from tidemill.services.trainer.policy.optimizer import (
 )
 from tidemill.services.trainer.policy.packing import (
     CPU_TILE_TOKENS,
+    NO_ROW,
     Lines,
     Tile,
     make_rows,
@@ -64,11 +66,16 @@ from tidemill.services.trainer.policy.packing import (
     plan_tiles,
 )
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.profiling import Profiled
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
+from tidemill.services.trainer.policy.usage import Measured
 from tidemill.services.trainer.weights.store import model_tensors
+
+ROWS_PER_COMPARED = 64
+"""Rows of an update's first micro-batch, for each one that is scored without routes too."""
 
 Parts = Sequence[Sequence[Sample]]
 """Samples that may share a forward pass, and no other with them."""
@@ -102,12 +109,13 @@ def policy_options(
         "dtype": dtype,
         "temperature": config.rollout.sampling.temperature,
         "max_completion_tokens": config.max_completion_tokens,
+        "replays_routes": config.rollout.record_routes,
         "adapters": adapters,
         "max_model_len": config.model.max_model_len,
     }
 
 
-class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
+class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled, Measured):
     """Implements `Policy` for one model on one device."""
 
     def __init__(
@@ -119,6 +127,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         temperature: float,
         max_completion_tokens: int,
         adapters: Adapters | None = None,
+        replays_routes: bool = False,
         max_model_len: int = 64,
         device: torch.device | None = None,
     ) -> None:
@@ -137,7 +146,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             self._reference = ReferenceModel(model, algorithm.reference, self._make_scorer)
         self._value_head = self._make_value_head(model)
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
-        self._scorer = self._make_scorer(model, Routers(model) if algorithm.router.is_on else None)
+        measures = algorithm.router.is_on
+        routers = Routers(model, measures, replays_routes) if measures or replays_routes else None
+        self.replays_routes = routers is not None and routers.replays
+        self._scorer = self._make_scorer(model, routers if measures or self.replays_routes else None)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
@@ -151,8 +163,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             self._parameters, config.optimizer, own_rates, offloads=config.offload_optimizer
         )
         self._num_updates = 0
+        self._begins_update = True
         self._held: dict[str, Tensor] | None = None
         self.layout = pick_layout(model, self._scorer, config.packing, max_model_len)
+        self.bins = config.bin_tokens, config.num_bins
         # What looks at a whole sequence needs all segments of a session in one forward pass.
         self._keeps_samples = algorithm.needs_whole_sequences
         self._tile_tokens = config.bin_tokens
@@ -202,23 +216,48 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
     def _accumulate(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
         normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
         num_sequences, num_trained = len(batch.samples), batch.num_trained
+        lengths = [len(row) for lines in plan for line in lines for row in line]
         metrics = MicroBatchMetrics(
             sequences=num_sequences,
             tokens=num_trained,
             denominator=denominator(
                 normalisation, num_sequences, num_trained, self._max_completion_tokens, batch.num_groups
             ),
-            row_tokens=sum(len(row) for lines in plan for line in lines for row in line),
+            row_tokens=sum(lengths),
+            row_pairs=sum(length * (length + 1) // 2 for length in lengths),
         )
         tiles, positions = [], 0
+        compared = self._compare_routes(batch, plan) if self._begins_update else MicroBatchMetrics()
+        self._begins_update = False
         for lines in plan:
             tile = self._make_tile(lines)
             positions += tile.ids_BT.numel()
             tiles.append(self._train_tile(tile, batch))
-        sums = replace(metrics, positions=positions) + total_metrics(tiles)
+        sums = replace(metrics, positions=positions) + total_metrics(tiles) + compared
         if rejection.denominator == "kept" and normalisation == "token":
             return replace(sums, denominator=sums.denominator - sums.rejected)
         return sums
+
+    @torch.no_grad()
+    def _compare_routes(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
+        """How far logprobs of some rows are from the engine's with its routes, and if routers chose again:
+        two passes, which the other ranks make too."""
+        if not self.replays_routes:
+            return MicroBatchMetrics()
+        rows = [row for line in (plan[0] if plan else [[NO_ROW]]) for row in line]
+        rows = rows[: max(1, len(batch.samples) // ROWS_PER_COMPARED)]
+        sums = []
+        for given in (rows, [replace(row, routes=None) for row in rows]):
+            tile = self._make_tile(plan_tiles(given, self.layout, self._tile_tokens)[0])
+            logprobs_N = self._scorer.score(tile, self._temperature).logprobs_N.double().cpu().numpy()
+            own = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows if plan]
+            sums.append(float(np.abs(logprobs_N - np.concatenate(own)).sum()) if own else 0.0)
+        with_routes, without = sums
+        return MicroBatchMetrics(
+            compared_tokens=sum(len(row.targets) for row in tile.rows) if plan else 0,
+            replayed_gap_sum=with_routes,
+            unreplayed_gap_sum=without,
+        )
 
     def _train_tile(self, tile: Tile, batch: MicroBatch) -> Sums:
         """Add one tile's gradient; return its sums, still on the device."""
@@ -233,7 +272,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         tokens = tile_tokens(tile, batch.samples, scores, values_N, algorithm.normalisation)
         loss, sums = policy_loss(tokens, algorithm, self._surrogate)
         loss.backward()
-        return sums
+        return sums if scores.changed_N is None else sums | rerouted(scores.changed_N)
 
     def update(self, denominator: float) -> UpdateResult:
         """One AdamW step, or none where the gradients are not finite or there is nothing to divide by. At the
@@ -267,6 +306,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         return UpdateResult(norm, lr)
 
     def zero(self) -> None:
+        self._begins_update = True
         # None and not zeros: `_update` tells by it that nothing was trained.
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -303,8 +343,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
                 one |= {field: scores[name] for field, name in needed.items()}
         if algorithm.needs_reference:
             scorer = self._reference.scorer if self._reference else self._scorer
+            # A reference chooses by itself.
+            own_choices = [[without_choices(sample) for sample in part] for part in parts]
             with self._adapters.off() if self._adapters else nullcontext():
-                scored = self._score_all(parts, scorer, self._temperature)
+                scored = self._score_all(own_choices, scorer, self._temperature)
             for one, scores in zip(found, scored, strict=True):
                 one["reference_logprobs"] = scores["logprobs"]
         return found

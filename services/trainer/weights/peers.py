@@ -40,7 +40,7 @@ def unpack(payload: bytes, *kinds: type) -> Any:
 
     def decode(tree: dict[str, Any]) -> Any:
         if "dtype" in tree:
-            return np.frombuffer(tree["data"], dtype=tree["dtype"])
+            return np.frombuffer(tree["data"], dtype=tree["dtype"]).reshape(tree["shape"])
         if "path" in tree:
             return Path(tree["path"])
         return by_name[tree.pop("kind")](**tree) if "kind" in tree else tree
@@ -51,7 +51,7 @@ def unpack(payload: bytes, *kinds: type) -> Any:
 def _encode(value: Any) -> Any:
     """What msgpack has no type for."""
     if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "data": value.tobytes()}
+        return {"dtype": str(value.dtype), "shape": value.shape, "data": value.tobytes()}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Path):

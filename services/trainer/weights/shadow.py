@@ -310,9 +310,9 @@ def owned_range(tensor: Tensor, is_leader: bool) -> tuple[int, int]:
     several copies of the model the first."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.numel() if is_leader else 0
-    if tensor.device_mesh.ndim > 1 and tensor.device_mesh.get_local_rank(0):
-        return 0, 0
-    return held_range(tensor)
+    axes = enumerate(tensor.placements)
+    is_copy = any(one.is_replicate() and tensor.device_mesh.get_local_rank(axis) for axis, one in axes)
+    return (0, 0) if is_copy else held_range(tensor)
 
 
 def held_range(tensor: Tensor) -> tuple[int, int]:
@@ -325,10 +325,14 @@ def held_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def held_rows(tensor: DTensor) -> tuple[int, int]:
-    """Its first row in this process, and the row after its last. Before the axis of shards come copies of the
-    model."""
-    mesh, axis = tensor.device_mesh, tensor.device_mesh.ndim - 1
-    return rows_of(tensor.shape[0], mesh.get_local_rank(axis), mesh.size(axis))
+    """Its first row in this process, and the row after its last. Along the last axis of the mesh all rows are
+    divided, along the one before it each of these shares, and so on; copies of the model have the same."""
+    mesh, first, end = tensor.device_mesh, 0, tensor.shape[0]
+    for axis in reversed(range(mesh.ndim)):
+        if not tensor.placements[axis].is_replicate():
+            start, stop = rows_of(end - first, mesh.get_local_rank(axis), mesh.size(axis))
+            first, end = first + start, first + stop
+    return first, end
 
 
 def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:

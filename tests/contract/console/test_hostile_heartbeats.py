@@ -38,7 +38,7 @@ async def test_odd_heartbeats_hide_no_other_and_end_no_reader(broker: Broker, ke
         await broker.execute("HSET", keys.workers("rollout"), "odd", written)
         beats = await read_heartbeats(broker, keys)
         assert [beat.name for beat in beats if beat.is_alive and beat.name != "odd"] == ["sound"], written
-        _set_workers(beats)
+        _set_workers(beats, ())
         as_json(keys.run_id, await MetricsReader(broker, keys).read(), "")
         assert "\x1b" not in drawn(keys, beats), written
 

@@ -15,9 +15,10 @@ from tests.support.histories import DIGESTS, commits, letters, trajectories, wri
 from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import ANSWER, QUESTION, RESULT, SECOND, as_session
 from tests.support.traces import problems_of
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.errors import ConfigError
 from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import PROFILES, publish_config
 from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import REWARD_GROUP
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
@@ -303,6 +304,22 @@ def test_the_parts_of_a_step_add_up(call, act, keys):
             "step 2": ("ticket 3: its advantages fall where its rewards rise", "3 times over"),
         },
     )  # fmt: skip
+
+
+def test_a_step_to_come_is_profiled_on_request(call, tidemill, act, keys, tmp_path):
+    config = make_config(trainer={"steps": 6})
+    act(lambda broker: publish_config(broker, keys, config))
+    with pytest.raises(ConfigError, match="is not here"):
+        tidemill("step", "next", "--profile")
+    folder = tmp_path / keys.run_id / PROFILES
+    folder.parent.mkdir()
+    begun = len(commits())
+    assert f"step {begun + 1}" in call("step", "next", "--profile")
+    assert f"step {begun + 2}" in call("step", str(begun + 2), "--profile")
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-{begun + 1}", f"step-{begun + 2}"]
+    for step in (begun, 6):
+        with pytest.raises(ConfigError, match="cannot be profiled"):
+            tidemill("step", str(step), "--profile")
 
 
 def test_a_timeline_has_all_of_its_steps_and_what_was_under_way(call, tmp_path, monkeypatch):

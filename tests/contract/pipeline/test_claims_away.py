@@ -28,9 +28,9 @@ class CountingStore(ClaimStore):
 
     num_refused = 0
 
-    def resolve(self, message: Message) -> Message:
+    def resolve(self, message: Message, reads_choices: bool | None = None) -> Message:
         try:
-            return super().resolve(message)
+            return super().resolve(message, reads_choices)
         except StoreError:
             self.num_refused += 1
             raise

@@ -20,7 +20,14 @@ from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, Entry, append, ensure_group, group_status, read_range
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
-from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Trajectory
+from tidemill.common.wire.messages import (
+    FIRST_DEMONSTRATION,
+    DeadLetter,
+    Lane,
+    Score,
+    ScoreStatus,
+    Trajectory,
+)
 from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.rewards.groups import PostProcessing
 from tidemill.services.reward.sample import RewardSample
@@ -117,6 +124,17 @@ async def test_every_trajectory_of_both_lanes_gets_exactly_one_score(broker: Bro
         assert await num_pending(broker, keys, lane) == 0
 
 
+async def test_demonstrations_are_acknowledged_and_get_no_score(broker: Broker, keys: Keys) -> None:
+    numbers = [0, FIRST_DEMONSTRATION, 1, FIRST_DEMONSTRATION + 1, FIRST_DEMONSTRATION + 2]
+    await append(broker, keys.trajectories(), *(make_trajectory(number, text="#### 1") for number in numbers))
+    context = make_context(broker, keys, make_config(reward={"function": "gsm8k"}))
+    async with running(serve(context), context):
+        await wait_until(lambda: _has(broker, keys, 2, Lane.TRAIN))
+    assert [score.ticket for score in await scores(broker, keys)] == [0, 1]
+    status = await group_status(broker, keys.trajectories(), REWARD_GROUP)
+    assert status is not None and status.pending == 0
+
+
 async def test_a_heartbeat_counts_what_became_of_the_trajectories(broker: Broker, keys: Keys) -> None:
     trajectories = [make_trajectory(0), make_trajectory(1, ground_truth="not a number")]
     await append(broker, keys.trajectories(), *trajectories)
@@ -178,7 +196,7 @@ async def test_a_trajectory_that_killed_too_many_workers_is_dead_lettered(
         )
     reward = GatedReward()
     reward.gate.set()
-    async with start(reward, streams={"max_attempts": 2}):
+    async with start(reward, streams={"max_attempts": 2, "lease_s": 2.0}):
         await wait_until(lambda: _has(broker, keys, 1))
         (entry,) = await wait_until(lambda: dead_entries(broker, keys))
     assert [score.key for score in await scores(broker, keys)] == [(2, 0)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,11 +20,12 @@ from tests.support.rollout_worker import (
 from tests.support.training import messages
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.errors import EnvironmentFaultError, LeaseLostError
+from tidemill.common.errors import ConfigError, EnvironmentFaultError, LeaseLostError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire.keys import ROLLOUT_GROUP
-from tidemill.common.wire.messages import DeadLetter, fault_of
+from tidemill.common.wire.messages import DeadLetter, Trajectory, fault_of
+from tidemill.services.rollout.engines.engine import EngineReport
 from tidemill.services.rollout.sessions.player import SingleTurn
 from tidemill.services.rollout.worker import RolloutWorker
 
@@ -56,6 +58,28 @@ class TestOneWorker:
         assert [sample.claim for sample in samples] == [None] * SIZE and all(
             len(sample.completion_ids) for sample in samples
         )
+
+    async def test_choices_wait_for_a_store_that_takes_nothing_and_never_go_through_the_stream(
+        self, make, broker, keys, tmp_path, capfd
+    ):
+        (tmp_path / "run").write_text("a file where the run's folder should be")
+        broker.claims = store = ClaimStore(tmp_path / "run")
+        await issue(broker, keys, rollout__sampling={"max_tokens": 8, "top_k": 2})
+        async with make() as worker:
+            task = asyncio.ensure_future(worker.lane.generate(await worker.fetch()))
+            await wait_until(lambda: "waiting for the store of choices" in capfd.readouterr().out)
+            assert not await samples_of(broker, keys)
+            (tmp_path / "run").unlink()
+            (tmp_path / "run").mkdir()
+            await task
+        store.reads_choices = False
+        samples = await samples_of(broker, keys)
+        assert len(samples) == SIZE and all(sample.lacks_choices for sample in samples)
+        store.reads_choices = True
+        for sample in map(store.resolve, samples):
+            kept = sample.choices.rows["kept"]
+            assert [ids[0] for ids in kept.values.reshape(-1, 2)] == sample.completion_ids.tolist()
+            assert sample.logprobs.tolist() == pytest.approx([-math.log(2.0)] * len(kept))
 
     async def test_a_baseline_is_generated_greedily_and_says_so(self, make, broker, keys):
         await issue(broker, keys)
@@ -245,6 +269,29 @@ class TestWorkerLoop:
             (taken,) = await second.consumer.fetch(10, 0.0)
             assert taken.message.ticket == 0
 
+    async def test_where_the_cache_is_too_full_the_youngest_group_goes_back_and_no_whole_sample_is_made_again(
+        self, make, broker, keys
+    ):
+        await issue(broker, keys)
+        async with make(streams__lease_s=2.0, rollout__max_groups_in_flight="auto") as worker:
+            worker.engine.held = {1, 2, 3}
+            async with self.running(worker) as loop:
+                await wait_until(lambda: _has_length(broker, keys.trajectories(), 4))
+                youngest = [*loop._begun.values()][-1]
+                for _ in range(3):  # one report is acted on once, and not before it has taken effect
+                    worker.engine.on_report(EngineReport(0.95, 0, 0))
+                await wait_until(lambda: not loop.consumer.holds(youngest))
+                assert (len(loop.running), loop.num_free) == (3, 0)
+                _, _, _, attempts = (
+                    await broker.execute("XPENDING", keys.prompts(), ROLLOUT_GROUP, youngest.entry_id, "+", 1)
+                )[0]
+                assert attempts == 0, "it was no attempt"
+                worker.engine.on_report(EngineReport(0.5, 0, 0))
+                worker.engine.released.set()
+                await wait_until(lambda: _has_length(broker, keys.trajectories(), 16))
+        assert worker.engine.asked.count(0) == 4
+        assert len({sample.key for sample in await messages(broker, keys.trajectories(), Trajectory)}) == 16
+
 
 async def _has_length(broker: Broker, key: str, count: int) -> bool:
     return int(await broker.execute("XLEN", key)) == count
@@ -276,6 +323,23 @@ async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_de
         await worker.lane._work(await take_over(broker, keys, delivery, worker))
         (letter,) = await messages(broker, keys.dead, DeadLetter)
     assert "the board is broken" in letter.error
+
+
+async def test_a_run_stops_after_many_faults_in_a_row_and_loses_no_ticket(make, broker, keys):
+    await issue(broker, keys)
+    async with make(rollout__environment={"max_faults": 2}, streams__max_attempts=9) as worker:
+        worker.lane.player = FailingPlayer(worker)
+        await worker.lane._work(await worker.fetch())
+        # A sample that is published ends the row.
+        worker.lane.player = FailingPlayer(worker, "0")
+        await worker.lane._work(await worker.fetch())
+        assert worker.context.failure is None
+        worker.lane.player = FailingPlayer(worker)
+        await worker.lane._work(await worker.fetch())
+    assert isinstance(worker.context.failure, ConfigError)
+    for said in ("single_turn", "2 tickets in a row", "max_faults", "the board is broken"):
+        assert said in str(worker.context.failure)
+    assert not await messages(broker, keys.dead, DeadLetter)
 
 
 @pytest.mark.parametrize("least", [3, 4])

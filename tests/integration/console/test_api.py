@@ -11,6 +11,8 @@ import tidemill
 from tests.support.runs import simulated_config
 from tidemill.services.console.__main__ import app
 
+pytestmark = pytest.mark.usefixtures("forked_checks")
+
 
 def test_a_run_its_history_and_a_run_that_a_callback_stops(tmp_path: Path) -> None:
     config = simulated_config(tmp_path, trainer__steps=3, streams__archive={"enabled": True})

@@ -11,6 +11,8 @@ from tidemill.common.errors import ConfigError
 from tidemill.services.console.check import preflight
 from tidemill.services.console.check.explain import describe
 
+pytestmark = pytest.mark.usefixtures("forked_checks")
+
 
 @pytest.fixture
 def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.checked_runs import write_run
+from tests.support.preloaded import tidemill
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError, TidemillError
@@ -26,6 +27,7 @@ from tidemill.services.console.options import ArchiveOptions, UpOptions
 from tidemill.services.console.processes.specs import ServiceSpec
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("forked_checks")
 
 TRAINER = """
 import asyncio, sys
@@ -175,7 +177,7 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
     log = run / "logs" / "trainer.log"
     await wait_until(lambda: log.exists() and "waiting" in log.read_text())
     children = psutil.Process(process.pid).children(recursive=True)
-    status = _tidemill("status", "held", "--json")
+    status = tidemill("status", "held", "--json", **os.environ)
     assert json.loads(status.stdout)["version"] == 2, "any terminal of this machine can ask"
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
@@ -183,21 +185,14 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
     assert b"stopped after 2 of 3 steps" in error and b"--run-id held --resume" in error
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert await asyncio.to_thread(subprocess.call, [*command, "resume"], timeout=120) == 0
-    assert "everything that was expected" in _tidemill("status", "held").stdout
-
-
-def _tidemill(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tidemill.services.console", *arguments],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, **env}, timeout=120,
-    )  # fmt: skip
+    assert "everything that was expected" in tidemill("status", "held", **os.environ).stdout
 
 
 def _imported(code: str) -> set[str]:
     """Modules that are there after running `code` in a fresh interpreter."""
     program = (
         "import sys, contextlib, io\n"
-        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
         f"    {code}\n"
         "print(*sys.modules)"
     )
@@ -208,9 +203,12 @@ def _imported(code: str) -> set[str]:
     return set(result.stdout.split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"], ["check", "-h"]])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    modules = _imported(f"from tidemill.services.console.__main__ import app; app({arguments!r})")
+def test_help_imports_nothing_heavy() -> None:
+    asked = [["--help"], ["up", "--help"], ["check", "-h"]]
+    modules = _imported(
+        "from tidemill.services.console.__main__ import app; "
+        f"[app(words, standalone_mode=False) for words in {asked}]"
+    )
     heavy = {"torch", "transformers", "vllm", "numpy", "redis", "matplotlib", "structlog", "yaml"}
     assert "typer" in modules and not heavy & modules
 
@@ -224,6 +222,6 @@ def test_every_mistake_is_found_without_model_libraries(config: Path) -> None:
 
 
 def test_a_mistake_is_answered_in_plain_words_with_exit_code_2(config: Path) -> None:
-    result = _tidemill("check", str(config), "--set", "trainer.step=1")
+    result = tidemill("check", str(config), "--set", "trainer.step=1", **os.environ)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "trainer.step: no such field; did you mean 'steps'?" in result.stderr

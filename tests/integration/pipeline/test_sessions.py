@@ -1,13 +1,16 @@
 """Sessions of several turns through real services: workers and environments die, and nothing is lost."""
 
+import json
+from collections import Counter
 from pathlib import Path
 
 from tests.support.preloaded import REPO
-from tests.support.runs import ServiceRun
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import messages
 from tests.support.waiting import wait_until
 from tidemill.common.config import load_config
-from tidemill.common.wire.messages import DeadLetter, Score, Trajectory
+from tidemill.common.wire.messages import Commit, DeadLetter, Score, Ticket, Trajectory
+from tidemill.services.rollout.sessions.parts import read_play
 
 STEPS, GROUPS, SIZE = 3, 4, 4
 ENVIRONMENT = '''
@@ -72,6 +75,126 @@ async def test_sessions_survive_the_death_of_their_environment_and_of_their_work
             for turn in sample.session.turns
             for token in sample.completion_ids[turn.first : turn.end].tolist()
         ]
+
+
+TURNS = 10
+KEPT_ENVIRONMENT = """
+import asyncio, json, random
+from pathlib import Path
+
+class Counting:
+    resumable = True
+
+    async def reset(self, row):
+        self.state = {"id": random.getrandbits(48), "turns": 0}
+
+    async def step(self, text):
+        await asyncio.sleep(0.1)
+        self.state["turns"] += 1
+        with Path(__file__).with_name("turns").open("a") as file:
+            file.write(json.dumps(self.state) + chr(10))
+        return f"w{self.state['turns']}", 0.5, self.state["turns"] == TURNS
+
+    def get_metrics(self):
+        return {"id": self.state["id"]}
+
+    def mark(self):
+        return self.state
+
+    def restore(self, mark):
+        self.state = mark
+"""
+
+
+async def test_a_worker_that_is_killed_in_the_middle_of_sessions_costs_a_turn_of_each(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(KEPT_ENVIRONMENT.replace("TURNS", str(TURNS)))
+    use = f"{tmp_path / 'counting.py'}:Counting"
+    limits = {"rollout__simulated": {"tokens": 4, "vocab_size": 32, "group_s": 0.05}, "trainer__steps": 1}
+    config = simulated_config(tmp_path, rollout__environment={"use": use}, model__max_model_len=256, **limits)
+    async with ServiceRun(tmp_path, config) as run:
+        for name in ("reward", "rollout", "trainer"):
+            run.start(name)
+        progress = [run.keys.progress(ticket) for ticket in range(4)]
+        parts = [run.keys.parts(key) for key in progress]
+
+        async def are_begun() -> bool:
+            return all([await run.broker.execute("HLEN", key) >= SIZE * 3 for key in parts])
+
+        await wait_until(are_begun, 60)
+        run.kill("rollout")
+        kept = [await run.broker.execute("HGETALL", key) for key in parts]
+        run.start("rollout", "second")
+        await run.trained()
+        samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+        assert await run.broker.execute("EXISTS", *progress, *parts) == 0
+        assert await run.stop("second") == 0
+        tickets = {one.ticket: one for one in await messages(run.broker, run.keys.prompts(), Ticket)}
+    steps = Counter(json.loads(line)["id"] for line in (tmp_path / "turns").read_text().splitlines())
+    ids = []
+    for ticket, raw in enumerate(kept):
+        fields = dict(zip(raw[::2], raw[1::2], strict=True))
+        for index in range(SIZE):
+            (sample,) = (one for one in samples if one.key == (ticket, index))
+            play = read_play(fields, index, tickets[ticket].prompt_ids, lambda _: b"")
+            recorded = [token for part in play.parts for token in part.token_ids.tolist()]
+            assert recorded and sample.worker == "second"
+            assert sample.completion_ids[sample.mask].tolist()[: len(recorded)] == recorded
+            assert sample.session is not None and len(sample.session.turns) == TURNS
+            assert sample.session.reward == TURNS / 2, "rewards of turns that others have played count"
+            ids.append(int(sample.session.metrics["id"]))
+    assert len(set(ids)) == len(ids) == 4 * SIZE
+    assert max(steps[number] for number in ids) <= TURNS + 1
+
+
+SLEEPY = '''
+import time
+from game import Guess
+
+class Sleepy(Guess):
+    """For some guesses of the model it never answers."""
+
+    def step(self, text):
+        if text.strip() in ("1", "2", "3"):
+            time.sleep(3600)
+        return super().step(text)
+'''
+
+
+async def test_an_environment_that_sleeps_for_ever_costs_one_limit_of_time_and_its_groups_train(
+    tmp_path: Path,
+) -> None:
+    guess = REPO / "examples" / "guess"
+    (tmp_path / "game.py").write_text((guess / "game.py").read_text())
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    config = load_config(
+        guess / "config.yaml",
+        [
+            f"rollout.environment.use={tmp_path / 'sleepy.py'}:Sleepy",
+            "rollout.environment.processes=4",
+            "rollout.environment.call_timeout_s=3",
+            "reward.on_failure=-1.0",
+            "trainer.steps=1",
+            f"trainer.groups_per_step={GROUPS}",
+            f"trainer.group_size={SIZE}",
+            "data.eval={}",
+        ],
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        for role in ("reward", "rollout", "trainer"):
+            run.start(role)
+        await run.trained()
+        samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+        scores = {s.key: s for s in await messages(run.broker, run.keys.scores(), Score)}
+        (commit,) = await messages(run.broker, run.keys.commits, Commit)
+        assert not await messages(run.broker, run.keys.dead, DeadLetter)
+    late = [sample for sample in samples if sample.session is not None and sample.session.late == "call"]
+    assert late, "the model has made one of these guesses"
+    for sample in late:
+        assert sample.session is not None and sample.session.end == "timeout"
+        assert sample.session.num_faults == 0 and len(sample.session.turns) >= 1
+        if len(sample.session.turns) == 1:
+            assert scores[sample.key].value == -1.0, "what the config gives"
+    assert {sample.ticket for sample in late} & {*commit.groups}
 
 
 async def _num_samples(run: ServiceRun, count: int) -> bool:

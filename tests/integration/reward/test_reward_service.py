@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import psutil
 import pytest
 from redis.exceptions import ResponseError
 
+from tests.support.preloaded import Process, start_module
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
@@ -27,22 +27,22 @@ from tidemill.common.streams import Entry, append, group_status, read_range
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus
 
-ROOT = Path(__file__).parents[3]
 KEYS = Keys("rewarded")
 
 
 class Service:
     """One `python -m tidemill.services.reward`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process, self.stderr = process, ""
+    def __init__(self, process: Process, log: Path) -> None:
+        self.process, self.log = process, log
 
     async def ends(self) -> int:
-        """Its exit code; what it said is in `stderr` then."""
-        _, stderr = await asyncio.wait_for(self.process.communicate(), 120)
-        self.stderr = stderr.decode()
-        assert self.process.returncode is not None
-        return self.process.returncode
+        """Its exit code."""
+        return await asyncio.to_thread(self.process.wait, 120)
+
+    @property
+    def stderr(self) -> str:
+        return self.log.read_text(errors="replace")
 
 
 @pytest.fixture
@@ -58,18 +58,16 @@ async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
 
 
 @pytest.fixture
-async def start(broker: Broker) -> AsyncIterator[Callable[..., Any]]:
+async def start(broker: Broker, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     """Start a worker by name; what still runs at the end is killed."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(name: str = "w1") -> Service:
-            command = [sys.executable, "-m", "tidemill.services.reward", "--run", KEYS.run_id, "--name", name]
+            words, log = ["--run", KEYS.run_id, "--name", name], tmp_path / f"{name}.log"
             environment = {**os.environ, URL_VARIABLE: broker.url}  # type: ignore[attr-defined]
-            process = await asyncio.create_subprocess_exec(
-                *command, cwd=ROOT, env=environment, stderr=asyncio.subprocess.PIPE
-            )
-            stack.callback(lambda: process.returncode is None and process.kill())
-            return Service(process)
+            process = start_module("tidemill.services.reward", words, log, environment)
+            stack.callback(process.kill)
+            return Service(process, log)
 
         yield start
 
@@ -274,12 +272,12 @@ async def test_of_forty_samples_that_die_with_their_worker_only_the_one_to_blame
     )
 
     async def is_over(worker: Service) -> bool:
-        return worker.process.returncode is not None or await broker.execute("XLEN", KEYS.dead) > 0
+        return worker.process.poll() is not None or await broker.execute("XLEN", KEYS.dead) > 0
 
     for life in range(8):
         worker = await start(f"w{life}")
         await wait_until(partial(is_over, worker))
-        if worker.process.returncode is None:
+        if worker.process.poll() is None:
             break
     await wait_until(lambda: has(broker, 39))
     dead = [

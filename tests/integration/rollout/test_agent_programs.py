@@ -171,6 +171,7 @@ async def test_a_session_over_its_time_is_truncated_and_keeps_what_was_said() ->
     async with player(function("for_ever"), session_timeout_s=5.0) as agent:
         played = await agent.play(TICKET, "s", ask)
         assert played.session.end == "timeout" and len(played.session.turns) == 1
+        assert played.session.late == "session"
 
 
 @pytest.mark.parametrize(("policy", "reward"), [({}, None), (VALUE, -1.0)])
@@ -180,7 +181,13 @@ async def test_a_program_without_an_end_is_truncated_and_costs_what_the_config_s
     async with player(function("endless"), call_timeout_s=2.0, **policy) as agent:
         played = await agent.play(TICKET, "s", ScriptedModel("while True: pass").ask)
         assert (played.session.end, played.finish, played.session.num_faults) == ("timeout", "length", 0)
-        assert played.session.reward == reward
+        assert (played.session.reward, played.session.late) == (reward, "program")
+
+
+async def test_a_silent_program_is_a_fault_where_the_config_says_so() -> None:
+    async with player(function("endless"), call_timeout_s=2.0, late="fault") as agent:
+        with pytest.raises(EnvironmentFaultError, match="neither asked the model nor ended"):
+            await agent.play(TICKET, "s", ScriptedModel("while True: pass").ask)
 
 
 async def test_what_the_engine_raises_is_no_fault_of_the_program() -> None:

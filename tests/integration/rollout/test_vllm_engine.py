@@ -23,10 +23,11 @@ from transformers import LlamaForCausalLM
 from tests.support.models import tiny_llama, tiny_model
 from tests.support.parity import expected_logprobs, score
 from tests.support.vllm_machine import need_vllm, vllm_config
+from tests.support.waiting import wait_until
 from tidemill.common.errors import EngineError, WeightsError
 from tidemill.common.wire.messages import SamplingParams
-from tidemill.services.rollout.engines import build_engine
-from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.engines import build_engine, vllm
+from tidemill.services.rollout.engines.engine import EngineReport, Generation, GenerationRequest
 from tidemill.services.rollout.engines.vllm import VllmEngine
 
 need_vllm()
@@ -261,6 +262,27 @@ async def test_a_text_to_stop_at_ends_the_generation_and_its_tokens_keep_logprob
     assert [version for version, _ in cut.spans] == [engine.version]
 
 
+async def test_who_asks_hears_while_it_grows_of_a_long_generation_with_its_versions(
+    engine: VllmEngine, files: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "PART_TOKENS", 16)
+    heard: list[Generation] = []
+    sampling = SamplingParams(max_tokens=200, temperature=1.0)
+    requests = [
+        GenerationRequest(f"grows{i}", [7, 8, 9 + i], sampling, on_tokens=heard.append) for i in range(8)
+    ]
+    running = asyncio.ensure_future(generate_all(engine, requests))
+    await wait_until(lambda: len(heard) >= 4)
+    await engine.load(engine.version + 1, [files[(engine.version + 1) % 8]])
+    results = await running
+    assert len(heard) > 4
+    for so_far in heard:
+        count = len(so_far.token_ids)
+        (whole,) = [one for one in results if one.token_ids[:count] == so_far.token_ids]
+        assert count >= 16 and so_far.logprobs == whole.logprobs[:count]
+        assert so_far.spans == tuple(span for span in whole.spans if span[1] < count)
+
+
 async def test_metrics_of_vllm_are_where_those_of_the_worker_are(engine: VllmEngine) -> None:
     (generation,) = await asyncio.gather(*map(engine.generate, make_requests("counted", 1)))
     families = {family.name: family.samples for family in REGISTRY.collect()}
@@ -268,6 +290,16 @@ async def test_metrics_of_vllm_are_where_those_of_the_worker_are(engine: VllmEng
     assert "vllm:kv_cache_usage_perc" in families
     tokens = [s.value for s in families["vllm:generation_tokens"] if s.name.endswith("_total")]
     assert sum(tokens) >= len(generation.token_ids)
+
+
+async def test_each_step_reports_how_full_the_cache_is(engine: VllmEngine) -> None:
+    reports: list[EngineReport] = []
+    engine.on_report = reports.append
+    results = await generate_all(engine, make_requests("reported", 64, max_tokens=40))
+    engine.on_report = None
+    assert len(reports) >= max(len(result.token_ids) for result in results)
+    assert 0.0 < max(report.kv_usage for report in reports) <= 1.0
+    assert reports[-1].num_waiting == 0 == sum(report.num_preempted for report in reports)
 
 
 async def test_a_dead_engine_fails_its_requests(engine: VllmEngine) -> None:

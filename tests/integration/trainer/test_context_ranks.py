@@ -5,8 +5,7 @@ is the order of sums.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tests.support.models import make_relatives, make_samples
 from tests.support.rank_runs import (
     FIELDS,
     assert_same_outcome,
+    never_in_float32,
     on_ranks,
     options_of,
     outcome_of,
@@ -95,28 +95,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
-def never_in_float32() -> Iterator[None]:
-    """What is float64 stays so."""
-    before = {name: getattr(Tensor, name) for name in ("to", "type", "float")}
-
-    def keeping(change: Any) -> Any:
-        def changed(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            wanted = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
-            narrows = torch.float32 in wanted or change is before["float"]
-            return self if self.dtype == torch.float64 and narrows else change(self, *args, **kwargs)
-
-        return changed
-
-    for name, change in before.items():
-        setattr(Tensor, name, keeping(change))
-    try:
-        yield
-    finally:
-        for name, change in before.items():
-            setattr(Tensor, name, change)
-
-
 @cache
 def model_of(name: str) -> PreTrainedModel:
     if name == "routers":
@@ -131,11 +109,11 @@ def config_of(name: str, **more: Any) -> TrainerConfig:
     return TrainerConfig.model_validate(FIELDS | OPTIONS[name] | more)
 
 
-def train_all(ranks: Ranks) -> dict[str, dict[str, Any]]:
+def train_all(ranks: Ranks, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     found = {}
     with never_in_float32():
-        for name in OPTIONS:
-            config = config_of(name, num_ranks=SIZE)
+        for name in names:
+            config = config_of(name, num_ranks=ranks.size)
             ranks.lay_out(config.shard_ranks, config.context_ranks)
             model = model_of(name)
             found[name] = outcome_of(RankPolicy(model, config, ranks, **options_of(config, model)), config)
@@ -144,7 +122,11 @@ def train_all(ranks: Ranks) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks(SIZE, train_all, tmp_path_factory.mktemp("four"))
+    *names, compiled = OPTIONS  # every rank compiles for itself, which takes most of the time
+    return {
+        **on_ranks(SIZE, partial(train_all, names=names), tmp_path_factory.mktemp("four")),
+        **on_ranks(2, partial(train_all, names=[compiled]), tmp_path_factory.mktemp("two")),
+    }
 
 
 @pytest.mark.parametrize("name", OPTIONS)

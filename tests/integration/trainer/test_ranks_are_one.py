@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.policy.usage import Usage, count_flops
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import whole_tensor
 
@@ -271,3 +273,20 @@ def test_in_bfloat16_ranks_round_where_one_does(family, half_of_two):
     for mine, other, true, allowed in zip(half_of_two[family], one, exact, (0.05, 0.4), strict=True):
         # Gradients are rounded in each pass, and passes have other samples.
         assert (mine - other).norm() < allowed * (other - true).norm()
+
+
+def use_and_profile(ranks: Ranks, folder: Path) -> Usage:
+    model = tiny_llama()
+    config = TrainerConfig.model_validate(FIELDS | {"num_ranks": ranks.size})
+    ranks.lay_out(None)
+    policy = RankPolicy(model, config, ranks, **options_of(config, model))
+    policy.profile(folder)
+    policy.accumulate(MicroBatch(tuple(make_samples(8))))
+    policy.profile(None)
+    return policy.usage()
+
+
+def test_each_rank_says_what_it_used_and_writes_its_profile(tmp_path):
+    usage = on_ranks(2, partial(use_and_profile, folder=tmp_path), tmp_path)
+    assert len(usage.peak_bytes) == 2 and usage.flops == count_flops(tiny_llama())
+    assert sorted(path.name for path in tmp_path.glob("*.gz")) == ["rank-0.json.gz", "rank-1.json.gz"]

@@ -20,10 +20,11 @@ from tidemill.common.archive.archiver import archive_stream, writing
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.history import History, StreamName
 from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import PROFILES
 from tidemill.common.wire.messages import Commit, Ticket
 from tidemill.services.console.records.joins import read_group
 
-STEPS, BUGGY_STEP = 24, 2
+STEPS, BUGGY_STEP, PROFILED_STEP = 24, 2, 4
 FIELDS = ("loss", "grad_norm")
 
 
@@ -64,6 +65,7 @@ def arith(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Commit]]
 
 async def train_and_archive(runs: Path, config: RunConfig) -> list[Commit]:
     async with ServiceRun(runs, config, "arith") as run:
+        (run.run_dir / PROFILES / f"step-{PROFILED_STEP}").mkdir(parents=True)
         await train(run)
         with writing(run.run_dir):
             for stream in StreamName:
@@ -80,6 +82,10 @@ def test_twenty_random_steps_come_out_bit_by_bit_from_the_archive(arith: Any) ->
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert [result["step"] for result in results] == sorted(steps)
+    assert (
+        PROFILED_STEP in steps
+        and (runs / "arith" / PROFILES / f"step-{PROFILED_STEP}/rank-0.json.gz").exists()
+    )
     for result in results:
         commit = commits[result["step"]]
         replayed = {row["name"]: row["replayed"] for row in result["metrics"]}

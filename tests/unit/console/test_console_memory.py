@@ -9,7 +9,13 @@ from tests.support.checked_runs import write_run
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.check import memory, preflight
-from tidemill.services.console.check.memory import GIB, check_memory, machine_named, print_memory
+from tidemill.services.console.check.memory import (
+    GIB,
+    check_memory,
+    machine_named,
+    print_machine,
+    print_memory,
+)
 from tidemill.services.console.check.preflight import examine
 from tidemill.services.console.processes import gpus
 
@@ -19,8 +25,8 @@ PARTS = {
     "running": 3.0 * GIB,
 }
 FIT: dict[str, Any] = {
-    "ranks": 2, "tokens": 4096, "recomputed": True, "engines": 1, "ways": 2, "trainer": PARTS, "host": PARTS,
-    "takes_turns": False,
+    "ranks": 2, "context": 1, "experts": 1, "tokens": 4096, "recomputed": True, "engines": 1, "ways": 2,
+    "trainer": PARTS, "host": PARTS, "takes_turns": False,
     "engine": {"parts": {"weights": 1.0 * GIB}, "room": 2.0, "sequence": 1.0, "num_sequences": 2},
     "problems": [], "settings": {},
 }  # fmt: skip
@@ -97,3 +103,17 @@ def test_a_check_tells_memory_and_a_model_that_cannot_be_measured_is_no_mistake(
     monkeypatch.setattr(memory, "compute_memory", refuse)
     assert "was not computed: no layers" in examine(path, machine=MACHINE).notes[-1]
     assert examine(path).memory == []
+
+
+def test_a_machine_on_which_the_run_would_fail_ends_the_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: t}\n")
+    slow = {"what": "disk", "text": "0.01 GB/s", "remedy": "take a local disk", "is_problem": False}
+    full = {"what": "/dev/shm", "text": "64 MiB", "remedy": "--shm-size 8g", "is_problem": True}
+    monkeypatch.setattr(memory, "examine_machine", lambda *_: [slow])
+    print_machine(tmp_path / "c.yaml", [], as_json=False)
+    assert "take a local disk" in capsys.readouterr().out
+    monkeypatch.setattr(memory, "examine_machine", lambda *_: [slow, full])
+    with pytest.raises(ConfigError, match="--shm-size 8g"):
+        print_machine(tmp_path / "c.yaml", [], as_json=False)

@@ -5,6 +5,7 @@ import os
 import re
 import runpy
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,6 +67,35 @@ def test_pins_are_installed_only_where_the_base_image_lacks_them(
     monkeypatch.setattr(sys, "argv", ["missing.py", str(lock)])
     runpy.run_path(str(IMAGES / "missing.py"), run_name="__main__")
     assert capsys.readouterr().out == "no-such-package==2.0\n"
+
+
+STUB = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$CALLS"
+case "$*" in *torch.version.cuda*) exit "$CPU_BUILD";; esac
+"""
+"""Stands for Python and for the packages of the system: notes its call; says whether torch is for CPUs."""
+
+
+@pytest.mark.parametrize("is_cpu", [False, True], ids=["cuda", "cpu"])
+def test_kernels_and_their_compiler_come_where_torch_is_built_for_gpus(tmp_path: Path, is_cpu: bool) -> None:
+    for name in ("python3", "apt-get", "rm"):
+        (tmp_path / name).write_text(STUB)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "CPU_BUILD": str(int(is_cpu)),
+    }
+    subprocess.run(["sh", str(IMAGES / "kernels.sh")], env=environment, check=True)
+    said = calls.read_text()
+    assert ("install -y --no-install-recommends gcc g++" in said) is not is_cpu
+    assert ("liger-kernel==" in said) is not is_cpu
+
+
+def test_the_trainers_image_keeps_what_it_compiles() -> None:
+    text = (ROOT / "services/trainer/Dockerfile").read_text()
+    assert "kernels.sh" in text and "TORCHINDUCTOR_CACHE_DIR=/cache/" in text
 
 
 def test_replicas_take_gpus_that_no_other_has(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ async def test_a_session_without_a_reward_is_a_failed_score_that_says_so() -> No
     made = await score()
     assert (made.status, made.value, made.attempts) == (ScoreStatus.FAILED, None, 1)
     assert "gave no reward" in made.error and "tools" in made.error
+    assert (await score(end="timeout")).status is ScoreStatus.TIMEOUT
     single = RewardSample(make_trajectory(), Lane.TRAIN)
     with pytest.raises(AttemptError, match="no session"):
         await EnvironmentReward().score(single)

@@ -12,6 +12,7 @@ from tests.support.models import run_config, tiny_llama, tiny_model
 from tests.support.parity import expected_logprobs, score
 from tidemill.common.errors import EngineError, WeightsError
 from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines import decoding
 from tidemill.services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.engines.model import copy_weights, match_weights
@@ -251,6 +252,27 @@ async def test_a_failing_model_is_an_engine_error(
     monkeypatch.setattr("tidemill.services.rollout.engines.decoding.decode_batch", fail)
     with pytest.raises(EngineError, match="out of memory"):
         await engine.generate(make_requests(1)[0])
+
+
+async def test_who_asks_hears_of_a_long_generation_while_it_grows(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "PART_TOKENS", 4)
+    heard: dict[int, list[Generation]] = {number: [] for number in range(8)}
+    params = SamplingParams(max_tokens=24)
+    wholes = await asyncio.gather(
+        *(
+            engine.generate(GenerationRequest(f"r{n}", [3, 4, 5], params, on_tokens=parts.append))
+            for n, parts in heard.items()
+        )
+    )
+    for parts, whole in zip(heard.values(), wholes, strict=True):
+        expected = [count for count in range(4, 24, 4) if count < len(whole.token_ids)]
+        assert [len(part.token_ids) for part in parts] == expected, "not at the end"
+        for part, count in zip(parts, expected, strict=True):
+            assert part.token_ids == whole.token_ids[:count] and part.logprobs == whole.logprobs[:count]
+            assert part.spans == whole.spans
+    assert any(heard.values())
 
 
 async def test_a_generation_ends_with_the_token_that_completes_a_text_to_stop_at(

@@ -123,7 +123,8 @@ class RecordingPolicy:
     """Notes the order of the calls to a policy."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.layout = policy, policy.layout
+        self.policy, self.layout, self.bins = policy, policy.layout, policy.bins
+        self.replays_routes = policy.replays_routes
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:

@@ -4,6 +4,9 @@
                                  - c_H * entropy + c_V * value loss + routers' losses),
     with p now and q at the rollout
 
+or, of a demonstration's token, weight * imitation * -logprob and none of these: the loss of supervised
+fine-tuning.
+
 Every term is weighted and divided alike (`tokens.py`), so none depends on how an update is split into
 micro-batches. Importance weights belong to the surrogate alone, as in TRL.
 
@@ -46,7 +49,7 @@ def policy_loss(
     seeds, lr 5e-3 to 5e-2), mean reward over the run: `recompute` with weights up to 2 0.75 to 0.89,
     `rollout` 0.62 to 0.87 at one step of staleness; 0.66 to 0.82 against 0.37 to 0.75 at four.
     """
-    tokens = tokens.floored()
+    tokens = tokens.floored().without_demonstrations()
     proximal_N = tokens.logprobs_N.detach()
     if tokens.proximal_logprobs_N is not None and algorithm.loss_traits.has_ratio:
         proximal_N = tokens.proximal_logprobs_N
@@ -61,6 +64,9 @@ def policy_loss(
         num_sequences=tokens.num_sequences,
         penalised_N=tokens.penalised_N,
     )
+    if tokens.imitation_N is not None:  # the sums of weights are those of sampled tokens
+        is_sampled_N = tokens.imitation_N == 0
+        importance_N, raw_N = importance_N * is_sampled_N, raw_N * is_sampled_N
     result = surrogate(ratio, algorithm)
     sums = _sums(tokens, result) | {
         "weight_sum": importance_N.sum(),
@@ -92,6 +98,8 @@ def policy_loss(
         loss_N = loss_N + _value_term(tokens, algorithm, sums)
     if tokens.routing:
         loss_N = loss_N + _router_term(tokens, algorithm, sums)
+    # Before weights: a demonstration's token counts in the denominator as any other does.
+    loss_N = _imitated(tokens, loss_N, sums)
     weights_N = tokens.weights_N
     if algorithm.rejection.is_on:
         is_rejected_N = rejected_tokens(drift_N, *sequences, algorithm.rejection)
@@ -101,6 +109,22 @@ def policy_loss(
     sums["loss_sum"] = loss.detach()
     counts = expert_counts(tokens.routing)
     return loss, sums | {f"expert_counts/{layer}": count_E for layer, count_E in enumerate(counts)}
+
+
+def _imitated(tokens: Tokens, loss_N: Tensor, sums: Sums) -> Tensor:
+    """The loss of each token, with that of demonstrations in its place there; their sums go into `sums`.
+
+    Logprobs -0.5 and -2 of demonstrations with a weight of 0.1: 0.05 and 0.2.
+    """
+    weights_N = tokens.imitation_N
+    if weights_N is None:
+        # The same sums in every tile: `total_metrics` stacks them by their places.
+        sums["imitation_sum"] = sums["imitation_tokens"] = torch.zeros_like(loss_N[0].detach())
+        return loss_N
+    is_shown_N = weights_N > 0
+    sums["imitation_sum"] = -(tokens.logprobs_N.detach() * is_shown_N).sum()
+    sums["imitation_tokens"] = is_shown_N.sum()
+    return torch.where(is_shown_N, -weights_N * tokens.logprobs_N, loss_N)
 
 
 def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
@@ -141,6 +165,7 @@ def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tens
 @torch.no_grad()
 def _sums(tokens: Tokens, surrogate: Surrogate) -> Sums:
     gap_N = tokens.logprobs_N - tokens.rollout_logprobs_N
+    unmasked_N = gap_N if tokens.log_mass_N is None else gap_N + tokens.log_mass_N
 
     def count(is_cut_N: Tensor | None) -> Tensor:
         return torch.zeros_like(gap_N[0]) if is_cut_N is None else is_cut_N.sum()
@@ -154,4 +179,5 @@ def _sums(tokens: Tokens, surrogate: Surrogate) -> Sums:
         "clipped_dual": count(surrogate.is_dual_N),
         "mismatch_sum": gap_N.abs().sum(),
         "mismatch_max": gap_N.abs().max(),
+        "unmasked_mismatch_sum": unmasked_N.abs().sum(),
     }

@@ -79,6 +79,12 @@ def router_terms(
     return torch.stack(balance).sum(0), torch.stack(z).sum(0)
 
 
+def rerouted(changed_N: Tensor) -> dict[str, Tensor]:
+    """Sums over tokens, of the share of layers in which a router would have chosen otherwise: that, and the
+    tokens with such a layer."""
+    return {"changed_tokens": (changed_N > 0).sum(), "changed_layers": changed_N.sum()}
+
+
 def expert_counts(routing: Sequence[LayerRouting]) -> list[Tensor]:
     """How many tokens each expert of each layer got, biases of the choice included. Shape [E] each."""
     return [

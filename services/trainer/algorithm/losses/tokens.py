@@ -35,6 +35,8 @@ class Tokens:
     sequence_N: Tensor
     num_sequences: int
     entropies_N: Tensor
+    log_mass_N: Tensor | None = None
+    """What logprobs over all ids are less by than those over the ones that sampling kept; None: nothing."""
     proximal_logprobs_N: Tensor | None = None
     """Under the policy at the step's start; None where that is the current one."""
     reference_logprobs_N: Tensor | None = None
@@ -49,6 +51,8 @@ class Tokens:
     teacher_logprobs_N: Tensor | None = None
     teacher_weights_N: Tensor | None = None
     """How much each token's teacher counts; 0 without one. They come together."""
+    imitation_N: Tensor | None = None
+    """Of demonstrations, the weight of -logprob, which is all of their loss; 0 of the other tokens."""
     routing: tuple[LayerRouting, ...] = ()
     """Of each mixture layer, where it is wanted; with gradient."""
 
@@ -68,6 +72,23 @@ class Tokens:
                 if (values_N := getattr(self, name)) is not None
             },
         )
+
+    def without_demonstrations(self) -> "Tokens":
+        """The same with demonstrations as tokens that the current policy sampled, without advantage and
+        entropy: what compares policies finds no difference there."""
+        if self.imitation_N is None:
+            return self
+        is_shown_N, current_N = self.imitation_N > 0, self.logprobs_N.detach()
+        found = {
+            "advantages_N": self.advantages_N.masked_fill(is_shown_N, 0.0),
+            "entropies_N": self.entropies_N.masked_fill(is_shown_N, 0.0),
+        }
+        if self.factors_N is not None:
+            found["factors_N"] = self.factors_N.masked_fill(is_shown_N, 1.0)  # 0 is a token that is left out
+        for name in ("rollout_logprobs_N", "proximal_logprobs_N", "reference_logprobs_N"):
+            if (values_N := getattr(self, name)) is not None:
+                found[name] = torch.where(is_shown_N, current_N, values_N)
+        return replace(self, **found)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

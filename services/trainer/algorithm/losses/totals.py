@@ -26,6 +26,8 @@ class MicroBatchMetrics:
     """Of forward passes that were trained on, with padding."""
     row_tokens: int = 0
     """What these would be with a row for each sample or segment, without padding."""
+    row_pairs: int = 0
+    """Of tokens in these rows, of which one attends to the other or to itself."""
     loss_sum: float = 0.0
     entropy_sum: float = 0.0
     kl_sum: float = 0.0
@@ -53,9 +55,15 @@ class MicroBatchMetrics:
     mismatch_sum: float = 0.0
     mismatch_max: float = 0.0
     """|current - rollout| of the logprobs: staleness plus numerical mismatch."""
+    unmasked_mismatch_sum: float = 0.0
+    """The same without sampling masks, by current logprobs over all ids."""
     teacher_kl_sum: float = 0.0
     """Estimate of KL(current || teacher) where that is in the loss, over `teacher_tokens` tokens."""
     teacher_tokens: float = 0.0
+    imitation_sum: float = 0.0
+    """-logprob of demonstrations, over `imitation_tokens` tokens; of the other sums, these are in that of the
+    loss alone."""
+    imitation_tokens: float = 0.0
     value_loss_sum: float = 0.0
     value_square_error_sum: float = 0.0
     return_sum: float = 0.0
@@ -64,8 +72,21 @@ class MicroBatchMetrics:
     balance_sum: float = 0.0
     router_z_sum: float = 0.0
     """The routers' balance loss and z-loss, means over layers."""
+    changed_tokens: float = 0.0
+    changed_layers: float = 0.0
+    """Tokens that the routers would have sent to other experts than the engine did, in some layer; and the
+    share of layers, summed over tokens."""
+    compared_tokens: int = 0
+    replayed_gap_sum: float = 0.0
+    unreplayed_gap_sum: float = 0.0
+    """`mismatch` of some tokens, as they are trained and if routes were not replayed."""
     expert_counts: tuple[tuple[int, ...], ...] = ()
     """Of each mixture layer, where it is wanted: tokens that each of its experts got."""
+
+    @property
+    def sampled_tokens(self) -> float:
+        """Tokens that carry loss and were sampled: all but those of demonstrations."""
+        return self.tokens - self.imitation_tokens
 
     def __add__(self, other: "MicroBatchMetrics") -> "MicroBatchMetrics":
         def join(name: str) -> Any:
@@ -105,12 +126,19 @@ def total_metrics(parts: Sequence[Sums]) -> MicroBatchMetrics:
 
 def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
     """Metrics of the loss; those of a value head or of a selection of tokens only where there is one."""
-    tokens = max(sums.tokens, 1)
+    tokens = max(sums.sampled_tokens, 1)
     sampling = "sampling/importance_sampling_ratio"
-    metrics = {
+    of_all: dict[str, float] = {
         "loss": sums.loss_sum / sums.denominator if sums.denominator else 0.0,
         "forward/positions": float(sums.positions),
         "forward/row_tokens": float(sums.row_tokens),
+    }
+    if sums.imitation_tokens:
+        of_all["imitation/loss"] = sums.imitation_sum / sums.imitation_tokens
+        of_all["imitation/token_share"] = sums.imitation_tokens / sums.tokens
+    if sums.tokens and not sums.sampled_tokens:
+        return of_all
+    metrics = of_all | {
         "entropy": sums.entropy_sum / tokens,
         "kl": sums.kl_sum / tokens,
         "rollout_kl": sums.rollout_kl_sum / tokens,
@@ -127,21 +155,24 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
         "logprob_gap/mean": sums.mismatch_sum / tokens,
         "logprob_gap/max": sums.mismatch_max,
     }
+    if sums.unmasked_mismatch_sum not in (0.0, sums.mismatch_sum):
+        metrics["logprob_gap/unmasked_mean"] = sums.unmasked_mismatch_sum / tokens
     selected = {"selection/left_out_mean": sums.left_out / tokens} if sums.left_out else {}
     distilled = {"teacher_kl": sums.teacher_kl_sum / sums.teacher_tokens} if sums.teacher_tokens else {}
-    return metrics | selected | distilled | _value_metrics(sums, tokens) | _expert_metrics(sums, tokens)
+    routed = _route_metrics(sums, tokens) | _expert_metrics(sums, tokens)
+    return metrics | selected | distilled | _value_metrics(sums, tokens) | routed
 
 
 def _effective_share(sums: MicroBatchMetrics) -> float:
     """Effective sample size over the number of tokens, (sum w)^2 / (N sum w^2), of the importance weights
     before any bound: 1 where all are equal. Weights 1, 1, 4 give 36 / (3 * 18) = 2/3."""
-    if not sums.tokens or not sums.raw_weight_square_sum:
+    if not sums.sampled_tokens or not sums.raw_weight_square_sum:
         return 1.0
     # Equal weights give a little more than 1 by rounding.
-    return min(1.0, sums.raw_weight_sum**2 / (sums.tokens * sums.raw_weight_square_sum))
+    return min(1.0, sums.raw_weight_sum**2 / (sums.sampled_tokens * sums.raw_weight_square_sum))
 
 
-def _value_metrics(sums: MicroBatchMetrics, tokens: int) -> dict[str, float]:
+def _value_metrics(sums: MicroBatchMetrics, tokens: float) -> dict[str, float]:
     """Loss, and 1 - (mean square error) / (variance of the returns): 1 is perfect, 0 as good as the mean."""
     if not sums.return_square_sum and not sums.value_square_error_sum:
         return {}
@@ -155,7 +186,19 @@ def _value_metrics(sums: MicroBatchMetrics, tokens: int) -> dict[str, float]:
     }
 
 
-def _expert_metrics(sums: MicroBatchMetrics, tokens: int) -> dict[str, float]:
+def _route_metrics(sums: MicroBatchMetrics, tokens: float) -> dict[str, float]:
+    """Of routes that were replayed."""
+    if not sums.compared_tokens:
+        return {}
+    return {
+        "routes/changed_tokens": sums.changed_tokens / tokens,
+        "routes/changed_layers": sums.changed_layers / tokens,
+        "routes/logprob_gap_with": sums.replayed_gap_sum / sums.compared_tokens,
+        "routes/logprob_gap_without": sums.unreplayed_gap_sum / sums.compared_tokens,
+    }
+
+
+def _expert_metrics(sums: MicroBatchMetrics, tokens: float) -> dict[str, float]:
     """How evenly the step's tokens used the experts, where it was asked for.
 
     `max_load` is the busiest expert's tokens over the mean's, in the worst layer: 1 + MaxVio of arXiv

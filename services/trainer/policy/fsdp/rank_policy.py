@@ -24,12 +24,14 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.arrays import Float32
+from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import Layout, split_groups, split_samples
 from tidemill.services.trainer.groups.samples import (
     MicroBatch,
     Precomputed,
+    Routes,
     Sample,
     SegmentTokens,
     Teaching,
@@ -39,21 +41,27 @@ from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
 from tidemill.services.trainer.policy.attention import layer_configs
 from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import Scores, TileScores, TokenScorer
+from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_experts
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.head import Scaling
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
+from tidemill.services.trainer.policy.offload import local
 from tidemill.services.trainer.policy.packing import Lines, Tile, cut_tile
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, Shard
 from tidemill.services.trainer.policy.transformers_policy import Parts, TransformersPolicy, policy_options
+from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.weights.peers import Peers, pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
+from tidemill.services.trainer.weights.shadow import held_rows
 from tidemill.services.trainer.weights.store import model_tensors
 
 T = TypeVar("T")
 
+SAMPLE_KINDS = (Routes, Rows, Sample, SegmentTokens, Teaching, TurnEnd)
+"""Classes in what rank 0 deals out."""
 SCORES_PER_WIDTH = 4
 """Of attention, that take as long as all else that a layer computes of a token, for each number of its hidden
 state: 6 by their products (4 H for a score, 24 H^2 for a token), whose kernels are slower."""
@@ -89,10 +97,12 @@ def cores_beside(address: str, devices: Path = PCI_DEVICES) -> set[int]:
 class ShardedModel(nn.Module):
     """The root of the sharding: runs a function of the model with the root's own weights gathered."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
         options: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": _precision(dtype)}
+        if ranks.expert_mesh is not None:
+            options["shard_placement_fn"] = split_experts(model, ranks.expert_mesh)
         # Layers before the root, which takes what no layer has.
         sharded = [fully_shard(block, **options) for block in layers_of(model)]
         # Also the root's: between two passes only shards exist, which updates and checkpoints work on.
@@ -158,12 +168,15 @@ class ShardedScorer(TokenScorer):
             hidden = () if scores.hidden_NH is None else (scores.hidden_NH,)
             affinities.extend(layer.affinity for layer in scores.routing)
             routed = [x for layer in scores.routing for x in (layer.logits_NE, layer.chosen_NK)]
-            return (scores.logprobs_N.clone(), scores.entropies_N, *hidden, *routed)
+            changed = () if scores.changed_N is None else (scores.changed_N,)
+            always = (scores.logprobs_N.clone(), scores.entropies_N, scores.log_mass_N)
+            return (*always, *hidden, *routed, *changed)
 
-        logprobs_N, entropies_N, *rest = self.root(tensors)
+        logprobs_N, entropies_N, log_mass_N, *rest = self.root(tensors)
         hidden_NH = rest.pop(0) if keep_hidden else None
+        changed_N = rest.pop() if len(rest) % 2 else None
         routing = tuple(map(LayerRouting, affinities, rest[::2], rest[1::2]))
-        return TileScores(logprobs_N, entropies_N, hidden_NH, routing)
+        return TileScores(logprobs_N, entropies_N, log_mass_N, hidden_NH, routing, changed_N)
 
     def hidden(self, tile: Tile) -> Tensor:
         hidden_NH: Tensor = self.root(lambda: TokenScorer.hidden(self, tile).clone())
@@ -175,7 +188,8 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     # Before `prepare_torch`: `trainer.num_threads`, where it is set, has the last word.
     take_share(ranks.device, config.trainer.num_ranks)
     prepare_torch(config.trainer)
-    ranks.lay_out(config.trainer.shard_ranks, config.trainer.context_ranks)
+    trainer = config.trainer
+    ranks.lay_out(trainer.shard_ranks, trainer.context_size, trainer.expert_size)
     model, weights = open_model(config.model, ranks.device)
     digest = ""
     if config.trainer.lora and weights is not None:
@@ -249,7 +263,7 @@ class RankPolicy(TransformersPolicy):
         for _ in range(num_missing):
             self._pass_nothing()
         self._holds_gradients = self._reduces_once
-        num_alike = self._config.context_ranks
+        num_alike = self._config.context_size
         # Those that share tiles have found the same, but for positions: each counts its own columns.
         parts = self._ranks.gather(pack(metrics))[::num_alike]
         total = sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
@@ -273,10 +287,10 @@ class RankPolicy(TransformersPolicy):
         """This rank's parts of the samples that rank 0 has; on rank 0 also the indices of all samples, in the
         order of ranks. No rank gets the samples of another."""
         if not self._ranks.is_leader:
-            return unpack(self._ranks.deal(()), Sample, SegmentTokens, Teaching, TurnEnd), []
+            return unpack(self._ranks.deal(()), *SAMPLE_KINDS), []
         indices = split(samples)
         shares = [[[samples[i] for i in part] for part in parts] for parts in indices]
-        payloads = [payload for payload in map(pack, shares) for _ in range(self._config.context_ranks)]
+        payloads = [payload for payload in map(pack, shares) for _ in range(self._config.context_size)]
         # Its own it has already.
         self._ranks.deal([b"", *payloads[1:]])
         return shares[0], [i for parts in indices for part in parts for i in part]
@@ -353,6 +367,12 @@ class RankPolicy(TransformersPolicy):
                 head(NOTHING, scores.hidden_NH)
         return found
 
+    def usage(self) -> Usage:
+        own = super().usage()
+        return replace(
+            own, peak_bytes=tuple(unpack(part) for part in self._ranks.gather(pack(own.peak_bytes[0])))
+        )
+
     @property
     def peers(self) -> Peers:
         return self._ranks
@@ -373,15 +393,10 @@ class RankPolicy(TransformersPolicy):
         state, ranks = self.state(), self._ranks
         if ranks.replica:
             return PolicyState({})
-        num_rows = {
-            name: len(tensor) for name, tensor in state.tensors.items() if isinstance(tensor, DTensor)
-        }
-        tensors = {
-            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in state.tensors.items()
-            if name in num_rows or ranks.is_leader
-        }
-        shard = Shard(ranks.shard, ranks.shard_size, num_rows)
+        named = state.tensors.items()
+        first_rows = {name: held_rows(tensor)[0] for name, tensor in named if isinstance(tensor, DTensor)}
+        tensors = {name: local(one) for name, one in named if name in first_rows or ranks.is_leader}
+        shard = Shard(ranks.shard, ranks.shard_size, first_rows)
         return PolicyState(tensors, state.values if ranks.is_leader else {}, shard)
 
 
@@ -414,7 +429,9 @@ def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) ->
     """
     if config.sum_gradients != "auto" or ranks.device.type != "cuda":
         return config.sum_gradients != "micro_batch"
-    num_bytes = 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    experts = sum(weight.numel() for weight in expert_weights(model) if weight.requires_grad)
+    num_bytes = 4 * (sum(weight.numel() for weight in trained) - experts + experts // config.expert_size)
     return num_bytes <= torch.cuda.get_device_properties(ranks.device).total_memory / 4
 
 

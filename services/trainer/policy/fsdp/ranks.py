@@ -186,6 +186,8 @@ class Ranks:
     """Which copy this rank holds a part of, and which part."""
     context: ContextGroup | None = None
     """Those that share this rank's tiles, where they do."""
+    expert_mesh: DeviceMesh | None = None
+    """Copies of the model, shards of the same experts, and other experts, where ranks have different ones."""
 
     def __init__(self, rank: int, size: int, device: torch.device, watch: RankWatch | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -195,9 +197,9 @@ class Ranks:
             thread: dist.new_group(backend="gloo", timeout=PATIENCE) for thread in get_args(Thread)
         }
 
-    def lay_out(self, shard_size: int | None, context_size: int = 1) -> None:
-        """Let each `shard_size` ranks hold a copy of the model, or all of them one, and each `context_size`
-        share tiles. A call of all ranks."""
+    def lay_out(self, shard_size: int | None, context_size: int = 1, expert_size: int = 1) -> None:
+        """Let each `shard_size` ranks hold a copy of the model, or all of them one, each `context_size` share
+        tiles, and each `expert_size` have the experts of a layer among them. A call of all ranks."""
         # Neighbours: these speak most, and are on one machine where it can be.
         ranks_DC = torch.arange(self.size).view(-1, context_size).tolist()
         if context_size > 1:
@@ -207,17 +209,25 @@ class Ranks:
             self.context = None
         self.shard_size = shard_size or self.size
         self.replica, self.shard = divmod(self.rank, self.shard_size)
-        kind = self.device.type
-        if self.shard_size == self.size:
-            self.mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=("shard",))
-            return
+        copies = {"replica": self.size // self.shard_size} if self.shard_size < self.size else {}
+        self.mesh = self._make_mesh(copies | {"shard": self.shard_size})
+        self.expert_mesh = None
+        if expert_size > 1:
+            shards = {"expert_shard": self.shard_size // expert_size, "expert": expert_size}
+            self.expert_mesh = self._make_mesh(copies | shards)
+
+    def _make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
+        """Axes by name, from ranks that are far apart to neighbours."""
+        kind, names = self.device.type, tuple(sizes)
+        if len(sizes) == 1:
+            return init_device_mesh(kind, (self.size,), mesh_dim_names=names)
         # Groups that torch makes itself for a mesh have its own timeout, and not that of the whole.
-        ranks_RS = torch.arange(self.size).view(-1, self.shard_size)
-        groups = [
-            dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=_timeout(self.device))[0]
-            for ranks in (ranks_RS.T, ranks_RS)
-        ]
-        self.mesh = DeviceMesh.from_group(groups, kind, ranks_RS, mesh_dim_names=("replica", "shard"))
+        ranks = torch.arange(self.size).view(*sizes.values())
+        groups = []
+        for axis in range(ranks.ndim):
+            members = ranks.movedim(axis, -1).flatten(0, -2).tolist()
+            groups.append(dist.new_subgroups_by_enumeration(members, timeout=_timeout(self.device))[0])
+        return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=names)
 
     @property
     def is_leader(self) -> bool:

@@ -45,6 +45,14 @@ class ShardedPolicy:
     def layout(self) -> Layout:
         return self._own.layout
 
+    @property
+    def bins(self) -> tuple[int, int]:
+        return self._own.bins
+
+    @property
+    def replays_routes(self) -> bool:
+        return self._own.replays_routes
+
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights, gathered from all ranks one by one."""
         # The other ranks take part in what rank 0 gathers, and write nothing.

@@ -1,13 +1,14 @@
 """What one GPU of the trainer, one GPU of an engine, and one host take: arithmetic on a model's sizes.
 
 Bytes throughout. With P parameters, T of them trained, in S shards (`trainer.shard_ranks`): master weights
-4P / S, gradients 4T / S, AdamW's moments 8T / S, the version before in 16 bits 2P / S. What a pass keeps is
-in `sizes.py`. A peak is what is always there with the larger of what training and scoring take
-beside it, or what starting takes.
+4P / S, gradients 4T / S, AdamW's moments 8T / S, the version before in 16 bits 2P / S. Experts are divided by
+whole ones: the fullest rank may have more of them. What a pass keeps is in `sizes.py`. A peak is what is
+always there with the larger of what training and scoring take beside it, or what starting takes.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from tidemill.common.config import RunConfig
@@ -78,7 +79,20 @@ def num_shards(config: RunConfig) -> int:
 
 def longest_part(config: RunConfig) -> int:
     """Tokens of the longest sequence that a rank has."""
-    return -(-config.model.max_model_len // config.trainer.context_ranks)
+    return -(-config.model.max_model_len // config.trainer.context_size)
+
+
+def held(config: RunConfig, sizes: ModelSizes) -> float:
+    """Parameters of the model on the rank that has the most of them."""
+    shards, apart = num_shards(config), config.trainer.expert_size
+    same = shards / apart
+    most = ceil(ceil(sizes.num_experts / apart) / same) / max(sizes.num_experts, 1)
+    return (sizes.parameters - sizes.experts) / shards + sizes.experts * most
+
+
+def others_experts(config: RunConfig, experts: int) -> float:
+    """Of so many parameters of experts, those that a rank never has whole."""
+    return experts * (1 - 1 / config.trainer.expert_size)
 
 
 def trainer_take(
@@ -101,7 +115,7 @@ def trainer_take(
     if "held weights" in states:
         scoring["held weights, swapped"] = states["held weights"]
     if trainer.lora is not None:
-        scoring["merged weights of an export"] = float(element_bytes(config) * sizes.parameters) / shards
+        scoring["merged weights of an export"] = element_bytes(config) * held(config, sizes)
     starting = {}
     if sizes.is_read_whole:
         starting["whole model in float32, before it is split"] = 4.0 * sizes.parameters
@@ -112,33 +126,37 @@ def trainer_take(
 
 def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str, float]:
     """What is always there."""
-    trainer, algorithm, count = config.trainer, config.trainer.algorithm, sizes.parameters
+    trainer, algorithm = config.trainer, config.trainer.algorithm
     shards, trained, width = num_shards(config), num_trained(config, sizes), element_bytes(config)
-    masters = 4.0 * count
+    own = held(config, sizes)
+    own_trained, masters = own, 4.0 * own
     if trainer.lora is not None:
-        masters = float(width * sizes.linears + 4 * (count - sizes.linears) + 4 * trained)
+        own_trained = trained / shards
+        # Experts stay in float32: only linear layers are read in the dtype of the products.
+        masters = 4.0 * own + ((width - 4) * sizes.linears + 4 * trained) / shards
     parts = {
-        "master weights": masters / shards,
-        "gradients": 4.0 * trained / shards,
-        "AdamW moments": 8.0 * trained / shards,
+        "master weights": masters,
+        "gradients": 4.0 * own_trained,
+        "AdamW moments": 8.0 * own_trained,
     }
     if trainer.offload_optimizer:
         passing = float(8 * PLACES * min(SLICE, trained))
         parts["AdamW moments"] = min(passing, parts["AdamW moments"])
     if width == 2:
-        parts["version before, for deltas"] = 2.0 * count / shards
+        parts["version before, for deltas"] = 2.0 * own
     # As `rank_policy.reduces_once` decides.
-    is_small = trainer.sum_gradients == "auto" and 4 * trained <= gpu_bytes / 4
+    summed = trained - (others_experts(config, sizes.experts) if trainer.lora is None else 0.0)
+    is_small = trainer.sum_gradients == "auto" and 4 * summed <= gpu_bytes / 4
     if trainer.num_ranks > 1 and (is_small or trainer.sum_gradients == "update"):
-        parts["gradients until an update"] = 4.0 * trained
+        parts["gradients until an update"] = 4.0 * summed
     if algorithm.needs_reference and trainer.lora is None:
         size = 2.0 if algorithm.reference.dtype == "bfloat16" else 4.0
-        parts["reference model"] = size * count / shards
+        parts["reference model"] = size * own
     if has_critic(config):
-        parts["critic"] = 16.0 * count / shards
+        parts["critic"] = 16.0 * own
     needs_start = trainer.needs_proximal or algorithm.needs_start_logprobs or algorithm.needs_start_entropies
     if trainer.updates_per_step > 1 and (needs_start or algorithm.needs_values):
-        parts["held weights"] = 4.0 * trained / shards
+        parts["held weights"] = 4.0 * own_trained
     return parts
 
 
@@ -148,9 +166,10 @@ def _working_weights(config: RunConfig, sizes: ModelSizes, copies: int) -> dict[
     if trainer.num_ranks == 1:
         kept = 0.0 if trainer.lora is not None else copies * sizes.copied_bytes
         return {"weights in the compute dtype": kept} if kept else {}
+    layer = sizes.layer - others_experts(config, sizes.layer_experts)
     return {
-        "gathered layers": float(width * (sizes.root + 2 * sizes.layer)),
-        "gradients being summed": float((width + 4) * max(sizes.root, sizes.layer)),
+        "gathered layers": float(width * (sizes.root + 2 * layer)),
+        "gradients being summed": float((width + 4) * max(sizes.root, layer)),
     }
 
 

@@ -10,11 +10,13 @@ for each machine. A process of its own, because it imports torch and transformer
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import product
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from tidemill.services.trainer.policy.memory.estimate import (
     engine_take,
     host_take,
     longest_part,
+    num_shards,
     trainer_take,
     usable,
 )
@@ -51,23 +54,27 @@ log = structlog.get_logger(__name__)
 Settings = dict[str, Any]
 """Fields of the config, and values."""
 TOKENS, RECOMPUTES = "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"
-CONTEXT = "trainer.context_ranks"
+CONTEXT, EXPERTS = "trainer.context_ranks", "trainer.expert_ranks"
 PASSES_FILE = "passes.json"
-"""In the run's folder: the tokens of a pass that were chosen when the run started. Another GPU would choose
-others, and sum gradients in another order: a replay there would not give the recorded bits."""
+"""In the run's folder: what was chosen of passes when the run started. Another GPU would choose others, and
+sum gradients in another order: a replay there would not give the recorded bits."""
 
 
 def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunConfig:
-    """`auto` of `micro_batch_tokens` and `gradient_checkpointing` replaced by what fits on this GPU;
-    not on a CPU, nor where the model cannot be measured. With the run's folder, the tokens are those that the
-    run has had from its start."""
+    """`auto` of the trainer's passes and ranks replaced by what fits on this GPU; on a CPU, and where the
+    model cannot be measured, it stays. With the run's folder, tokens and ranks are those that the run has had
+    from its start."""
     device = pick_device(config.trainer.device)
-    is_auto = "auto" in (config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing)
-    if device.type != "cuda" or not is_auto:
+    fields = (TOKENS, RECOMPUTES, *((CONTEXT, EXPERTS) if config.trainer.num_ranks > 1 else ()))
+    autos = [field for field in fields if _value(config, field) == "auto"]
+    if device.type != "cuda" or not autos:
         return config
-    record = None if folder is None or config.trainer.micro_batch_tokens != "auto" else folder / PASSES_FILE
+    kept = {field: field.rpartition(".")[2] for field in autos if field != RECOMPUTES}
+    record = None if folder is None or not kept else folder / PASSES_FILE
     if record is not None and record.exists():
-        config = _changed(config, {TOKENS: int(json.loads(record.read_text())["micro_batch_tokens"])})
+        # Runs that began before ranks were chosen have had 1.
+        known = {"context_ranks": 1, "expert_ranks": 1, **json.loads(record.read_text())}
+        config = _changed(config, {field: known[name] for field, name in kept.items() if name in known})
     try:
         sizes = read_model(config)
     except ConfigError as error:
@@ -77,19 +84,21 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
     placed = config.rollout.trainer_gpus
     is_shared = placed == "shared" and num_engines(config) > 0
     room = trainer_room(config, gpu_bytes, placed == "turns", is_shared)
+    width = int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.num_ranks))
+    config = choose_ranks(config, sizes, gpu_bytes, room, width)
     tokens, recomputed, take = choose_passes(config, sizes, gpu_bytes, room)
+    config = _changed(config, {TOKENS: tokens, RECOMPUTES: recomputed})
+    chosen = {name: _value(config, field) for field, name in kept.items()}
     report = log.info if take.running <= room else log.warning
     report(
         "passes are fitted to the GPU's memory",
-        micro_batch_tokens=tokens,
-        gradient_checkpointing=recomputed,
+        **{field.rpartition(".")[2]: _value(config, field) for field in fields},
         estimated_gib=round(take.running / GIB, 1),
         usable_gib=round(room / GIB, 1),
     )
     if record is not None and not record.exists():
-        write_atomically(record, json.dumps({"micro_batch_tokens": tokens}) + "\n")
-    changed: RunConfig = _changed(config, {TOKENS: tokens, RECOMPUTES: recomputed})
-    return changed
+        write_atomically(record, json.dumps(chosen) + "\n")
+    return config
 
 
 SMALLEST_TILE = 1024
@@ -120,6 +129,9 @@ class Fit:
     ranks: int
     tokens: int
     recomputed: bool
+    context: int
+    experts: int
+    """Ranks that share passes, and that divide experts."""
     trainer: Take | None
     """None where no model is trained."""
     engine: EngineTake | None
@@ -152,6 +164,28 @@ def choose_passes(
     ]
     fitting = (choice for choice in takes if choice[2].running <= room)
     return next(fitting, min(takes, key=lambda choice: choice[2].running))
+
+
+def choose_ranks(
+    config: RunConfig, sizes: ModelSizes, gpu_bytes: float, room: float, width: int
+) -> RunConfig:
+    """`auto` of ranks that share a pass replaced by the fewest with which one fits into `room`, else by 1; of
+    those that divide experts by `experts_apart`, where there are several hosts of `width` ranks."""
+    trainer = config.trainer
+    if trainer.expert_ranks == "auto":
+        size = experts_apart(config, sizes, width) if trainer.num_ranks > width else 1
+        config = _changed(config, {EXPERTS: size})
+    if trainer.context_ranks != "auto":
+        return config
+    possible = [n for n in _context_sizes(config, sizes) if trainer.num_ranks % n == 0]
+    tried: list[RunConfig] = [_changed(config, {CONTEXT: size}) for size in (1, *possible)]
+    fitting = (one for one in tried if choose_passes(one, sizes, gpu_bytes, room)[2].running <= room)
+    return next(fitting, tried[0])
+
+
+def experts_apart(config: RunConfig, sizes: ModelSizes, width: int) -> int:
+    """The most of a host's `width` ranks that can divide the experts; 1 where there are none."""
+    return gcd(width, num_shards(config), sizes.num_experts) if sizes.num_experts else 1
 
 
 def _choices(config: RunConfig, sizes: ModelSizes) -> list[tuple[int, bool]]:
@@ -191,18 +225,37 @@ def find_settings(
     placements: list[Settings] = [{}] if keeps_placement else []
     placements += _placements(config, sizes, machine)
     settings: Settings = {}
+    is_auto = config.trainer.context_ranks == "auto"
     for remedies, placement in product(_remedies(config, sizes), placements):
-        tried = {TOKENS: "auto", RECOMPUTES: "auto", **remedies, **placement}
+        # What costs less comes before passes that ranks share.
+        tried = {
+            TOKENS: "auto",
+            RECOMPUTES: "auto",
+            **({CONTEXT: 1} if is_auto else {}),
+            **remedies,
+            **placement,
+        }
         changed = _changed(config, tried)
-        if changed.trainer.num_ranks % changed.trainer.context_ranks:
+        if EXPERTS in tried:
+            tried[EXPERTS] = experts_apart(changed, sizes, GPUS_OF_A_HOST)
+            if tried[EXPERTS] == 1:
+                continue
+            changed = _changed(changed, {EXPERTS: tried[EXPERTS]})
+        trainer = changed.trainer
+        if trainer.num_ranks % trainer.context_size or num_shards(changed) % trainer.expert_size:
             continue
         settings, fit = tried, _fit(changed, sizes, machine)
         if not fit.problems:
             break
     if fit.trainer is not None:
         settings |= {TOKENS: fit.tokens, RECOMPUTES: fit.recomputed}
-    given = {name: reduce(getattr, name.split("."), config) for name in settings}
-    return replace(fit, settings={n: value for n, value in settings.items() if given[n] != value})
+    if is_auto and settings.get(CONTEXT) == 1:
+        settings.pop(CONTEXT)
+    return replace(fit, settings={n: value for n, value in settings.items() if _value(config, n) != value})
+
+
+def _value(config: RunConfig, field: str) -> Any:
+    return reduce(getattr, field.split("."), config)
 
 
 def _fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
@@ -215,6 +268,7 @@ def _fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
     shares = generates and not turns and (rollout.trainer_gpus == "shared" or is_crowded)
     engine = engine_take(config, sizes, gpu_bytes, ways) if generates else None
     room = trainer_room(config, gpu_bytes, turns, shares)
+    config = choose_ranks(config, sizes, gpu_bytes, room, GPUS_OF_A_HOST)
     tokens, recomputed, take = choose_passes(config, sizes, gpu_bytes, room)
     host = _fullest_host(config, sizes, ranks, engines, ways, turns)
     problems: list[str] = []
@@ -247,7 +301,10 @@ def _fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
             f"a host takes {_gib(host.peak)} GiB of its {_gib(machine.host_bytes)}: {_list(host.parts)}"
         )
     own = take if trains else None
-    return Fit(ranks, tokens, recomputed, own, engine, engines, ways, host, turns, tuple(problems), {})
+    apart = config.trainer.context_size, config.trainer.expert_size
+    return Fit(
+        ranks, tokens, recomputed, *apart, own, engine, engines, ways, host, turns, tuple(problems), {}
+    )
 
 
 def takes_turns(config: RunConfig, has_one: bool) -> bool:
@@ -277,11 +334,13 @@ def _fullest_host(
 
 
 def _remedies(config: RunConfig, sizes: ModelSizes) -> Iterator[Settings]:
-    """From what costs least to what changes the training: nothing but passes, moments on the host, passes
-    that ranks share, the reference's dtype, adapters."""
+    """From what costs least to what changes the training: nothing but passes, experts that ranks divide,
+    moments on the host, passes that ranks share, the reference's dtype, adapters."""
     trainer, reference = config.trainer, config.trainer.algorithm.reference
     offload: Settings = {"trainer.offload_optimizer": True}
-    cheap: list[Settings] = [{}] if trainer.lora is not None else [{}, offload]
+    divides = sizes.num_experts > 1 and trainer.expert_size == 1
+    apart: list[Settings] = [{}, {EXPERTS: GPUS_OF_A_HOST}] if divides else [{}]
+    cheap = apart if trainer.lora is not None else [*apart, *({**offload, **one} for one in apart)]
     shared: list[Settings] = [{CONTEXT: size} for size in _context_sizes(config, sizes)]
     yield from cheap
     yield from ({**context, **one} for context in shared for one in cheap)
@@ -292,13 +351,15 @@ def _remedies(config: RunConfig, sizes: ModelSizes) -> Iterator[Settings]:
         narrow: Settings = {dtype: "bfloat16"}
         yield from ({**context, **one, **narrow} for context in [{}, *shared] for one in cheap)
     if trainer.algorithm.value.model != "own" and reference.model != "updated":
-        yield from ({**context, "trainer.lora": {}, dtype: "float32"} for context in [{}, *shared])
+        adapters: Settings = {"trainer.lora": {}, dtype: "float32"}
+        yield from ({**context, **one, **adapters} for context in [{}, *shared] for one in apart)
 
 
 def _context_sizes(config: RunConfig, sizes: ModelSizes) -> list[int]:
     """Of ranks that could share passes over the model's longest sequences, and leave enough to each."""
     text = sizes.config.get_text_config()
-    if not kinds_of_layers(text) <= SOFTMAX_ATTENTION or has_capped_attention(text):
+    is_packed = config.trainer.packing and kinds_of_layers(text) <= SOFTMAX_ATTENTION
+    if not is_packed or has_capped_attention(text):
         return []
     counts = [int(layer.num_attention_heads) for layer in layer_configs(sizes.config)]
     most = config.model.max_model_len // SMALLEST_TILE

@@ -8,6 +8,7 @@ recur (Mamba, gated delta rules) count by their matrices, without what their ker
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, cast
 
 import torch
@@ -18,10 +19,11 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention, with_overrides
+from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.policy.attention import VARLEN, head_size, why_no_flash, why_no_varlen
 from tidemill.services.trainer.policy.compiling import layers_of
+from tidemill.services.trainer.policy.fsdp.experts import expert_weights
 from tidemill.services.trainer.policy.model_loading import compute_dtype, recomputable_layers
-from tidemill.services.trainer.policy.routers import find_routers
 from tidemill.services.trainer.weights.exported import plan_export
 from tidemill.services.trainer.weights.store import model_tensors
 
@@ -60,6 +62,12 @@ class ModelSizes:
     """Kept whatever the number of tokens: weights in the dtype of the products."""
     router_logits: int = 0
     """Of a token: experts, summed over layers."""
+    experts: int = 0
+    """Of those that ranks can divide (`trainer.expert_ranks`), in all layers."""
+    layer_experts: int = 0
+    """In the largest layer."""
+    num_experts: int = 0
+    """That a layer has; where layers differ, what divides all."""
     is_read_whole: bool = False
     """Whether every rank reads the whole model before it is split: it is not clear which elements of its
     files a rank's shard is (`weights/pretrained.py`)."""
@@ -136,6 +144,7 @@ def count_sizes(
         raise ConfigError(
             f"transformers names no layers of {type(model).__name__}, so its memory is not known"
         )
+    experts = expert_weights(model)
     total, inside = _count(model.parameters()), _count(p for block in blocks for p in block.parameters())
     matrices = _count(p for block in blocks for p in block.parameters() if block in of_text and p.ndim > 1)
     embedding = cast(Tensor, model.get_input_embeddings().weight)
@@ -151,9 +160,10 @@ def count_sizes(
         for name, module in linears.items()
         if (module.weight is not head if targets == "all-linear" else name.rpartition(".")[2] in targets)
     ]
+    largest = max(blocks, key=lambda block: _count(block.parameters()))
     return ModelSizes(
         parameters=total,
-        layer=max(_count(block.parameters()) for block in blocks),
+        layer=_count(largest.parameters()),
         root=total - inside,
         vocabulary=head.shape[0],
         hidden=head.shape[1],
@@ -166,7 +176,10 @@ def count_sizes(
         num_layers=len(layers),
         # In float32 a product reads the weight itself.
         copied_bytes=float(width * matrices) if width < WIDE else 0.0,
-        router_logits=sum(len(next(router.parameters(), ())) for router in find_routers(model)),
+        router_logits=sum(len(next(router.parameters(), ())) for _, router in find_routers(model)),
+        experts=_count(experts),
+        layer_experts=_count(p for p in largest.parameters() if id(p) in set(map(id, experts))),
+        num_experts=gcd(*map(len, experts)),
         is_read_whole=bool(plan_export(model, model_tensors(model), torch.float32).converted),
         config=model.config,
     )

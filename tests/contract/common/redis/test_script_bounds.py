@@ -31,6 +31,11 @@ SCRIPTS: dict[str, tuple[list[str], list[str], list[int]]] = {
         [1, 2, 3, 4, 5, 6, 7, 8, 10, 13],
     ),
     "move_aside": (["stream", "dead"], ["1.0", "300-0", "200-0", "letter"], [1]),
+    "publish_sample": (
+        ["stream", "out", "progress", "parts"],
+        ["group", "holder", "1-0", "0", "3", "1.0", "x"],
+        [3, 4],
+    ),
     "reclaim": (["stream"], ["group", "thief", "1000", "8", "-", "0", ""], [2, 3, 4, 5]),
     "store_result": (
         ["stream", "results", "tickets"],
@@ -61,6 +66,7 @@ async def fill(broker: Broker) -> None:
     for n in range(32):
         rows += [("HSET", "cache", f"digest{n}", "payload"), ("ZADD", "used", n, f"digest{n}")]
         rows += [("ZADD", "flight", 10**15 + n, f"request{n}"), ("HSET", "results", n, "payload")]
+        rows += [("HSET", "parts", f"0:{n}", "payload")]
     await broker.pipeline(rows)
 
 

@@ -23,7 +23,7 @@ def config_of(algorithm: dict[str, Any], **sections: Any) -> RunConfig:
 FROZEN = {"reference": {"model": "frozen"}}
 ROLLOUT = {"old_logprobs": "rollout"}
 TWO_REWARDS = {"rewards": {"right": {"function": "gsm8k"}, "short": {"function": "exact_match"}}}
-FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
+FILTERED = {"rollout": {"sampling": {"top_p": 0.9}, "sampling_masks": False}}
 
 
 @pytest.mark.parametrize(

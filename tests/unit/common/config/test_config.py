@@ -15,7 +15,7 @@ from tidemill.common.config import OptimizerConfig, RunConfig, load_config, pars
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
-from tidemill.services.console.check.preflight import idle_settings
+from tidemill.services.console.check.preflight import cost_of_choices, idle_settings
 
 SECTIONS = sorted((ROOT / "examples" / "rewards").glob("*.yaml"))
 """Examples of the `reward` section alone."""
@@ -40,7 +40,8 @@ def refused(tree: dict[str, Any]) -> str:
 def test_every_example_is_a_valid_config_whose_files_exist(path: Path) -> None:
     config = load_config(path)
     train = [config.data.train] if isinstance(config.data.train, str) else config.data.train
-    for file in (*train, *config.data.eval.values()):
+    files = (source if isinstance(source, str) else source.path for source in train)
+    for file in (*files, *config.data.eval.values()):
         assert Path(file).is_absolute(), file
         assert Path(file).exists(), file
 
@@ -221,8 +222,27 @@ def test_settings_that_do_nothing_are_named(sections: dict[str, Any], idle: list
 @pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_filtered_sampling_is_refused_where_its_gap_would_count_as_movement(option: dict[str, Any]) -> None:
     own_ratio = {"trainer": {"algorithm": {"old_logprobs": "rollout"}}}
-    assert "old_logprobs: rollout" in refused({"rollout": {"sampling": option}} | own_ratio)
-    assert "old_logprobs: rollout" in refused(with_sources({"sampling": option}, **own_ratio))
+    bare: dict[str, Any] = {"sampling_masks": False}
+    assert "old_logprobs: rollout" in refused({"rollout": {"sampling": option, **bare}} | own_ratio)
+    assert "old_logprobs: rollout" in refused(with_sources({"sampling": option}, rollout=bare, **own_ratio))
+    unweighted = {"trainer": {"algorithm": {"importance": {"mode": "off"}}}}
+    said = refused({"rollout": {"sampling": option, **bare}} | unweighted)
+    assert "rollout.sampling_masks: true" in said and "importance.mode: truncate" in said
+    penalty = {"kl": {"place": "reward"}, "reference": {"model": "frozen"}}
+    masked = {"rollout": {"sampling": option}}
+    assert "kl.place: reward" in refused(masked | {"trainer": {"algorithm": penalty}})
+    for others in (own_ratio, unweighted):
+        assert parse_config(MINIMAL | masked | others, "run.yaml").masked_sources == {""}
+
+
+def test_masks_are_those_of_sources_that_filter_their_sampling() -> None:
+    tree = with_sources({"sampling": {"top_k": 5}})
+    names = [source["name"] for source in tree["data"]["train"]]
+    config = parse_config(MINIMAL | tree, "run.yaml")
+    assert config.masked_sources == {names[0]} and len(names) > 1
+    assert parse_config(MINIMAL, "run.yaml").masked_sources == frozenset()
+    (cost,) = cost_of_choices(config)
+    assert "MiB a step" in cost and not [*cost_of_choices(parse_config(MINIMAL, "run.yaml"))]
 
 
 def test_a_curriculum_that_leaves_nothing_is_refused() -> None:

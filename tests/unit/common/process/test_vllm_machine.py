@@ -16,7 +16,12 @@ from tests.support.trajectories import make_config
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process import vllm_machine
-from tidemill.common.process.vllm_machine import check_machine, machine_arguments, machine_environment
+from tidemill.common.process.vllm_machine import (
+    check_machine,
+    check_masks,
+    machine_arguments,
+    machine_environment,
+)
 from tidemill.services.console.check.preflight import _check_engine
 from tidemill.services.reward.remote.serving import check_local, server_command, server_environment
 from tidemill.services.reward.remote.tokens import MODEL_TOKEN_VARIABLE
@@ -150,3 +155,11 @@ def test_the_search_path_is_the_same_once_the_library_is_loaded(
     check_machine("these tests")
     ctypes.CDLL("libshm.so")
     assert machine_environment({})["LD_LIBRARY_PATH"] == str(tmp_path)
+
+
+def test_masks_are_refused_on_a_cpu_with_what_to_take_instead(monkeypatch) -> None:
+    monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: True)
+    with pytest.raises(ConfigError, match=r"transformers; or rollout\.sampling_masks: false"):
+        check_masks()
+    monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: False)
+    check_masks()

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.codec import decode, encode
 from tidemill.common.wire.messages import Trajectory
 from tidemill.common.wire.segments import Segment, Session, Turn
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.sessions.recorder import SegmentRecorder
+from tidemill.services.rollout.sessions.recorder import SegmentRecorder, choices_of
 
 
 def recorded() -> SegmentRecorder:
@@ -19,6 +20,22 @@ def recorded() -> SegmentRecorder:
     recorder.add_context([7, 8])
     recorder.add_turn(Generation([9], [-0.5], ((1, 0),), "stop"))
     return recorder
+
+
+def test_masks_of_turns_are_joined_with_nothing_between_them_and_cut_with_their_tokens():
+    recorder, other = SegmentRecorder([1, 2, 3]), SegmentRecorder([1])
+    first = Generation(
+        [4, 5], [-1.0, -2.0], ((0, 0),), "stop", choices={"kept": Rows.of_lists([[4], [5, 6]])}
+    )
+    recorder.add_turn(first)
+    recorder.add_context([7, 8])
+    recorder.add_turn(Generation([9], [-0.5], ((1, 0),), "stop", choices={"kept": Rows.of_lists([[9, 3]])}))
+    other.add_turn(first.cut(1))
+    assert choices_of([recorder])["kept"] == Rows.of_lists([[4], [5, 6], [], [], [9, 3]])
+    assert choices_of([recorder, other])["kept"] == Rows.of_lists([[4], [5, 6], [], [], [9, 3], [4]])
+    recorder.rewind(4)
+    assert choices_of([recorder])["kept"] == Rows.of_lists([[4], [5, 6], [], []])
+    assert choices_of([recorded()]) == {}, "nothing was filtered"
 
 
 def trajectory(segment: Segment, *forks: Segment) -> Trajectory:

@@ -182,6 +182,7 @@ async def test_a_session_that_reaches_a_limit_is_truncated_and_keeps_its_reward(
 ) -> None:
     played, session = await play(Script(*lines), use=f"{THIS}:Guess", **changes)
     assert (session.end, played.finish, len(session.turns)) == (end, "length", num_turns)
+    assert session.late == ("session" if end == "timeout" else "")
     assert bool(played.first.mask[-1])
     assert session.reward == pytest.approx(0.25 * num_turns)
 
@@ -212,9 +213,40 @@ async def test_a_fault_is_played_again_and_then_handed_on_and_everything_is_clos
             return Generation([*ids_of(line), EOS], [-0.5] * (len(ids_of(line)) + 1), ((0, 0),), "stop")
 
     with pytest.raises(EnvironmentFaultError) as fault:
-        await play(Saying(), call_timeout_s=0.05, use=f"{THIS}:AsyncGuess")
+        await play(Saying(), call_timeout_s=0.05, late="fault", use=f"{THIS}:AsyncGuess")
     assert said in str(fault.value)
     assert len(load_closed()) == ATTEMPTS
+
+
+@pytest.mark.parametrize("line", ["loop", "score"])
+async def test_a_call_without_an_end_is_the_policys_doing_and_costs_one_limit_of_time(line: str) -> None:
+    """One play, not `attempts` of them; what is there is kept."""
+    script = Script("2", line)
+    played, session = await play(script, call_timeout_s=0.05, use=f"{THIS}:Endless")
+    late = {"loop": "call", "score": "reward"}[line]
+    assert (session.end, session.late, session.num_faults, played.finish) == ("timeout", late, 0, "length")
+    assert [turn.num_tokens for turn in session.turns] == [len(ids_of(said)) + 1 for said in ("2", line)]
+    assert session.turns[0].reward == 0.25 and session.reward == 0.25
+    assert session.messages[-1]["content"] == line
+
+
+async def test_what_the_policy_cannot_cause_is_a_fault_also_where_it_is_late() -> None:
+    with pytest.raises(EnvironmentFaultError, match="reset took longer"):
+        await play(Script(), call_timeout_s=0.05, use=f"{THIS}:Endless", ground_truth="loop")
+
+
+@pytest.mark.parametrize(
+    ("use", "late", "truncates"),
+    [
+        ("my_env.py:Env", "auto", True),
+        ("tools", "auto", True),
+        ("openenv:http://h:1", "auto", False),
+        ("openenv:http://h:1", "truncate", True),
+        ("my_env.py:Env", "fault", False),
+    ],
+)
+def test_who_is_blamed_for_a_late_call_depends_on_what_answers(use: str, late: Any, truncates: bool) -> None:
+    assert EnvironmentConfig(use=use, late=late, tools=("t.py:f",)).truncates_late is truncates
 
 
 def load_closed() -> list[int]:

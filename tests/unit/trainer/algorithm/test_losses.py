@@ -253,6 +253,20 @@ def sapo_slope(r: float, t: float) -> float:
             {"teacher": {"place": "loss", "clip": 0.5}}, *TAUGHT_TOKENS, None, [0.5, -1.0, 0.0], TAUGHT,
         ),
         example("a teacher in the reward", {}, *TAUGHT_TOKENS, 0.0, [0.0] * 3, TAUGHT),
+        # 0.1 * log 4 and 2 * log 2 of demonstrations; the token between them has a ratio of 1 and A = 2, and
+        # is the only one that the rollout's logprobs are compared for.
+        *(
+            example(
+                f"demonstrations beside a sampled token, {old}",
+                {"old_logprobs": old, "entropy_coefficient": 0.5, "kl": {"place": "loss"}, **FROZEN},
+                [0.25, 0.5, 0.5], [1.0, 0.5, 1.0], [9.0, 2.0, 9.0], 0.1 * 2 * LOG2 - 2.0 + 2 * LOG2,
+                [-0.1, -2.0, -2.0],
+                {"imitation_N": tensor(0.1, 0.0, 2.0), "reference_logprobs_N": tensor(1.0, 0.5, 1.0).log()},
+                imitation_sum=3 * LOG2, imitation_tokens=2, mismatch_sum=0, weight_sum=1, weight_max=1,
+                raw_weight_sum=1, raw_weight_square_sum=1, kl_sum=0,
+            )
+            for old in ("recompute", "rollout")
+        ),
         # k3 = r - 1 - log r at r = 0.5 and r = 1.5; |log 0.5| and |log 1.5|
         *(
             example(
@@ -647,7 +661,7 @@ class TestNoTokenTakesOverAStep:
 
     def test_the_gradient_of_the_logits_is_finite_where_one_of_them_is_ruled_out(self):
         logits_NV = torch.tensor([[0.0, -torch.inf, 1.0], [0.5, 0.0, 1.0]], requires_grad=True)
-        logprobs_N, _ = score_logits(logits_NV, torch.tensor([1, 0]), 1.0)
+        logprobs_N, _, _ = score_logits(logits_NV, torch.tensor([1, 0]), 1.0)
         tokens = make_tokens([0.5, 0.5], [0.4, 0.4], [-1.0, 1.0], logprobs_N=logprobs_N)
         loss_of(tokens).loss.backward()
         assert torch.isfinite(logits_NV.grad).all()

@@ -9,6 +9,8 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
+from tidemill.common.wire.choices import ROUTES, Rows
+from tidemill.common.wire.messages import Choices
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.groups.group_filter import (
     BAD_NUMBERS,
@@ -16,6 +18,7 @@ from tidemill.services.trainer.groups.group_filter import (
     FEW_SCORES,
     GREEDY,
     NO_BASELINE,
+    NO_CHOICES,
     STALE,
     ZERO_VARIANCE,
     GroupFilter,
@@ -241,3 +244,17 @@ class TestGreedyBaseline:
         config = config_of(algorithm={"advantage": "remax", "filter_zero_variance": True})
         assert refused(filtered(config, self.with_greedy(1.0, 1.0, 1.0))).reason == ZERO_VARIANCE
         assert advantages_of(config, filtered(config, self.with_greedy(0.0, 1.0, 1.0))) == [1.0, 1.0]
+
+
+def test_a_sample_without_its_routes_fails_where_the_policy_replays_them() -> None:
+    group = group_of(1.0, 0.0, 1.0)
+    routes = Rows(np.arange(12, dtype=np.uint8).reshape(6, 1, 2))  # 4 + 3 tokens, the last has none
+    for index in (0, 1):
+        choices = Choices(rows={ROUTES: routes})
+        group.trajectories[index] = group.trajectories[index].model_copy(update={"choices": choices})
+    group_filter = GroupFilter(config_of())
+    assert len(trained(group_filter.apply(group, 5)).samples) == 3
+    group_filter.needs_routes = True
+    found = trained(group_filter.apply(group, 5))
+    assert found.left_out == [(2, NO_CHOICES)]
+    assert [len(sample.routes[0].experts) for sample in found.samples] == [6, 6]

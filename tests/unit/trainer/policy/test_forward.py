@@ -109,23 +109,23 @@ def test_logprobs_are_of_the_distribution_at_the_temperature(temperature):
 def test_score_logits_by_hand():
     # p = (1/2, 1/4, 1/4) at temperature 1: entropy = 1/2 log 2 + 1/2 log 4 = 1.5 log 2
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]])) + 7.0
-    logprobs, entropies = score_logits(logits, torch.tensor([1]), 1.0)
+    logprobs, entropies, _ = score_logits(logits, torch.tensor([1]), 1.0)
     assert logprobs.item() == pytest.approx(np.log(0.25))
     assert entropies.item() == pytest.approx(1.5 * np.log(2))
     # at temperature 1/2 the odds are squared: (4, 1, 1) / 6
-    logprobs, _ = score_logits(logits, torch.tensor([0]), 0.5)
+    logprobs, _, _ = score_logits(logits, torch.tensor([0]), 0.5)
     assert logprobs.item() == pytest.approx(np.log(4 / 6))
 
 
 def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy():
     logits = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
-    _, entropies = score_logits(logits, torch.tensor([0, 0]), 1.0)
+    _, entropies, _ = score_logits(logits, torch.tensor([0, 0]), 1.0)
     assert entropies.tolist() == pytest.approx([np.log(2), 0.0])
 
 
 def test_logits_in_half_precision_are_scored_in_float32():
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    logprobs, _ = score_logits(logits, torch.arange(4), 1.3)
+    logprobs, _, _ = score_logits(logits, torch.arange(4), 1.3)
     expected = (logits.double() / 1.3).log_softmax(-1).diagonal()
     assert logprobs.dtype == torch.float32
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
@@ -149,7 +149,7 @@ def test_chunked_equals_whole_in_value_and_gradient(max_elements, kind, with_ent
     def run(limit: int) -> list[torch.Tensor]:
         hidden.grad = None
         head.zero_grad()
-        logprobs, entropies = score_hidden(hidden, head, targets, 0.7, limit, with_entropies, scaling)
+        logprobs, entropies, _ = score_hidden(hidden, head, targets, 0.7, limit, with_entropies, scaling)
         (logprobs * upstream + with_entropies * other * entropies).sum().backward()
         assert entropies.requires_grad == with_entropies
         return [logprobs.detach(), entropies.detach(), hidden.grad, *(p.grad for p in head.parameters())]
@@ -210,7 +210,7 @@ class Largest(TorchDispatchMode):
 def test_logits_are_never_whole_in_memory(kind):
     head, hidden = kind(2, 32), torch.randn(100, 2, requires_grad=True)
     with Largest() as largest:
-        logprobs, _ = score_hidden(hidden, head, torch.zeros(100, dtype=torch.long), 1.0, max_elements=320)
+        logprobs, _, _ = score_hidden(hidden, head, torch.zeros(100, dtype=torch.long), 1.0, max_elements=320)
         logprobs.sum().backward()
     assert largest.elements == 320
 
@@ -227,7 +227,7 @@ def test_a_logit_takes_the_bytes_that_are_counted_for_it(scaling, with_entropies
 
     def train() -> None:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            sums = score_hidden(hidden, head, targets, 0.7, chunk * vocabulary, with_entropies, scaling)
+            sums = score_hidden(hidden, head, targets, 0.7, chunk * vocabulary, with_entropies, scaling)[:2]
         sum(part.sum() for part in sums if part.requires_grad).backward()
 
     beside = 10 * 9 * vocabulary + 20 * 8 * num_tokens  # head and hidden states, and what is theirs

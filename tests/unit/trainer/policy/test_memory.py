@@ -27,6 +27,7 @@ from tidemill.services.trainer.policy.memory.estimate import (
 from tidemill.services.trainer.policy.memory.fit import (
     Machine,
     choose_passes,
+    choose_ranks,
     examine_fit,
     find_settings,
     report,
@@ -185,6 +186,41 @@ def test_what_ranks_that_hold_copies_take_by_hand():
     }
     tight = trainer_take(config_of(COPIES), model_of(), 15_000, 16, recomputed=True)
     assert "gradients until an update" not in tight.parts, "4000 are more than a quarter"
+
+
+MIXTURE = replace(SIZES, experts=600, layer_experts=150, num_experts=6)
+
+
+def test_what_ranks_that_divide_experts_take_by_hand():
+    ranks = {"num_ranks": 8, "shard_ranks": 4}
+    take = trainer_take(config_of(ranks | {"expert_ranks": 2}), model_of(sizes=MIXTURE), 1e9, 16, True)
+    # Two of six experts: each two ranks have three, and of these the first has two.
+    own = 400 / 4 + 600 * 2 / 6
+    assert take.parts["master weights"] == take.parts["gradients"] == 4 * own
+    assert take.parts["AdamW moments"] == 8 * own
+    assert take.parts["gradients until an update"] == 4 * (400 + 300)
+    assert take.parts["gathered layers"] == 2 * (400 + 2 * (50 + 75))
+    alike = trainer_take(config_of(ranks), model_of(sizes=MIXTURE), 1e9, 16, True)
+    assert alike.parts["master weights"] == 4 * own, "six experts on four ranks are two on the first"
+    assert alike.parts["gradients until an update"] == 4 * 1000
+
+
+def test_auto_takes_as_few_ranks_for_a_pass_as_fit_and_the_experts_of_a_host():
+    def chosen(room: float, **trainer: Any) -> tuple[Any, Any]:
+        config = config_of(trainer, length=1 << 16)
+        found = choose_ranks(config, model_of(1e6, MIXTURE), 1e12, room, width=8).trainer
+        return found.context_ranks, found.expert_ranks
+
+    def needed(size: int) -> float:
+        config = config_of({"num_ranks": 12, "context_ranks": size}, length=1 << 16)
+        return choose_passes(config, model_of(1e6, MIXTURE), 1e12, 0.0)[2].running
+
+    assert [chosen(needed(size), num_ranks=12)[0] for size in (1, 2, 4)] == [1, 2, 4]
+    assert chosen(0.9 * needed(4), num_ranks=12)[0] == 1, "8 divides no 12 ranks: nothing fits"
+    assert chosen(0.0, num_ranks=12, packing=False)[0] == chosen(0.0, num_ranks=12)[0] == 1
+    assert chosen(0.0, num_ranks=12, context_ranks=3) == (3, 1)
+    sizes = [chosen(0.0, num_ranks=n, expert_ranks="auto")[1] for n in (8, 12, 16)]
+    assert sizes == [1, 2, 2], "one host; what divides 6 experts, 8 ranks of a host and all"
 
 
 def test_a_model_that_is_read_whole_is_there_twice_before_it_is_split_and_on_hosts_for_each_rank():
@@ -358,6 +394,14 @@ def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, t
     shared = config_of(trainer_gpus="shared", vllm={"gpu_memory_utilization": 0.5})
     beside = fit.with_fitting_passes(shared).trainer
     assert beside.micro_batch_tokens < trainer.micro_batch_tokens, "who is on the GPU is told by the config"
+    several = config_of({"num_ranks": 8}, length=1 << 16)
+    monkeypatch.setattr(fit, "read_model", lambda _: model_of(1e5))
+    assert fit.with_fitting_passes(several, tmp_path).trainer.context_ranks == 1, "the run began with 1"
+    (tmp_path / "other").mkdir()
+    began = fit.with_fitting_passes(several, tmp_path / "other").trainer
+    assert began.context_ranks == 2
+    memory.total_memory = 200 * GIB
+    assert fit.with_fitting_passes(several, tmp_path / "other").trainer.context_ranks == 2
     explicit = config_of({"micro_batch_tokens": 99, "gradient_checkpointing": False})
     assert fit.with_fitting_passes(explicit) is explicit
 

@@ -39,9 +39,10 @@ from tidemill.services.trainer.policy.fsdp.ranks import (
 )
 from tidemill.services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
 from tidemill.services.trainer.policy.model_loading import prepare_torch
-from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
+from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.weights.peers import pack, unpack
+from tidemill.services.trainer.weights.shadow import rows_of
 
 VARIABLES = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -75,6 +76,13 @@ def test_ranks_that_share_a_copy_wait_no_longer_for_each_other_than_all_do(
     joined = Ranks(3, 4, torch.device("cuda", 3))
     joined.lay_out(2)
     assert joined.mesh == [([[0, 2], [1, 3]], NCCL_TIMEOUT), ([[0, 1], [2, 3]], NCCL_TIMEOUT)]
+    joined = Ranks(3, 8, torch.device("cuda", 3))
+    joined.lay_out(4, expert_size=2)
+    assert [parts for parts, _ in joined.expert_mesh] == [  # type: ignore[misc, union-attr]
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+    ], "other experts are with neighbours"
 
 
 def test_another_number_of_ranks_than_torchrun_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +194,7 @@ def test_rows_written_by_some_ranks_are_read_by_any_number(
     whole = torch.arange(num_rows * 2.0).reshape(num_rows, 2)
     for rank in range(num_writers):
         start, stop = rows_of(num_rows, rank, num_writers)
-        shard = Shard(rank, num_writers, {"a": num_rows})
+        shard = Shard(rank, num_writers, {"a": start})
         PolicyState({"a": whole[start:stop]}, shard=shard).write(tmp_path)
     reader = ShardReader(tmp_path)
     assert torch.equal(reader.read("a"), whole)
@@ -201,7 +209,7 @@ def test_a_checkpoint_that_lacks_a_byte_of_one_rank_is_passed_over(
 ) -> None:
     def write(folder: Path) -> None:
         for rank in range(2):
-            shard = Shard(rank, 2, {"a": 4})
+            shard = Shard(rank, 2, {"a": 2 * rank})
             PolicyState({"a": torch.ones(2, 3)}, {"updates": 1} if rank == 0 else {}, shard).write(folder)
 
     store = CheckpointStore(tmp_path, keep=2)

@@ -20,12 +20,12 @@ from tests.support.models import (
 )
 from tests.support.sessions import session_samples
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.algorithm.losses.routing import sequence_balance
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, loss_metrics
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.memory.sizes import count_sizes
-from tidemill.services.trainer.policy.routers import find_routers
 
 ROUTER = {"router": {"balance": 0.3, "z": 0.02}}
 MIXTURES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -18,6 +18,7 @@ from tests.support.models import (
     make_relatives,
     make_samples,
     one_batch,
+    with_masks,
 )
 from tests.unit.trainer.policy.test_sessions import session_samples
 from tidemill.services.trainer.groups import trie as tries
@@ -90,7 +91,7 @@ def families(draw: Any) -> list[Sample]:
             else:
                 ids = np.concatenate([kept, ids])[: len(ids)]
         samples.append(replace(plain, prompt_ids=prompt_ids, completion_ids=ids))
-    return samples
+    return with_masks(samples)
 
 
 def gap_to_single_rows(samples: Sequence[Sample], max_tokens: int, **trainer: Any) -> float:
@@ -129,7 +130,7 @@ def test_gradients_and_logprobs_are_those_of_a_row_for_each_sample(
 )
 @pytest.mark.parametrize("fields", [{}, {"gradient_checkpointing": True}])
 def test_no_loss_and_no_session_sees_a_difference(algorithm: dict[str, Any], fields: dict[str, Any]) -> None:
-    samples = [*session_samples(6), *make_relatives(10)]
+    samples = with_masks([*session_samples(6), *make_relatives(10)])
     assert gap_to_single_rows(samples, 60, algorithm=algorithm, **fields) < 1e-12
 
 

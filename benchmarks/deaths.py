@@ -1,0 +1,220 @@
+"""What a crash costs, in trajectory-seconds: time in which trajectories were made that are made again.
+
+    python -m benchmarks.deaths
+
+The accounting is that of verl's issue 7579, at shapes like its two: completions of half a minute, and agents
+of twenty turns. There a crash ends the job, and what was produced since the last checkpoint is gone: 2,400 to
+4,000 trajectory-seconds, and 16,800 to 21,600 with agents. `theirs` is that sum at the very moment of each of
+our crashes; `ours` is what our services make again.
+
+Whole runs of the real services, in virtual time, as `tests/simulation` plays them: one process dies, or all.
+Everything that takes time is played ten times as fast.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+import typer
+
+from benchmarks.report import machine, print_result, print_table
+from tests.simulation.fleet import Fleet, names
+from tests.simulation.install import installed
+from tests.simulation.loop import OWNER, START_S
+from tests.simulation.process import Process
+from tests.simulation.run import _end, _folder, _freeze, _without_complaints, inputs
+from tests.simulation.schedule import Setup
+from tests.simulation.watch import Watch
+from tests.simulation.world import World
+from tidemill.common.config import RunConfig
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.rollout.worker import RolloutWorker
+
+ENVIRONMENT = """
+import asyncio
+import random
+
+class Working:
+    resumable = True
+
+    async def reset(self, row):
+        self.left = {turns}
+
+    async def step(self, text):
+        await asyncio.sleep(random.uniform(0, 2 * {answer_s}))
+        self.left -= 1
+        return "w1", None, self.left <= 0
+
+    def mark(self):
+        return self.left
+
+    def restore(self, mark):
+        self.left = mark
+"""
+
+
+SCALE = 10
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Two steps of tickets are out at once, on two rollout workers."""
+
+    num_samples: int
+    """Of a step."""
+    turn_s: float
+    """What the engine takes for one, on average."""
+    turns: int = 1
+    answer_s: float = 0.0
+    """What the environment takes for its answer."""
+    verl: str = ""
+    """Published trajectory-seconds lost in a crash."""
+
+    @property
+    def sample_s(self) -> float:
+        """What a sample takes, in virtual time."""
+        return self.turns * (self.turn_s + self.answer_s) / SCALE
+
+    def config(self, world: World) -> RunConfig:
+        """Checkpoints after each step, as verl's accounting has them."""
+        setup = Setup(
+            steps=1000, groups_per_step=self.num_samples // 8, group_size=8, checkpoint_every=1, sample_s=1.0
+        )
+        config = setup.config(inputs(), world.run_id, world.seed)
+        rollout: dict[str, Any] = config.rollout.model_dump() | {"max_groups_in_flight": 64}
+        rollout["simulated"] |= {"group_s": self.turn_s / SCALE, "jitter": 0.5}
+        if self.turns > 1:
+            file = world.folder / "working.py"
+            file.write_text(ENVIRONMENT.format(turns=self.turns, answer_s=self.answer_s / SCALE))
+            rollout["environment"] |= {"use": f"{file}:Working", "max_turns": self.turns}
+        tree = config.model_dump() | {"rollout": rollout}
+        tree["model"] |= {"max_model_len": 1024}
+        return RunConfig.model_validate(tree)
+
+
+SHAPES = {
+    "completions": Shape(64, turn_s=30.0, verl="2,400 to 4,000"),
+    "agents": Shape(64, turn_s=10.0, turns=20, answer_s=10.0, verl="16,800 to 21,600"),
+}
+CRASHES: dict[str, Callable[[str], bool]] = {
+    "a rollout worker": "rollout-0".__eq__,
+    "the trainer": "trainer".__eq__,
+    "everything": lambda name: True,
+}
+
+
+@dataclass
+class Account:
+    """Every play of a sample, and what a crash takes."""
+
+    world: World
+    playing: dict[Any, tuple[Process, float]] = field(default_factory=dict)
+    """Whose, and from when on it would be made again: its start, or its last part."""
+    started: dict[Any, float] = field(default_factory=dict)
+    """By sample, in whoever's hands it was then."""
+    done: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    """By sample: its start and its end."""
+    again_s: float = 0.0
+    """Of samples that were whole, and were made once more."""
+    checkpoint_at: float = 0.0
+    theirs: list[float] = field(default_factory=list)
+    ours: list[float] = field(default_factory=list)
+
+    def see(self, record: Any) -> None:
+        """An entry was appended: with a commit, all before it is in a checkpoint."""
+        if record.stream == "commits":
+            self.checkpoint_at = self.world.loop.now
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Note each play of a sample."""
+        generate, keep, account = RolloutWorker._generate_sample, RolloutWorker._keep_part, self
+
+        async def noted(worker: RolloutWorker, delivery: Any, *rest: Any) -> None:
+            index = next(each for each in rest if isinstance(each, int))
+            key, begun = (worker.lane, delivery.message.ticket, index), account.world.loop.now
+            if key in account.done:
+                account.again_s += account.done[key][1] - account.done[key][0]
+                account.started.pop(key)
+            account.started.setdefault(key, begun)
+            account.playing[key] = (OWNER.get(), begun)
+            await generate(worker, delivery, *rest)
+            del account.playing[key]
+            account.done[key] = (account.started[key], account.world.loop.now)
+
+        async def keeps(worker: RolloutWorker, delivery: Any, index: int, *rest: Any) -> bool:
+            is_kept = await keep(worker, delivery, index, *rest)
+            key = (worker.lane, delivery.message.ticket, index)
+            if is_kept and key in account.playing:
+                account.playing[key] = (OWNER.get(), account.world.loop.now)
+            return is_kept
+
+        RolloutWorker._generate_sample = noted  # type: ignore[method-assign]
+        RolloutWorker._keep_part = keeps  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            RolloutWorker._generate_sample = generate  # type: ignore[method-assign]
+            RolloutWorker._keep_part = keep  # type: ignore[method-assign]
+
+    def crash(self, fleet: Fleet, dies: Callable[[str], bool]) -> None:
+        """Kill, and add up what is lost with it."""
+        now = self.world.loop.now
+        fresh = [end - begun for begun, end in self.done.values() if end > self.checkpoint_at]
+        self.theirs.append(sum(now - self.started[key] for key in self.playing) + sum(fresh))
+        killed = [process for name in fleet.members if dies(name) and (process := fleet.find(name))]
+        lost = {key: begun for key, (process, begun) in self.playing.items() if process in killed}
+        self.ours.append(sum(now - begun for begun in lost.values()))
+        for key in lost:
+            del self.playing[key]
+        for process in killed:
+            self.world.kill(process)
+
+
+def measure(shape: Shape, dies: Callable[[str], bool], crashes: int, seed: int) -> tuple[float, float]:
+    """One run; returns the trajectory-seconds lost in a crash, by their rules and with our services."""
+    with _folder() as folder, _without_complaints():
+        _freeze()
+        world = World(seed, folder)
+        account = Account(world)
+        with installed(world, Watch(world)), account.kept():
+            fleet, config = Fleet(world), shape.config(world)
+            world.on_append = account.see
+            RunFolder(folder, world.run_id).create(config)
+            value = config.model_dump_json().encode()
+            world.cluster.server.apply([[b"SET", world.keys.config.encode(), value]])
+            context = contextvars.Context()
+            for name, role in names(config):
+                context.run(fleet.add, name, role)
+            # Each at another moment of a step, and after the last one has been forgotten.
+            times = [START_S + shape.sample_s * (4 + 5.3 * number) for number in range(crashes)]
+            for at in times:
+                world.loop.call_at(at, account.crash, fleet, dies, context=contextvars.Context())
+            world.loop.run(lambda: bool(fleet.outcome), times[-1] + 5 * shape.sample_s)
+            problem, fleet.outcome = fleet.outcome, "over"
+            _end(world)
+    if problem:
+        raise SystemExit(f"the run ended: {problem}; {fleet.exit_errors} {fleet.crashes}")
+    ours = mean(account.ours) + account.again_s / crashes
+    return mean(account.theirs) * SCALE, ours * SCALE
+
+
+def main(crashes: int = 5, seed: int = 0) -> None:
+    """Measure, print a table, and end with one line of JSON."""
+    rows, result = [], {}
+    for name, shape in SHAPES.items():
+        for what, dies in CRASHES.items():
+            theirs, ours = measure(shape, dies, crashes, seed)
+            rows.append((f"{name}: {what} dies", f"{ours:,.0f}", f"{theirs:,.0f}", shape.verl))
+            result[f"{name}_{what.rpartition(' ')[2]}"] = round(ours)
+        result[f"{name}_theirs"] = round(theirs)
+    columns = ("crash", "ours", "all since the checkpoint", "published by verl")
+    print_table("Trajectory-seconds made again, a crash", columns, rows, machine())
+    print_result(result)
+
+
+if __name__ == "__main__":
+    typer.run(main)

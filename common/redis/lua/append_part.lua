@@ -1,0 +1,29 @@
+-- Keep the next part of a sample that is being generated, if the lease on its ticket is still held.
+-- Atomic against a worker that takes the ticket over: it reads every part that was kept, and none comes after that.
+-- KEYS: prompts, the group's progress hash, the group's parts.
+-- ARGV: group, consumer, ticket's entry id, index, field of the part, field of the part before it or '', part. The
+-- first 16 bytes of a part name its play: parts of two plays never follow each other.
+-- Returns 0 lease lost, 1 kept, 2 kept in place of one, 3 not kept: Redis has lost the part before it, or the sample
+-- is published.
+local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
+if #held == 0 then
+  return 0
+end
+if redis.call('HEXISTS', KEYS[2], ARGV[4]) == 1 then
+  return 3
+end
+if ARGV[6] ~= '' then
+  local before = redis.call('HGET', KEYS[3], ARGV[6])
+  if not before or string.sub(before, 1, 16) ~= string.sub(ARGV[7], 1, 16) then
+    return 3
+  end
+end
+-- A play that begins again writes over the parts of the one before, and only a part beyond those is progress: a
+-- session that kills its worker at the same place each time is given up like any other.
+if redis.call('HSET', KEYS[3], ARGV[5], ARGV[7]) == 0 then
+  return 2
+end
+if held[1][4] > 0 then
+  redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'RETRYCOUNT', 0, 'JUSTID')
+end
+return 1

@@ -1,0 +1,47 @@
+"""The routers of a mixture of experts in transformers: which modules they are, and what they return.
+
+transformers names them in `_can_record_outputs`. They return logits, the weights of the chosen experts and
+their numbers, in this order or the reverse. Only attributes of models and tensors are used, no library.
+"""
+
+from typing import Any
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of experts."""
+
+
+def is_mixture(config: Any) -> bool:
+    """Whether a model of this configuration has experts to choose among."""
+    text = config.get_text_config()
+    return any(isinstance(n := getattr(text, name, 0), int) and n > 1 for name in EXPERT_COUNTS)
+
+
+def find_routers(model: Any) -> list[tuple[int, Any]]:
+    """Routers in the order of the model, each with the number of its layer."""
+    recorded = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
+    named = [named for one in recorded if (named := one.get("router_logits"))]
+    recorders = [one for given in named for one in (given if isinstance(given, list) else [given])]
+    return [
+        (next((int(part) for part in name.split(".") if part.isdigit()), 0), module)
+        for name, module in model.named_modules()
+        if any(
+            isinstance(module, recorder.target_class) and f".{recorder.layer_name or ''}" in f".{name}"
+            for recorder in recorders
+            if hasattr(recorder, "target_class")
+        )
+    ]
+
+
+def parts_of(output: Any) -> tuple[Any, Any, Any] | None:
+    """Logits [.., E], weights [.., K] and numbers [.., K] of the chosen experts, flat over positions; None
+    where that is not what a router has returned."""
+    if not isinstance(output, tuple) or len(output) < 3:
+        return None
+    if any(getattr(one, "ndim", 0) < 2 for one in output[:3]):
+        return None
+    logits, weights, chosen = (part.flatten(0, -2) for part in output[:3])
+    if not logits.is_floating_point():
+        logits, chosen = chosen, logits
+    if chosen.is_floating_point() or not logits.is_floating_point() or weights.shape != chosen.shape:
+        return None
+    return logits, weights, chosen

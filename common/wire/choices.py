@@ -1,0 +1,127 @@
+"""What the engine chose beside token ids: arrays by name with a row for each token, over all segments end to
+end.
+
+* `kept`: the ids that sampling could choose from (top-p, top-k, min-p); a row for each completion token. An
+  empty row: from all.
+* `routes`: the experts that each layer's router chose, [layers, k]; a row for each token but the last.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import PlainSerializer, PlainValidator
+
+from tidemill.common.wire.arrays import Int32, is_same
+from tidemill.common.wire.segments import Segment
+
+KEPT, ROUTES = "kept", "routes"
+VERSION = 1
+"""Of what the rows of these names mean."""
+NUM_ROWS: Mapping[str, Callable[[Segment], int]] = {
+    KEPT: lambda segment: len(segment.completion_ids),
+    ROUTES: lambda segment: len(segment.prompt_ids) + len(segment.completion_ids) - 1,
+}
+"""Of a segment."""
+DTYPES = ("uint8", "uint16", "int32")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """R rows, of one shape or of unlike length."""
+
+    values: NDArray[Any]
+    """[R, ...]; where rows are of unlike length, those of all end to end."""
+    offsets: Int32 | None = None
+    """[R + 1], where each row begins among `values`, and the end; None: rows of one shape."""
+
+    def __len__(self) -> int:
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    def __getitem__(self, own: slice) -> "Rows":
+        """Rows `start` to before `stop`."""
+        first, end, _ = own.indices(len(self))
+        if self.offsets is None:
+            return Rows(self.values[first:end])
+        offsets = self.offsets[first : max(first, end) + 1]
+        return Rows(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    def take(self, places: NDArray[Any]) -> "Rows":
+        """The rows at these places."""
+        if self.offsets is None:
+            return Rows(self.values[places])
+        counts = np.diff(self.offsets)[places]
+        offsets = np.cumsum([0, *counts], dtype=np.int32)
+        # Of each value its place among those of its row, behind where that row begins.
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        return Rows(self.values[np.repeat(self.offsets[:-1][places], counts) + within], offsets)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rows):
+            return NotImplemented
+        return is_same(self.values, other.values) and is_same(self.offsets, other.offsets)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def of_lists(cls, rows: Sequence[Sequence[int] | Int32]) -> "Rows":
+        """Rows of unlike length."""
+        values = [np.asarray(row, dtype=np.int32) for row in rows]
+        offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+        return cls(np.concatenate([np.zeros(0, np.int32), *values]), offsets)
+
+    @classmethod
+    def nothing(cls, num_rows: int) -> "Rows":
+        """Rows of unlike length, all of them empty."""
+        return cls(np.zeros(0, np.int32), np.zeros(num_rows + 1, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
+        """Those of all parts, of which there is one at least."""
+        values = np.concatenate([part.values for part in parts])
+        if parts[0].offsets is None:
+            return cls(values)
+        counts = [np.diff(part.offsets) for part in parts if part.offsets is not None]
+        return cls(values, np.cumsum([0, *np.concatenate(counts)], dtype=np.int32))
+
+    def as_plain(self) -> dict[str, Any]:
+        """As it goes onto the wire."""
+        plain = {"version": VERSION, "dtype": str(self.values.dtype), "shape": self.values.shape}
+        return plain | {"values": self.values} | ({} if self.offsets is None else {"offsets": self.offsets})
+
+
+def _validated(value: Any) -> Rows:
+    """Raises ValueError: the rows are not what they say."""
+    if isinstance(value, Rows):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"rows are a map, got {type(value).__name__}")
+    version, dtype, shape, offsets = (value.get(name) for name in ("version", "dtype", "shape", "offsets"))
+    if version != VERSION:
+        raise ValueError(f"version {version} of these rows is not known; update the older side")
+    if dtype not in DTYPES or not all(isinstance(n, int) and n >= 0 for n in shape or ()):
+        raise ValueError(f"rows of dtype {dtype} and shape {shape}; there are {', '.join(DTYPES)}")
+    # Raises ValueError where the bytes do not have this shape.
+    values = np.frombuffer(value.get("values", b""), np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    if offsets is None:
+        return Rows(values)
+    offsets = np.frombuffer(offsets, "<i4")
+    if values.ndim != 1 or not len(offsets) or offsets[0] or (np.diff(offsets) < 0).any():
+        raise ValueError("offsets of rows must begin at 0 and never fall")
+    if offsets[-1] != len(values):
+        raise ValueError(f"rows end at value {offsets[-1]} of {len(values)}")
+    return Rows(values, offsets)
+
+
+WireRows = Annotated[Rows, PlainValidator(_validated), PlainSerializer(Rows.as_plain)]
+
+
+def check_rows(rows: Mapping[str, Rows], segments: Sequence[Segment]) -> None:
+    """Raises ValueError: they are not of these segments."""
+    for name, own in rows.items():
+        if name not in NUM_ROWS:
+            raise ValueError(f"choices {name!r} are not known; update the older side")
+        if len(own) != (expected := sum(map(NUM_ROWS[name], segments))):
+            raise ValueError(f"{len(own)} rows of {name} for {expected} tokens")

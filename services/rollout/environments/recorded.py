@@ -1,0 +1,71 @@
+"""A session's environment with what it has answered so far, perhaps to another worker.
+
+One that is restored gets its last mark once its recorded answers have been given; one that repeats is asked
+all over again, and has to answer alike.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import xxhash
+
+from tidemill.common.wire.codec import pack
+from tidemill.services.rollout.environments.environment import (
+    Act,
+    Closing,
+    Environment,
+    Opening,
+    Resumes,
+    Row,
+)
+from tidemill.services.rollout.sessions.parts import Recording
+
+Answer = TypeVar("Answer", Opening, Act)
+
+
+class DifferentAnswerError(Exception):
+    """The environment does not answer as it did before: the session begins again."""
+
+
+class RecordedEnvironment(Environment):
+    """Answers as recorded, then as the environment itself does, which is recorded."""
+
+    def __init__(self, inner: Environment, recording: Recording, resumes: Resumes) -> None:
+        self._inner, self._recording, self._resumes = inner, recording, resumes
+
+    async def reset(self, row: Row) -> Opening:
+        return await self._answer(Opening, lambda: self._inner.reset(row))
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
+        return await self._answer(Act, lambda: self._inner.call(name, arguments))
+
+    async def step(self, text: str) -> Act:
+        return await self._answer(Act, lambda: self._inner.step(text))
+
+    async def finish(self) -> Closing:
+        return await self._inner.finish()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    async def _answer(self, kind: type[Answer], ask: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Raises DifferentAnswerError: it is not what is recorded."""
+        recorded = self._recording.next_answer() if self._recording.has_answer else None
+        if recorded is not None and self._resumes == "restore":
+            try:
+                known = kind(**recorded)
+            except TypeError as error:  # of another release
+                raise DifferentAnswerError(str(error)) from None
+            if not self._recording.has_answer:
+                await self._inner.restore(known.mark)
+            return known
+        answer = await ask()
+        plain: Any = asdict(answer)
+        if self._resumes == "repeat":  # the hash will do: it answers itself
+            plain = xxhash.xxh3_64_hexdigest(pack(plain))
+        if recorded is None:
+            self._recording.add_answer(plain)
+        elif recorded != plain:
+            raise DifferentAnswerError(f"{kind.__name__} {answer}")
+        return answer

@@ -1,0 +1,97 @@
+"""How much of its devices a policy uses: FLOPs of the model, what a device can do, memory."""
+
+import resource
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedModel
+
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.policy.attention import head_size
+
+PEAK_FLOPS = {
+    "B300": 2250e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+"""Dense bf16 with float32 sums, by part of the device's name; the first that fits counts."""
+
+
+def peak_flops() -> float:
+    """Of this process's device; 0 where it is not known."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in device), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """Of forward and backward pass; what is recomputed counts once (arXiv 2204.02311, appendix B)."""
+
+    token: float = 0.0
+    """6 for each weight of a matrix, 4 for one that is not trained; of experts those that a token uses."""
+    score: float = 0.0
+    """The output head, of a token that is scored."""
+    pair: float = 0.0
+    """12 * heads * size of a head * layers, of two tokens of which one attends to the other."""
+
+    def of(self, sums: MicroBatchMetrics) -> float:
+        """Of micro-batches: without padding, and what rows share once; pairs by the same share."""
+        tokens = min(sums.positions, sums.row_tokens)
+        pairs = sums.row_pairs * tokens / max(sums.row_tokens, 1)
+        return self.token * tokens + self.score * sums.tokens + self.pair * pairs
+
+
+def count_flops(model: PreTrainedModel) -> ModelFlops:
+    """Of a model, which may be on the meta device, or split over ranks."""
+    text, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
+    token = sum(
+        (6.0 if weight.requires_grad else 4.0)
+        * weight.numel()
+        * (min(1.0, chosen / weight.shape[0]) if weight.ndim == 3 else 1.0)
+        for weight in model.get_decoder().parameters()
+        if weight.ndim >= 2 and weight is not embedding
+    )
+    heads = int(getattr(text, "num_attention_heads", None) or 0)
+    pair = 12.0 * heads * head_size(text) * text.num_hidden_layers if heads else 0.0
+    return ModelFlops(token, 6.0 * model.get_output_embeddings().weight.numel(), pair)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of all ranks."""
+
+    flops: ModelFlops = field(default_factory=ModelFlops)
+    peak_flops: float = 0.0
+    """What one rank's device can do in a second; 0 where that is not known."""
+    peak_bytes: tuple[int, ...] = ()
+    """The most memory of each rank since the last look: allocated on its GPU, or of its process."""
+
+
+class Measured:
+    """The part of `TransformersPolicy` that says what it uses."""
+
+    _model: PreTrainedModel
+
+    @cached_property
+    def _flops(self) -> ModelFlops:
+        return count_flops(self._model)
+
+    def usage(self) -> Usage:
+        return Usage(self._flops, peak_flops(), (take_peak_bytes(),))
+
+
+def take_peak_bytes() -> int:
+    """The peak of this process; on a GPU a new one begins."""
+    if not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak

@@ -1,0 +1,242 @@
+"""Ranks that divide experts give what one process gives, in float64 to 1e-12; and whatever a layout writes,
+any other reads.
+
+Experts are computed one by one: `grouped_mm` takes no float64. As it is used, in bfloat16 and float32, it is
+held against ranks that have all experts.
+"""
+
+import copy
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from tests.support.architectures import make_model
+from tests.support.models import make_samples, read_policy_state, run_config
+from tests.support.rank_runs import (
+    FIELDS,
+    assert_same_outcome,
+    never_in_float32,
+    on_ranks,
+    options_of,
+    outcome_of,
+    train_alone,
+    update,
+)
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.policy.compiling import compile_model
+from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy, load_rank_policy
+from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.weights.store import whole_tensor
+
+SIZE = 4
+RANKS = {"shard_ranks": None, "context_ranks": 1, "expert_ranks": 1}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "two of four have a part, critic, moments on the host": {
+        "expert_ranks": 2,
+        "offload_optimizer": True,
+        "algorithm": {
+            "advantage": "gae",
+            "value": {"model": "own"},
+            "reference": {"model": "frozen"},
+            "kl": {"place": "loss", "coefficient": 0.1},
+            "importance": {"normalise": True},
+        },
+    },
+    "four, recomputed, routers": {
+        "expert_ranks": 4,
+        "gradient_checkpointing": True,
+        "algorithm": {"router": {"balance": 0.1, "z": 0.01}},
+    },
+    "two of six, and shared passes": {
+        "expert_ranks": 2,
+        "context_ranks": 2,
+        "sum_gradients": "micro_batch",
+    },
+    "four, and shared passes, compiled": {"expert_ranks": 4, "context_ranks": 2},
+    "four, adapters": {"expert_ranks": 4, "lora": {"rank": 3, "alpha": 12}},
+    "two copies, and shared passes, value head": {
+        "expert_ranks": 2,
+        "shard_ranks": 2,
+        "context_ranks": 2,
+        "algorithm": {"advantage": "gae"},
+    },
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16},
+    "GptOss": {},
+}
+"""The second has biases of experts."""
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    """Of six experts two ranks share three: one has two of them."""
+    fields = {"num_hidden_layers": 1 + ("recomputed" in name), "num_local_experts": 6 if "six" in name else 4}
+    model = make_model("Mixtral", experts_implementation="eager", **fields).double()
+    if "compiled" in name:
+        assert compile_model(model, backend="eager")
+    return model
+
+
+def config_of(name: str, **more: Any) -> TrainerConfig:
+    return TrainerConfig.model_validate(FIELDS | OPTIONS[name] | more)
+
+
+def policy_on(ranks: Ranks, model: PreTrainedModel, config: TrainerConfig, **options: Any) -> RankPolicy:
+    ranks.lay_out(config.shard_ranks, config.context_size, config.expert_size)
+    return RankPolicy(model, config, ranks, **options_of(config, model) | options)
+
+
+def largest_part(policy: RankPolicy) -> float:
+    """Share of its experts that this rank has."""
+    experts = [weight for name, weight in policy._parameters if ".experts." in name]
+    own = [weight.to_local().numel() for weight in experts if isinstance(weight, DTensor)]
+    return sum(own) / sum(weight.numel() for weight in experts)
+
+
+def train_all(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with never_in_float32():
+        for name in OPTIONS:
+            config = config_of(name, num_ranks=SIZE)
+            found[name] = outcome_of(policy_on(ranks, copy.deepcopy(model_of(name)), config), config)
+        found["families"] = {name: gradient_of(ranks, name) for name in FAMILIES}
+        found["resharded"] = reshard(ranks, folder)
+    found["written"] = [write(ranks, folder, size) for size in (1, 2, 4)]
+    found["refused"] = [refusal(ranks, "Llama", 2), refusal(ranks, "Mixtral", 2)]
+    return found
+
+
+def gradient_of(ranks: Ranks | None, family: str) -> Tensor:
+    """Of a micro-batch, as one vector."""
+    model = make_model(family, experts_implementation="eager", **FAMILIES[family]).double()
+    if ranks is None:
+        config = TrainerConfig.model_validate(FIELDS)
+        policy = TransformersPolicy(model, config, **options_of(config))
+    else:
+        config = TrainerConfig.model_validate(FIELDS | {"num_ranks": SIZE, "expert_ranks": 2})
+        policy = policy_on(ranks, model, config)
+    policy.accumulate(MicroBatch(tuple(make_samples(8))))
+    if isinstance(policy, RankPolicy):
+        policy._sum_held()
+    gradients = [weight.grad for _, weight in policy._parameters if weight.grad is not None]
+    return torch.cat([whole_tensor(gradient).flatten() for gradient in gradients])
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"expert_ranks": 4},
+    {},
+    {"expert_ranks": 2, "shard_ranks": 2},
+    {"expert_ranks": 4, "context_ranks": 4},
+]
+
+
+def reshard(ranks: Ranks, folder: Path) -> list[tuple[str, float]]:
+    """The digest and the next update's norm of a state that goes from layout to layout, and at the end back
+    to the first; each writes what it has read."""
+    found, source = [], None
+    for number, fields in enumerate([*LAYOUTS, LAYOUTS[0]]):
+        config = TrainerConfig.model_validate(FIELDS | {"num_ranks": SIZE} | fields)
+        policy = policy_on(ranks, copy.deepcopy(model_of("four")), config)
+        if source is None:
+            update(policy, make_samples(9))
+        else:
+            policy.load_state(source)
+        source = folder / f"state-{number}"
+        policy.save_state(source)
+        digest = policy.digest()
+        found.append((digest, update(policy, make_samples(9, seed=1))[1].grad_norm))
+    return found
+
+
+def write(ranks: Ranks, folder: Path, size: int) -> dict[str, Any]:
+    """A version in full and a delta to it, of a model that ranks read from its files, with grouped products
+    in bfloat16."""
+    trainer = {"num_ranks": SIZE, "expert_ranks": size, "num_threads": 1, "optimizer": {"lr": 1e-3}}
+    config = run_config(folder / "model", model={"dtype": "bfloat16"}, trainer=trainer)
+    policy = load_rank_policy(config, ranks)
+    share, logprobs = largest_part(policy), policy.logprobs(make_samples(6))
+    versions = []
+    for version in range(2):
+        target = folder / f"{size}-{version}"
+        target.mkdir(exist_ok=True)
+        state = policy.compare_weights()
+        files = policy.begin_writing(target, version, version - 1).result()
+        versions.append((state.digest, state.share_changed, len(files)))
+        update(policy, make_samples(6))
+    exported = dict(policy.named_parameters_for_export())
+    return {"share": share, "logprobs": logprobs, "versions": versions, "exported": exported}
+
+
+def refusal(ranks: Ranks, family: str, size: int) -> str:
+    config = TrainerConfig.model_validate(FIELDS | {"num_ranks": SIZE, "expert_ranks": size})
+    try:
+        policy_on(ranks, make_model(family).double(), config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("four")
+
+
+@pytest.fixture(scope="module")
+def of_four(folder: Path) -> dict[str, Any]:
+    make_model("Mixtral", num_local_experts=4).save_pretrained(folder / "model")
+    found: dict[str, Any] = on_ranks(SIZE, partial(train_all, folder=folder), folder)
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_losses_gradients_and_weights_after_three_steps_are_those_of_one(name, of_four):
+    with never_in_float32():
+        alone = train_alone(copy.deepcopy(model_of(name)), config_of(name, **RANKS))
+    assert_same_outcome(of_four[name], alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_architectures_give_the_gradient_of_one(family, of_four):
+    with never_in_float32():
+        own = gradient_of(None, family)
+    assert ((of_four["families"][family] - own).norm() / own.norm()).item() < 1e-6
+
+
+def test_a_state_goes_through_all_layouts_and_back_bit_by_bit(of_four, folder):
+    (digest, norm), *others = of_four["resharded"]
+    assert {other for other, _ in others} == {digest}
+    assert others[-1][1] == norm
+    assert [other for _, other in others] == pytest.approx([norm] * len(others), rel=1e-9)
+    first, *states = (read_policy_state(folder / f"state-{number}") for number in range(len(LAYOUTS) + 1))
+    for state in states:
+        assert state.values == first.values and state.tensors.keys() == first.tensors.keys()
+        assert all(torch.equal(state.tensors[name], tensor) for name, tensor in first.tensors.items())
+
+
+def test_versions_and_deltas_are_those_of_ranks_with_all_experts(of_four):
+    expected, *others = of_four["written"]
+    first, (_, share_changed, num_files) = expected["versions"]
+    assert share_changed > 0.0 and num_files == SIZE, "a delta has a file of each rank"
+    for own in (expected, *others):
+        assert own["share"] == 1 / SIZE
+        assert own["versions"][0] == first and own["versions"][1][2] == SIZE
+        assert own["versions"][1][1] == pytest.approx(share_changed, abs=0.02)
+        for mine, other in zip(own["logprobs"], expected["logprobs"], strict=True):
+            assert abs(mine - other).max() < 1e-6, "all round in the same places"
+        for name, tensor in expected["exported"].items():
+            torch.testing.assert_close(own["exported"][name], tensor, rtol=0.05, atol=0.01, msg=name)
+
+
+def test_what_has_no_such_experts_is_refused_by_name(of_four):
+    assert ["trainer.expert_ranks" in said for said in of_four["refused"]] == [True, True]
+    assert "llama" in of_four["refused"][0] and "take 1" in of_four["refused"][1]

@@ -1,0 +1,94 @@
+"""Demonstrations against TRL's own `SFTTrainer`: which tokens are trained, the loss, and its gradient."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.models import accumulate_all, gradients_of, make_policy, tiny_model, write_tokenizer
+from tests.unit.trainer.batch.test_demonstrations import GENERATION, TEMPLATE, said
+from tidemill.common.config.data import DataConfig
+from tidemill.services.trainer.batch.demonstrations import Demonstration, load_demonstrations
+from tidemill.services.trainer.groups.bins import form_micro_batches
+from tidemill.services.trainer.groups.samples import make_sample
+
+CHATS = [
+    {"messages": said(*(f"w{n} w{(n * k) % 25}" for k in range(1, 3 + 2 * (n % 3))))} for n in range(1, 9)
+]
+TEXTS = [{"prompt": f"w{n} " * (1 + n % 3), "completion": "w9 " * (n % 4) + f"w{n}"} for n in range(1, 9)]
+ANSWERS = [
+    {"prompt": chat["messages"][:-1], "completion": chat["messages"][-1:]}
+    for chat in CHATS
+    if len(chat["messages"]) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "options"),
+    [
+        pytest.param([c for c in CHATS if len(c["messages"]) % 2 == 0], GENERATION,
+                     {"assistant_only_loss": True}, id="chats"),
+        pytest.param(ANSWERS, TEMPLATE, {}, id="prompts and completions as chats"),
+        pytest.param(TEXTS, None, {}, id="text"),
+    ],
+)  # fmt: skip
+def test_tokens_loss_and_gradient_are_those_of_trl(
+    tmp_path: Path, rows: list[dict[str, Any]], template: str | None, options: dict[str, Any]
+) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    folder = tiny_model(tmp_path / "model")
+    write_tokenizer(folder, template)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    losses: list[float] = []
+    gradients: list[torch.Tensor] = []
+
+    class Trainer(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            losses.append(loss.item())
+            # A copy: the optimizer's step, which follows the last of them, clips it.
+            parts = [p.grad.flatten().clone() for p in self.model.parameters() if p.grad is not None]
+            gradients.append(torch.cat(parts))
+            return loss
+
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path / "out"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=len(rows) // 2,
+        max_steps=1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    Trainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64),
+        processing_class=tokenizer,
+        args=args,
+        train_dataset=datasets.Dataset.from_list(rows),
+    ).train()
+    assert len(losses) == len(rows) // 2
+
+    source = {"name": "shown", "kind": "demonstrations", "path": str(path)}
+    config = DataConfig.model_validate({"train": [source]})
+    (found,) = load_demonstrations(config, tokenizer, seed=0, max_tokens=128)
+    shown = [one for one in found.prompts if isinstance(one, Demonstration)]
+    assert len(shown) == len(rows)
+    policy = make_policy(torch.float64, model=AutoModelForCausalLM.from_pretrained(folder))
+    samples = [
+        replace(make_sample(one.trajectory(10**9 + n, 0, 0)), imitation=1.0) for n, one in enumerate(shown)
+    ]
+    sums = accumulate_all(policy, form_micro_batches(samples, 64))
+    assert sums.loss_sum / sums.denominator == pytest.approx(sum(losses), rel=1e-6)
+    mine = gradients_of(policy) / sums.denominator
+    assert ((mine - gradients[-1]).norm() / gradients[-1].norm()).item() < 1e-6

@@ -1,0 +1,110 @@
+"""Routes of samples: those that a model chooses itself, row by row, and others that are made up."""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
+
+from tests.support.architectures import make_model
+from tests.support.models import gradients_of, make_policy, one_batch
+from tidemill.common.run.routers import find_routers, parts_of
+from tidemill.common.wire.arrays import Int32
+from tidemill.services.trainer.groups.samples import Sample, make_routes
+
+
+def wide_mixtral(monkeypatch: Any, seed: int = 3, num_experts: int = 4) -> PreTrainedModel:
+    """In float64 throughout: its norms and routers compute in float32 else."""
+
+    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+    def route(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = hidden.reshape(-1, self.hidden_dim) @ self.weight.T
+        weights, chosen = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    monkeypatch.setattr(MixtralRMSNorm, "forward", norm)
+    monkeypatch.setattr(MixtralTopKRouter, "forward", route)
+    fields = {"num_local_experts": num_experts, "experts_implementation": "eager"}
+    return make_model("Mixtral", seed, **fields).double()
+
+
+def rows_of(sample: Sample) -> Iterator[Int32]:
+    start = 0
+    for prompt_ids, count in sample.segments:
+        yield np.concatenate([prompt_ids, sample.completion_ids[start : start + count]])
+        start += count
+
+
+@torch.no_grad()
+def choice_of(model: PreTrainedModel, ids: Int32) -> NDArray[np.uint8]:
+    """What the routers choose in a row of its own. Shape [tokens - 1, layers, experts of a token]."""
+    seen: list[torch.Tensor] = []
+    hooks = [
+        router.register_forward_hook(lambda *called: seen.append(parts_of(called[2])[2]))
+        for _, router in find_routers(model)
+    ]
+    model(input_ids=torch.from_numpy(ids[:-1]).long()[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen, 1).numpy().astype(np.uint8)
+
+
+def with_own(model: PreTrainedModel, samples: list[Sample]) -> list[Sample]:
+    return [
+        replace(s, routes=tuple(make_routes(choice_of(model, ids)) for ids in rows_of(s))) for s in samples
+    ]
+
+
+def with_foreign(samples: list[Sample], layers: int = 2, experts: int = 4, chosen: int = 2) -> list[Sample]:
+    """Made up, alike where samples of the same parity begin alike."""
+
+    def of_token(beginning: Int32, parity: int) -> NDArray[np.uint8]:
+        rng = np.random.default_rng([zlib.crc32(beginning.tobytes()), parity])
+        return np.stack([rng.permutation(experts)[:chosen] for _ in range(layers)]).astype(np.uint8)
+
+    def of_row(ids: Int32, parity: int) -> NDArray[np.uint8]:
+        found = [of_token(ids[: end + 1], parity) for end in range(len(ids) - 1)]
+        return np.stack(found) if found else np.zeros((0, layers, chosen), dtype=np.uint8)
+
+    return [
+        replace(s, routes=tuple(make_routes(of_row(ids, i % 2)) for ids in rows_of(s)))
+        for i, s in enumerate(samples)
+    ]
+
+
+def gradient_by_hand(
+    model: PreTrainedModel, samples: list[Sample], monkeypatch: Any, **fields: Any
+) -> torch.Tensor:
+    """One row a pass, in which routers are told the row's experts by hand."""
+    row: list[NDArray[np.uint8]] = []
+
+    def route(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = hidden.reshape(-1, self.hidden_dim) @ self.weight.T
+        layer = next(i for i, block in enumerate(model.model.layers) if block.mlp.gate is self)
+        chosen = torch.from_numpy(row[0][: len(logits), layer].astype(np.int64))
+        exponentials = logits.exp().gather(1, chosen)
+        return logits, exponentials / exponentials.sum(-1, keepdim=True), chosen
+
+    policy = make_policy(torch.float64, model=model, packing=False, **fields)
+    monkeypatch.setattr(MixtralTopKRouter, "forward", route)
+    score = policy._scorer.score
+
+    def of_row(tile: Any, *args: Any, **kwargs: Any) -> Any:
+        (one,) = tile.rows
+        by_ids = {ids.tobytes()[: one.ids.nbytes]: own.experts for ids, own in pairs}
+        row[:] = [by_ids[one.ids.tobytes()]]
+        return score(tile, *args, **kwargs)
+
+    monkeypatch.setattr(policy._scorer, "score", of_row)
+    policy._tile_tokens = 1
+    for sample in samples:
+        pairs = list(zip(rows_of(sample), sample.routes, strict=True))
+        policy.accumulate(one_batch([replace(sample, routes=())]))
+    return gradients_of(policy)

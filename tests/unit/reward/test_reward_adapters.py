@@ -1,0 +1,56 @@
+"""Which samples of another trainer share a request to `tidemill serve-rewards`."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tidemill.services.reward import adapters
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many samples each request had; the score of a sample is its truth."""
+    sizes: list[int] = []
+
+    async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        sizes.append(len(samples))
+        await asyncio.sleep(0)
+        if any(sample["ground_truth"] == "refused" for sample in samples):
+            raise RuntimeError("refused")
+        return [{"value": sample["ground_truth"], "status": "failed", "error": "none"} for sample in samples]
+
+    monkeypatch.setattr(adapters, "scores_of", scores_of)
+    return sizes
+
+
+def call(truth: Any) -> Any:
+    return adapters.compute_score("", "answer", truth)
+
+
+async def test_calls_of_one_moment_share_a_request_and_later_ones_do_not(requests: list[int]) -> None:
+    assert await asyncio.gather(*map(call, range(600))) == [float(n) for n in range(600)]
+    assert await call(7) == 7.0
+    assert requests == [adapters.AT_ONCE, 600 - adapters.AT_ONCE, 1]
+
+
+async def test_a_failure_is_of_its_own_sample_alone(requests: list[int]) -> None:
+    first, second = await asyncio.gather(call(None), call(1), return_exceptions=True)
+    assert isinstance(first, RuntimeError) and second == 1.0 and requests == [2]
+
+
+async def test_who_is_cancelled_takes_no_other_call_along(requests: list[int]) -> None:
+    tasks = [asyncio.create_task(call(n)) for n in range(3)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    assert await asyncio.gather(*tasks[1:]) == [1.0, 2.0] and requests == [3]
+
+
+async def test_a_request_that_is_refused_is_so_for_all_of_it(requests: list[int]) -> None:
+    found = await asyncio.gather(call("refused"), call(1), return_exceptions=True)
+    assert [str(error) for error in found] == ["refused", "refused"]
+
+
+def test_loops_of_several_threads_share_nothing(requests: list[int]) -> None:
+    assert [adapters.compute_score_plain("", "answer", n) for n in (1, 2)] == [1.0, 2.0]
+    assert requests == [1, 1]

@@ -1,0 +1,193 @@
+"""Demonstrations: rows as tokens with a mask, and their places in the batches."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.support.models import write_tokenizer
+from tests.support.trajectories import make_config
+from tidemill.common.config.data import DataConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.messages import FIRST_DEMONSTRATION
+from tidemill.services.trainer.batch.demonstrations import Demonstration, load_demonstrations
+from tidemill.services.trainer.batch.prompt_plan import PromptPlan
+from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
+
+USER, ASSISTANT = "w21", "w20"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %} w20 {{ m.content }} <eos>"
+    "{% else %} w21 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w20{% endif %}"
+)
+GENERATION = TEMPLATE.replace(
+    "{{ m.content }} <eos>{% else", "{% generation %}{{ m.content }} <eos>{% endgeneration %}{% else"
+)
+FORGETFUL = TEMPLATE.replace("{{ m.content }} <eos>", "{{ m.content if loop.last else 'w9' }} <eos>")
+"""What the assistant said before is rendered otherwise, as templates do that drop earlier thinking."""
+
+
+def loaded(folder: Path, rows: list[dict[str, Any]], template: str | None = None, **data: Any) -> Any:
+    """The demonstrations of these rows; words w0, w1, ... are tokens 3, 4, ..."""
+    write_tokenizer(folder, template)
+    path = folder / "shown.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": "shown", "kind": "demonstrations", "path": str(path)}
+    config = DataConfig.model_validate({"train": [source], "shuffle": False, **data})
+    (found,) = load_demonstrations(config, AutoTokenizer.from_pretrained(folder), seed=0, max_tokens=16)
+    return [found.prompts[place] for place in range(len(found))]
+
+
+def words(demonstration: Demonstration) -> tuple[str, str, str]:
+    """Prompt, completion, and what of it is trained."""
+    names = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(29))]
+    trained = demonstration.completion_ids[demonstration.mask]
+    return tuple(
+        " ".join(names[i] for i in ids) for ids in (demonstration.ids, demonstration.completion_ids, trained)
+    )  # type: ignore[return-value]
+
+
+def said(*turns: str) -> list[dict[str, str]]:
+    """A chat in which user and assistant take turns."""
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
+
+
+ANSWERED = ("w21 w1 w20", "w2 <eos>", "w2 <eos>")
+LONG = ("w21 w1 w20", "w2 <eos> w21 w3 w20 w4 w5 <eos>", "w2 <eos> w4 w5 <eos>")
+LAST = ("w21 w1 w20 w2 <eos> w21 w3 w20", "w4 w5 <eos>", "w4 w5 <eos>")
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, GENERATION])
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": said("w1", "w2")}, ANSWERED),
+        ({"prompt": "w1", "completion": "w2"}, ANSWERED),
+        ({"prompt": said("w1"), "completion": said("w0", "w2")[1:]}, ANSWERED),
+        ({"question": "w1", "response": "w2"}, ANSWERED),
+        ({"messages": said("w1", "w2", "w3", "w4 w5")}, LONG),
+        ({"messages": said("w1", "w2", "w3", "w4 w5", "w6")[:4] + said("w6")[:0]}, LONG),
+        ({"prompt": said("w1", "w2", "w3"), "completion": "w4 w5"}, LAST),
+    ],
+)
+def test_the_assistants_turns_of_a_completion_are_trained(tmp_path, template, row, expected):
+    assert [words(one) for one in loaded(tmp_path, [row], template)] == [expected]
+
+
+def test_text_without_a_template_ends_with_the_tokenizers_end(tmp_path):
+    rows = [{"prompt": "w1 w2", "completion": " w3"}, {"prompt": "w1", "completion": " w3 <eos>"}]
+    found = loaded(tmp_path, rows, prompt_suffix=" w9")
+    assert list(map(words, found)) == [
+        ("w1 w2 w9", "w3 <eos>", "w3 <eos>"),
+        ("w1 w9", "w3 <eos>", "w3 <eos>"),
+    ]
+
+
+def test_ids_are_taken_as_they_are(tmp_path):
+    rows = [
+        {"prompt_ids": [4, 5], "completion_ids": [6, 7, 8], "loss_mask": [1, 0, 1]},
+        {"prompt_ids": [4], "completion_ids": [6, 1]},
+    ]
+    assert list(map(words, loaded(tmp_path, rows, TEMPLATE))) == [
+        ("w1 w2", "w3 w4 w5", "w3 w5"),
+        ("w1", "w3 <eos>", "w3 <eos>"),
+    ]
+
+
+def test_streamed_rows_are_those_that_are_held(tmp_path):
+    rows = [{"prompt": f"w{n}", "completion": f" w{n}"} for n in range(4)]
+    rows[1]["completion"] = " w1" * 30
+    held = loaded(tmp_path, rows, overlong_prompts="drop")
+    streamed = loaded(tmp_path, rows, overlong_prompts="drop", stream=True)
+    assert list(map(words, held)) == list(map(words, streamed))
+    assert [one.row for one in held] == [one.row for one in streamed] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said_of_it"),
+    [
+        ({"prompt": "w1"}, None, "column 'completion'"),
+        ({"completion": "w1"}, None, "column 'prompt'"),
+        ({"messages": said("w1")}, TEMPLATE, "column 'completion'"),
+        ({"messages": said("w0", "w1")[1:]}, TEMPLATE, "a question before the answer"),
+        ({"prompt": said("w1"), "completion": said("w2")}, TEMPLATE, "the last is the assistant's"),
+        ({"messages": said("w1", "w2")}, None, "no chat template"),
+        ({"messages": said("w1", "w2", "w3", "w4")}, FORGETFUL, "renders 2 messages otherwise"),
+        ({"prompt": "w1", "completion": " w2" * 20}, None, "22 tokens"),
+        ({"prompt_ids": [4], "completion_ids": [99]}, None, "another tokenizer"),
+        ({"prompt_ids": [4], "completion_ids": [5], "prompt": "w2"}, None, "another tokenizer"),
+        ({"prompt_ids": [4], "completion_ids": ["a"]}, None, "whole numbers"),
+        ({"prompt_ids": [4], "completion_ids": [5, 6], "loss_mask": [1]}, None, "loss_mask of 1"),
+        ({"prompt_ids": [], "completion_ids": [5]}, None, "nothing before its first token"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, row, template, said_of_it):
+    first = {"prompt_ids": [4], "completion_ids": [5]}
+    with pytest.raises(ConfigError, match=r"shown.jsonl line 2: .*" + said_of_it):
+        loaded(tmp_path, [first, row], template)
+
+
+def plan_of(weights: dict[str, float], groups_per_step: int = 4, **fields: Any) -> PromptPlan:
+    """Sources by weight; those that begin with `shown` have 5 demonstrations, the others 7 prompts."""
+    sources = [
+        {
+            "name": n,
+            "path": "x",
+            "weight": w,
+            "kind": "demonstrations" if n.startswith("shown") else "prompts",
+        }
+        | ({"epochs": fields["epochs"]} if n == "shown" and "epochs" in fields else {})
+        for n, w in weights.items()
+    ]
+    config = make_config(
+        data={"train": sources}, trainer={"steps": 100, "groups_per_step": groups_per_step, "group_size": 2}
+    )
+    ids, mask = np.array([3, 4], np.int32), np.ones(2, np.bool_)
+    made: dict[bool, list[PromptSource]] = {True: [], False: []}
+    for source in config.data.sources:
+        rows: list[Prompt] = [
+            Demonstration(ids, "", "", None, {}, row, source=source.name, completion_ids=ids + row, mask=mask,
+                          completion="")
+            if source.is_imitated
+            else Prompt(ids, "", "", None, {}, row, source=source.name)
+            for row in range(5 if source.is_imitated else 7)
+        ]  # fmt: skip
+        made[source.is_imitated].append(PromptSource(rows, 0, True, source.name))
+    return PromptPlan(made[False], config, made[True])
+
+
+@pytest.mark.parametrize(
+    "weights", [{"sums": 3, "shown": 1}, {"a": 0.1, "b": 0.2, "shown": 0.1, "shown2": 0.6}]
+)
+def test_each_step_has_its_share_of_demonstrations(weights):
+    plan = plan_of(weights)
+    share = sum(weight for name, weight in weights.items() if "shown" in name) / sum(weights.values())
+    for step in range(1, 60):
+        num_shown = 4 * step - plan.num_tickets(step)
+        assert abs(num_shown - share * 4 * step) < len(weights)
+        assert sum(len(plan.places.tickets(one)) for one in range(step)) == num_shown
+        first = plan.num_tickets(step - 1)
+        assert all(plan.step_of(n) == step - 1 for n in range(first, plan.num_tickets(step)))
+
+
+def test_a_demonstration_follows_from_its_number_alone():
+    plan, other = plan_of({"shown": 1}), plan_of({"shown": 1})
+    numbers = plan.places.tickets(3)
+    assert numbers == [FIRST_DEMONSTRATION + place for place in range(12, 16)]
+    made = [plan.places.trajectory(number) for number in numbers]
+    assert [one.step for one in made] == [3] * 4 and [one.min_version for one in made] == [2] * 4
+    assert made == [other.places.trajectory(number) for number in numbers]
+    epoch = [plan.places.trajectory(FIRST_DEMONSTRATION + place).completion_ids[0] for place in range(5)]
+    assert sorted(epoch) == [3, 4, 5, 6, 7], "each row once"
+
+
+def test_after_their_epochs_all_places_are_for_prompts():
+    plan = plan_of({"sums": 1, "shown": 1_000_000}, epochs=2)
+    assert [plan.num_tickets(steps) for steps in (2, 3, 4)] == [0, 2, 6], "10 places of 12 are shown"
+
+
+def test_a_change_of_the_demonstrations_changes_the_fingerprint():
+    assert plan_of({"sums": 1, "shown": 1}).fingerprint == plan_of({"sums": 1, "shown": 1}).fingerprint
+    assert plan_of({"sums": 1, "shown": 1}).fingerprint != plan_of({"sums": 1, "shown": 2}).fingerprint

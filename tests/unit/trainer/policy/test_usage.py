@@ -1,0 +1,97 @@
+"""What a policy says of its FLOPs and memory, and its profile, which changes no bit."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+
+from tests.support.models import make_policy, make_samples, one_batch, tiny_llama, train
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.metrics.step_metrics import usage_metrics
+from tidemill.services.trainer.policy.usage import ModelFlops, Usage, count_flops
+from tidemill.services.trainer.step import MiniBatch, StepResult
+
+
+def test_flops_are_those_counted_by_hand() -> None:
+    """Per layer: q and o 32 x 32, k and v 32 x 16, gate, up and down 32 x 64; 32 words; 2 layers."""
+    body = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert count_flops(tiny_llama()) == ModelFlops(6.0 * body, 6.0 * 32 * 32, 12.0 * 4 * 8 * 2)
+
+
+def test_of_experts_those_count_that_a_token_uses() -> None:
+    def of(chosen: int) -> float:
+        config = Qwen3MoeConfig(
+            vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+            head_dim=8, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=chosen,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        return count_flops(model).token
+
+    assert of(2) - of(1) == 6 * 3 * 16 * 8
+
+
+def test_what_rows_share_and_padding_are_no_work() -> None:
+    flops = ModelFlops(token=10.0, score=3.0, pair=1.0)
+    padded = MicroBatchMetrics(tokens=4, positions=120, row_tokens=100, row_pairs=500)
+    shared = MicroBatchMetrics(tokens=4, positions=50, row_tokens=100, row_pairs=500)
+    assert (flops.of(padded), flops.of(shared)) == (1000 + 12 + 500, 500 + 12 + 250)
+
+
+def test_a_steps_use_is_over_all_ranks() -> None:
+    sums = MicroBatchMetrics(positions=512, row_tokens=512)
+    result = StepResult(mini_batches=[MiniBatch(sums=sums)])
+    numbers = {
+        "time/train_s": 3.0, "time/update_s": 1.0, "step_time_s": 8.0, "step_tokens": 1600.0,
+        "micro_batches": 2.0,
+    }  # fmt: skip
+    config = TrainerConfig(micro_batch_tokens=256, num_ranks=2)
+    usage = Usage(ModelFlops(token=1e12), 128e12, (2 << 30, 3 << 30))
+    found = usage_metrics(numbers, result, usage, config)
+    assert found == {
+        "forward/fill": 512 / (2 * 2 * 256),
+        "perf/tokens_per_s_per_rank": 100.0,
+        "perf/tflops_per_rank": 64.0,
+        "perf/peak_gib": 3.0,
+        "perf/peak_gib_rank": 1.0,
+        "perf/mfu": 0.5,
+    }
+    assert usage_metrics(numbers, result, Usage(), config) == {}, "delays use no device"
+
+
+def test_a_profiled_step_has_the_same_bits(tmp_path: Path) -> None:
+    batches = [one_batch(make_samples(8))]
+    plain, watched = make_policy(), make_policy()
+    watched.profile(tmp_path)
+    results = train(plain, batches), train(watched, batches)
+    watched.profile(None)
+    assert results[0] == results[1] and plain.digest() == watched.digest()
+    (file,) = tmp_path.iterdir()
+    assert file.name == "rank-0.json.gz"
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert {"aten::mm", "Optimizer.step#AdamW.step"} <= {str(event.get("name")) for event in events}
+    watched.profile(None)  # nothing was begun
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_profile_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    policy = make_policy()
+    policy.profile(tmp_path / "gone")
+    train(policy, [one_batch(make_samples(4))])
+    policy.profile(None)
+    assert policy.usage().peak_bytes[0] > 0
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}])
+def test_weights_that_are_not_trained_count_less(lora: Any) -> None:
+    flops = make_policy(lora=lora).usage().flops
+    body, adapters = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64), 0
+    if lora:
+        linears = [(32, 32)] * 2 + [(32, 16)] * 2 + [(32, 64)] * 3
+        adapters = 2 * 2 * sum(map(sum, linears))
+    assert flops.token == (4 if lora else 6) * body + 6 * adapters
