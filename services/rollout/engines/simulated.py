@@ -67,18 +67,17 @@ class SimulatedEngine(Engine):
                     for so_far in range(PART_TOKENS, num_tokens, PART_TOKENS):
                         await asyncio.sleep(part_s)
                         left_s -= part_s
-                        request.on_tokens(self._generation(request, so_far, started, "length"))
+                        request.on_tokens(self._generation(request, key, so_far, started, "length"))
                 await asyncio.sleep(left_s)
                 finish: Finish = "stop" if num_tokens == wanted else "length"
-                return self._generation(request, num_tokens, started, finish)
+                return self._generation(request, key, num_tokens, started, finish)
         finally:
             self.num_running -= 1
 
     def _generation(
-        self, request: GenerationRequest, num_tokens: int, started: float, finish: Finish
+        self, request: GenerationRequest, key: int, num_tokens: int, started: float, finish: Finish
     ) -> Generation:
         """The first tokens of a request, which have been sampled since it started."""
-        key = request_key(self._seed, request.request_id)
         draws = uniforms(np.full(num_tokens, key, dtype=np.uint64), np.arange(num_tokens, dtype=np.uint64))
         num_kept = vocab_size = self._options.vocab_size
         ids, choices = (draws * vocab_size).astype(np.int64), {}
