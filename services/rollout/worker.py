@@ -49,7 +49,7 @@ from tidemill.services.rollout.engines.engine import (
     GenerationRequest,
     OnTokens,
 )
-from tidemill.services.rollout.sessions.parts import Part, Play, Recording, new_play, read_play
+from tidemill.services.rollout.sessions.parts import Part, RecordedPlay, Recording, new_play, read_play
 from tidemill.services.rollout.sessions.player import Player
 from tidemill.services.rollout.slots import Slots
 from tidemill.services.rollout.weight_follower import WeightFollower
@@ -274,10 +274,10 @@ class RolloutWorker(LaneWorker[Ticket]):
 
     async def _read_plays(
         self, ticket: Ticket, indices: Sequence[int], parts: dict[bytes, bytes]
-    ) -> dict[int, Play]:
+    ) -> dict[int, RecordedPlay]:
         """What is known of the samples that are missing, as far as it can be gone on with."""
 
-        def read() -> dict[int, Play]:
+        def read() -> dict[int, RecordedPlay]:
             return {i: read_play(parts, i, ticket.prompt_ids, self._read_claim) for i in indices}
 
         if not parts:
@@ -315,7 +315,11 @@ class RolloutWorker(LaneWorker[Ticket]):
         return index == 0 and self.lane is Lane.TRAIN and traits.has_greedy_baseline
 
     async def _generate_sample(
-        self, delivery: Delivery[Ticket], play: Play, index: int, faults: dict[int, EnvironmentFaultError]
+        self,
+        delivery: Delivery[Ticket],
+        play: RecordedPlay,
+        index: int,
+        faults: dict[int, EnvironmentFaultError],
     ) -> None:
         ticket, started_at, history = delivery.message, time.time(), self.follower.history
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"

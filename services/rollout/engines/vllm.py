@@ -46,9 +46,6 @@ log = structlog.get_logger(__name__)
 
 STAGING_POLL_S = 0.005
 
-FIRST_AND_LAST = 1 << 30
-"""Tokens between two outputs of a request. None has as many, so it reports its first token and its end."""
-
 URGENT, NORMAL = 0, 1
 """vLLM's priorities: the lower one is scheduled first."""
 
@@ -258,8 +255,8 @@ class VllmEngine(ModelEngine):
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
+            # An output for each step: stop texts and parts look at the tokens so far.
             output_kind=RequestOutputKind.CUMULATIVE,
-            stream_interval=FIRST_AND_LAST,
         )
 
     async def _stage(self, files: Sequence[Path], deltas: Sequence[Sequence[Path]]) -> Digest:

@@ -60,7 +60,7 @@ class Part(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class RecordedPlay:
     """What is known of one play of a sample. `name` has `PLAY_BYTES`."""
 
     name: bytes
@@ -76,14 +76,14 @@ class Play:
         return self.parts[-1].term if self.parts else 0
 
 
-def new_play(prompt_ids: Int32) -> Play:
+def new_play(prompt_ids: Int32) -> RecordedPlay:
     """The name begins with a hash of the prompt: a ticket of a lost history may have had the same number."""
-    return Play(_prompt_hash(prompt_ids) + b"%08x" % random.getrandbits(32))
+    return RecordedPlay(_prompt_hash(prompt_ids) + b"%08x" % random.getrandbits(32))
 
 
 def read_play(
     fields: Mapping[bytes, bytes], index: int, prompt_ids: Int32, read_claim: Callable[[Claim], bytes]
-) -> Play:
+) -> RecordedPlay:
     """The play that the parts of sample `index` are of, as far as they can be read; else a new one."""
     name, parts = b"", list[Part]()
     while (raw := fields.get(b"%d:%d" % (index, len(parts)))) is not None:
@@ -99,7 +99,7 @@ def read_play(
             break
         parts.append(part)
     is_of_prompt = name.startswith(_prompt_hash(prompt_ids))
-    return Play(name, tuple(parts)) if parts and is_of_prompt else new_play(prompt_ids)
+    return RecordedPlay(name, tuple(parts)) if parts and is_of_prompt else new_play(prompt_ids)
 
 
 def _prompt_hash(prompt_ids: Int32) -> bytes:
@@ -158,7 +158,10 @@ class Recording:
     """
 
     def __init__(
-        self, ask: Callable[..., Awaitable[Generation]], play: Play = Play(b""), keep: Keep | None = None
+        self,
+        ask: Callable[..., Awaitable[Generation]],
+        play: RecordedPlay = RecordedPlay(b""),
+        keep: Keep | None = None,
     ) -> None:
         """Without `keep` nothing is recorded."""
         self._ask, self._keep = ask, keep

@@ -12,7 +12,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire.keys import Keys
 from tidemill.services.rollout.engines import simulated
-from tidemill.services.rollout.sessions.parts import Play, read_play
+from tidemill.services.rollout.sessions.parts import RecordedPlay, read_play
 
 LONG = {"rollout__simulated": {"tokens": 12, "group_s": 0.6}, "rollout__sampling": {"max_tokens": 12}}
 """Twelve tokens, of which two make a part."""
@@ -23,7 +23,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated, "PART_TOKENS", 2)
 
 
-async def plays(broker: Broker, keys: Keys, worker: Worker, delivery: Any) -> list[Play]:
+async def plays(broker: Broker, keys: Keys, worker: Worker, delivery: Any) -> list[RecordedPlay]:
     raw = await broker.execute("HGETALL", keys.parts(keys.progress(0)))
     fields = dict(zip(raw[::2], raw[1::2], strict=True))
     ticket = delivery.message
@@ -33,7 +33,9 @@ async def plays(broker: Broker, keys: Keys, worker: Worker, delivery: Any) -> li
     ]
 
 
-async def left_by(worker: Worker, broker: Broker, keys: Keys, num_parts: int = 2) -> tuple[Any, list[Play]]:
+async def left_by(
+    worker: Worker, broker: Broker, keys: Keys, num_parts: int = 2
+) -> tuple[Any, list[RecordedPlay]]:
     """The delivery of a worker that died after two parts of each sample, and these."""
     delivery = await worker.fetch()
     keep, enough = worker.lane._keep_part, asyncio.Event()
@@ -56,7 +58,7 @@ async def left_by(worker: Worker, broker: Broker, keys: Keys, num_parts: int = 2
     return delivery, await plays(broker, keys, worker, delivery)
 
 
-def tokens_of(play: Play) -> list[int]:
+def tokens_of(play: RecordedPlay) -> list[int]:
     return [token for part in play.parts for token in part.token_ids.tolist()]
 
 

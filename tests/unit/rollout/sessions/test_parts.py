@@ -16,7 +16,7 @@ from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.parts import (
     PLAY_BYTES,
     Part,
-    Play,
+    RecordedPlay,
     Recording,
     joined,
     new_play,
@@ -35,7 +35,7 @@ def generation(first: int, count: int, *spans: tuple[int, int], finish: Any = "s
 class Kept:
     """What Redis would hold."""
 
-    def __init__(self, play: Play | None = None) -> None:
+    def __init__(self, play: RecordedPlay | None = None) -> None:
         self.play = play or new_play(PROMPT)
         self.fields: dict[bytes, bytes] = {}
         self.refuses = False
@@ -46,7 +46,7 @@ class Kept:
         self.fields[b"3:%d" % number] = name + codec.encode_payload(part)
         return True
 
-    def read(self, read_claim: Callable[[Claim], bytes] = pytest.fail) -> Play:
+    def read(self, read_claim: Callable[[Claim], bytes] = pytest.fail) -> RecordedPlay:
         return read_play(self.fields, 3, PROMPT, read_claim)
 
 
