@@ -57,6 +57,7 @@ class Working:
 
 
 SCALE = 10
+"""How much faster than life everything is played."""
 
 
 @dataclass(frozen=True)
