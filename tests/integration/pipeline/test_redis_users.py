@@ -105,11 +105,13 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
             # Workers that come before the trainer has loaded the scripts ask once whether they may.
             run.start("trainer")
             await wait_until(lambda: admin.exists(run.keys.prompts()))
-            for role in SERVICES[1:]:
-                run.start(role)
             command = [sys.executable, "-m", "tidemill.services.jobs", run.keys.run_id]
             environment = os.environ | server.variables("jobs")
             run.processes["jobs"] = start_plain(command, tmp_path / "jobs.log", environment)
+            # Before anything is generated: what is asked of it has to be done while the trainer still asks.
+            await wait_until(lambda: admin.exists("rq:workers"))
+            for role in SERVICES[1:]:
+                run.start(role)
             admin.xadd(run.keys.trajectories(), {"p": b"poison"})
             await wait_until(lambda: admin.xlen(run.keys.commits) > 0)
             shown = command_lines([process.pid for process in run.processes.values()])
