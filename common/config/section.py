@@ -84,6 +84,16 @@ def read_table(name: str) -> dict[str, Any]:
     return table
 
 
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a tree of sections by dotted names; lists and empty sections are values."""
+    if not isinstance(tree, Mapping) or not tree:
+        return {prefix.removesuffix("."): tree}
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flatten(value, f"{prefix}{name}.")
+    return found
+
+
 def filled_in(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """A section's fields with `values` in place of defaults, also within sections; what is given wins."""
     filled = {**values, **given}

@@ -14,16 +14,26 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tidemill.common.errors import ConfigError
+
 MAX_CONNECTIONS = 4096
 HEAD_S = 30.0
 MAX_HEAD_BYTES = 32 << 10
 BACKLOG = 2048
 
 
-def listen(host: str, port: int = 0) -> socket.socket:
-    """Listen at an address of IPv4 or IPv6; port 0 takes a free one. Raises OSError: not there."""
+def listen(host: str, port: int = 0, remedy: str = "Choose another with --host or --port.") -> socket.socket:
+    """Listen at an address of IPv4 or IPv6, also in brackets; port 0 takes a free one.
+
+    Raises:
+        ConfigError: not there.
+    """
+    host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}. {remedy}") from None
     # Accepted connections inherit it, and send at once: asyncio sees to that only for sockets that name their
     # protocol, unlike this one; an answer in two parts would wait 40 ms for the client's acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

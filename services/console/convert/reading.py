@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from tidemill.common.config.section import flatten
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.convert.table import Project
 
@@ -65,15 +66,10 @@ def read_options(
     return project or ("verl" if is_verl else "trl"), found
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A tree as dotted names; lists stay values."""
-    if not isinstance(tree, Mapping):
+def _flat(tree: Any) -> dict[str, Any]:
+    if not isinstance(tree, Mapping) or not tree:
         raise ValueError(f"it must hold a mapping of options, got {type(tree).__name__}")
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        is_tree = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{name}.") if is_tree else {f"{prefix}{name}": _number(value)}
-    return flat
+    return {name: _number(value) for name, value in flatten(tree).items()}
 
 
 def _number(value: Any) -> Any:

@@ -86,13 +86,7 @@ def _config(options: ServeRewardsOptions) -> RunConfig:
 
 async def _serve(options: ServeRewardsOptions, config: RunConfig, token: str) -> None:
     console = Console(highlight=False)
-    try:
-        listener = listen(options.host.strip("[]"), options.port)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}. Choose another with "
-            "--host or --port."
-        ) from None
+    listener = listen(options.host, options.port)
     folder = RunFolder(folder_of_runs(options.runs_dir), config.run_id)
     run = RewardRun(
         config,

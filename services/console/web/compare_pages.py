@@ -12,11 +12,12 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tidemill.common.config.section import flatten
 from tidemill.common.run.state import CONFIG_FILE
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.services.console.web.curves import EVALUATION_PREFIX, Columns, Series, line_of
 from tidemill.services.console.web.runs import ListedRun
-from tidemill.services.console.web.site import Site, csv_file, flatten
+from tidemill.services.console.web.site import Site, csv_file
 from tidemill.services.console.web.texts import sendable
 
 MAX_RUNS = 8

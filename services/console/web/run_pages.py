@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from tidemill.common.config.section import flatten
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP, micro_batches_of
@@ -30,7 +31,7 @@ from tidemill.services.console.text.tree import part, table
 from tidemill.services.console.web.curves import chart_trees
 from tidemill.services.console.web.groups import STATES, GroupRow, number_of
 from tidemill.services.console.web.runs import WatchedRun
-from tidemill.services.console.web.site import Page, Site, attached, csv_file, flatten, history_of, json_file
+from tidemill.services.console.web.site import Page, Site, attached, csv_file, history_of, json_file
 from tidemill.services.console.web.texts import sendable
 
 RECENT_STEPS = 5

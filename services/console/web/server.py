@@ -191,13 +191,7 @@ def serve(options: WebOptions) -> None:
 
 
 async def _serve(options: WebOptions) -> None:
-    try:
-        listener = listen(options.host.strip("[]"), options.port)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}. Choose another with "
-            "--host or --port."
-        ) from None
+    listener = listen(options.host, options.port)
     catalog, path = Catalog(folder_of_runs(options.runs_dir)), ""
     if options.run_id is not None:
         run_id = find_run(options.run_id, catalog.runs).run_id

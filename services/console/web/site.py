@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +106,6 @@ def words(value: Any, limit: int = MAX_WORDS_CHARACTERS) -> Markup:
         except (TypeError, ValueError, RecursionError):
             value = repr(value)
     return visible(value, limit)
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A config's fields by dotted names; lists are values."""
-    if not isinstance(tree, Mapping) or not tree:
-        return {prefix.removesuffix("."): tree}
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= flatten(value, f"{prefix}{name}.")
-    return found
 
 
 def attached(name: str) -> dict[str, str]:

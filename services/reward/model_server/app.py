@@ -25,7 +25,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, lock_files
 from tidemill.common.process.http_server import BACKLOG, ServerInService, listen, server_config
 from tidemill.common.process.json_api import InputError, TokenGate, answered, read_body
@@ -57,13 +56,8 @@ def run_server(options: ServerOptions, template: str | None) -> int:
     """
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
-    try:
-        listener = listen(options.host, options.port)  # before the model loads: a port in use is said at once
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror}. Give another --port, or 0."
-        ) from None
-    with listener:
+    # Before the model loads: a port in use is said at once.
+    with listen(options.host, options.port) as listener:
         model = ScoringModel(
             options.model,
             head=options.head,

@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tidemill.common.errors import ConfigError
 from tidemill.common.process.http_server import ServerInService, listen, server_config
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.gateway.apis import APIS, Api, anthropic_question
@@ -80,11 +79,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError: not at this address."""
-        try:
-            listener = listen(self.host)
-        except OSError as error:
-            where = f"{self.host} (rollout.environment.gateway_host)"
-            raise ConfigError(f"cannot listen for agents at {where}: {error.strerror}") from None
+        listener = listen(self.host, remedy="Agents ask there: change rollout.environment.gateway_host.")
         self.root = f"http://{self.host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
 

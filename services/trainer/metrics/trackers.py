@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from tidemill.common.config.section import flatten
 from tidemill.common.run.state import METRICS_FILE, STEP, Record, parse_record
 
 log = structlog.get_logger(__name__)
@@ -101,7 +102,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
         experiment = client.get_experiment_by_name(run.project)
         number = experiment.experiment_id if experiment else client.create_experiment(run.project)
         run.state["run_id"] = client.create_run(number, run_name=run.run_id).info.run_id
-        params = [Param(key, str(value)[:500]) for key, value in _flat(run.config).items()]
+        params = [Param(key, str(value)[:500]) for key, value in flatten(run.config).items()]
         for start in range(0, len(params), 100):  # of one request, at most
             client.log_batch(run.state["run_id"], params=params[start : start + 100])
     run_id = run.state["run_id"]
@@ -126,16 +127,6 @@ TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
 def _row(numbers: Numbers, at: int) -> dict[str, float]:
     named = {name if name.startswith("eval/") else f"train/{name}": value for name, value in numbers.items()}
     return {**named, "train/global_step": at}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
 
 
 CLOSE_S = 20.0

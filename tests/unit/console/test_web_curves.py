@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from starlette.datastructures import QueryParams
 
+from tidemill.common.config.section import flatten
 from tidemill.services.console.status.snapshot import StepPoint
 from tidemill.services.console.web.compare_pages import ABSENT, MAX_METRICS, MAX_RUNS, CompareQuery, differing
 from tidemill.services.console.web.curves import (
@@ -16,7 +17,6 @@ from tidemill.services.console.web.curves import (
     smooth,
     thin,
 )
-from tidemill.services.console.web.site import flatten
 
 NAMES = ["reward", "kl", "eval/held_out/score", "eval/held_out/rewards/game/mean", "none"]
 

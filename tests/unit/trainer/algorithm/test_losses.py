@@ -19,7 +19,6 @@ from tidemill.common.config.algorithm_sections import KlConfig, RejectionConfig,
 from tidemill.common.config.algorithm_table import CORRECTIONS
 from tidemill.services.trainer.algorithm.advantages.shaping import with_shaped_reward
 from tidemill.services.trainer.algorithm.losses.corrections import (
-    importance_weights,
     kl_penalty,
     rejected_tokens,
     rollout_penalty,
@@ -28,8 +27,6 @@ from tidemill.services.trainer.algorithm.losses.corrections import (
 )
 from tidemill.services.trainer.algorithm.losses.tokens import (
     denominator,
-    sequence_means,
-    sequence_sums,
     token_weight,
 )
 from tidemill.services.trainer.algorithm.losses.totals import total_metrics
@@ -302,29 +299,6 @@ PAIRS = [0.25, 2.0, 1.5, 6.0]
 """Of two sequences: products 0.5 and 9; geometric means 0.707 and 3."""
 
 
-@pytest.mark.parametrize(
-    ("ratios", "importance", "expected", "bounded"),
-    [
-        (RATIOS, {}, [0.25, 1.0, 1.5, 2.0], [0, 0, 0, 1]),
-        (RATIOS, {"low": 0.5}, [0.5, 1.0, 1.5, 2.0], [1, 0, 0, 1]),
-        (RATIOS, {"mode": "mask", "low": 0.5, "high": 5.0}, [0.0, 1.0, 1.5, 0.0], [1, 0, 0, 1]),
-        (PAIRS, {"level": "sequence"}, [0.5, 0.5, 2.0, 2.0], [0, 0, 1, 1]),
-        (PAIRS, {"level": "geometric", "mode": "mask"}, [math.sqrt(0.5)] * 2 + [0.0] * 2, [0, 0, 1, 1]),
-        (RATIOS, {"mode": "off"}, [1.0] * 4, [0] * 4),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_importance_weights_by_hand(ratios, importance, expected, bounded):
-    config = AlgorithmConfig(importance=importance)
-    logs_N = tensor(*ratios).log().requires_grad_()
-    weights_N, raw_N, is_bounded_N = importance_weights(logs_N, torch.tensor([0, 0, 1, 1]), 2, config)
-    assert not weights_N.requires_grad
-    assert weights_N.tolist() == pytest.approx(expected)
-    assert is_bounded_N.int().tolist() == bounded
-    if "level" not in importance:
-        assert raw_N.tolist() == pytest.approx(ratios), "measured also where they are off"
-
-
 def test_importance_weights_are_off_against_the_rollout_unless_said_otherwise():
     assert AlgorithmConfig(old_logprobs="rollout").importance_mode == "off"
     assert AlgorithmConfig().importance_mode == "truncate"
@@ -446,24 +420,6 @@ KINDS = ("k1", "k2", "k3", "k3+", "corrected_k3", "abs")
 
 class TestKl:
     @pytest.mark.parametrize(
-        ("estimator", "value", "slope"),
-        [
-            ("k1", LOG15, LOG15),
-            ("k2", LOG15**2 / 2, LOG15),
-            ("k3", 2 / 3 - 1 + LOG15, 1 - 2 / 3),
-            ("k3+", 2 / 3 - 1 + LOG15, LOG15),
-            ("corrected_k3", 1.2 * (2 / 3 - 1 + LOG15), 1.2 * LOG15),  # 0.6 / 0.5 = 1.2
-            ("abs", LOG15, 1.0),
-        ],
-    )
-    def test_values_and_gradients_by_hand(self, estimator, value, slope):
-        logprobs_N = tensor(0.6).log().requires_grad_()  # 0.4 under the reference
-        kl = KlConfig(estimator=estimator)
-        penalty_N = kl_penalty(logprobs_N, tensor(0.4).log(), kl, (logprobs_N - tensor(0.5).log()).exp())
-        penalty_N.sum().backward()
-        assert (penalty_N.item(), logprobs_N.grad.item()) == pytest.approx((value, slope))
-
-    @pytest.mark.parametrize(
         ("estimator", "is_right"),
         [("k1", True), ("k2", True), ("k3", False), ("k3+", True), ("corrected_k3", True), ("abs", False)],
     )
@@ -521,12 +477,6 @@ def test_tiles_are_joined_by_their_sums_and_largest_values():
     found = total_metrics(tiles)
     assert (found.tokens, found.weight_max, found.expert_counts) == (3, 3.0, ((3, 2),))
     assert total_metrics([]).expert_counts == ()
-
-
-def test_sums_and_means_of_sequences():
-    ids = torch.tensor([0, 2, 2])
-    assert sequence_sums(tensor(1, 2, 4), ids, 3).tolist() == [1, 0, 6]
-    assert sequence_means(tensor(1, 2, 4), ids, 3).tolist() == [1, 0, 3]
 
 
 @pytest.mark.parametrize(
