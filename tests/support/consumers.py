@@ -9,10 +9,8 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, Delivery, Entry, Garbled
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import (
-    Commit,
     DeadLetter,
     Lane,
-    SamplingParams,
     Score,
     ScoreStatus,
     Ticket,
@@ -35,23 +33,8 @@ def make_rollout(broker: Broker, keys: Keys, name: str = "a", lane: Lane = Lane.
     return Consumer(broker, prompts, ROLLOUT_GROUP, name, Ticket, lease_s=LEASE_S, dead_key=keys.dead)
 
 
-def make_ticket(number: int = 0, group_size: int = 4) -> Ticket:
-    return Ticket(
-        prompt_ids=[1, 2],
-        ticket=number,
-        step=0,
-        min_version=0,
-        group_size=group_size,
-        sampling=SamplingParams(max_tokens=8),
-    )
-
-
 def make_score(ticket: int) -> Score:
     return Score(ticket=ticket, index=0, status=ScoreStatus.OK, value=float(ticket))
-
-
-def make_commit(step: int, digest: str = "") -> Commit:
-    return Commit(step=step, version=step + 1, mini_batches=(), groups=(step,), digest=digest)
 
 
 def make_letter(entry: Garbled, worker: str = "a") -> DeadLetter:

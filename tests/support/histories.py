@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_config, make_trajectory
@@ -20,7 +21,6 @@ from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Message,
-    SamplingParams,
     Score,
     ScoreStatus,
     Ticket,
@@ -46,12 +46,10 @@ def small_config(**sections: Any) -> RunConfig:
 def tickets() -> list[Ticket]:
     """The run's tickets."""
     return [
-        Ticket(
-            ticket=ticket,
+        make_ticket(
+            ticket,
             step=step,
             min_version=max(0, step - 1),
-            group_size=2,
-            sampling=SamplingParams(max_tokens=8),
             prompt_ids=np.arange(4, dtype=np.int32),
             prompt_text=f"prompt of ticket {ticket}",
             row=ticket,

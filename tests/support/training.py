@@ -242,24 +242,25 @@ async def assert_nothing_lost(broker: Broker, keys: Keys, num_tickets: int) -> l
     """Every ticket has exactly one end, trained or dropped, and no trajectory was trained twice."""
     commits = await commits_of(broker, keys)
     assert [commit.step for commit in commits] == list(range(len(commits)))
-    ends = [ticket for commit in commits for ticket in commit.groups]
-    ends += [ticket for commit in commits for ticket, index, _ in commit.dropped if index < 0]
     tickets = [ticket.ticket for ticket in await messages(broker, keys.prompts(), Ticket)]
-    assert sorted(ends) == tickets == list(range(num_tickets))
-    trained = [key for commit in commits for key in commit.trained_keys]
-    assert len(trained) == len(set(trained)), "a trajectory was trained twice"
+    assert ends_of(commits) == tickets == list(range(num_tickets))
     samples = [sample.key for sample in await messages(broker, keys.trajectories(), Trajectory)]
     assert len(samples) == len(set(samples)), "a trajectory was published twice"
     return commits
 
 
-def assert_trained_once(commits: list[Commit], groups: int) -> None:
-    """Every ticket was trained or replaced for a reason, and no trajectory trained twice."""
+def ends_of(commits: list[Commit]) -> list[int]:
+    """Tickets that were trained or dropped, each as often as that; no trajectory was trained twice."""
     trained = [key for commit in commits for key in commit.trained_keys]
     assert len(trained) == len(set(trained)), "a trajectory was trained twice"
     ends = [ticket for commit in commits for ticket in commit.groups]
-    ends += [ticket for commit in commits for ticket, index, _ in commit.dropped if index < 0]
-    assert sorted(ends) == list(range(len(ends))), "a ticket is without an end, or has two"
+    return sorted(ends + [ticket for commit in commits for ticket, index, _ in commit.dropped if index < 0])
+
+
+def assert_full_steps(commits: list[Commit], groups: int) -> None:
+    """Every ticket was trained or replaced for a reason, and every step has all its groups."""
+    ends = ends_of(commits)
+    assert ends == list(range(len(ends))), "a ticket is without an end, or has two"
     assert [len(commit.groups) for commit in commits] == [groups] * len(commits)
 
 

@@ -1,11 +1,11 @@
-"""Trajectories as a rollout worker publishes them, with as little in them as a test needs."""
+"""Trajectories and commits as services publish them, with as little in them as a test needs."""
 
 from typing import Any
 
 import numpy as np
 
 from tidemill.common.config import RunConfig, parse_config
-from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.messages import Commit, Trajectory
 
 
 def make_trajectory(ticket: int = 0, index: int = 0, text: str = "#### 1", **fields: Any) -> Trajectory:
@@ -20,6 +20,11 @@ def make_trajectory(ticket: int = 0, index: int = 0, text: str = "#### 1", **fie
         "spans": ((0, 0),),
     }
     return Trajectory(ticket=ticket, index=index, text=text, **(values | fields))
+
+
+def make_commit(step: int, **fields: Any) -> Commit:
+    """A step on the ticket of its own number, of which nothing is said."""
+    return Commit(**{"step": step, "version": step + 1, "mini_batches": (), "groups": (step,)} | fields)
 
 
 def make_config(**sections: Any) -> RunConfig:

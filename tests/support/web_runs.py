@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_config, make_trajectory
@@ -18,7 +19,6 @@ from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Lane,
-    SamplingParams,
     Score,
     ScoreStatus,
     Ticket,
@@ -49,7 +49,7 @@ async def write_run(broker: Broker, keys: Keys, config: RunConfig, texts: Sequen
     await publish_config(broker, keys, config)
     await update_state(broker, keys, status="running", version=(NUM_GROUPS - 2) // 2, warnings=[])
     tickets = range(NUM_GROUPS)
-    await append_numbered(broker, keys.prompts(), [(t, make_ticket(t)) for t in tickets])
+    await append_numbered(broker, keys.prompts(), [(t, question(t)) for t in tickets])
     for ticket in tickets:
         made = [completion(ticket, index, texts[index % len(texts)]) for index in range(GROUP_SIZE)]
         await append(broker, keys.trajectories(), *made)
@@ -60,7 +60,7 @@ async def write_run(broker: Broker, keys: Keys, config: RunConfig, texts: Sequen
         origin="trajectories", entry_id="1-1", fields={"v": b"1.0", "p": b"\xff"}, error=SCRIPT, ticket=1
     )
     await append(broker, keys.dead, letter)
-    await append_numbered(broker, keys.prompts(Lane.EVAL), [(0, make_ticket(0))])
+    await append_numbered(broker, keys.prompts(Lane.EVAL), [(0, question(0))])
     await append(broker, keys.trajectories(Lane.EVAL), completion(0, 0, "an answer of the evaluation"))
 
 
@@ -81,17 +81,14 @@ def _hostile(value: object) -> object:
     return value if value in ("assistant", "tool", "user") else f"{value} {SCRIPT} {RIGHT_TO_LEFT}"
 
 
-def make_ticket(ticket: int) -> Ticket:
+def question(ticket: int) -> Ticket:
     """A ticket whose prompt tells its number."""
-    return Ticket(
-        ticket=ticket,
+    return make_ticket(
+        ticket,
         step=ticket // 2,
-        min_version=0,
         group_size=GROUP_SIZE,
-        prompt_ids=np.arange(4, dtype=np.int32),
         prompt_text=f"question {ticket} {SCRIPT}",
         ground_truth=f"answer {ticket}",
-        sampling=SamplingParams(max_tokens=64),
         row=ticket,
         issued_at=1_700_000_000.0 + ticket,
     )

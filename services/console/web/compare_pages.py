@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, Response
 from tidemill.common.config.section import flatten
 from tidemill.common.run.state import CONFIG_FILE
 from tidemill.common.wire.keys import RUN_ID
-from tidemill.services.console.web.curves import EVALUATION_PREFIX, Columns, Series, line_of
+from tidemill.services.console.status.series import EVALUATION_PREFIX, Series
+from tidemill.services.console.web.curves import columns_of, line_of
 from tidemill.services.console.web.runs import ListedRun
 from tidemill.services.console.web.site import Site, csv_file
 from tidemill.services.console.web.texts import sendable
@@ -122,7 +123,7 @@ async def _series(site: Site, run: str, metrics: Sequence[str]) -> dict[str, Ser
     if await asyncio.to_thread(site.metric_files.names, folder):
         return await asyncio.to_thread(site.metric_files.series, folder, metrics)
     watched = await site.catalog.get(run)
-    columns = Columns.of(watched.index.steps.values() if watched else ())
+    columns = columns_of(watched.index.steps.values() if watched else ())
     return {name: columns.series(name) for name in metrics}
 
 

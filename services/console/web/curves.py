@@ -1,88 +1,29 @@
-"""Numbers of runs by step, and curves of them as a screen can show them.
+"""Curves of runs as a screen can show them.
 
 Guarantees: a line of metrics.jsonl is read once, when it is complete, and one that is no record costs no
-other; of a step that was written twice, the last line stands. Curves are smoothed as TensorBoard does it, and
-thinned so that no spike is lost.
+other. Curves are smoothed as TensorBoard does it, and thinned so that no spike is lost.
 """
 
 import math
 import os
 import threading
-from array import array
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.common.run.state import METRICS_FILE, STEP, parse_record
+from tidemill.services.console.status.series import EVALUATION_PREFIX, Columns, Numbers, Series, smooth
 from tidemill.services.console.status.snapshot import StepPoint
 
-Numbers = NDArray[np.float64]
-
-EVALUATION_PREFIX = "eval/"
-"""Names of an evaluation's numbers: `eval/<set>/<number>`, as loggers have them."""
-NO_METRICS = frozenset({"kind", "step", "version", "set", "time"})
 MAX_KEPT_FILES = 16
 MAX_POINTS = 500
 """Of one line."""
-
-
-class Series(NamedTuple):
-    """One number of a run: `x` are steps, or versions of an evaluation; `time` is in seconds."""
-
-    x: Numbers
-    y: Numbers
-    time: Numbers
-
-    @property
-    def last(self) -> tuple[float, float, float] | None:
-        return (float(self.x[-1]), float(self.y[-1]), float(self.time[-1])) if len(self.x) else None
-
-
-@dataclass(slots=True)
-class Columns:
-    inode: int = 0
-    position: int = 0
-    """Bytes that were read."""
-    began_at: float = math.inf
-    numbers: dict[str, "array[float]"] = field(default_factory=lambda: defaultdict(lambda: array("d")))
-    """By name: x, y and time of each line, one after the other."""
-
-    @classmethod
-    def of(cls, points: Iterable[StepPoint]) -> "Columns":
-        """The numbers of a run that has no file here."""
-        columns = cls()
-        for point in points:
-            columns.add({**point.metrics, "kind": STEP, "step": point.step, "time": point.finished_at})
-        return columns
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        is_step = record.get("kind") == STEP
-        prefix = "" if is_step else f"{EVALUATION_PREFIX}{record.get('set', '')}/"
-        x, at = record.get("step" if is_step else "version"), record.get("time")
-        if not (_is_finite(x) and _is_finite(at)):
-            return
-        self.began_at = min(self.began_at, at)
-        for name, value in record.items():
-            if name not in NO_METRICS and _is_finite(value):
-                self.numbers[prefix + name].extend((x, value, at))
-
-    def series(self, name: str) -> Series:
-        """One number; empty where there is none of this name."""
-        rows = np.array(self.numbers.get(name, ())).reshape(-1, 3)[::-1]
-        # The last of equal steps is the first of them from behind.
-        _, places = np.unique(rows[:, 0], return_index=True)
-        x, y, at = rows[places].T
-        return Series(x, y, at - self.began_at)
-
-
-def _is_finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class MetricFiles:
@@ -127,19 +68,11 @@ class MetricFiles:
         return columns
 
 
-def smooth(y: Numbers, weight: float) -> Numbers:
-    """Exponential moving average, shape [N], without the pull of its start towards 0.
-
-    m_n = w * m_(n-1) + (1 - w) * y_n with m_0 = 0; the result is m_n / (1 - w^n). Weight 0 is `y` itself.
-    """
-    if weight <= 0 or not len(y):
-        return y
-    averages = np.empty_like(y)
-    average, rest = 0.0, 1.0
-    for place, value in enumerate(y.tolist()):
-        average, rest = weight * average + (1 - weight) * value, rest * weight
-        averages[place] = average / (1 - rest)
-    return averages
+def columns_of(points: Iterable[StepPoint]) -> Columns:
+    """The numbers of a run that has no file here."""
+    return Columns.of(
+        {**point.metrics, "kind": STEP, "step": point.step, "time": point.finished_at} for point in points
+    )
 
 
 def thin(y: Numbers, most: int = MAX_POINTS) -> NDArray[np.intp]:
@@ -215,7 +148,7 @@ def chart_trees(
     steps: Mapping[int, StepPoint], evaluations: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """All charts that have points, as JSON: `[x, y]` pairs by line; evaluations come second."""
-    columns = Columns.of(_with_idle(steps[step]) for step in sorted(steps))
+    columns = columns_of(_with_idle(steps[step]) for step in sorted(steps))
     for item in evaluations:
         columns.add(item)
     sets = list(dict.fromkeys(str(item.get("set", "")) for item in evaluations))[:MOST_EVALUATIONS]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
-from tests.support.trajectories import make_config, make_trajectory
+from tests.support.trajectories import make_commit, make_config, make_trajectory
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.replicas import ReplicaRegistry
@@ -17,7 +17,7 @@ from tidemill.common.run.state import publish_config, update_state
 from tidemill.common.streams import Consumer, append
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from tidemill.common.wire.messages import Commit, DeadLetter, Ticket, Trajectory
+from tidemill.common.wire.messages import DeadLetter, Ticket, Trajectory
 from tidemill.services.console.exporter import exporter
 from tidemill.services.console.exporter.exporter import MetricsReader, RunReading, set_gauges
 
@@ -91,7 +91,7 @@ async def test_tickets_have_an_age_though_their_ids_are_numbers(broker, keys, re
 async def test_progress_is_that_of_commits_and_state(broker, keys, reader):
     await publish_config(broker, keys, make_config(trainer={"steps": 9, "max_staleness": 2}))
     await update_state(broker, keys, status="running", version=1)
-    commit = Commit(step=1, version=2, groups=(), mini_batches=(), metrics={}, digest="", finished_at=123.0)
+    commit = make_commit(1, groups=(), finished_at=123.0)
     await append_numbered(broker, keys.commits, [(1, commit)])
     await append(broker, keys.dead, DeadLetter(origin="prompts", entry_id="1-0", fields={}, error="e"))
     set_gauges(await reader.read())

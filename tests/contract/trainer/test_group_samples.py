@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from tests.support.consumers import make_ticket, samples_of, take_ticket
+from tests.support.consumers import samples_of, take_ticket
+from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
@@ -18,7 +19,7 @@ from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(
     broker: Broker, keys: Keys, seed: int
 ) -> None:
-    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=16))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=16))])
     consumer, delivery = await take_ticket(broker, keys)
     order = random.Random(seed).sample(range(16), 16)
 
@@ -37,7 +38,7 @@ async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(
 async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(
     broker: Broker, keys: Keys
 ) -> None:
-    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=2))])
     consumer, delivery = await take_ticket(broker, keys)
     await broker.execute("HSET", keys.progress(0), "version", 3)  # it counts as no sample
     first, second = (make_trajectory(0, index, group_size=2) for index in range(2))

@@ -17,13 +17,13 @@ from tests.support.training import (
     reading,
     trainer_config,
 )
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_commit, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, append, ensure_group, entry_id_of, id_after, last_id
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from tidemill.common.wire.messages import Commit, Ticket, Trajectory, WeightManifest
+from tidemill.common.wire.messages import Ticket, Trajectory, WeightManifest
 from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import StreamJoin
@@ -35,10 +35,6 @@ from tidemill.services.trainer.durable.commits import (
 from tidemill.services.trainer.durable.trimming import Trimmer
 
 DIGEST = "0" * 32
-
-
-def commit_of(step: int) -> Commit:
-    return Commit(step=step, version=step + 1, mini_batches=(), groups=(step,), digest=DIGEST)
 
 
 def manifest_of(version: int) -> WeightManifest:
@@ -60,7 +56,7 @@ class TestLostTails:
         scheduler, _, reconciler = parts
         journal = CommitJournal(tmp_path)
         await scheduler.admit(0)
-        commits = [commit_of(step) for step in range(3)]
+        commits = [make_commit(step, digest=DIGEST) for step in range(3)]
         for commit in commits:
             await append_commit(broker, keys, commit)
             journal.append(commit)

@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 
 from tests.support.letters import make_ticket
 from tests.support.training import answering, append_at, messages
+from tests.support.trajectories import make_commit
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import assert_trained_once, crash_after_commit, run
 from tidemill.common.errors import TidemillError
@@ -15,7 +16,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import START, ensure_group, entry_id_of, group_status, last_id
 from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
-from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Ticket, WeightManifest
+from tidemill.common.wire.messages import DeadLetter, Lane, Ticket, WeightManifest
 from tidemill.services.rollout.engines.simulated import SimulatedEngine
 from tidemill.services.rollout.weight_follower import WeightFollower
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
@@ -94,7 +95,7 @@ async def test_an_entry_that_someone_has_removed_by_hand_leaves_no_gap(broker, k
 
 
 async def test_an_entry_of_a_newer_release_is_not_touched(broker, keys):
-    commit = Commit(step=0, version=1, mini_batches=(), groups=(), digest="0" * 32)
+    commit = make_commit(0, groups=(), digest="0" * 32)
     await broker.execute("XADD", keys.commits, "1-0", VERSION_FIELD, "9.0", PAYLOAD_FIELD, b"?")
     with pytest.raises(TidemillError, match="1-0"):
         await append_commit(broker, keys, commit)

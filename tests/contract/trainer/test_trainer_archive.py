@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import SERVERS
 from tests.support.archives import STREAM, fill, raw, scanned
-from tests.support.consumers import make_ticket
+from tests.support.letters import make_ticket
 from tests.support.preloaded import REPO
 from tests.support.training import answering, make_context, make_trimmer, trainer_config
 from tests.support.trajectories import make_trajectory

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.consumers import make_letter
 from tests.support.training import answering, commits_of
+from tests.support.trajectories import make_commit
 from tests.support.whole_trainer import GROUPS, SIZE, crash_after_commit, empty, run
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import History, StreamName
@@ -82,7 +83,7 @@ async def test_a_trainer_that_dies_after_a_trim_goes_on_without_a_hole(make, bro
 async def test_an_emptied_redis_is_given_no_more_than_is_kept(make, broker, keys, tmp_path):
     journal = CommitJournal(tmp_path)
     for step in range(6):
-        journal.append(Commit(step=step, version=step + 1, mini_batches=(((),),), groups=(), digest="0" * 32))
+        journal.append(make_commit(step, groups=(), digest="0" * 32))
     await commits.restore_commits(broker, keys, journal, 5, is_trimmed=True)
     assert await steps_in_redis(broker, keys) == [3, 4]
     await commits.restore_commits(broker, keys, journal, is_trimmed=True)

@@ -13,7 +13,7 @@ from tests.support.numbered import append_numbered
 from tests.support.preloaded import REPO
 from tests.support.recorded_sessions import as_session
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.web_runs import LONG, RIGHT_TO_LEFT, completion, make_ticket, write_folder, write_run
+from tests.support.web_runs import LONG, RIGHT_TO_LEFT, completion, question, write_folder, write_run
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
@@ -120,7 +120,7 @@ async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(
     tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
 ) -> None:
     await publish_config(broker, keys, write_folder(tmp_path, keys))
-    one = make_ticket(0).model_copy(update={"group_size": 1})
+    one = question(0).model_copy(update={"group_size": 1})
     numbered = ((t, one.model_copy(update={"ticket": t, "step": t // 8})) for t in range(NUM_GROUPS))
     await append_numbered(broker, keys.prompts(), numbered)
     scores = (Score(ticket=t, index=0, status=ScoreStatus.OK, value=t % 97) for t in range(NUM_SCORED))
@@ -176,7 +176,7 @@ async def test_a_session_is_unfolded_turn_by_turn_and_its_tokens_say_whose_they_
 ) -> None:
     config = write_folder(tmp_path, keys, MODEL)
     await write_run(broker, keys, config, texts=("short",))
-    await append_numbered(broker, keys.prompts(), [(6, make_ticket(6))])
+    await append_numbered(broker, keys.prompts(), [(6, question(6))])
     await append(broker, keys.trajectories(), as_session(completion(6, 0, "")))
     async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing(width=390) as page:
         await settled(page, f"http://{base}/groups/6")
@@ -196,7 +196,7 @@ async def test_on_a_small_screen_nothing_is_cut_off_without_a_hint(
     tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
 ) -> None:
     await write_run(broker, keys, write_folder(tmp_path, keys, MODEL))
-    await append_numbered(broker, keys.prompts(), [(6, make_ticket(6))])
+    await append_numbered(broker, keys.prompts(), [(6, question(6))])
     await append(broker, keys.trajectories(), as_session(completion(6, 0, "")))
     (tmp_path / keys.run_id / "logs").mkdir()
     long_name = "a-log-with-quite-a-long-name-of-a-worker.log"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import RedisServer, SentinelPair, newest_server
-from tests.support.training import assert_trained_once, commits_of, num_commits
+from tests.support.training import assert_full_steps, commits_of, num_commits
 from tests.support.waiting import wait_until
 from tidemill.common.history import History, StreamName
 from tidemill.common.wire.keys import RUNS
@@ -50,7 +50,7 @@ async def test_a_run_survives_the_failover_of_a_sentinel_pair(tmp_path: Path) ->
             assert await run.wait("trainer") == 0, run.log_of("trainer")
             commits = await commits_of(run.broker, run.keys)
             assert [commit.step for commit in commits] == list(range(steps))
-            assert_trained_once(commits, GROUPS)
+            assert_full_steps(commits, GROUPS)
             await run.stop_all("rollout", "reward")
 
 
@@ -101,7 +101,7 @@ async def test_a_run_that_needs_trimming_goes_on_in_little_memory_and_stays_flat
             assert written > 2 * maxmemory, "or nothing had to be trimmed"
             assert "Redis runs low on memory" in run.log_of("trainer")
             assert len(commits) == steps
-            assert_trained_once(commits, GROUPS)
+            assert_full_steps(commits, GROUPS)
             assert max(lengths) < steps * GROUPS * 4 / 2
             assert server.client.info("stats")["evicted_keys"] == 0
 
@@ -129,7 +129,7 @@ async def test_where_trimming_cannot_help_the_log_says_what_to_change_and_nothin
             assert (await reader.read()).memory.is_full
             server.client.config_set("maxmemory", "100mb")
             assert await run.wait("trainer") == 0, run.log_of("trainer")
-            assert_trained_once(await commits_of(run.broker, run.keys), GROUPS)
+            assert_full_steps(await commits_of(run.broker, run.keys), GROUPS)
 
 
 async def all_commits(run: ServiceRun) -> list[Commit]:

@@ -9,14 +9,10 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from tidemill.common.config.section import flatten
+from tidemill.services.console.status.series import smooth
 from tidemill.services.console.status.snapshot import StepPoint
 from tidemill.services.console.web.compare_pages import ABSENT, MAX_METRICS, MAX_RUNS, CompareQuery, differing
-from tidemill.services.console.web.curves import (
-    MetricFiles,
-    chart_trees,
-    smooth,
-    thin,
-)
+from tidemill.services.console.web.curves import MetricFiles, chart_trees, thin
 
 NAMES = ["reward", "kl", "eval/held_out/score", "eval/held_out/rewards/game/mean", "none"]
 

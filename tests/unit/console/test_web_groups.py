@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.recorded_sessions import MESSAGES, as_session
 from tests.support.trajectories import make_trajectory
-from tests.support.web_runs import commit_of, completion, make_ticket, score_of
+from tests.support.web_runs import commit_of, completion, question, score_of
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.console.records.joins import SampleRecord
 from tidemill.services.console.records.sessions import read_session
@@ -36,7 +36,7 @@ def test_a_spread_is_that_of_all_numbers() -> None:
 
 def test_a_group_has_come_as_far_as_the_first_entries_of_its_keys_say() -> None:
     index = GroupIndex()
-    index.add(Lane.TRAIN, "1-0", make_ticket(1))
+    index.add(Lane.TRAIN, "1-0", question(1))
     row = index.get(1)
     assert row is not None and row.state == "issued"
     for entry in range(8):  # each of four comes twice
@@ -63,7 +63,7 @@ def test_memory_is_bounded_whatever_entries_hold() -> None:
     assert row.rewards.count == 0, "an impossible index takes no memory"
     index = GroupIndex(max_groups=10)
     for ticket in range(25):
-        index.add(Lane.TRAIN, f"{ticket + 1}-0", make_ticket(ticket))
+        index.add(Lane.TRAIN, f"{ticket + 1}-0", question(ticket))
     for ticket in range(25):
         index.add(Lane.TRAIN, f"{ticket + 1}-1", completion(ticket, 0, "text"))
     assert sorted(index.groups[Lane.TRAIN]) == list(range(15, 25)) and index.num_forgotten == 15
@@ -110,14 +110,14 @@ RENDERED = {
 
 def test_a_prompt_is_a_chat_as_its_template_marks_it_or_its_row_has_it() -> None:
     for name, rendered in RENDERED.items():
-        ticket = make_ticket(0).model_copy(update={"prompt_text": rendered})
+        ticket = question(0).model_copy(update={"prompt_text": rendered})
         found = [(message.kind, message.text.removesuffix("</s>\n")) for message in prompt_messages(ticket)]
         assert found == [("system", "Be brief."), ("user", "Hi\nyou")], name
     for text in ("2 + 3 =", f"Explain this: {RENDERED['chatml']}", ""):
-        assert prompt_messages(make_ticket(0).model_copy(update={"prompt_text": text})) == []
+        assert prompt_messages(question(0).model_copy(update={"prompt_text": text})) == []
     chat = [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, "no message"]
     row = {"prompt_text": "x", "extra": {"prompt": chat}}
-    (only,) = prompt_messages(make_ticket(0).model_copy(update=row))
+    (only,) = prompt_messages(question(0).model_copy(update=row))
     assert (only.role, only.kind, only.text) == ("developer", "system", "Be brief.")
 
 

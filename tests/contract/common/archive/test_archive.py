@@ -12,6 +12,7 @@ from tests.conftest import SERVERS
 from tests.support.archives import STREAM, archive, fill, raw, run_folder, scanned
 from tests.support.numbered import append_numbered
 from tests.support.preloaded import REPO
+from tests.support.trajectories import make_commit
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.archiver import check, retain, writing
 from tidemill.common.archive.manifest import Manifest
@@ -22,7 +23,6 @@ from tidemill.common.files import LockedError
 from tidemill.common.history import History, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, Garbled, decoded, trim_before
-from tidemill.common.wire.messages import Commit
 from tidemill.services.console.records.joins import read_trajectories
 
 DEATHS = {
@@ -172,7 +172,7 @@ class TestRetention:
 
     async def test_commits_and_weights_stay(self, broker, keys, tmp_path):
         run_dir = run_folder(tmp_path, keys)
-        commit = Commit(step=0, version=1, mini_batches=(), groups=(0,), finished_at=1.0)
+        commit = make_commit(0, finished_at=1.0)
         await append_numbered(broker, keys.commits, [(0, commit)])
         await archive(broker, keys, run_dir, StreamName.COMMITS)
         with writing(run_dir):

@@ -8,10 +8,11 @@ import pytest
 from tests.support.archives import STREAM, archive, fill, raw, run_folder, scanned
 from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
+from tests.support.trajectories import make_commit
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.history import ALL, History, Record, Selection, StreamName
 from tidemill.common.streams import append, id_after, trim_before
-from tidemill.common.wire.messages import Commit, Score, ScoreStatus
+from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.console.records.joins import read_group
 
 SELECTIONS = {
@@ -98,7 +99,7 @@ async def test_scores_are_selected_by_the_steps_of_their_tickets(broker, keys, t
     await append_numbered(broker, keys.prompts(), enumerate(made))
     scores = (Score(ticket=t, index=0, status=ScoreStatus.OK, value=t) for t in range(8))
     await append(broker, keys.scores(), *scores)
-    commits = [Commit(step=s, version=s + 1, mini_batches=(), groups=(2 * s, 2 * s + 1)) for s in range(4)]
+    commits = [make_commit(s, groups=(2 * s, 2 * s + 1)) for s in range(4)]
     await append_numbered(broker, keys.commits, enumerate(commits))
     for stream in StreamName:
         await archive(broker, keys, run_dir, stream, segment_bytes=300)

@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.consumers import make_commit, make_consumer, make_score
+from tests.support.consumers import make_consumer, make_score
 from tests.support.numbered import append_numbered
 from tests.support.servers import free_port
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_commit, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common import streams
 from tidemill.common.errors import BrokerError
@@ -168,7 +168,7 @@ async def test_a_refused_number_is_never_passed_by_later_ones(own_redis, keys):
     squeezing = asyncio.create_task(squeeze())
     for n in range(0, 400, 20):
         # Entries so large that Redis serves others between two of them.
-        commits = [(number, make_commit(number, "x" * 40_000)) for number in range(n, n + 20)]
+        commits = [(number, make_commit(number, digest="x" * 40_000)) for number in range(n, n + 20)]
         assert await append_numbered(broker, keys.commits, commits) == 20
     await squeezing
     read = await streams.read_range(broker, keys.commits, Commit)

@@ -9,13 +9,13 @@ from tests.support.consumers import (
     fetched,
     make_consumer,
     make_score,
-    make_ticket,
     pending,
     publish,
     samples_of,
     scored,
     take_ticket,
 )
+from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
@@ -217,7 +217,7 @@ async def test_scripts_work_after_the_server_forgot_them(broker, keys):
 
 async def test_a_publisher_waits_while_redis_is_full_and_goes_on_when_it_is_not(broker, keys):
     await publish(broker, keys, 2)
-    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=2))])
     consumer = make_consumer(broker, keys)
     rollout, ticket = await take_ticket(broker, keys)
     held = await fetched(consumer, 2)

@@ -11,11 +11,11 @@ from tests.support.consumers import (
     make_letter,
     make_rollout,
     make_score,
-    make_ticket,
     pending,
     publish,
     scored,
 )
+from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
@@ -141,7 +141,7 @@ async def test_a_stream_that_vanished_is_created_again(broker, keys):
     await publish(broker, keys, 1)
     rollout, consumer = make_rollout(broker, keys), make_consumer(broker, keys)
     await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
-    await append_numbered(broker, keys.prompts(), [(0, make_ticket())])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(0))])
     (ticket,) = await rollout.fetch(1, 0)
     assert isinstance(ticket, Delivery)
     (held,) = await fetched(consumer, 1)

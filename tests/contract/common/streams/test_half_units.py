@@ -12,7 +12,8 @@ import pytest
 
 from tests.chaos.mortal_redis import append_only_file
 from tests.conftest import SERVERS
-from tests.support.consumers import make_ticket, samples_of, take_ticket
+from tests.support.consumers import samples_of, take_ticket
+from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
@@ -58,7 +59,7 @@ async def found(server: EmbeddedRedis, keys: Keys) -> tuple[list[int], set[int]]
 async def begin(server: EmbeddedRedis, keys: Keys) -> None:
     server.start()
     broker = await Broker.connect(server.url)
-    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=SIZE))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=SIZE))])
     await broker.close()
     await publish(server, keys, 0, 1)
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.consumers import make_ticket, take_ticket
+from tests.support.consumers import take_ticket
+from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
@@ -20,7 +21,7 @@ ONE, OTHER = b"1" * 16, b"2" * 16
 @pytest.fixture
 async def held(broker: Broker, keys: Keys) -> tuple[Consumer[Ticket], Delivery[Ticket]]:
     """A worker with the only ticket."""
-    await append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=SIZE))])
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=SIZE))])
     await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
     return await take_ticket(broker, keys)
 

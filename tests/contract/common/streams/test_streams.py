@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from redis import exceptions as redis_errors
 
-from tests.support.consumers import make_commit, make_consumer
+from tests.support.consumers import make_consumer
 from tests.support.numbered import append_numbered
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_commit, make_trajectory
 from tidemill.common import streams
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import read_state, update_state
@@ -74,8 +74,8 @@ async def test_many_and_large_messages_are_appended_in_order(broker, keys):
 
 
 async def test_a_numbered_append_happens_once_however_often_it_is_repeated(broker, keys):
-    first = [(step, make_commit(step, "a")) for step in range(3)]
-    again = [(step, make_commit(step, "b")) for step in range(1, 5)]
+    first = [(step, make_commit(step, digest="a")) for step in range(3)]
+    again = [(step, make_commit(step, digest="b")) for step in range(1, 5)]
     assert [await append_numbered(broker, keys.commits, one) for one in (first, first, again)] == [3, 0, 2]
     read = await streams.read_range(broker, keys.commits, Commit)
     assert "".join(commit.digest for commit in messages_of(read)) == "aaabb"
@@ -83,7 +83,7 @@ async def test_a_numbered_append_happens_once_however_often_it_is_repeated(broke
     assert await append_numbered(broker, keys.commits, []) == 0
     await streams.trim_before(broker, keys.commits, streams.entry_id_of(5))
     assert await append_numbered(broker, keys.commits, again) == 0, "nor after a trim"
-    writers = ([(step, make_commit(step, writer)) for step in range(5, 25)] for writer in "abcd")
+    writers = ([(step, make_commit(step, digest=writer)) for step in range(5, 25)] for writer in "abcd")
     await asyncio.gather(*(append_numbered(broker, keys.commits, commits) for commits in writers))
     read = await streams.read_range(broker, keys.commits, Commit)
     assert [commit.step for commit in messages_of(read)] == list(range(5, 25)), "of several writers one wins"

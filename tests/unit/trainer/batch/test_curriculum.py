@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.trajectories import make_commit
 from tidemill.common.config import CurriculumConfig
 from tidemill.common.wire.messages import Commit, Outcome
 from tidemill.services.trainer.batch.curriculum import Curriculum, Deck
@@ -28,7 +29,7 @@ def draws(found: Deck, count: int) -> list[int]:
 
 def commit(step: int, *outcomes: Outcome, dropped: tuple[int, ...] = ()) -> Commit:
     left = tuple((ticket, -1, "zero_variance") for ticket in dropped)
-    return Commit(step=step, version=step + 1, mini_batches=(), groups=(), dropped=left, outcomes=outcomes)
+    return make_commit(step, groups=(), dropped=left, outcomes=outcomes)
 
 
 class TestDeck:

@@ -14,7 +14,7 @@ from tidemill.common import files
 from tidemill.common.files import StorageError
 from tidemill.common.run.state import read_records
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.status.plots import plot_learning_curve, smooth
+from tidemill.services.console.status.plots import plot_learning_curve
 from tidemill.services.trainer.metrics.recorder import Recorder
 
 
@@ -179,11 +179,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_there_in_part(tmp_path: Pat
 def test_the_learning_curve_is_a_png_unless_there_is_nothing_to_draw(
     tmp_path: Path, records: list[dict[str, Any]], is_drawn: bool
 ) -> None:
-    assert plot_learning_curve(records, tmp_path / "reward.png") is is_drawn
+    timed = [{"time": 1.0, **record} for record in records]
+    assert plot_learning_curve(timed, tmp_path / "reward.png") is is_drawn
     contents = [path.read_bytes()[:6] for path in tmp_path.iterdir()]
     assert contents == [b"\x89PNG\r\n"] * is_drawn
-
-
-def test_smoothing_averages_over_a_window_that_shrinks_at_the_ends() -> None:
-    assert smooth(np.array([0.0, 3.0, 6.0, 0.0])).tolist() == pytest.approx([1.5, 3.0, 3.0, 3.0])
-    assert smooth(np.array([2.0])).tolist() == [2.0]

@@ -1,0 +1,96 @@
+"""Numbers of a run by step, from the records of metrics.jsonl or from commits, and their moving average.
+
+Of a step that was written twice, the last record stands.
+"""
+
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill.common.run.state import STEP
+
+Numbers = NDArray[np.float64]
+
+EVALUATION_PREFIX = "eval/"
+"""Names of an evaluation's numbers: `eval/<set>/<number>`, as loggers have them."""
+NO_METRICS = frozenset({"kind", "step", "version", "set", "time"})
+
+
+class Series(NamedTuple):
+    """One number of a run: `x` are steps, or versions of an evaluation; `time` is in seconds."""
+
+    x: Numbers
+    y: Numbers
+    time: Numbers
+
+    @property
+    def last(self) -> tuple[float, float, float] | None:
+        return (float(self.x[-1]), float(self.y[-1]), float(self.time[-1])) if len(self.x) else None
+
+
+@dataclass(slots=True)
+class Columns:
+    inode: int = 0
+    position: int = 0
+    """Bytes that were read."""
+    began_at: float = math.inf
+    numbers: dict[str, "array[float]"] = field(default_factory=lambda: defaultdict(lambda: array("d")))
+    """By name: x, y and time of each line, one after the other."""
+
+    @classmethod
+    def of(cls, records: Iterable[Mapping[str, Any]]) -> "Columns":
+        columns = cls()
+        for record in records:
+            columns.add(record)
+        return columns
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        is_step = record.get("kind") == STEP
+        prefix = "" if is_step else f"{EVALUATION_PREFIX}{record.get('set', '')}/"
+        x, at = record.get("step" if is_step else "version"), record.get("time")
+        if not (_is_finite(x) and _is_finite(at)):
+            return
+        self.began_at = min(self.began_at, at)
+        for name, value in record.items():
+            if name not in NO_METRICS and _is_finite(value):
+                self.numbers[prefix + name].extend((x, value, at))
+
+    def series(self, name: str) -> Series:
+        """One number; empty where there is none of this name."""
+        rows = np.array(self.numbers.get(name, ())).reshape(-1, 3)[::-1]
+        # The last of equal steps is the first of them from behind.
+        _, places = np.unique(rows[:, 0], return_index=True)
+        x, y, at = rows[places].T
+        return Series(x, y, at - self.began_at)
+
+    def scores(self) -> dict[str, Series]:
+        """Those of the evaluation sets, by their names."""
+        sets = {name: name.removeprefix(EVALUATION_PREFIX).removesuffix("/score") for name in self.numbers}
+        return {
+            of: self.series(name) for name, of in sets.items() if name == f"{EVALUATION_PREFIX}{of}/score"
+        }
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def smooth(y: Numbers, weight: float) -> Numbers:
+    """Exponential moving average, shape [N], without the pull of its start towards 0.
+
+    m_n = w * m_(n-1) + (1 - w) * y_n with m_0 = 0; the result is m_n / (1 - w^n). Weight 0 is `y` itself.
+    """
+    if weight <= 0 or not len(y):
+        return y
+    averages = np.empty_like(y)
+    average, rest = 0.0, 1.0
+    for place, value in enumerate(y.tolist()):
+        average, rest = weight * average + (1 - weight) * value, rest * weight
+        averages[place] = average / (1 - rest)
+    return averages
