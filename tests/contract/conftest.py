@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.models import tiny_model
-from tests.support.training import make_context
-from tests.support.whole_trainer import GROUPS, SIZE
-from tidemill.common.config import RunConfig
+from tests.support.whole_trainer import trainer_context
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
@@ -33,24 +31,14 @@ def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..
         steps: int = 6, has_eval: bool = False, trims: bool = False, archives: bool = False, **trainer: Any
     ) -> ServiceContext:
         reward, sampling, archive = (trainer.pop(name, {}) for name in ("reward", "sampling", "archive"))
-        tree = {
-            "model": {"path": str(model), "max_model_len": 64},
-            "data": {"train": str(data), "max_prompt_tokens": 8},
-            "rollout": {"engine": "simulated", "sampling": {"max_tokens": 8, **sampling}},
-            "trainer": {
-                "policy": "simulated",
-                "steps": steps,
-                "groups_per_step": GROUPS,
-                "group_size": SIZE,
-                "checkpoint_every": 4,
-                "loggers": [],
-                **trainer,
-            },
-            "streams": {"trim": trims, "archive": {"enabled": archives, "segment_mb": 0.004, **archive}},
-            "reward": reward,
-        }
-        if has_eval:
-            tree["data"]["eval"] = {"held": str(held_out)}
-        return make_context(broker, keys, RunConfig.model_validate(tree), run_dir)
+        held = {"eval": {"held": str(held_out)}} if has_eval else {}
+        return trainer_context(
+            broker, keys, run_dir, model,
+            data={"train": str(data), **held},
+            rollout={"sampling": {"max_tokens": 8, **sampling}},
+            trainer={"steps": steps, **trainer},
+            streams={"trim": trims, "archive": {"enabled": archives, "segment_mb": 0.004, **archive}},
+            reward=reward,
+        )  # fmt: skip
 
     return make

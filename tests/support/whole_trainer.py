@@ -1,12 +1,16 @@
 """The whole trainer in the test's process, with workers that answer at once: run, stopped, crashed."""
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.training import assert_nothing_lost, messages, num_commits
+from tests.support.training import assert_nothing_lost, make_context, messages, num_commits
+from tidemill.common.config import RunConfig
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
@@ -19,8 +23,69 @@ GROUPS, SIZE = 2, 2
 """Groups of a step, and samples of a group, in the contexts that `make` makes."""
 
 
+def trainer_context(
+    broker: Broker, keys: Keys, run_dir: Path, model: Path, **sections: dict[str, Any]
+) -> ServiceContext:
+    """The context of a trainer process with small steps; `sections` go over those of its config."""
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model), "max_model_len": 64},
+        "data": {"max_prompt_tokens": 8},
+        "rollout": {"engine": "simulated", "sampling": {"max_tokens": 8}},
+        "trainer": {
+            "policy": "simulated",
+            "groups_per_step": GROUPS,
+            "group_size": SIZE,
+            "checkpoint_every": 4,
+            "loggers": [],
+        },
+        "streams": {"trim": False, "archive": {"enabled": False}},
+    }
+    for name, fields in sections.items():
+        tree[name] = tree.get(name, {}) | fields
+    return make_context(broker, keys, RunConfig.model_validate(tree), run_dir)
+
+
 async def run(context: ServiceContext) -> None:
     await asyncio.wait_for(serve(context), 120)
+
+
+class _Mortal:
+    """A broker whose process dies with its n-th command, before or after Redis has done it."""
+
+    def __init__(self, broker: Broker, num_commands: int, is_done: bool) -> None:
+        self._broker, self._left, self._is_done = broker, num_commands, is_done
+        self.process: asyncio.Future[None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._broker, name)
+        if name not in ("execute", "pipeline", "script"):
+            return method
+
+        async def call(*args: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left == 0 and self._is_done:
+                await method(*args, **options)
+            if self._left <= 0 and self.process is not None:
+                self.process.cancel()
+                await asyncio.Event().wait()
+            return await method(*args, **options)
+
+        return call
+
+
+async def run_killed(
+    make: Callable[..., ServiceContext], broker: Broker, keys: Keys, steps: int, seed: int, **trainer: Any
+) -> int:
+    """Kill the trainer with its n-th command, again and again, until the run is over. Returns how often."""
+    rng, num_deaths = random.Random(seed), 0
+    while await num_commits(broker, keys) < steps:
+        mortal = _Mortal(broker, rng.randrange(15, 120), rng.random() < 0.5)
+        mortal.process = asyncio.ensure_future(serve(make(mortal, keys, **trainer)))
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait_for(mortal.process, 120)
+        num_deaths += mortal.process.cancelled()
+    await run(make(broker, keys, **trainer))
+    return num_deaths
 
 
 async def crash_after_commit(context: ServiceContext, step: int) -> None:

@@ -1,26 +1,16 @@
 """Demonstrations in a whole trainer: alone they need no worker, beside prompts they keep their share; killed
 and resumed anywhere, the weights are the same bits."""
 
-import asyncio
-import contextlib
 import json
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.contract.trainer.test_trainer_sources import Mortal
-from tests.support.training import (
-    answering,
-    commits_of,
-    make_context,
-    messages,
-    num_commits,
-    replayed_digests,
-)
-from tidemill.common.config import RunConfig
+from tests.support import whole_trainer
+from tests.support.training import answering, commits_of, messages, replayed_digests
+from tests.support.whole_trainer import trainer_context
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import append
@@ -29,7 +19,6 @@ from tidemill.common.wire.messages import FIRST_DEMONSTRATION, Commit, Score, Tr
 from tidemill.services.trainer.batch import batch_assembler
 from tidemill.services.trainer.batch import scheduler as scheduler_module
 from tidemill.services.trainer.policy.loading import open_policy
-from tidemill.services.trainer.service import serve
 
 STEPS, GROUPS = 6, 4
 
@@ -45,47 +34,32 @@ def make(tmp_path: Path, model: Path) -> Any:
         sources = [{"name": "shown", "kind": "demonstrations", "path": str(path), "imitation": 0.5}]
         if prompts:
             sources.append({"name": "sums", "path": str(path), "weight": prompts})
-        tree = {
-            "model": {"path": str(model), "max_model_len": 32},
-            "data": {"train": sources, "max_prompt_tokens": 8},
-            "rollout": {"engine": "simulated", "sampling": {"max_tokens": 8}},
-            "trainer": {
-                "steps": STEPS,
-                "groups_per_step": GROUPS,
-                "group_size": 2,
-                "checkpoint_every": 2,
-                "num_threads": 1,
-                "deterministic": True,
-                "loggers": [],
-                "optimizer": {"lr": 1e-2},
-                "algorithm": {"filter_zero_variance": True},
-                **trainer,
-            },
-            "streams": {"trim": False, "archive": {"enabled": False}},
+        options = {
+            "policy": "transformers",
+            "steps": STEPS,
+            "groups_per_step": GROUPS,
+            "checkpoint_every": 2,
+            "num_threads": 1,
+            "deterministic": True,
+            "optimizer": {"lr": 1e-2},
+            "algorithm": {"filter_zero_variance": True},
         }
-        return make_context(broker, keys, RunConfig.model_validate(tree), tmp_path / keys.run_id)
+        run_dir = tmp_path / keys.run_id
+        return trainer_context(
+            broker, keys, run_dir, model, data={"train": sources}, trainer=options | trainer
+        )
 
     return make
 
 
 async def run(context: ServiceContext) -> list[Commit]:
-    await asyncio.wait_for(serve(context), 120)
+    await whole_trainer.run(context)
     return await commits_of(context.broker, context.keys)
 
 
 async def run_killed(make: Any, broker: Broker, keys: Keys, **options: Any) -> list[Commit]:
-    """Kill the trainer with its n-th command, again and again, until the run is over."""
-    rng, num_deaths = random.Random(7), 0
-    while await num_commits(broker, keys) < STEPS:
-        mortal = Mortal(broker, rng.randrange(15, 120), rng.random() < 0.5)
-        context = make(mortal, keys, **options)
-        mortal.process = asyncio.ensure_future(serve(context))
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait_for(mortal.process, 120)
-            break
-        num_deaths += 1
-    assert num_deaths
-    return await run(make(broker, keys, **options))
+    assert await whole_trainer.run_killed(make, broker, keys, STEPS, seed=7, **options)
+    return await commits_of(broker, keys)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

@@ -1,16 +1,15 @@
 """Sources and a curriculum in a whole trainer: killed and resumed anywhere, the prompts are the same."""
 
-import asyncio
-import contextlib
 import json
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.training import answering, assert_nothing_lost, make_context, messages, num_commits
+from tests.support import whole_trainer
+from tests.support.training import answering, assert_nothing_lost, make_context, messages
+from tests.support.whole_trainer import trainer_context
 from tidemill.common.config import RunConfig
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
@@ -18,35 +17,10 @@ from tidemill.common.run.state import METRICS_FILE, read_records
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Ticket, Trajectory
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
-from tidemill.services.trainer.service import serve
 
 STEPS, GROUPS = 12, 4
 SIZES = {"sums": 2, "words": 3, "code": 4}
 WEIGHTS = {"sums": 2, "words": 1, "code": 1}
-
-
-class Mortal:
-    """A broker whose process dies with its n-th command, before or after Redis has done it."""
-
-    def __init__(self, broker: Broker, num_commands: int, is_done: bool) -> None:
-        self._broker, self._left, self._is_done = broker, num_commands, is_done
-        self.process: asyncio.Future[None] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._broker, name)
-        if name not in ("execute", "pipeline", "script"):
-            return method
-
-        async def call(*args: Any, **options: Any) -> Any:
-            self._left -= 1
-            if self._left == 0 and self._is_done:
-                await method(*args, **options)
-            if self._left <= 0 and self.process is not None:
-                self.process.cancel()
-                await asyncio.Event().wait()
-            return await method(*args, **options)
-
-        return call
 
 
 @pytest.fixture
@@ -61,23 +35,11 @@ def make(tmp_path: Path, model: Path) -> Any:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
             sources.append({"name": name, "path": str(path), "weight": WEIGHTS[name], "group_size": size})
         sources[1]["sampling"] = {"max_tokens": 5}
-        tree = {
-            "model": {"path": str(model), "max_model_len": 64},
-            "data": {"train": sources, "max_prompt_tokens": 8, "curriculum": {"revisit": 2}},
-            "rollout": {"engine": "simulated", "sampling": {"max_tokens": 8}},
-            "trainer": {
-                "policy": "simulated",
-                "steps": STEPS,
-                "groups_per_step": GROUPS,
-                "group_size": 2,
-                "checkpoint_every": 4,
-                "loggers": [],
-                "algorithm": {"filter_zero_variance": True},
-                **trainer,
-            },
-            "streams": {"trim": False, "archive": {"enabled": False}},
-        }
-        return make_context(broker, keys, RunConfig.model_validate(tree), tmp_path / keys.run_id)
+        options = {"steps": STEPS, "groups_per_step": GROUPS, "algorithm": {"filter_zero_variance": True}}
+        return trainer_context(
+            broker, keys, tmp_path / keys.run_id, model,
+            data={"train": sources, "curriculum": {"revisit": 2}}, trainer=options | trainer,
+        )  # fmt: skip
 
     return make
 
@@ -90,7 +52,7 @@ def reward_of(sample: Trajectory) -> float:
 
 async def run(context: ServiceContext) -> None:
     async with answering(context.broker, context.keys, value_of=reward_of):
-        await asyncio.wait_for(serve(context), 120)
+        await whole_trainer.run(context)
 
 
 async def prompts_of(broker: Broker, keys: Keys) -> list[tuple[Any, ...]]:
@@ -110,17 +72,11 @@ async def test_killed_at_random_points_it_issues_the_same_prompts_as_undisturbed
     replaced = sum(len(commit.dropped) for commit in commits)
     assert replaced
 
-    rng, other = random.Random(max_staleness), Keys(f"{keys.run_id}-killed")
-    num_deaths = 0
+    other = Keys(f"{keys.run_id}-killed")
     async with answering(broker, other, value_of=reward_of):
-        while await num_commits(broker, other) < STEPS:
-            mortal = Mortal(broker, rng.randrange(15, 150), rng.random() < 0.5)
-            context = make(mortal, other, max_staleness=max_staleness)
-            mortal.process = asyncio.ensure_future(serve(context))
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait_for(mortal.process, 60)
-            num_deaths += mortal.process.cancelled()
-        await asyncio.wait_for(serve(make(broker, other, max_staleness=max_staleness)), 60)
+        num_deaths = await whole_trainer.run_killed(
+            make, broker, other, STEPS, seed=max_staleness, max_staleness=max_staleness
+        )
     assert num_deaths >= 3
     assert await prompts_of(broker, other) == expected
     disturbed = await assert_nothing_lost(broker, other, len(expected))
