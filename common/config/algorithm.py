@@ -70,20 +70,20 @@ class AlgorithmConfig(Section):
     preset: Preset | None = None
     """Defaults of a published algorithm; fields given beside it win."""
     advantage: Annotated[PathText, _known(ADVANTAGES)] = "grpo"
-    """How much better a completion was than expected: a built-in name, or `path.py:name`."""
+    """The advantage: a built-in name, or `path.py:name`."""
     loss: Annotated[PathText, _known(LOSSES)] = "ppo"
-    """The objective of each token: a built-in name, or `path.py:name`."""
+    """Objective of each token: a built-in name, or `path.py:name`."""
     normalisation: Literal["sequence", "token", "constant", "prompt", "sequence_sum"] = "token"
     """What sums over tokens are divided by: GRPO, DAPO, Dr. GRPO, ScaleRL, LUSPO in this order."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
-    """The ratio is clipped at 1 - clip_low; dppo and gmpo bound other measures with it."""
+    """The ratio is clipped at 1 - clip_low; bounds other measures of dppo and gmpo."""
     clip_high: float = Field(0.28, ge=0.0, le=100.0)
     """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound)."""
     dual_clip: Annotated[float, Field(gt=1.0, le=1000.0)] | Literal["auto"] | None = "auto"
     """Bound of the ratio where the advantage is negative, above 1 + clip_high. `auto` is 3 for `ppo` and
     `gspo`; null is none."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """What the ratio compares with: the policy at the step's start (decoupled PPO, arXiv 2505.24298), or the
+    """The ratio compares with the policy at the step's start (decoupled PPO, arXiv 2505.24298), or with the
     rollout's logprobs."""
     correction: Correction | None = None
     """Defaults of `old_logprobs`, `importance` and `rejection` by verl's names."""
@@ -91,13 +91,13 @@ class AlgorithmConfig(Section):
     rejection: RejectionConfig = RejectionConfig()
     off_policy_threshold: float | None = Field(None, gt=0.0, le=1e6)
     """Leaves out tokens with a negative advantage where their sequence's mean of log(rollout / current)
-    exceeds this (DeepSeek-V3.2, arXiv 2512.02556)."""
+    exceeds it (DeepSeek-V3.2, arXiv 2512.02556)."""
     dppo: DppoConfig = DppoConfig()
     covariance: CovarianceConfig = CovarianceConfig()
     vespo: VespoConfig = VespoConfig()
     top_entropy_quantile: float = Field(1.0, gt=0.0, le=1.0)
-    """Share of a mini-batch's tokens, of highest entropy, that the policy's term is over (arXiv 2506.01939;
-    there 0.2)."""
+    """Share of a mini-batch's tokens, of highest entropy, in the policy's term (arXiv 2506.01939; there
+    0.2)."""
     rollout_penalty: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of log(p / q)^2 of every trained token, with q at the rollout (Kimi K2.5, arXiv 2602.02276;
     prime-rl's `kl_tau`)."""
@@ -113,9 +113,9 @@ class AlgorithmConfig(Section):
     gamma: float = Field(1.0, gt=0.0, le=1.0)
     """Discount of later rewards, of `gae` and `reinforce_plus_plus`."""
     gamma_per: Literal["token", "turn"] = "token"
-    """Whether `gamma` discounts every later token, or every later turn of a session."""
+    """`gamma` discounts every later token, or every later turn."""
     gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
-    """1 trusts the rewards alone, 0 the next value alone."""
+    """1: the rewards alone, 0: the next value alone."""
     pass_k: int = Field(4, ge=1, le=4096)
     """k of `pass_at_k`."""
     success_threshold: float = Field(0.5, ge=-1e6, le=1e6)
@@ -125,10 +125,10 @@ class AlgorithmConfig(Section):
     filter_zero_variance: bool = False
     """Replace groups whose rewards are all equal (DAPO)."""
     max_filter_rounds: int | None = Field(None, ge=1, le=1_000_000)
-    """The run ends where a step would need more than this times `groups_per_step` groups; null: 256 groups,
-    or eight steps' worth, of which none could be trained."""
+    """The run ends where a step needs more than this times `groups_per_step` groups; null: 256 groups, or
+    eight steps' worth, of which none could be trained."""
     mask_truncated: bool = False
-    """Leave completions that hit the length limit out of the loss (DAPO)."""
+    """Leave truncated completions out of the loss (DAPO)."""
 
     @model_validator(mode="before")
     @classmethod

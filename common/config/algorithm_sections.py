@@ -9,13 +9,13 @@ from tidemill.common.config.section import OFF, Rules, Section
 
 
 class ImportanceConfig(Section):
-    """Weights that correct for tokens sampled by another policy than the old one."""
+    """Weights for tokens that another policy than the old one sampled."""
 
     mode: Annotated[Literal["auto", "truncate", "mask", "off"], OFF] = "auto"
-    """`truncate` bounds weights to [low, high], `mask` leaves out what lies outside. `auto` is `truncate`, or
+    """`truncate` bounds weights to [low, high], `mask` leaves out what lies outside. `auto`: `truncate`, or
     `off` with `old_logprobs: rollout`."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """A weight for each token, or for a sequence: the product over its tokens, or their geometric mean."""
+    """A weight for each token, or a sequence: the product over its tokens, or their geometric mean."""
     low: float = Field(0.0, ge=0.0, le=1.0)
     """Smallest weight."""
     high: float = Field(2.0, ge=1.0, le=1000.0)
@@ -43,14 +43,13 @@ MAX_BOUND = 1e9
 
 
 class RejectionConfig(Section):
-    """What is left out because old policy and rollout differ too much. With r = old / rollout: k1 is r, k2 =
-    log(r)^2 / 2, k3 = r - 1 - log r."""
+    """Leaves out where old policy and rollout differ too much. With r = old / rollout: k1 is r, k2 = log(r)^2
+    / 2, k3 = r - 1 - log r."""
 
     bounds: dict[Criterion, float | tuple[float, float]] = Field(default_factory=dict)
-    """Each has to hold. k1 has a lowest and a highest ratio (x stands for 1 / x and x), k2 and k3 a largest
-    value."""
+    """Each has to hold. k1: lowest and highest ratio (x is 1 / x and x); k2, k3: a largest value."""
     veto: float | None = Field(None, gt=0.0, lt=1.0)
-    """A sequence with a token whose r is below this is left out, such as 1e-4."""
+    """Sequences with a token whose r is below this are left out, such as 1e-4."""
     denominator: Literal["all", "kept"] = "all"
     """Whether rejected tokens count in what sums are divided by."""
 
@@ -134,7 +133,7 @@ class KlConfig(Section):
     coefficient: float = Field(0.001, gt=0.0, le=100.0)
     """Weight of the penalty (beta)."""
     bound: float | None = Field(10.0, gt=0.0, le=1e9)
-    """Largest k3 of one token, beyond which it has no gradient (verl's); null leaves GRPO's formula."""
+    """Largest k3 of a token, beyond which it has no gradient (verl's); null: GRPO's formula."""
 
 
 class TeacherTermConfig(Section):
@@ -144,9 +143,9 @@ class TeacherTermConfig(Section):
     """`reward` adds the difference to the token's advantage, `loss` an estimate of KL(policy, teacher) to its
     loss."""
     gamma: float = Field(0.0, ge=0.0, le=1.0)
-    """With `place: reward`: discount of later tokens; 0 looks at the token alone."""
+    """With `place: reward`: discount of later tokens; 0: the token alone."""
     clip: float = Field(20.0, gt=0.0, le=20.0)
-    """Largest difference of the two logprobs of a token, in nats."""
+    """Largest difference of a token's two logprobs, in nats."""
     estimator: Literal["k1", "k2", "k3"] = "k2"
     """With `place: loss`; docs/algorithms.md has the gradients."""
 
@@ -184,7 +183,7 @@ class KlControlConfig(Section):
     """Moves `kl.coefficient` towards a target (arXiv 1909.08593, eq. 2; verl's `kl_ctrl.type=adaptive`)."""
 
     target: float | None = Field(None, gt=0.0, le=1e6)
-    """The `kl` of a step, in nats a token; null is off."""
+    """`kl` of a step, in nats a token; null is off."""
     horizon: float = Field(10_000.0, gt=0.0, le=1e12)
     """Samples over which the coefficient moves by its whole error, at most 20%."""
 
@@ -194,7 +193,7 @@ class EntropyControlConfig(Section):
     `use_adaptive_entropy`)."""
 
     target: float | None = Field(None, gt=0.0, le=100.0)
-    """The `entropy` of a step, in nats a token, at or below which the coefficient rises and is used; null is
+    """`entropy` of a step, in nats a token, at or below which the coefficient rises and is used; null is
     off."""
     delta: float = Field(0.005, gt=0.0, le=100.0)
     """Change of the coefficient after each step."""
@@ -214,27 +213,26 @@ class ValueConfig(Section):
     """The value head of `advantage: gae`."""
 
     model: Literal["policy", "own"] = "policy"
-    """It sits on the policy's last hidden state, or on a model of its own (a critic), which begins as a
-    copy."""
+    """On the policy's last hidden state, or on a model of its own (a critic), which begins as a copy."""
     lr: float | None = Field(None, gt=0.0, le=1.0)
     """Its peak learning rate; null takes the policy's."""
     coefficient: float = Field(0.5, gt=0.0, le=100.0)
     """Weight of the value loss."""
     clip: float | None = Field(0.2, gt=0.0, le=1e6)
-    """How far the value may move from its estimate at the step's start; null does not clip."""
+    """How far the value may move from that at the step's start; null does not clip."""
     detach: bool = False
     """Keep the value loss's gradient out of the policy."""
     whiten: bool = True
-    """Bring the advantages of a mini-batch to mean 0 and deviation 1."""
+    """Advantages of a mini-batch get mean 0 and deviation 1."""
 
 
 class OverlongConfig(Section):
     """DAPO's penalty of completions near the length limit."""
 
     penalty: float = Field(0.0, ge=0.0, le=1e6)
-    """Subtracted from the reward of a completion at the limit; 0 is off."""
+    """Subtracted from the reward at the limit; 0 is off."""
     buffer_share: float = Field(0.2, gt=0.0, le=1.0)
-    """The last share of `max_tokens`, over which the penalty grows from 0."""
+    """Last share of `max_tokens`, over which the penalty grows from 0."""
 
 
 class LengthPenaltyConfig(Section):
@@ -246,7 +244,7 @@ class LengthPenaltyConfig(Section):
     turns: float = Field(0.0, ge=0.0, le=1e6)
     """Weight of a session's turns; 0 is off."""
     of: Literal["all", "successes"] = "all"
-    """Whether completions below `success_threshold` pay, too."""
+    """Whether completions below `success_threshold` pay too."""
 
     @property
     def is_on(self) -> bool:

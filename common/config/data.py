@@ -21,30 +21,27 @@ class SourceConfig(Section):
     name: str = Field(pattern=SOURCE_NAME)
     """Its name in metrics and records, and in `sources` of rewards."""
     kind: Literal["prompts", "demonstrations"] = "prompts"
-    """What its rows are: prompts to sample completions for, or demonstrations, which are trained as they
-    are."""
+    """Prompts to sample completions for, or demonstrations, which are trained as they are."""
     path: PathText | list[PathText]
-    """File or files, as `data.train` takes them; of demonstrations also folders of runs (`runs/NAME`)."""
+    """As `data.train`; of demonstrations also folders of runs (`runs/NAME`)."""
     weight: float = Field(1.0, gt=0.0, le=1e6)
-    """Its share of the groups, relative to those of the others."""
+    """Its share of the groups, relative to other sources."""
     epochs: int | None = Field(None, ge=1, le=1_000_000)
     """Most passes over its rows; then the others share its place. Null has no end."""
     columns: Columns = Field(default_factory=dict)
     """As `data.columns`, which is the default."""
     data_source: str = ""
-    """The `data_source` of rows that have none; empty takes the source's name."""
+    """The `data_source` of rows that have none; empty: the source's name."""
     environment: str = ""
-    """The `environment` of rows without that column, where `rollout.environment.use` offers several by
-    name."""
+    """The `environment` of rows without one, where `rollout.environment.use` offers several."""
     group_size: int | None = Field(None, ge=1, le=4096)
-    """Completions of each of its groups; null takes `trainer.group_size`."""
+    """Completions of a group; null takes `trainer.group_size`."""
     sampling: dict[Literal["max_tokens", "top_p", "top_k", "min_p"], float] = Field(default_factory=dict)
-    """Fields of `rollout.sampling` that differ; no temperature, by which the trainer divides all logits
-    alike."""
+    """Fields of `rollout.sampling` that differ; not the temperature."""
     imitation: float = Field(1.0, gt=0.0, le=1e6)
-    """Of demonstrations: weight of each of their tokens in the loss."""
+    """Of demonstrations: weight of each token in the loss."""
     min_reward: float | None = Field(None, ge=-1e6, le=1e6)
-    """Of the folder of a run: least reward of a completion that is imitated; null takes all."""
+    """Of folders of runs: least reward of a completion that is imitated; null takes all."""
 
     @property
     def is_imitated(self) -> bool:
@@ -69,11 +66,11 @@ class CurriculumConfig(Section):
     (`trainer.algorithm.success_threshold`)."""
 
     easy: float = Field(0.9, gt=0.0, le=1.0)
-    """A prompt solved at least so often is left out (ScaleRL, arXiv 2510.13786)."""
+    """Prompts solved at least so often are left out (ScaleRL, arXiv 2510.13786)."""
     hard: float = Field(0.0, ge=0.0, lt=1.0)
-    """A prompt solved at most so often is left out."""
+    """Prompts solved at most so often are left out."""
     revisit: int = Field(10, ge=1, le=1_000_000)
-    """Epochs of its source after which a prompt that was left out is tried again."""
+    """Epochs after which a prompt that was left out is tried again."""
     focus: float = Field(0.25, ge=0.0, le=0.9)
     """Share of the groups for prompts between `hard` and `easy`, ahead of their order."""
 
@@ -103,7 +100,7 @@ Train = Annotated[
 
 
 class DataConfig(Section):
-    """Files or hub datasets; docs/data.md has formats and columns."""
+    """Datasets; docs/data.md has formats and columns."""
 
     train: Train
     """File, files or pattern, `hub:OWNER/NAME`, Python rows (`my_env.py:MyEnv.rows`), or a list of
@@ -113,22 +110,21 @@ class DataConfig(Section):
     columns: Columns = Field(default_factory=dict)
     """Names of your columns, such as `{prompt: instruction, ground_truth: meta.label}`."""
     system_prompt: str = ""
-    """Put before the prompt where the tokenizer has a chat template."""
+    """Put before the prompt where there is a chat template."""
     prompt_suffix: str = ""
     """Appended to every prompt text."""
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """`auto` applies the tokenizer's chat template where it has one."""
+    """`auto` applies the tokenizer's template where it has one."""
     max_prompt_tokens: int = Field(1024, ge=1, le=1 << 20)
     """Longest prompt; see `overlong_prompts`."""
     overlong_prompts: Literal["error", "drop", "left", "right", "middle"] = "error"
-    """What is done with longer ones: refuse the data, leave them out, or cut tokens off at that place."""
+    """What is done with longer ones: refuse the data, leave them out, or cut at that place."""
     max_rows: int | None = Field(None, ge=1)
-    """Take only the first rows of the training set, or of each source."""
+    """First rows to take of the training set, or of each source."""
     shuffle: bool = True
-    """Visit the rows in a new seeded order each epoch."""
+    """New seeded order in each epoch."""
     stream: bool = False
-    """Read each row from disk when its ticket is issued; Parquet then needs `pip install
-    'tidemill[datasets]'`."""
+    """Read rows from disk when they are needed; Parquet then needs `pip install 'tidemill[datasets]'`."""
     curriculum: CurriculumConfig | None = None
     """Choose prompts by how often they were solved; `{}` takes the defaults."""
 

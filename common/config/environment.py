@@ -17,49 +17,47 @@ class EnvironmentConfig(Section):
     """What answers the model, and within which limits (docs/sessions.md)."""
 
     use: PathText = SINGLE_TURN
-    """`single_turn`, `tools`, `agent`, `openenv:http://host:port`, or a class or factory of yours:
-    `my_env.py:MyEnv`, `package.module:MyEnv`."""
+    """`single_turn`, `tools`, `agent`, `openenv:http://host:port`, or a class or factory: `my_env.py:MyEnv`,
+    `package.module:MyEnv`."""
     tools: tuple[PathText, ...] = ()
     """Functions that the model may call, such as `my_tools.py:search`; typed, with a docstring."""
     agent: PathText = ""
     """A function, `my_agent.py:run`, or a command that starts with `$ `."""
     gateway_host: str = Field("127.0.0.1", min_length=1)
-    """Address of this machine at which agents reach the model; in containers that of their bridge."""
+    """Address at which agents reach the model; in containers that of their bridge."""
     structured_output: Literal["sample", "refuse"] = "sample"
-    """What an agent gets that asks for a form of the answer (`response_format`, a forced call): a free
-    sample, or a refusal."""
+    """Where an agent asks for a form of the answer (`response_format`, a forced call): a free sample, or a
+    refusal."""
     on_program_error: Literal["fault", "truncated"] | float = "fault"
-    """What an exception of the agent's program means: a fault, a truncated session, or this number as its
+    """An exception of the agent's program means: a fault, a truncated session, or this number as its
     reward."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of what `use` names."""
     call_format: CallFormat = "auto"
     """How the model writes calls of tools; `auto` looks at the chat template."""
     max_turns: int = Field(16, ge=1, le=10_000)
-    """Most turns of a session; then it is truncated."""
+    """Turns after which a session is truncated."""
     max_tokens: int = Field(0, ge=0, le=1 << 20)
-    """Most completion tokens of a session, the environment's included; then it is truncated. 0: what
+    """Completion tokens, the environment's included, after which a session is truncated. 0: what
     `model.max_model_len` leaves."""
     max_segments: int = Field(32, ge=1, le=10_000)
-    """Most histories of an agent's session; then it is truncated."""
+    """Histories after which an agent's session is truncated."""
     max_result_tokens: int = Field(0, ge=0, le=1 << 20)
-    """A longer answer of the environment is cut in its middle; 0 is no limit."""
+    """A longer answer of the environment is cut in its middle; 0: no limit."""
     call_timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
-    """Longest call of the environment, in seconds; longer is `late`, and so is an agent that is silent so
-    long after the model's first answer. An opening or a reset that is late is a fault."""
+    """Longest call of the environment; longer is `late`, and so is an agent that is silent so long after the
+    model's first answer. A late opening or reset is a fault."""
     late: Literal["auto", "truncate", "fault"] = "auto"
-    """What a late call means: the policy's doing, and the session is truncated, or a fault, and it is played
-    again. `auto`: a fault with OpenEnv's servers, which may be dead, else truncated."""
+    """A late call truncates the session, or is a fault. `auto`: a fault with OpenEnv's servers, which may be
+    dead, else truncated."""
     session_timeout_s: float = Field(1800.0, gt=0.0, le=864_000.0)
-    """Longest session, in seconds; then it is truncated."""
+    """Time after which a session is truncated."""
     attempts: int = Field(6, ge=1, le=100)
-    """How often a worker plays a session whose environment fails, with growing pauses, before another gets
-    the ticket."""
+    """Plays of a session with faults, with growing pauses, before another worker gets the ticket."""
     max_faults: int = Field(200, ge=0, le=1_000_000)
-    """The run stops once a worker has handed on so many tickets in a row whose environment failed in all of
-    its `attempts`; 0: never."""
+    """Tickets in a row that a worker hands on after such faults, at which the run stops; 0: never."""
     processes: int = Field(8, ge=1, le=1024)
-    """Most processes of one worker for blocking environments and tools."""
+    """Most processes of a worker for blocking environments and tools."""
 
     @property
     def program_error_value(self) -> float | None:

@@ -21,13 +21,13 @@ class RewardLimits(Section):
     """How often and how long a reward is tried, and what it means when all attempts have failed."""
 
     timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
-    """Longest time for one attempt, in seconds."""
+    """Longest attempt."""
     max_attempts: int = Field(3, ge=1, le=100)
-    """Attempts before a score counts as failed."""
+    """Attempts before a score has failed."""
     backoff_s: float = Field(0.5, ge=0.0, le=600.0)
-    """First pause between attempts, in seconds; doubles, with jitter. Retry-After is respected."""
+    """First pause between attempts; doubles, with jitter. Retry-After is respected."""
     on_failure: Literal["drop_sample", "drop_group"] | float = "drop_sample"
-    """What a failed reward means: leave the sample out, replace its group, or this number as its reward."""
+    """A failed reward: leave the sample out, replace its group, or this number as its reward."""
 
     @property
     def failure_value(self) -> float | None:
@@ -51,20 +51,16 @@ class FunctionConfig(Section):
 
 
 class NamedRewardConfig(RewardLimits, FunctionConfig):
-    """One of several rewards; exactly one of `function`, `judge`, `model`, `sandbox`, `environment` and
-    `teacher` is given.
-
-    Limits and failure policy that are not given are those of the `reward` section.
-    """
+    """Exactly one of `function`, `judge`, `model`, `sandbox`, `environment` and `teacher` is given."""
 
     weight: float = Field(1.0, ge=-1e6, le=1e6)
-    """Its factor in the sum; 0 only logs it. Of a teacher: the coefficient of its reverse KL."""
+    """Factor in the sum; 0 only logs it. Of a teacher: coefficient of its reverse KL."""
     applies_to: list[str] = Field(default_factory=list)
-    """Data sources that it scores; empty means all."""
+    """Values of `data_source` that it scores; empty means all."""
     sources: list[str] = Field(default_factory=list)
-    """Sources of `data.train`, and evaluation sets, that it scores; empty means all."""
+    """Sources of `data.train`, and evaluation sets; empty means all."""
     lanes: list[Literal["train", "eval"]] = Field(default=["train", "eval"], min_length=1)
-    """Whether it scores training, evaluation or both."""
+    """Training, evaluation or both."""
     max_concurrent: int | None = Field(None, ge=1, le=65536)
     """Most calls at once, in each worker and lane."""
     cache: bool | None = None
@@ -78,9 +74,9 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     sandbox: SandboxConfig | None = None
     """Runs code that the model wrote."""
     environment: Literal[True] | None = None
-    """The environment's reward of the session; else the sum of those of turns."""
+    """The environment's reward of the session, else the sum of its turns."""
     teacher: TeacherConfig | None = None
-    """A model whose logprobs are learned from; it adds nothing to the sum."""
+    """A model whose logprobs are learned from; adds nothing to the sum."""
 
     @property
     def kind(self) -> str:
@@ -130,26 +126,26 @@ class RewardConfig(RewardLimits, FunctionConfig):
     function: PathText | None = None
     """`gsm8k` (the default), `math`, `exact_match`, `path.py:name`, or `package.module:name`."""
     rewards: dict[RewardName, NamedRewardConfig] = Field(default_factory=dict, max_length=64)
-    """Several rewards by name, in place of `function`; the reward is their weighted sum."""
+    """Several rewards by name, in place of `function`; their weighted sum is the reward."""
     group: PathText | None = None
-    """What changes the rewards of a whole training group: `rank`, `normalise`, `replace_failures_by_mean`, or
+    """Changes the rewards of a training group: `rank`, `normalise`, `replace_failures_by_mean`, or
     `path.py:name`."""
     group_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the group function."""
     cache_mb: int = Field(256, ge=1, le=1_048_576)
-    """Memory in Redis for kept results, in MiB; the least recently used go first."""
+    """Memory in Redis for kept results; the least recently used go first."""
     workers: int = Field(1, ge=0, le=1024)
-    """Reward processes that `tidemill up` starts on this machine."""
+    """Processes that `tidemill up` starts on this machine."""
     max_in_flight: int = Field(256, ge=1, le=65536)
-    """Trajectories that one worker scores at once."""
+    """Trajectories that a worker scores at once."""
     processes: int = Field(2, ge=1, le=256)
-    """Processes of one worker for plain (not async) functions."""
+    """Processes of a worker for plain (not async) functions."""
     threads: int = Field(16, ge=1, le=256)
-    """Most calls that each of them runs at once, where the function waits more than it computes."""
+    """Most calls at once in each of them, where the function waits more than it computes."""
     min_group_size: int = Field(2, ge=1, le=4096)
-    """With `drop_sample`: a group with fewer scored samples is replaced."""
+    """With `drop_sample`: groups with fewer scored samples are replaced."""
     delay_s: tuple[Delay, Delay] | None = None
-    """Benchmarks only: sleep so many seconds, uniformly, before scoring."""
+    """Benchmarks only: sleep so many seconds before scoring."""
 
     @property
     def named(self) -> dict[str, NamedRewardConfig]:

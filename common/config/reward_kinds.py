@@ -13,25 +13,21 @@ SCORE = "score"
 
 
 class VerdictConfig(Section):
-    """How the judge's words become a number. Words without one are a failed attempt, never 0.
-
-    First `regex` or `json_field` finds the verdict in the words; without either, all of them are. Then
-    `choices` gives its value, or it is a number. `function` does all of this itself.
-    """
+    """How the answer becomes a number. Answers without one are failed attempts, never 0."""
 
     regex: str = ""
-    """Its last match that is no quotation: the group `score`, else the first group, else all of it. `{nonce}`
-    is the template's `{{ nonce }}`."""
+    """Its last match that is no quotation: the group `score`, else the first, else all of it. `{nonce}` is
+    the template's `{{ nonce }}`."""
     json_field: str = ""
-    """The last JSON object with this field has the verdict; `a.b` is the field `b` of `a`."""
+    """Field of the last JSON object that has it; `a.b` is the field `b` of `a`."""
     choices: dict[Label, float] = Field(default_factory=dict, max_length=256)
     """Words and their values, such as {A: 1, B: 0}."""
     range: Range | None = None
-    """Lowest and highest number that is a verdict."""
+    """Lowest and highest valid number."""
     to_unit: bool = False
     """Map `range` onto 0 to 1."""
     function: PathText = ""
-    """`path.py:name` of a function from the judge's words to a number, or a dict with `score`."""
+    """`path.py:name` of a function from the answer to a number, or a dict with `score`."""
 
     def rules(self) -> Rules:
         yield (
@@ -62,9 +58,9 @@ class JudgeConfig(AskingConfig):
     """A judge behind servers that speak the OpenAI API."""
 
     api: Literal["chat", "completions"] = "chat"
-    """`chat` sends the template's text as the user's message, `completions` as it is."""
+    """`chat` sends the template as the user's message, `completions` as it is."""
     template: Template = Field(min_length=1)
-    """Jinja template of what the judge reads, or a file with it; docs/models.md has its names."""
+    """Jinja template, or a file with it, of what the judge reads; docs/models.md has its names."""
     system: str = ""
     """Jinja template of the system message of `chat`; empty sends none."""
     temperature: float = Field(0.0, ge=0.0, le=100.0)
@@ -72,7 +68,7 @@ class JudgeConfig(AskingConfig):
     max_tokens: int = Field(512, ge=1, le=1_000_000)
     """Most tokens of an answer."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of each request, such as {seed: 0} or vLLM's own."""
+    """Further fields of requests, such as {seed: 0} or vLLM's own."""
     verdict: VerdictConfig = VerdictConfig()
     """From the judge's words to a number."""
 
@@ -83,25 +79,25 @@ class RewardModelConfig(AskingConfig):
     head: Literal["sequence", "token"] = "sequence"
     """One score for the whole sequence (/classify), or one for every token (/pooling)."""
     input: Literal["ids", "chat", "text"] = "chat"
-    """The policy's token ids (only with the policy's tokenizer), the row's conversation for the model's chat
+    """The policy's token ids (only with the policy's tokenizer), the conversation in the model's chat
     template, or text."""
     label: int = Field(0, ge=0, le=65535)
     """Which of several labels is the reward."""
     token_reward: Literal["last", "mean", "min", "sum", "all_mean"] = "last"
-    """How scores of the completion's tokens become one; `all_mean` counts the prompt's too. Without `input:
-    ids`: `last` or `all_mean`."""
+    """How scores of the completion's tokens become one; `all_mean` counts the prompt's too. Without
+    `input: ids`: `last` or `all_mean`."""
     keep_token_rewards: bool = False
-    """Keep every token's score in the detail."""
+    """Keep all scores in the detail."""
     normalise: Literal["none", "sigmoid", "standardise"] = "none"
     """`sigmoid` maps to 0 to 1; `standardise` subtracts `mean` and divides by `std`."""
     mean: float = Field(0.0, ge=-1e9, le=1e9)
-    """With `standardise`: the fixed mean of raw scores on data of yours."""
+    """With `standardise`: mean of raw scores, of data of yours."""
     std: float = Field(1.0, gt=0.0, le=1e9)
     """With `standardise`: their standard deviation."""
     clip: Range | None = None
     """Lowest and highest value after normalisation."""
     max_tokens: int = Field(0, ge=0, le=1 << 20)
-    """Longer inputs lose their beginning; 0 never cuts, and refuses what is too long."""
+    """Longer inputs lose their beginning; 0 refuses inputs that are too long."""
 
     def rules(self) -> Rules:
         yield (
@@ -112,19 +108,15 @@ class RewardModelConfig(AskingConfig):
 
 
 class TeacherConfig(AskingConfig):
-    """A language model with the policy's tokenizer. It gives the logprob of every token that the policy
-    sampled; `trainer.algorithm.teacher` says what is made of them, and `weight` how much they count.
-
-    Its servers speak OpenAI's completions with `prompt_logprobs`: vLLM, or this project's model server.
-    """
+    """A language model with the policy's tokenizer. It gives the logprob of every sampled token;
+    `trainer.algorithm.teacher` says what is made of them."""
 
     prompt_column: str = ""
-    """Column with the prompt that the teacher reads in place of the policy's (self-distillation, arXiv
-    2601.19897)."""
+    """Column with the teacher's own prompt (self-distillation, arXiv 2601.19897)."""
     template: Template = ""
     """Or a Jinja template of it, as a judge's."""
     chat: bool = False
-    """Put that text into the teacher's chat template, as the user's message."""
+    """Put it into the teacher's chat template, as the user's message."""
 
     @property
     def has_own_prompt(self) -> bool:
@@ -149,16 +141,16 @@ class SandboxConfig(Section):
     workers: int = Field(1, ge=0, le=1024)
     """RQ workers that `tidemill up` starts; each runs one completion at a time."""
     score: Literal["all", "fraction"] = "all"
-    """1 only where every test passes, or the share of tests that pass."""
+    """1 only if all tests pass, or the share that pass."""
     max_cases: int = Field(64, ge=1, le=10_000)
     """Only the first so many tests count."""
     time_s: float = Field(6.0, gt=0.0, le=3600.0)
-    """Longest time for one test, in seconds; its processes have as much CPU time each."""
+    """Longest test; its processes have as much CPU time each."""
     total_s: float = Field(30.0, gt=0.0, le=3600.0)
-    """Longest time for all tests of a completion, in seconds."""
+    """Longest time for all tests of a completion."""
     memory_mb: int = Field(512, ge=32, le=1 << 20)
-    """Memory of one test, its child processes included, in MiB."""
+    """Memory of one test, its child processes included."""
     file_mb: int = Field(16, ge=1, le=1 << 16)
-    """Largest file, and all files together, in MiB."""
+    """Largest file, and all files together."""
     packages: bool = False
     """Let the code import installed packages, such as numpy."""

@@ -43,13 +43,13 @@ class SamplingConfig(Section):
     max_tokens: int = Field(512, ge=1, le=1 << 20)
     """Longest completion, in tokens; with an environment, longest turn."""
     temperature: float = Field(1.0, ge=0.01, le=10.0)
-    """The trainer divides its logits by the same number."""
+    """The trainer divides its logits by it, too."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Nucleus sampling; below 1 training needs `sampling_masks`, or importance weights."""
     top_k: int = Field(0, ge=0, le=1 << 20)
-    """Sample among the k likeliest tokens; 0 means all. Else as with `top_p`."""
+    """Sample among the k likeliest tokens; 0: all. Else as with `top_p`."""
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
-    """Leave out tokens less likely than this share of the likeliest; 0 is off. Else as with `top_p`."""
+    """Least probability, as a share of the likeliest token's; 0 is off. Else as with `top_p`."""
 
     @property
     def is_filtered(self) -> bool:
@@ -63,9 +63,9 @@ class VllmConfig(Section):
     gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
     """Share of GPU memory for weights and KV cache."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
-    """GPUs that hold one engine together."""
+    """GPUs of one engine."""
     enforce_eager: bool = False
-    """Skip graph capture: starts faster, decodes slower."""
+    """No graph capture: starts faster, decodes slower."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further fields of vLLM's AsyncEngineArgs, such as `{enable_prefix_caching: false}`."""
 
@@ -92,32 +92,30 @@ class RolloutConfig(Section):
     """How the rollout service turns tickets into trajectories."""
 
     engine: Annotated[str, AfterValidator(_known)] = "vllm"
-    """What generates: `vllm`, `transformers` (plain, no GPU library needed), or `simulated` (delays)."""
+    """What generates: `vllm`, `transformers` (needs no GPU), or `simulated` (delays)."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this machine for its rollout workers, `vllm.tensor_parallel_size` each; empty takes free
-    ones."""
+    """GPUs for this machine's workers, `vllm.tensor_parallel_size` each; empty takes free ones."""
     trainer_gpus: Literal["auto", "turns", "shared"] = "auto"
-    """`turns`: engine and trainer use the same GPUs one at a time. `shared`: at once, with memory left by
+    """`turns`: engine and trainer share GPUs, one at a time. `shared`: at once, with memory left by
     `vllm.gpu_memory_utilization`. `auto`: `turns` where `tidemill up` finds one GPU, else neither."""
     gpu_turn_s: float = Field(5.0, ge=0.05, le=3600.0)
-    """How long a process keeps a GPU while another waits for it, in seconds."""
+    """How long a process keeps a GPU for which another waits."""
     workers: int = Field(1, ge=0, le=1024)
-    """Rollout processes that `tidemill up` starts on this machine."""
+    """Processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)
-    """An engine with work that finishes no completion for so many seconds is started again."""
+    """An engine with work that finishes no completion for so long is started again."""
     max_groups_in_flight: Literal["auto"] | Annotated[int, Field(ge=1, le=65536)] = 64
-    """Groups that one worker holds at once. `auto`: what vLLM's KV cache bears; 64 with other engines."""
+    """Groups that a worker holds at once. `auto`: what vLLM's KV cache bears; 64 with other engines."""
     max_num_seqs: int = Field(256, ge=1, le=65536)
     """Most sequences that an engine decodes at once."""
     num_threads: int = Field(0, ge=0, le=1024)
     """CPU threads of the engine; 0 divides the cores, less one, among this machine's workers."""
     sampling: SamplingConfig = SamplingConfig()
     sampling_masks: bool = True
-    """With top_p, top_k or min_p the engine records which ids these leave for each token, and the trainer
-    takes logprobs over them; off, importance weights have to correct for it."""
+    """With top_p, top_k or min_p, record which ids these leave for each token, over which the trainer takes
+    logprobs; off, importance weights have to correct for it."""
     record_routes: bool = True
-    """Of a mixture of experts, record which experts each token went to; the trainer sends it there again.
-    Other models have none."""
+    """Record which experts each token went to; the trainer sends it there again."""
     environment: EnvironmentConfig = EnvironmentConfig()
     vllm: VllmConfig = VllmConfig()
     simulated: SimulatedConfig = SimulatedConfig()

@@ -24,15 +24,13 @@ class ModelConfig(Section):
     """The starting model: version 0 of the run."""
 
     path: PathText
-    """Folder or hub name of a Hugging Face causal language model with its tokenizer."""
+    """Folder or hub name of a Hugging Face causal language model with tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass, in trainer and engine. Master weights are float32."""
     max_model_len: int = Field(2048, ge=8, le=1 << 20)
-    """Prompt plus completion, in tokens; at most the model's context. Chooses between LongRoPE's short and
-    long positions."""
+    """Prompt plus completion, in tokens. Chooses between LongRoPE's short and long positions."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the model's config.json that this run replaces, also in exports: `{max_position_embeddings:
-    32768}`."""
+    """Fields of the model's config.json to replace, also in exports: `{max_position_embeddings: 32768}`."""
 
     @field_validator("path")
     @classmethod
@@ -56,19 +54,19 @@ class ModelConfig(Section):
 
 
 class ArchiveConfig(Section):
-    """Entries are written to Parquet files in the run's folder before they are trimmed from Redis."""
+    """Stream entries become Parquet files in the run's folder before they are trimmed."""
 
     enabled: bool = True
-    """Off, trimmed entries are gone. On, it needs `python -m tidemill.services.jobs RUN_ID`, which `tidemill
-    up` starts."""
+    """Off, trimmed entries are gone. On, it needs `python -m tidemill.services.jobs RUN_ID`, which
+    `tidemill up` starts."""
     segment_mb: float = Field(32.0, ge=0.001, le=1024.0)
-    """Payload of one file, in MiB; Redis keeps as much of each stream."""
+    """Payload of one file; Redis keeps as much of each stream."""
     keep_gb: float | None = Field(None, ge=0.001, le=1e6)
-    """Above so many GiB the oldest files are removed; null keeps all."""
+    """Above this the oldest files are removed; null keeps all."""
     keep_days: float | None = Field(None, ge=0.001, le=1e5)
     """Older files are removed; null keeps all."""
     keep_choices: bool = True
-    """Keep what the engine chose beside tokens too; off, steps before the oldest checkpoint cannot be
+    """Keep what the engine chose beside tokens; off, steps before the oldest checkpoint cannot be
     replayed."""
 
 
@@ -76,19 +74,19 @@ class StreamsConfig(Section):
     """How messages are held, retried and kept."""
 
     lease_s: float = Field(30.0, ge=0.2, le=3600.0)
-    """A message whose holder is silent this long is taken over; holders renew at a third of it."""
+    """A message whose holder is silent so long is taken over; holders renew at a third of it."""
     drain_s: float = Field(20.0, ge=0.0, le=3600.0)
-    """How long a stopping service works on what it holds before it hands the rest back."""
+    """How long a stopping service works on what it holds; it hands the rest back."""
     max_attempts: int = Field(5, ge=1, le=100)
-    """Deliveries of one message before it is dead-lettered; a trajectory only if it was alone in its worker
-    in the last ones."""
+    """Deliveries of a message before it is dead-lettered; a trajectory only if it was alone in its worker in
+    the last ones."""
     max_message_mb: int = Field(64, ge=1, le=512)
-    """Larger messages, in MiB, are refused undecoded."""
+    """Larger messages are refused undecoded."""
     claim_check_bytes: int = Field(0, ge=0, le=2**40)
     """Training trajectories of at least so many bytes go to files in the run's folder, or to
     `claim_check_url`; the stream gets pointer, size and digest. 0 is off."""
     claim_check_url: str = Field("", pattern=r"^((s3|gs|az)://[^\s?#]+)?$")
-    """An object store in place of the run's folder: `s3://bucket/folder`."""
+    """An object store: `s3://bucket/folder`."""
     trim: bool = True
     """Trim what is archived and not in flight; without an archive, what no kept checkpoint needs."""
     archive: ArchiveConfig = ArchiveConfig()
@@ -101,7 +99,7 @@ class StreamsConfig(Section):
 
 
 class ExpectConfig(Section):
-    """What must hold at the end of the run; `tidemill up` exits with 1 otherwise."""
+    """What must hold at the end; else `tidemill up` exits with 1."""
 
     eval_gain: float | None = Field(None, ge=-1e6, le=1e6)
     """Least gain from the first to the last evaluation."""
@@ -115,7 +113,7 @@ class RunConfig(Section):
     """A whole run. `--set section.field=value` overrides any field."""
 
     run_id: str = Field("", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$|^$")
-    """Name of the run; empty takes the file's folder and the time."""
+    """Name of the run; empty: the file's folder and the time."""
     seed: int = Field(0, ge=0, le=2**31 - 1)
     """Seeds data order and sampling."""
     model: ModelConfig

@@ -9,7 +9,7 @@ from tidemill.common.config.section import Rules, Section, resolved
 
 
 class LimitsConfig(Section):
-    """What all reward workers of a run together may ask of these servers; 0 is no limit."""
+    """For all reward workers of a run together; 0 is no limit."""
 
     concurrency: int = Field(0, ge=0, le=1_000_000)
     """Requests in flight at once."""
@@ -36,24 +36,24 @@ class PricesConfig(Section):
 
 
 class LocalServersConfig(Section):
-    """Servers that `tidemill up` starts on this machine and keeps alive. They serve the section's `model`."""
+    """Servers that `tidemill up` starts on this machine and keeps alive."""
 
     count: int = Field(1, ge=1, le=64)
     """How many."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """`vllm`, or `transformers` (this project's model server); `auto` takes that for reward models."""
     command: tuple[str, ...] = ()
-    """Another server's command line; {host}, {port} and {model} are filled in."""
+    """Another server's command line, with {host}, {port} and {model}."""
     args: tuple[str, ...] = ()
     """Further arguments of the server, such as [--enforce-eager]."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables of its environment; `{index}` is its number."""
+    """Environment variables; `{index}` is its number."""
     gpus: tuple[int, ...] = ()
     """GPUs of this machine; empty takes free ones."""
     shares_rollout_gpus: bool = False
     """Server i and rollout worker i use the same GPUs one at a time; needs `engine: transformers`."""
     start_timeout_s: float = Field(600.0, gt=0.0, le=86_400.0)
-    """A server that is not healthy so many seconds after its start is started again."""
+    """A server that is not healthy so long after its start is started again."""
 
     def rules(self) -> Rules:
         is_sharing = self.shares_rollout_gpus
@@ -70,11 +70,11 @@ class ServersConfig(Section):
     base_urls: tuple[str, ...] = ()
     """Addresses of the servers, such as http://host:8000/v1."""
     model: str = ""
-    """Name of the model in requests; empty leaves it out. Of local servers: folder or hub name."""
+    """Name of the model in requests. Of local servers: folder or hub name."""
     api_key_env: str = Field("", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$|^$")
     """Environment variable with the servers' key; empty sends none."""
     patience_s: float = Field(300.0, ge=0.0, le=86_400.0)
-    """How long a sample waits for any usable server, in seconds."""
+    """How long a sample waits for a usable server."""
     limits: LimitsConfig = LimitsConfig()
     """Over all reward workers of the run."""
     prices: PricesConfig = PricesConfig()

@@ -17,10 +17,9 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0.0, le=1e6)
     """An adapter's output is multiplied by alpha / rank."""
     rank_stabilized: bool = False
-    """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732): for ranks above 64."""
+    """Multiply by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732): for ranks above 64."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Names of the linear layers that get an adapter, such as `[q_proj, v_proj]`; `all-linear` takes all but
-    the output head."""
+    """Linear layers with an adapter, such as `[q_proj, v_proj]`; `all-linear`: all but the output head."""
 
 
 BEST_METRICS = ("score", "accuracy", "pass_at_k")
@@ -51,7 +50,7 @@ class EvaluationConfig(Section):
     """Held-out prompts, on a lane of their own."""
 
     every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 evaluates only the first and the final model."""
+    """Steps between evaluations; 0: only the first and the final model."""
     at_start: bool = True
     """Evaluate the starting model."""
     samples: int = Field(1, ge=1, le=1024)
@@ -65,9 +64,9 @@ class EvaluationConfig(Section):
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
     """As there."""
     max_prompts: int | None = Field(None, ge=1)
-    """Take only the first rows of each set."""
+    """First rows to take of each set."""
     keep_best: str = Field("score", pattern=rf"^$|^(.+/)?({'|'.join(BEST_METRICS)}|pass_at_[0-9]+)$")
-    """The version that is best by this metric keeps its weights; over all sets, or `SET/METRIC`. Empty keeps
+    """The version that is best by this metric keeps its weights: over all sets, or `SET/METRIC`. Empty keeps
     none."""
 
     @property
@@ -109,15 +108,15 @@ class TrainerConfig(Section):
     groups_per_step: int = Field(32, ge=1, le=65536)
     """Groups in one step."""
     mini_batches: int = Field(1, ge=1, le=1024)
-    """Optimizer updates in one step, each over its share of the groups; divides `groups_per_step`."""
+    """Optimizer updates in a step; divides `groups_per_step`."""
     passes: int = Field(1, ge=1, le=64)
-    """Times that a step goes over its mini-batches (PPO epochs), with the old logprobs of its start."""
+    """Passes over a step's mini-batches (PPO epochs), with the old logprobs of its start."""
     group_size: int = Field(8, ge=1, le=4096)
     """Completions of each group (verl's `rollout.n`, TRL's `num_generations`)."""
     max_staleness: int = Field(1, ge=0, le=1024)
     """0 is on-policy, 1 one step off-policy, more asynchronous."""
     batch_order: Literal["in_order", "as_ready"] = "in_order"
-    """`in_order` is reproducible; `as_ready` takes the first complete groups, for long tails."""
+    """`in_order` is reproducible; `as_ready` takes the first complete groups."""
     start_early: bool = True
     """Train on groups as they complete; the result is the same."""
     policy: Literal["transformers", "simulated"] = "transformers"
@@ -131,31 +130,29 @@ class TrainerConfig(Section):
     """Other healthy ranges than those of docs/metrics.md, by check."""
     simulated: SimulatedPolicyConfig = SimulatedPolicyConfig()
     micro_batch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
-    """Most tokens in one forward pass of a rank. `auto` is 16,384, or less where a GPU holds less."""
+    """Most tokens in a rank's forward pass. `auto`: 16,384, or less where a GPU holds less."""
     packing: bool = True
-    """Compute once what samples begin with alike, without padding, where the attention allows it."""
+    """Compute common beginnings of samples once, without padding, where the attention allows it."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass. `auto`: on a GPU that would not hold them."""
     num_ranks: int = Field(1, ge=1, le=4096)
-    """Processes that train one model together, a GPU each (FSDP2); on several machines started by
-    torchrun."""
+    """Processes that train together, a GPU each (FSDP2); on several machines started by torchrun."""
     shard_ranks: int | None = Field(None, ge=1)
-    """Ranks that hold one copy of the model together (HSDP); divides `num_ranks`. Null: all."""
+    """Ranks that hold one copy of the model (HSDP); divides `num_ranks`. Null: all."""
     context_ranks: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = "auto"
-    """Ranks that share each forward pass, for sequences too long for one GPU (Ulysses): each has some of the
-    tokens. Divides `num_ranks` and the model's attention heads. `auto`: as few as fit, on CPUs one."""
+    """Ranks that share each forward pass, for long sequences (Ulysses). Divides `num_ranks` and the model's
+    attention heads. `auto`: as few as fit, on CPUs one."""
     expert_ranks: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 1
-    """Ranks that divide the experts of each layer, and send each other tokens in place of weights. Divides
-    the experts, and the ranks that hold one copy of the model. `auto`: over several hosts those of one."""
+    """Ranks that divide the experts of each layer, and send each other tokens. Divides the experts, and the
+    ranks of one copy of the model. `auto`: over several hosts those of one."""
     sum_gradients: Literal["auto", "update", "micro_batch"] = "auto"
-    """When ranks sum gradients: once an `update`, or with every `micro_batch`, which saves 4 bytes a
-    parameter."""
+    """Sum gradients once an `update`, or with every `micro_batch`, which saves 4 bytes a parameter."""
     offload_optimizer: bool = False
-    """Keep AdamW's moments, 8 bytes a parameter, in host memory; the weights are the same bit by bit."""
+    """AdamW's moments, 8 bytes a parameter, in host memory; the same bits."""
     gpus: tuple[int, ...] = ()
     """GPUs of this machine for the trainer; empty takes free ones."""
     compile: bool = False
-    """Compile the model with torch.compile: minutes at the start, faster steps."""
+    """torch.compile: minutes at the start, faster steps."""
     liger: Literal["auto", "on", "off"] = "auto"
     """Liger's fused kernels (`pip install 'tidemill[liger]'`, GPUs only); `auto`: not with `compile`."""
     device: str = "auto"
@@ -163,7 +160,7 @@ class TrainerConfig(Section):
     num_threads: int = Field(0, ge=0, le=1024)
     """CPU threads of torch; 0 leaves the library's default."""
     deterministic: bool = False
-    """Deterministic kernels: replayed steps are bit-identical on the same hardware."""
+    """Deterministic kernels: replays are bit-identical on the same hardware."""
     keep_weights: int = Field(3, ge=2, le=1000)
     """Versions kept in the weights folder."""
     checkpoint_every: int = Field(10, ge=0)
@@ -171,11 +168,11 @@ class TrainerConfig(Section):
     keep_checkpoints: int = Field(2, ge=1, le=1000)
     """Checkpoints kept."""
     reissue_after_s: float = Field(15.0, gt=0.0, le=86_400.0)
-    """A ticket that no stream holds is issued again after so many seconds without progress."""
+    """A ticket that no stream holds is issued again after so long without progress."""
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
-    """What gets every metric besides metrics.jsonl (`pip install 'tidemill[wandb]'` and so on)."""
+    """Trackers of all metrics (`pip install 'tidemill[wandb]'` and so on)."""
     logger_project: str = Field("tidemill", min_length=1, max_length=128)
-    """Project (MLflow: experiment) of the run in the trackers."""
+    """Project (MLflow: experiment) in the trackers."""
 
     def rules(self) -> Rules:
         is_simulated = self.policy == "simulated"

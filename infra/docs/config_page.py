@@ -10,7 +10,8 @@ overrides a field, `tidemill check --fields [SECTION]` prints this reference wit
 `python -m infra.docs.reference`.
 
 A line has name, default, type where the default does not show it, and meaning. A field without a default is
-required. Bounds are shown of shares and probabilities: `(0,1]` is above 0, at most 1.
+required. Times (`_s`) are in seconds, `_mb` is MiB, `_gb` GiB. Bounds are shown of shares and probabilities:
+`(0,1]` is above 0, at most 1.
 """
 LEAST_SHARED = 3
 """Fields that two sections must share before the second one names them instead of repeating them."""
