@@ -58,7 +58,7 @@ def _line(section: SectionFacts, field: FieldFacts) -> str:
     is_required = field.default == "required"
     kind = field.kind.replace(" | ", "|").replace(", ", ",")
     kind = kind.removesuffix("|null") if default == "null" else kind
-    shows_kind = kind in ("bool", "int", "float") and default != "null" and not is_required
+    shows_kind = kind in ("bool", "int", "float", "str") and default != "null" and not is_required
     code = (
         _own_name(section, field)
         + ("" if is_required else f"={default}")
