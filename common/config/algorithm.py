@@ -83,24 +83,21 @@ class AlgorithmConfig(Section):
     """Bound of the ratio where the advantage is negative, above 1 + clip_high. `auto` is 3 for `ppo` and
     `gspo`; null is none."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """The ratio compares with the policy at the step's start (decoupled PPO, arXiv 2505.24298), or with the
-    rollout's logprobs."""
+    """The policy at the step's start (decoupled PPO, arXiv 2505.24298), or the rollout's logprobs."""
     correction: Correction | None = None
     """Defaults of `old_logprobs`, `importance` and `rejection` by verl's names."""
     importance: ImportanceConfig = ImportanceConfig()
     rejection: RejectionConfig = RejectionConfig()
     off_policy_threshold: float | None = Field(None, gt=0.0, le=1e6)
-    """Leaves out tokens with a negative advantage where their sequence's mean of log(rollout / current)
-    exceeds it (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Leaves out tokens with a negative advantage in sequences whose mean of log(rollout / current) exceeds
+    it (DeepSeek-V3.2, arXiv 2512.02556)."""
     dppo: DppoConfig = DppoConfig()
     covariance: CovarianceConfig = CovarianceConfig()
     vespo: VespoConfig = VespoConfig()
     top_entropy_quantile: float = Field(1.0, gt=0.0, le=1.0)
-    """Share of a mini-batch's tokens, of highest entropy, in the policy's term (arXiv 2506.01939; there
-    0.2)."""
+    """Share of a mini-batch's tokens, of highest entropy, in the policy's term (arXiv 2506.01939: 0.2)."""
     rollout_penalty: float = Field(0.0, ge=0.0, le=100.0)
-    """Weight of log(p / q)^2 of every trained token, with q at the rollout (Kimi K2.5, arXiv 2602.02276;
-    prime-rl's `kl_tau`)."""
+    """Weight of log(p / q)^2, with q at the rollout (Kimi K2.5, arXiv 2602.02276; prime-rl's `kl_tau`)."""
     entropy_coefficient: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of an entropy bonus on every trained token."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
@@ -125,8 +122,8 @@ class AlgorithmConfig(Section):
     filter_zero_variance: bool = False
     """Replace groups whose rewards are all equal (DAPO)."""
     max_filter_rounds: int | None = Field(None, ge=1, le=1_000_000)
-    """The run ends where a step needs more than this times `groups_per_step` groups; null: 256 groups, or
-    eight steps' worth, of which none could be trained."""
+    """A step that needs more than this times `groups_per_step` groups ends the run; null: after 256 groups,
+    or eight steps' worth, without one to train."""
     mask_truncated: bool = False
     """Leave truncated completions out of the loss (DAPO)."""
 

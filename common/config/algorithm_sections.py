@@ -12,8 +12,8 @@ class ImportanceConfig(Section):
     """Weights for tokens that another policy than the old one sampled."""
 
     mode: Annotated[Literal["auto", "truncate", "mask", "off"], OFF] = "auto"
-    """`truncate` bounds weights to [low, high], `mask` leaves out what lies outside. `auto`: `truncate`, or
-    `off` with `old_logprobs: rollout`."""
+    """`truncate` bounds weights to [low, high], `mask` leaves others out. `auto`: `truncate`, or `off` with
+    `old_logprobs: rollout`."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """A weight for each token, or a sequence: the product over its tokens, or their geometric mean."""
     low: float = Field(0.0, ge=0.0, le=1.0)
@@ -49,7 +49,7 @@ class RejectionConfig(Section):
     bounds: dict[Criterion, float | tuple[float, float]] = Field(default_factory=dict)
     """Each has to hold. k1: lowest and highest ratio (x is 1 / x and x); k2, k3: a largest value."""
     veto: float | None = Field(None, gt=0.0, lt=1.0)
-    """Sequences with a token whose r is below this are left out, such as 1e-4."""
+    """Least r of a token; else its sequence is left out, such as 1e-4."""
     denominator: Literal["all", "kept"] = "all"
     """Whether rejected tokens count in what sums are divided by."""
 
@@ -183,7 +183,7 @@ class KlControlConfig(Section):
     """Moves `kl.coefficient` towards a target (arXiv 1909.08593, eq. 2; verl's `kl_ctrl.type=adaptive`)."""
 
     target: float | None = Field(None, gt=0.0, le=1e6)
-    """`kl` of a step, in nats a token; null is off."""
+    """`kl`, in nats a token; null is off."""
     horizon: float = Field(10_000.0, gt=0.0, le=1e12)
     """Samples over which the coefficient moves by its whole error, at most 20%."""
 
@@ -193,8 +193,7 @@ class EntropyControlConfig(Section):
     `use_adaptive_entropy`)."""
 
     target: float | None = Field(None, gt=0.0, le=100.0)
-    """`entropy` of a step, in nats a token, at or below which the coefficient rises and is used; null is
-    off."""
+    """`entropy`, in nats a token, at or below which the coefficient rises and is used; null is off."""
     delta: float = Field(0.005, gt=0.0, le=100.0)
     """Change of the coefficient after each step."""
     low: float = Field(0.0, ge=0.0, le=100.0)
@@ -213,13 +212,13 @@ class ValueConfig(Section):
     """The value head of `advantage: gae`."""
 
     model: Literal["policy", "own"] = "policy"
-    """On the policy's last hidden state, or on a model of its own (a critic), which begins as a copy."""
+    """On the policy's last hidden state, or on a critic of its own, which begins as a copy."""
     lr: float | None = Field(None, gt=0.0, le=1.0)
     """Its peak learning rate; null takes the policy's."""
     coefficient: float = Field(0.5, gt=0.0, le=100.0)
     """Weight of the value loss."""
     clip: float | None = Field(0.2, gt=0.0, le=1e6)
-    """How far the value may move from that at the step's start; null does not clip."""
+    """How far the value may move in a step; null does not clip."""
     detach: bool = False
     """Keep the value loss's gradient out of the policy."""
     whiten: bool = True

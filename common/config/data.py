@@ -27,7 +27,7 @@ class SourceConfig(Section):
     weight: float = Field(1.0, gt=0.0, le=1e6)
     """Its share of the groups, relative to other sources."""
     epochs: int | None = Field(None, ge=1, le=1_000_000)
-    """Most passes over its rows; then the others share its place. Null has no end."""
+    """Most passes over its rows; then the others share its place."""
     columns: Columns = Field(default_factory=dict)
     """As `data.columns`, which is the default."""
     data_source: str = ""
@@ -41,7 +41,7 @@ class SourceConfig(Section):
     imitation: float = Field(1.0, gt=0.0, le=1e6)
     """Of demonstrations: weight of each token in the loss."""
     min_reward: float | None = Field(None, ge=-1e6, le=1e6)
-    """Of folders of runs: least reward of a completion that is imitated; null takes all."""
+    """Of folders of runs: least reward of an imitated completion."""
 
     @property
     def is_imitated(self) -> bool:

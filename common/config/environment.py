@@ -26,11 +26,10 @@ class EnvironmentConfig(Section):
     gateway_host: str = Field("127.0.0.1", min_length=1)
     """Address at which agents reach the model; in containers that of their bridge."""
     structured_output: Literal["sample", "refuse"] = "sample"
-    """Where an agent asks for a form of the answer (`response_format`, a forced call): a free sample, or a
+    """An agent that asks for a form of the answer (`response_format`, a forced call) gets a free sample, or a
     refusal."""
     on_program_error: Literal["fault", "truncated"] | float = "fault"
-    """An exception of the agent's program means: a fault, a truncated session, or this number as its
-    reward."""
+    """An exception of the agent's program: a fault, a truncated session, or this number as its reward."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of what `use` names."""
     call_format: CallFormat = "auto"
@@ -38,24 +37,24 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(16, ge=1, le=10_000)
     """Turns after which a session is truncated."""
     max_tokens: int = Field(0, ge=0, le=1 << 20)
-    """Completion tokens, the environment's included, after which a session is truncated. 0: what
-    `model.max_model_len` leaves."""
+    """Completion tokens, the environment's included, after which a session is truncated. 0: by
+    `model.max_model_len`."""
     max_segments: int = Field(32, ge=1, le=10_000)
     """Histories after which an agent's session is truncated."""
     max_result_tokens: int = Field(0, ge=0, le=1 << 20)
     """A longer answer of the environment is cut in its middle; 0: no limit."""
     call_timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
-    """Longest call of the environment; longer is `late`, and so is an agent that is silent so long after the
-    model's first answer. A late opening or reset is a fault."""
+    """Longest call of the environment, and silence of an agent after its first answer; longer is `late`. A
+    late opening or reset is a fault."""
     late: Literal["auto", "truncate", "fault"] = "auto"
-    """A late call truncates the session, or is a fault. `auto`: a fault with OpenEnv's servers, which may be
-    dead, else truncated."""
+    """A late call truncates the session, or is a fault. `auto`: a fault with OpenEnv's servers, else
+    truncated."""
     session_timeout_s: float = Field(1800.0, gt=0.0, le=864_000.0)
     """Time after which a session is truncated."""
     attempts: int = Field(6, ge=1, le=100)
-    """Plays of a session with faults, with growing pauses, before another worker gets the ticket."""
+    """Plays of a session with faults, before another worker gets the ticket."""
     max_faults: int = Field(200, ge=0, le=1_000_000)
-    """Tickets in a row that a worker hands on after such faults, at which the run stops; 0: never."""
+    """The run stops after so many tickets in a row with such faults; 0: never."""
     processes: int = Field(8, ge=1, le=1024)
     """Most processes of a worker for blocking environments and tools."""
 

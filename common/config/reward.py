@@ -121,7 +121,7 @@ Delay = Annotated[float, Field(ge=0.0, le=3600.0)]
 
 
 class RewardConfig(RewardLimits, FunctionConfig):
-    """How the reward service turns trajectories into scores."""
+    """From trajectories to scores."""
 
     function: PathText | None = None
     """`gsm8k` (the default), `math`, `exact_match`, `path.py:name`, or `package.module:name`."""
@@ -141,7 +141,7 @@ class RewardConfig(RewardLimits, FunctionConfig):
     processes: int = Field(2, ge=1, le=256)
     """Processes of a worker for plain (not async) functions."""
     threads: int = Field(16, ge=1, le=256)
-    """Most calls at once in each of them, where the function waits more than it computes."""
+    """Most calls at once in each, where the function mostly waits."""
     min_group_size: int = Field(2, ge=1, le=4096)
     """With `drop_sample`: groups with fewer scored samples are replaced."""
     delay_s: tuple[Delay, Delay] | None = None

@@ -38,18 +38,18 @@ def _known(name: str) -> str:
 
 
 class SamplingConfig(Section):
-    """How completions of training tickets are sampled."""
+    """Sampling of training tickets."""
 
     max_tokens: int = Field(512, ge=1, le=1 << 20)
     """Longest completion, in tokens; with an environment, longest turn."""
     temperature: float = Field(1.0, ge=0.01, le=10.0)
     """The trainer divides its logits by it, too."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling; below 1 training needs `sampling_masks`, or importance weights."""
+    """Nucleus sampling; `top_p`, `top_k` and `min_p` need `sampling_masks`, or importance weights."""
     top_k: int = Field(0, ge=0, le=1 << 20)
-    """Sample among the k likeliest tokens; 0: all. Else as with `top_p`."""
+    """Sample among the k likeliest tokens; 0: all."""
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
-    """Least probability, as a share of the likeliest token's; 0 is off. Else as with `top_p`."""
+    """Least probability, as a share of the likeliest token's; 0 is off."""
 
     @property
     def is_filtered(self) -> bool:
@@ -89,7 +89,7 @@ class SimulatedConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How the rollout service turns tickets into trajectories."""
+    """From tickets to trajectories."""
 
     engine: Annotated[str, AfterValidator(_known)] = "vllm"
     """What generates: `vllm`, `transformers` (needs no GPU), or `simulated` (delays)."""
@@ -103,17 +103,17 @@ class RolloutConfig(Section):
     workers: int = Field(1, ge=0, le=1024)
     """Processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)
-    """An engine with work that finishes no completion for so long is started again."""
+    """An engine that finishes nothing for so long is started again."""
     max_groups_in_flight: Literal["auto"] | Annotated[int, Field(ge=1, le=65536)] = 64
-    """Groups that a worker holds at once. `auto`: what vLLM's KV cache bears; 64 with other engines."""
+    """Groups that a worker holds at once. `auto`: what vLLM's KV cache bears, else 64."""
     max_num_seqs: int = Field(256, ge=1, le=65536)
     """Most sequences that an engine decodes at once."""
     num_threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of the engine; 0 divides the cores, less one, among this machine's workers."""
+    """CPU threads of the engine; 0 divides the cores, less one, among the workers."""
     sampling: SamplingConfig = SamplingConfig()
     sampling_masks: bool = True
-    """With top_p, top_k or min_p, record which ids these leave for each token, over which the trainer takes
-    logprobs; off, importance weights have to correct for it."""
+    """With top_p, top_k or min_p, record which ids they leave; the trainer takes logprobs over these. Off,
+    importance weights have to correct."""
     record_routes: bool = True
     """Record which experts each token went to; the trainer sends it there again."""
     environment: EnvironmentConfig = EnvironmentConfig()

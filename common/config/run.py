@@ -57,8 +57,8 @@ class ArchiveConfig(Section):
     """Stream entries become Parquet files in the run's folder before they are trimmed."""
 
     enabled: bool = True
-    """Off, trimmed entries are gone. On, it needs `python -m tidemill.services.jobs RUN_ID`, which
-    `tidemill up` starts."""
+    """Needs `python -m tidemill.services.jobs RUN_ID`, which `tidemill up` starts. Off, trimmed entries are
+    gone."""
     segment_mb: float = Field(32.0, ge=0.001, le=1024.0)
     """Payload of one file; Redis keeps as much of each stream."""
     keep_gb: float | None = Field(None, ge=0.001, le=1e6)
@@ -71,20 +71,20 @@ class ArchiveConfig(Section):
 
 
 class StreamsConfig(Section):
-    """How messages are held, retried and kept."""
+    """Messages: held, retried, kept."""
 
     lease_s: float = Field(30.0, ge=0.2, le=3600.0)
-    """A message whose holder is silent so long is taken over; holders renew at a third of it."""
+    """A message whose holder is silent so long is taken over; renewed at a third of it."""
     drain_s: float = Field(20.0, ge=0.0, le=3600.0)
-    """How long a stopping service works on what it holds; it hands the rest back."""
+    """How long a stopping service works on; it hands the rest back."""
     max_attempts: int = Field(5, ge=1, le=100)
-    """Deliveries of a message before it is dead-lettered; a trajectory only if it was alone in its worker in
-    the last ones."""
+    """Deliveries of a message before it is dead-lettered; a trajectory only if it was alone in its worker at
+    last."""
     max_message_mb: int = Field(64, ge=1, le=512)
     """Larger messages are refused undecoded."""
     claim_check_bytes: int = Field(0, ge=0, le=2**40)
-    """Training trajectories of at least so many bytes go to files in the run's folder, or to
-    `claim_check_url`; the stream gets pointer, size and digest. 0 is off."""
+    """Training trajectories of so many bytes go to files in the run's folder, or to `claim_check_url`; the
+    stream gets pointer, size and digest. 0 is off."""
     claim_check_url: str = Field("", pattern=r"^((s3|gs|az)://[^\s?#]+)?$")
     """An object store: `s3://bucket/folder`."""
     trim: bool = True

@@ -53,7 +53,7 @@ class LocalServersConfig(Section):
     shares_rollout_gpus: bool = False
     """Server i and rollout worker i use the same GPUs one at a time; needs `engine: transformers`."""
     start_timeout_s: float = Field(600.0, gt=0.0, le=86_400.0)
-    """A server that is not healthy so long after its start is started again."""
+    """A server that is not healthy so long after its start is restarted."""
 
     def rules(self) -> Rules:
         is_sharing = self.shares_rollout_gpus

@@ -19,7 +19,7 @@ class LoraConfig(Section):
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732): for ranks above 64."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Linear layers with an adapter, such as `[q_proj, v_proj]`; `all-linear`: all but the output head."""
+    """Linear layers with an adapter: `[q_proj, v_proj]`; `all-linear`: all but the output head."""
 
 
 BEST_METRICS = ("score", "accuracy", "pass_at_k")
@@ -66,8 +66,7 @@ class EvaluationConfig(Section):
     max_prompts: int | None = Field(None, ge=1)
     """First rows to take of each set."""
     keep_best: str = Field("score", pattern=rf"^$|^(.+/)?({'|'.join(BEST_METRICS)}|pass_at_[0-9]+)$")
-    """The version that is best by this metric keeps its weights: over all sets, or `SET/METRIC`. Empty keeps
-    none."""
+    """The best version by this metric keeps its weights: over all sets, or `SET/METRIC`. Empty keeps none."""
 
     @property
     def pass_k(self) -> list[int]:
@@ -99,7 +98,7 @@ DEFAULT_TILE_TOKENS = 16_384
 
 
 class TrainerConfig(Section):
-    """How the trainer schedules, trains, and keeps what it did."""
+    """What the trainer does, and what it keeps."""
 
     steps: int = Field(100, ge=1)
     """Steps of the run."""
@@ -130,7 +129,7 @@ class TrainerConfig(Section):
     """Other healthy ranges than those of docs/metrics.md, by check."""
     simulated: SimulatedPolicyConfig = SimulatedPolicyConfig()
     micro_batch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
-    """Most tokens in a rank's forward pass. `auto`: 16,384, or less where a GPU holds less."""
+    """Most tokens in a rank's forward pass. `auto`: 16,384, or what a GPU holds."""
     packing: bool = True
     """Compute common beginnings of samples once, without padding, where the attention allows it."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
@@ -140,8 +139,8 @@ class TrainerConfig(Section):
     shard_ranks: int | None = Field(None, ge=1)
     """Ranks that hold one copy of the model (HSDP); divides `num_ranks`. Null: all."""
     context_ranks: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = "auto"
-    """Ranks that share each forward pass, for long sequences (Ulysses). Divides `num_ranks` and the model's
-    attention heads. `auto`: as few as fit, on CPUs one."""
+    """Ranks that share a forward pass, for long sequences (Ulysses). Divides `num_ranks` and the attention
+    heads. `auto`: as few as fit, on CPUs one."""
     expert_ranks: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 1
     """Ranks that divide the experts of each layer, and send each other tokens. Divides the experts, and the
     ranks of one copy of the model. `auto`: over several hosts those of one."""
@@ -164,7 +163,7 @@ class TrainerConfig(Section):
     keep_weights: int = Field(3, ge=2, le=1000)
     """Versions kept in the weights folder."""
     checkpoint_every: int = Field(10, ge=0)
-    """Steps between checkpoints; the last step always has one. With 0 a crash replays all steps."""
+    """Steps between checkpoints; the last step has one. With 0 a crash replays all steps."""
     keep_checkpoints: int = Field(2, ge=1, le=1000)
     """Checkpoints kept."""
     reissue_after_s: float = Field(15.0, gt=0.0, le=86_400.0)

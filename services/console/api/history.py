@@ -54,7 +54,7 @@ class Records(Sequence[T], Generic[T]):
         return [dict(self._as_row(record)) for record in self._records]
 
     def to_arrow(self) -> "pyarrow.Table":
-        """A table of Arrow; values that are of several kinds in one column become JSON texts."""
+        """An Arrow table; columns with values of several kinds become JSON texts."""
         import pyarrow
 
         rows = self.rows()
@@ -80,8 +80,8 @@ class Records(Sequence[T], Generic[T]):
 class History:
     """What a run has written to its streams, wherever they are now: in Redis, in its folder, in the archive.
 
-    `run` is an id or a folder; without it the newest run. Reading changes nothing of the run. A method reads
-    when it is called, and holds what it returns: bound a long run by `steps`, one number or (first, last).
+    Reading changes nothing. A method reads when it is called, and holds what it returns: bound a long run by
+    `steps`, one number or (first, last).
 
         history = tidemill.History("arith-1")
         history.samples(steps=(0, 9)).to_pandas()
@@ -142,7 +142,7 @@ def metrics(
     runs_dir: str | Path | None = None,
     kind: Literal["step", "evaluation"] = "step",
 ) -> Records[Mapping[str, Any]]:
-    """The records of a run's metrics.jsonl: of its steps, or of its evaluations. docs/metrics.md lists them.
+    """The records of metrics.jsonl, of steps or evaluations; docs/metrics.md lists them.
 
     Raises:
         ConfigError: there is no such run in the folder of runs.

@@ -64,10 +64,10 @@ class RunResult:
 
 
 def load_config(config: Config, overrides: Overrides = ()) -> RunConfig:
-    """A config that is complete and checked in itself, with `overrides` in place of its fields.
+    """A complete and checked config, with `overrides` in place of its fields.
 
     Raises:
-        ConfigError: a field is unknown or its value is not allowed; the message says which and what is.
+        ConfigError: a field is unknown or its value is not allowed.
     """
     words = _words(overrides)
     if isinstance(config, str | Path):
@@ -78,12 +78,12 @@ def load_config(config: Config, overrides: Overrides = ()) -> RunConfig:
 
 
 def check(config: Config, overrides: Overrides = (), *, calls_reward: bool = True) -> Findings:
-    """Find every mistake of a run before it starts, as `tidemill check` does; what it says of the run.
+    """Find every mistake of a run before it starts, as `tidemill check` does.
 
     `calls_reward` calls local reward functions once, with the first row and an empty completion.
 
     Raises:
-        TidemillError: the run could not start as it is; the message has all that is wrong.
+        TidemillError: the run could not start; the message has all that is wrong.
     """
     loaded = load_config(config, overrides)
     return wait_for(lambda: asyncio.to_thread(examine, loaded, (), calls_reward))
@@ -102,12 +102,12 @@ def run(
 ) -> RunResult:
     """Do a whole run on this machine, as `tidemill up` does, and wait for its end; also in a notebook.
 
-    `on_step` and `on_evaluation` get the records of metrics.jsonl as they are written, each once. One that
-    returns False stops the run, so that it can be resumed; one that raises does so too, and its error is
-    raised when the run has stopped. Ctrl-C stops the run, and the result says so. `quiet` prints nothing.
+    `on_step` and `on_evaluation` get the records of metrics.jsonl as they are written. One that returns False
+    or raises stops the run, as Ctrl-C does: it can be resumed. An error is raised when the run has stopped.
+    `quiet` prints nothing.
 
     Raises:
-        TidemillError: it cannot start as it is. Nothing was started.
+        TidemillError: it cannot start. Nothing was started.
     """
     options = _options(config, overrides, run_id, resume, runs_dir)
     view = CallbackView(Console(highlight=False, quiet=quiet), {STEP: on_step, EVALUATION: on_evaluation})
