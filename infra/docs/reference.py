@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from infra.docs import api_page, config_page, fits_table, metric_table, option_tables
+from infra.docs import api_page, config_page, fits_table, metric_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 MADE: dict[str, ModuleType] = {
     "api.md": api_page,
-    "coming-from.md": option_tables,
     "config.md": config_page,
     "metrics.md": metric_table,
     "operations/sizing.md": fits_table,

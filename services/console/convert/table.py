@@ -1,6 +1,6 @@
 """What verl, TRL and prime-rl call what we have: the rows of verl.yml, trl.yml and prime_rl.yml.
 
-The converter, docs/coming-from.md and the answer to an unknown field read the same rows.
+The converter and the answer to an unknown field read the same rows.
 """
 
 from collections.abc import Iterable
