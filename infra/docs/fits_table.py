@@ -31,11 +31,10 @@ PREAMBLE = f"""{HEADING}
 
 GPUs with {GIB_EACH} GiB, half or more for the trainer; bfloat16, {MAX_MODEL_LEN:,} tokens, no reference
 model, hosts of 8 GPUs. GiB of a trainer's GPU and of the fullest host at the peak; "sequences" fit into the
-KV cache of one engine. Where it does not fit, the largest part is named. Generated from
-`docs/operations/models/`; `tidemill check --memory` computes yours.
+KV cache of one engine. Where it does not fit, the largest part is named. Generated from `models/`.
 
-| model | GPUs | fits | settings | trainer needs | tokens | sequences | host |
-|---|---|---|---|---|---|---|---|
+| model | GPUs | fits | settings | trainer needs | sequences | host |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -55,12 +54,11 @@ def _cells(name: str, machine: Mapping[str, Any], fit: Mapping[str, Any]) -> Ite
     yield from (name, str(machine["gpus"]))
     if fit["problems"]:
         part, value = max(fit["trainer"]["parts"].items(), key=lambda item: item[1])
-        yield from ("no", f"{part}: {value / GIB:.0f}", f"{fit['trainer']['peak'] / GIB:.0f}", "", "", "")
+        yield from ("no", f"{part}: {value / GIB:.0f}", f"{fit['trainer']['peak'] / GIB:.0f}", "", "")
         return
     settings = {SHORT[field]: value for field, value in fit["settings"].items() if field in SHORT}
     yield "with LoRA" if "lora" in settings else "yes"
     yield f"`{as_overrides(settings)}`" if settings else "defaults"
     yield f"{fit['trainer']['peak'] / GIB:.0f}"
-    yield f"{fit['tokens']:,}"
     yield f"{fit['engine']['num_sequences']:,}"
     yield f"{fit['host']['peak'] / GIB:.0f}"
