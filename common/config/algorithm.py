@@ -83,7 +83,8 @@ class AlgorithmConfig(Section):
     """Bound of the ratio where the advantage is negative, above 1 + clip_high. `auto` is 3 for `ppo` and
     `gspo`; null is none."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """The policy at the step's start (decoupled PPO, arXiv 2505.24298), or the rollout's logprobs."""
+    """The ratio is to the policy at the step's start (decoupled PPO, arXiv 2505.24298), or to the rollout's
+    logprobs."""
     correction: Correction | None = None
     """Defaults of `old_logprobs`, `importance` and `rejection` by verl's names."""
     importance: ImportanceConfig = ImportanceConfig()

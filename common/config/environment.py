@@ -54,7 +54,7 @@ class EnvironmentConfig(Section):
     attempts: int = Field(6, ge=1, le=100)
     """Plays of a session with faults, before another worker gets the ticket."""
     max_faults: int = Field(200, ge=0, le=1_000_000)
-    """The run stops after so many tickets in a row with such faults; 0: never."""
+    """Tickets in a row that a worker hands on for such faults, after which the run stops; 0: never."""
     processes: int = Field(8, ge=1, le=1024)
     """Most processes of a worker for blocking environments and tools."""
 
