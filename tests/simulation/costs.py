@@ -12,7 +12,7 @@ from tidemill.common.wire.messages import Commit
 
 HARMLESS = frozenset({"host_clock", "disk_full", "server_clock"})
 """Faults that take no process and nothing of Redis away."""
-POISON = frozenset({"foreign", "damage", "older"})
+POISON = frozenset({"foreign", "damage", "older", "vanish"})
 """Faults that put something into a stream that cannot be worked on, or somebody there who cannot."""
 LOSSES = frozenset({"restart", "failover", "empty"})
 LEASES_A_RUN, LEASES_A_FAULT = 3, 2

@@ -142,6 +142,61 @@ def _older(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craft
     return setup, [Fault(round(at_s / 2.0, 3), "older", "reward-9", {"for_s": 0.5 + for_s})]
 
 
+PART = {"before": ["append_part", "prompts"]}
+"""The moment when a part arrives."""
+
+
+def _heirs(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Workers die when a part of theirs has come, more often than a ticket may be delivered without one; with
+    the last one Redis loses what came last."""
+    setup = _with_parts(rng, setup)
+    # What is played again from its beginning, for its answers were other ones, is no progress.
+    setup = replace(setup, max_staleness=0, max_attempts=5 if setup.parts == "repeat" else 2)
+    faults = [Fault(0.5 + 2.0 * i, "kill", f"rollout-{i % 2}", PART) for i in range(rng.choice((3, 4)))]
+    if rng.random() < 0.4:
+        lost = {"for_s": for_s, "lose": rng.randint(1, 6)}
+        faults.append(Fault(round(at_s + 4.0, 3), "restart", f"rollout-{rng.randrange(2)}", lost | PART))
+    return setup, faults
+
+
+def _sleepers(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Each of two workers stands still, or is cut off, with a part on its way, until the other one has taken
+    over what it holds and works on it; answers may be lost."""
+    kinds = [rng.choice(("freeze", "freeze", "cut_off")) for _ in range(3)]
+    lasting_s = [round(rng.uniform(1.2, 1.7) * LEASE_S, 2) for _ in kinds]
+    faults = [
+        Fault(round(at_s / 4.0 + 1.2 * LEASE_S * i, 3), kind, f"rollout-{i % 2}", {"for_s": lasting_s[i]} | PART)
+        for i, kind in enumerate(kinds)
+    ]
+    if rng.random() < 0.5:
+        how = {"for_s": 8.0, "share": round(rng.uniform(0.2, 0.4), 2)}
+        faults.append(Fault(round(at_s / 2.0, 3), "unreliable", "", how))
+    return _with_parts(rng, setup), faults
+
+
+def _with_parts(rng: random.Random, setup: Setup) -> Setup:
+    setup = replace(setup, parts=rng.choice(("turns", "restore", "repeat")), choices=rng.random() < 0.5)
+    setup = replace(setup, steps=3, groups_per_step=1, group_size=2, rollouts=2, evaluation=False, sessions=False)
+    return replace(setup, sample_s=0.9 * LEASE_S, trim=True, per_group=rng.random() < 0.3)
+
+
+def _rows(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Choices come back in a replay, from their files or the archive; their writer dies behind them, and the
+    store of them is away or has lost some."""
+    setup = replace(setup, choices=True, claims=rng.random() < 0.3, steps=5, checkpoint_every=4, trim=True)
+    setup = replace(setup, archive=rng.random() < 0.7, segment_mb=0.001, keep_choices=rng.random() < 0.5)
+    faults = [
+        Fault(round(0.5 + 1.5 * i, 3), "kill", f"rollout-{i % setup.rollouts}", {"step": "file", "count": n})
+        for i, n in enumerate(rng.sample(range(12), 2))
+    ]
+    faults += [Fault(round(at_s + i, 3), "kill", "trainer") for i in (0.0, 4.0)]
+    if rng.random() < 0.5:
+        faults.append(Fault(round(at_s - 1.0, 3), "away", "", {"for_s": round(4.0 * for_s, 2)}))
+    elif rng.random() < 0.3:
+        faults.append(Fault(round(at_s - 1.0, 3), "vanish", "", {"count": rng.randint(1, 4)}))
+    return replace(setup, sample_s=1.0), faults
+
+
 CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
     "outage": _outage,
     "behind": _behind,
@@ -160,5 +215,8 @@ CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
     "last": _last,
     "unheard": _unheard,
     "older": _older,
+    "heirs": _heirs,
+    "sleepers": _sleepers,
+    "rows": _rows,
 }
 """Kind -> the schedule, of a generator, a config, and a time and a duration that it may use."""

@@ -19,6 +19,7 @@ from tests.simulation.schedule import Fault, Schedule
 from tests.simulation.world import World
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import _script
+from tidemill.common.store.claims import CLAIMS_FOLDER
 
 SCRIPTED = ("EVALSHA", "FCALL")
 """Entries may be appended by a script."""
@@ -69,8 +70,7 @@ class Injector:
         if self.fleet.outcome:
             return
         if before := fault.how.get("before"):
-            who = fault.target if fault.kind == "kill" else "trainer"
-            self._armed.append((who, *before, lambda: self._happen(fault)))
+            self._armed.append((fault.target or "trainer", *before, lambda: self._happen(fault)))
         else:
             self._happen(fault)
 
@@ -223,6 +223,19 @@ class Injector:
         self.world.disk.is_full = True
         self._after(fault.how["for_s"], lambda: setattr(self.world.disk, "is_full", False))
 
+    def away(self, fault: Fault) -> None:
+        """No payload can be read or written for a while."""
+        self.world.is_store_away = True
+        self._after(fault.how["for_s"], lambda: setattr(self.world, "is_store_away", False))
+
+    def vanish(self, fault: Fault) -> bool:
+        """Newest payloads are gone."""
+        folder = self.world.folder / self.world.run_id / CLAIMS_FOLDER
+        files = sorted(folder.glob("[0-9]*"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        for path in files[-fault.how["count"] :]:
+            path.unlink()
+        return bool(files)
+
     def tear(self, fault: Fault) -> bool:
         """The trainer dies, and a file of its is not what it was."""
         if (process := self.fleet.find("trainer")) is not None:
@@ -310,6 +323,8 @@ KINDS: dict[str, Callable[[Injector, Fault], Any]] = {
     "server_clock": Injector.server_clock,
     "host_clock": Injector.host_clock,
     "disk_full": Injector.disk_full,
+    "away": Injector.away,
+    "vanish": Injector.vanish,
     "tear": Injector.tear,
     "foreign": Injector.foreign,
     "damage": Injector.damage,

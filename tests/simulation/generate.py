@@ -54,7 +54,7 @@ RARE = {
     "twin": 5,
 }
 """Kind of what chance hardly brings together -> in how many of 100 schedules it is."""
-ADDED, ADDED_SHARE = ("last", "unheard", "older"), 0.06
+ADDED, ADDED_SHARE = ("last", "unheard", "older", "heirs", "sleepers", "rows"), 0.25
 """Kinds that came later, drawn apart: the seeds of the others stay what they were."""
 STREAMS = (
     "prompts",

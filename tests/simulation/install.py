@@ -43,13 +43,15 @@ from tests.simulation.redis.client import MemoryClient
 from tests.simulation.reward import SimulatedReward, make_reward
 from tests.simulation.watch import Watch
 from tests.simulation.world import World
-from tidemill.common.errors import CodecError
+from tidemill.common.errors import CodecError, StoreError
 from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.redis.broker import WAIT_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import RUNS_DIR_VARIABLE
+from tidemill.common.store.claims import ClaimStore
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
+from tidemill.services.rollout.engines.simulated import SimulatedEngine
 from tidemill.services.rollout.worker import RolloutWorker
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.prompts import load_tokenizer
@@ -150,12 +152,23 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (tidemill.services.reward.rewards.weighted_sum, "FunctionReward", SimulatedReward),
         (tidemill.services.trainer.service, "load_tokenizer", known_tokenizer),
         (httpx, "AsyncClient", NoHttpClient),
+        (ClaimStore, "_read", _unless_away(world, ClaimStore._read)),
+        (ClaimStore, "_write", _unless_away(world, ClaimStore._write)),
         (codec, "_check_needs", _needs_checked_by(world)),
         (yaml, "SafeLoader", yaml.CSafeLoader),  # the same, in a tenth of the time
         (yaml, "SafeDumper", yaml.CSafeDumper),
         (tidemill.services.trainer.durable.checkpointing, "KEPT_COMMITS", world.kept_commits),
         (tidemill.services.trainer.durable.commits, "KEPT_COMMITS", world.kept_commits),
     ]
+
+
+def _unless_away(world: World, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        if world.is_store_away and OWNER.get(world.loop.world) is not world.loop.world:
+            raise StoreError("the store of claims is away")
+        return function(*args)
+
+    return call
 
 
 def _needs_checked_by(world: World) -> Callable[[Any, Any], None]:
@@ -177,6 +190,11 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
     def new_key(seed: int, request_id: str) -> int:
         watch.generates(request_id)
         return request_key(seed, f"{request_id} {watch.num_generated}")
+
+    say = SimulatedEngine._generation
+
+    def say_watched(engine: SimulatedEngine, request: Any, key: int, *rest: Any) -> Any:
+        return watch.makes(request, key, say(engine, request, key, *rest))
 
     def accumulate_watched(policy: SimulatedPolicy, batch: MicroBatch) -> MicroBatchMetrics:
         watch.accumulated(policy, batch.samples)
@@ -215,6 +233,7 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (StreamJoin, "reread", reread_watched),
         (RolloutWorker, "_checked_in", check_in_watched),
         (tidemill.services.rollout.engines.simulated, "request_key", new_key),
+        (SimulatedEngine, "_generation", say_watched),
         (SimulatedPolicy, "accumulate", accumulate_watched),
         (SimulatedPolicy, "update", update_watched),
         (SimulatedPolicy, "zero", zero_watched),

@@ -63,6 +63,7 @@ class Judge:
         watch.keeps_parts = schedule.setup.parts in ("turns", "restore") and self.kinds.isdisjoint(
             {*LOSSES, *costs.POISON, "tear"}
         )
+        watch.has_strangers = "foreign" in self.kinds
         self._claims = ClaimStore(self.world.folder / self.world.run_id)
         self._samples: dict[tuple[str, tuple[int, int]], list[Record]] = {}
         """All entries of a sample, by lane and key."""
@@ -193,6 +194,8 @@ class Judge:
             f.kind == "empty" or (f.kind in LOSSES and (f.how.get("lose") or f.how.get("lose_commits")))
             for f in self.schedule.faults
         )
+        if "lost its tokens" in outcome and "vanish" in self.kinds:
+            return True
         is_torn = (num_torn and has_losses) or num_torn >= self.trainer.keep_checkpoints
         return "empty" in self.kinds or bool(is_torn)
 

@@ -50,6 +50,10 @@ class Setup:
     """Every trajectory lies in a file of the run, and its entry is a claim."""
     choices: bool = False
     """Sampling is filtered, and what it left lies in a file of the run too."""
+    keep_choices: bool = True
+    """The archive has it too."""
+    max_attempts: int = 5
+    """Deliveries of a ticket without progress."""
     mixed: bool = False
     """Two sources, a curriculum, and groups without variance replaced."""
 
@@ -101,8 +105,13 @@ class Setup:
             "streams": {
                 "lease_s": LEASE_S,
                 "trim": self.trim,
+                "max_attempts": self.max_attempts,
                 "claim_check_bytes": int(self.claims),
-                "archive": {"enabled": self.archive, "segment_mb": self.segment_mb},
+                "archive": {
+                    "enabled": self.archive,
+                    "segment_mb": self.segment_mb,
+                    "keep_choices": self.keep_choices,
+                },
             },
         }
         if self.sample_s > LEASE_S:

@@ -4,9 +4,10 @@ Each run has one. What is wrong goes into `broken`, as words that begin with the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from redis.exceptions import RedisError
 
 from tests.simulation.cluster import NOTICED_S
@@ -22,8 +23,10 @@ from tidemill.common.redis.broker import LONGEST_PAUSE_S, _script
 from tidemill.common.store.claims import ClaimStore
 from tidemill.common.streams.consumer import RENEWALS_PER_LEASE
 from tidemill.common.wire import codec
+from tidemill.common.wire.choices import KEPT, Rows
 from tidemill.common.wire.messages import Lane, Trajectory
-from tidemill.services.rollout.sessions.parts import read_play
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.sessions.parts import PLAY_BYTES, read_play
 from tidemill.services.trainer.batch.reconciler import TRIMMING
 
 Key = tuple[int, int]
@@ -33,6 +36,42 @@ CONTACT_S = LONGEST_PAUSE_S + LEASE_S / RENEWALS_PER_LEASE + 0.5
 """So long after its last failed command, a process has renewed its leases again."""
 ON_ITS_WAY_S = 2.0
 """What was published may not be known to a worker that begins within so long."""
+
+
+def _bytes(ids: Any) -> bytes:
+    return np.asarray(ids, np.int32).tobytes()
+
+
+@dataclass
+class Made:
+    """What an engine has said to one request."""
+
+    longest: Generation
+    versions: list[set[int]] = field(default_factory=list)
+    """Of each token: an engine that stood still may say later that another one has made it."""
+    lengths: set[int] = field(default_factory=set)
+
+    def add(self, found: Generation) -> None:
+        num_tokens = len(found.token_ids)
+        self.longest = max(self.longest, found, key=lambda one: len(one.token_ids))
+        self.lengths.add(num_tokens)
+        self.versions += [set() for _ in range(num_tokens - len(self.versions))]
+        for (version, start), end in zip(found.spans, [*(s for _, s in found.spans[1:]), num_tokens], strict=True):
+            for place in range(start, end):
+                self.versions[place].add(version)
+
+    def lengths_in(
+        self, ids: Any, logprobs: Any, kept: Rows | None, versions: Sequence[int] | None
+    ) -> set[int]:
+        """With so many of its tokens a sample may begin that goes on somehow."""
+        return {
+            n
+            for n in self.lengths
+            if _bytes(ids[:n]) == _bytes(self.longest.token_ids[:n])
+            and np.array_equal(np.float32(logprobs[:n]), np.float32(self.longest.logprobs[:n]))
+            and (KEPT not in self.longest.choices or (kept and kept[:n] == self.longest.choices[KEPT][:n]))
+            and (versions is None or all(v in own for v, own in zip(versions[:n], self.versions, strict=False)))
+        }
 
 
 @dataclass
@@ -56,6 +95,10 @@ class Watch:
     """Nothing but another trainer lets a recorded sample begin again."""
     num_again: int = 0
     """Generations of samples that were generated before."""
+    has_strangers: bool = False
+    """Whether somebody's samples may be trained that no engine has made."""
+    _made: dict[bytes, dict[int, Made]] = field(default_factory=dict)
+    """By what stood before, and what the engine draws by."""
     _begun: set[tuple[str, Key]] = field(default_factory=set)
     _kept_by: dict[tuple[bytes, bytes], bytes] = field(default_factory=dict)
     """By key and field: who appended a part."""
@@ -85,6 +128,8 @@ class Watch:
                     f"pair: sample {sample.key} was trained with the reward {sample.reward} of other tokens; "
                     f"its own is {expected}"
                 )
+            if not self.has_strangers and not self._is_made(sample, sample.rollout_logprobs, sample.kept):
+                self.broken.append(f"made: sample {sample.key} is trained, and no engine has made it like this")
 
     def pending_of(self, policy: Any) -> dict[Key, bytes]:
         """What was accumulated since the last update: completion ids of each sample."""
@@ -143,6 +188,45 @@ class Watch:
                 f"history: sample {sample.key} is published, of version {sample.max_version}; its engine has "
                 f"gone back to {engine.version}"
             )
+        kept = sample.choices.rows.get(KEPT) if sample.choices else None
+        if not self._is_made(sample, sample.logprobs, kept, sample.token_versions()):
+            self.broken.append(f"made: sample {sample.key} is published, and no engine has made it like this")
+
+    def makes(self, request: Any, key: int, found: Generation) -> Generation:
+        """An engine has got so far with a request. Logprobs and choices come to be those of no other token."""
+        names = [(key + place) % 2**19 for place in range(len(found.token_ids))]
+        rows = Rows.of_lists([(token, name) for token, name in zip(found.token_ids, names, strict=True)])
+        found = replace(
+            found, logprobs=[-1.0 - n / 2**20 for n in names], choices={name: rows for name in found.choices}
+        )
+        known = self._made.setdefault(_bytes(request.prompt_ids), {}).setdefault(key, Made(found))
+        known.add(found)
+        return found
+
+    def _is_made(
+        self, sample: Any, logprobs: Any, kept: Rows | None, versions: Sequence[int] | None = None
+    ) -> bool:
+        """Whether what the model said in it are answers of engines to just what stood before each: token by
+        token, with their logprobs, choices and versions."""
+        ids, num_tokens = np.concatenate([sample.prompt_ids, sample.completion_ids]), len(logprobs)
+        first = len(ids) - num_tokens
+        places, reached = [0], {0}
+        while places and num_tokens not in reached:
+            place = places.pop()
+            lengths = {1}
+            if sample.mask[place]:
+                made = self._made.get(_bytes(ids[: first + place]), {}).values()
+                own = slice(place, None)
+                asked = (
+                    sample.completion_ids[own],
+                    logprobs[own],
+                    kept and kept[own],
+                    None if versions is None else versions[own],
+                )
+                lengths = set().union(*(one.lengths_in(*asked) for one in made))
+            places += [place + n for n in lengths if place + n not in reached]
+            reached |= {place + n for n in lengths}
+        return num_tokens in reached
 
     # Leases.
 
@@ -167,10 +251,11 @@ class Watch:
             return lambda replies: self._trimmed(fields, replies)
         elif name == "append_part":
             holder = self._holder_of(server, fields[3], fields[6], fields[8])
-            return lambda replies: self._kept(fields, holder, replies)
+            before = dict(server.space.values.get(fields[5], {}))
+            return lambda replies: self._kept(server, fields, holder, before, replies)
         elif name == "publish_sample" and fields[-1]:
             parts = dict(server.space.values.get(fields[6], {}))
-            return lambda replies: self._published(fields, parts, replies)
+            return lambda replies: self._published(server, fields, parts, replies)
         elif name == "reclaim":
             key, group = fields[3], fields[4]
             stream = server.space.values.get(key)
@@ -186,19 +271,42 @@ class Watch:
         held = found.pending.get(parse_id(entry_id)) if found else None
         return held.consumer if held else b""
 
-    def _kept(self, fields: Fields, holder: bytes, replies: list[Any]) -> None:
-        """Parts are kept of whoever holds the ticket."""
+    def _kept(
+        self, server: MemoryServer, fields: Fields, holder: bytes, before: dict[bytes, bytes], replies: list[Any]
+    ) -> None:
+        """Parts are kept of whoever holds the ticket, behind others of their play; one is written over only
+        where a play begins again."""
         (reply,) = replies
-        if reply in (1, 2):
-            self._kept_by[fields[5], fields[10]] = fields[7]
-            if holder != fields[7]:
-                self.broken.append(f"part: one of {fields[7]!r} is kept, and {holder!r} holds its ticket")
+        if reply not in (1, 2):
+            return
+        self._kept_by[fields[5], fields[10]] = fields[7]
+        if holder != fields[7]:
+            self.broken.append(f"part: one of {fields[7]!r} is kept, and {holder!r} holds its ticket")
+        index, number = map(int, fields[10].split(b":"))
+        parts = server.space.values.get(fields[5], {})
+        plays = {parts.get(b"%d:%d" % (index, n), b"")[:PLAY_BYTES] for n in range(number + 1)}
+        if len(plays) > 1:
+            self.broken.append(f"part: {fields[10]!r} does not follow those of its own play: {plays}")
+        was = before.get(fields[10], b"")[:PLAY_BYTES]
+        if was and was not in plays and self.keeps_parts and not self._has_reason:
+            self.broken.append(f"waste: what {fields[5]!r} has of {fields[10]!r} is generated again")
 
-    def _published(self, fields: Fields, parts: dict[bytes, bytes], replies: list[Any]) -> None:
-        """A sample begins with what is recorded of it, unless there is a reason to begin again."""
+    @property
+    def _has_reason(self) -> bool:
+        """Whether another trainer may have gone back to versions before those of parts."""
+        return sum(process.role == "trainer" for process in self.world.processes) > 1
+
+    def _published(
+        self, server: MemoryServer, fields: Fields, parts: dict[bytes, bytes], replies: list[Any]
+    ) -> None:
+        """A sample begins with what is recorded of it, unless there is a reason to begin again; then its
+        parts are gone."""
         (reply,) = replies
         if reply not in (1, 2) or not parts:
             return
+        left = [name for name in server.space.values.get(fields[6], {}) if name.startswith(fields[10] + b":")]
+        if left:
+            self.broken.append(f"left: parts {left} of a sample that is published")
         claims = ClaimStore(self.world.folder / self.world.run_id)
         sample = claims.resolve(codec.decode({b"v": fields[-2], b"p": fields[-1]}, Trajectory))
         assert isinstance(sample, Trajectory)
@@ -207,8 +315,7 @@ class Watch:
         is_begun_with = sample.completion_ids[sample.mask][: len(recorded)].tolist() == recorded
         keepers = {self._kept_by[fields[6], b"%d:%d" % (sample.index, n)] for n in range(len(play.parts))}
         self.num_resumed += is_begun_with and bool(keepers - {fields[8]})
-        has_reason = sum(process.role == "trainer" for process in self.world.processes) > 1
-        if not is_begun_with and self.keeps_parts and not has_reason:
+        if not is_begun_with and self.keeps_parts and not self._has_reason:
             self.broken.append(f"part: sample {sample.key} does not begin with what was recorded of it")
 
     def _taken(self, taker: Process, key: bytes, holders: dict[Any, bytes], replies: list[Any]) -> None:

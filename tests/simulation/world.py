@@ -53,6 +53,8 @@ class World:
         self.watch_server()
         self.was_emptied = False
         """Whether Redis once held nothing: what it holds later may be taken back."""
+        self.is_store_away = False
+        """Whether no payload of claims can be read or written."""
         self.older: set[str] = set()
         """Processes of a release that does not understand claims."""
         self.on_append: Callable[[Any], None] | None = None

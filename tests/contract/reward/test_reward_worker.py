@@ -19,6 +19,7 @@ from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, Entry, append, ensure_group, group_status, read_range
+from tidemill.common.streams.entries import NOBODY
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import (
     FIRST_DEMONSTRATION,
@@ -321,6 +322,8 @@ async def test_stopping_hands_back_what_does_not_finish_in_time(
     async with start(stuck, streams={"lease_s": 1.0, "drain_s": 0.05}):
         await wait_until(lambda: len(stuck.started) == 3)
     assert stuck.cancelled.total() == 3
+    *_, holders = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP)
+    assert [name.decode() for name, _ in holders] == [NOBODY], "nobody waits for a lease to end"
     next_worker = GatedReward()
     next_worker.gate.set()
     async with start(next_worker, name="w2", streams={"lease_s": 1.0, "max_attempts": 1}):
