@@ -5,13 +5,19 @@ from collections import Counter
 import pyarrow.parquet as pq
 
 from tests.simulation.redis.stream import Stream, parse_id
+from tests.simulation.watch import Watch
 from tests.simulation.world import World
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest
+from tidemill.common.archive.reader import select
 from tidemill.common.archive.rows import ID
+from tidemill.common.config import RunConfig
 from tidemill.common.errors import ArchiveError
+from tidemill.common.streams import Entry
 from tidemill.common.streams.entries import id_order
-from tidemill.common.streams.selection import StreamName
+from tidemill.common.streams.selection import Selection, StreamName
+from tidemill.common.wire.choices import KEPT
+from tidemill.common.wire.messages import Trajectory
 
 
 def missing_ids(world: World) -> list[str]:
@@ -37,6 +43,21 @@ def missing_ids(world: World) -> list[str]:
         if twice := [entry_id for entry_id, count in Counter(archived).items() if count > 1]:
             problems.append(f"archive: {name} {twice[0]} is archived twice")
     return problems
+
+
+def other_choices(watch: Watch, config: RunConfig) -> list[str]:
+    """In words: archived trajectories whose choices are not those of their engines, or are not kept or left out
+    as the config says."""
+    run_dir, stream = watch.world.folder / watch.world.run_id, StreamName.TRAJECTORIES
+    manifest = Manifest.load(stream_folder(run_dir, stream))
+    for part in select(manifest, stream, Selection()):
+        for sample in [record.message for record in part if isinstance(record, Entry)]:
+            if isinstance(sample, Trajectory) and sample.choices is not None and sample.claim is None:
+                kept = sample.choices.rows.get(KEPT)
+                is_right = watch.is_made(sample, sample.logprobs, kept) if kept else True
+                if not is_right or (kept is not None) != config.streams.archive.keep_choices:
+                    return [f"archive: the choices of {sample.key} are not as they were made, or kept"]
+    return []
 
 
 def _ids(path: object) -> list[tuple[int, int]]:

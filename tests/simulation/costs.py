@@ -9,6 +9,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.redis.lines import ANSWER_TIMEOUT_S
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.groups.group_filter import NO_CHOICES, NO_PAYLOAD
 
 HARMLESS = frozenset({"host_clock", "disk_full", "server_clock"})
 """Faults that take no process and nothing of Redis away."""
@@ -41,7 +42,7 @@ def dead_letters(world: World, schedule: Schedule, commits: list[Commit]) -> lis
 
 
 def dropped_without_need(schedule: Schedule, commits: list[Commit]) -> list[str]:
-    """Groups are replaced for their rewards alone, unless Redis has lost something, strangers write, or the
+    """Groups are replaced for their rewards alone, and no sample lacks what it claims, unless Redis has lost something, strangers write, or the
     run was resumed with a tighter bound."""
     if not {fault.kind for fault in schedule.faults}.isdisjoint(LOSSES | POISON) or len(schedule.bounds) > 1:
         return []
@@ -49,7 +50,7 @@ def dropped_without_need(schedule: Schedule, commits: list[Commit]) -> list[str]
         f"dropped: ticket {ticket} at step {commit.step}: {reason}"
         for commit in commits
         for ticket, index, reason in commit.dropped
-        if index < 0 and reason not in OF_REWARDS
+        if (index < 0 and reason not in OF_REWARDS) or reason in (NO_PAYLOAD, NO_CHOICES)
     ]
     return found[:1]
 

@@ -143,7 +143,7 @@ def _older(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craft
 
 
 PART = {"before": ["append_part", "prompts"]}
-"""The moment when a part arrives."""
+"""The moment when a part arrives of the target, or whose it is `of`."""
 
 
 def _heirs(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
@@ -152,10 +152,24 @@ def _heirs(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craft
     setup = _with_parts(rng, setup)
     # What is played again from its beginning, for its answers were other ones, is no progress.
     setup = replace(setup, max_staleness=0, max_attempts=5 if setup.parts == "repeat" else 2)
-    faults = [Fault(0.5 + 2.0 * i, "kill", f"rollout-{i % 2}", PART) for i in range(rng.choice((3, 4)))]
-    if rng.random() < 0.4:
-        lost = {"for_s": for_s, "lose": rng.randint(1, 6)}
+    faults = [Fault(round(0.4 * at_s + 2.5 * i, 3), "kill", f"rollout-{i % 2}", PART) for i in range(rng.choice((3, 4)))]
+    if rng.random() < 0.6:
+        lost = {"for_s": for_s, "lose": rng.randint(1, 24)}
         faults.append(Fault(round(at_s + 4.0, 3), "restart", f"rollout-{rng.randrange(2)}", lost | PART))
+    return setup, faults
+
+
+def _forks(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """A version is lost with its commit, and much that it was trained on, while samples of it are made; their
+    worker dies with the first part that comes after it."""
+    setup = replace(_with_parts(rng, setup), steps=6, max_staleness=rng.choice((1, 3)), checkpoint_every=4)
+    setup = replace(setup, rollouts=3, group_size=3)
+    faults = [Fault(0.5, "kill", "rollout-2")]
+    for i in range(2):
+        moment, worker = round(at_s / 2.0 + 3.0 + 6.0 * i, 3), f"rollout-{i}"
+        lost = {"for_s": round(0.4 * for_s, 2), "lose_commits": 1, "lose": rng.randint(0, 40)}
+        faults.append(Fault(moment, "restart", worker, lost | PART | {"then": ["kill", worker]}))
+        faults.append(Fault(moment, "kill", "trainer", {"of": worker} | PART))
     return setup, faults
 
 
@@ -184,7 +198,7 @@ def _rows(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafte
     """Choices come back in a replay, from their files or the archive; their writer dies behind them, and the
     store of them is away or has lost some."""
     setup = replace(setup, choices=True, claims=rng.random() < 0.3, steps=5, checkpoint_every=4, trim=True)
-    setup = replace(setup, archive=rng.random() < 0.7, segment_mb=0.001, keep_choices=rng.random() < 0.5)
+    setup = replace(setup, archive=rng.random() < 0.7, segment_mb=0.001, keep_choices=rng.random() < 0.7)
     faults = [
         Fault(round(0.5 + 1.5 * i, 3), "kill", f"rollout-{i % setup.rollouts}", {"step": "file", "count": n})
         for i, n in enumerate(rng.sample(range(12), 2))
@@ -192,7 +206,7 @@ def _rows(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafte
     faults += [Fault(round(at_s + i, 3), "kill", "trainer") for i in (0.0, 4.0)]
     if rng.random() < 0.5:
         faults.append(Fault(round(at_s - 1.0, 3), "away", "", {"for_s": round(4.0 * for_s, 2)}))
-    elif rng.random() < 0.3:
+    elif rng.random() < 0.5:
         faults.append(Fault(round(at_s - 1.0, 3), "vanish", "", {"count": rng.randint(1, 4)}))
     return replace(setup, sample_s=1.0), faults
 
@@ -217,6 +231,7 @@ CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
     "older": _older,
     "heirs": _heirs,
     "sleepers": _sleepers,
+    "forks": _forks,
     "rows": _rows,
 }
 """Kind -> the schedule, of a generator, a config, and a time and a duration that it may use."""

@@ -70,7 +70,8 @@ class Injector:
         if self.fleet.outcome:
             return
         if before := fault.how.get("before"):
-            self._armed.append((fault.target or "trainer", *before, lambda: self._happen(fault)))
+            who = fault.how.get("of", fault.target) or "trainer"
+            self._armed.append((who, *before, lambda: self._happen(fault)))
         else:
             self._happen(fault)
 
@@ -94,6 +95,8 @@ class Injector:
             self.cut_off(Fault(fault.at_s, "cut_off", "trainer", {"for_s": hold_s}))
         if KINDS[fault.kind](self, fault) is not False:
             self.done[fault.kind] += 1
+        if then := fault.how.get("then"):  # at the next moment of its kind
+            self._do(Fault(fault.at_s, *then, {"before": fault.how["before"]}))
 
     # What happens.
 

@@ -52,7 +52,7 @@ class RepeatedGuessing(Guessing):
     async def reset(self, **row: Any) -> None:
         """The session begins."""
         await super().reset(**row)
-        self._first = "w0" if random.random() < 0.1 else "w1"
+        self._first = "w0" if random.random() < 0.25 else "w1"
 
     async def step(self, text: str) -> dict[str, Any]:
         """What the model said."""

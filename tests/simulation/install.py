@@ -194,7 +194,14 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
     say = SimulatedEngine._generation
 
     def say_watched(engine: SimulatedEngine, request: Any, key: int, *rest: Any) -> Any:
-        return watch.makes(request, key, say(engine, request, key, *rest))
+        return watch.makes(engine, request, key, say(engine, request, key, *rest))
+
+    load = SimulatedEngine.load
+
+    async def load_watched(engine: SimulatedEngine, version: int, *files: Any) -> Any:
+        update = await load(engine, version, *files)
+        vars(engine).setdefault("digests", {})[version] = files[-1]
+        return update
 
     def accumulate_watched(policy: SimulatedPolicy, batch: MicroBatch) -> MicroBatchMetrics:
         watch.accumulated(policy, batch.samples)
@@ -234,6 +241,7 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (RolloutWorker, "_checked_in", check_in_watched),
         (tidemill.services.rollout.engines.simulated, "request_key", new_key),
         (SimulatedEngine, "_generation", say_watched),
+        (SimulatedEngine, "load", load_watched),
         (SimulatedPolicy, "accumulate", accumulate_watched),
         (SimulatedPolicy, "update", update_watched),
         (SimulatedPolicy, "zero", zero_watched),

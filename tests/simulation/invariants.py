@@ -354,9 +354,10 @@ class Judge:
 
     def _judge_archive(self) -> list[str]:
         """Archive and Redis together hold all that was not lost."""
-        from tests.simulation.archive_check import missing_ids
+        from tests.simulation.archive_check import missing_ids, other_choices
 
-        return missing_ids(self.world)
+        is_whole = self.kinds.isdisjoint({"foreign", "vanish"})
+        return missing_ids(self.world) + (other_choices(self.watch, self.config) if is_whole else [])
 
     def _judge_letters(self) -> list[str]:
         """Dead letters keep the bytes of what they are about."""

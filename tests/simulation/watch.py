@@ -30,6 +30,8 @@ from tidemill.services.rollout.sessions.parts import PLAY_BYTES, read_play
 from tidemill.services.trainer.batch.reconciler import TRIMMING
 
 Key = tuple[int, int]
+Weights = tuple[int, str]
+"""A version, and the digest of its weights."""
 Answered = Callable[[list[Any]], None]
 
 CONTACT_S = LONGEST_PAUSE_S + LEASE_S / RENEWALS_PER_LEASE + 0.5
@@ -42,26 +44,37 @@ def _bytes(ids: Any) -> bytes:
     return np.asarray(ids, np.int32).tobytes()
 
 
+def weights_of(engine: Any, version: int) -> Weights:
+    """What the engine has computed with under this number; without a digest where that was another one."""
+    return version, vars(engine).get("digests", {}).get(version, "")
+
+
+def _is_of(weights: Weights, made_by: set[Weights]) -> bool:
+    version, digest = weights
+    return any(v == version and digest in ("", d) for v, d in made_by)
+
+
 @dataclass
 class Made:
     """What an engine has said to one request."""
 
     longest: Generation
-    versions: list[set[int]] = field(default_factory=list)
+    weights: list[set[Weights]] = field(default_factory=list)
     """Of each token: an engine that stood still may say later that another one has made it."""
     lengths: set[int] = field(default_factory=set)
 
-    def add(self, found: Generation) -> None:
+    def add(self, found: Generation, engine: Any) -> None:
         num_tokens = len(found.token_ids)
         self.longest = max(self.longest, found, key=lambda one: len(one.token_ids))
         self.lengths.add(num_tokens)
-        self.versions += [set() for _ in range(num_tokens - len(self.versions))]
-        for (version, start), end in zip(found.spans, [*(s for _, s in found.spans[1:]), num_tokens], strict=True):
+        self.weights += [set() for _ in range(num_tokens - len(self.weights))]
+        ends = [*(start for _, start in found.spans[1:]), num_tokens]
+        for (version, start), end in zip(found.spans, ends, strict=True):
             for place in range(start, end):
-                self.versions[place].add(version)
+                self.weights[place].add(weights_of(engine, version))
 
     def lengths_in(
-        self, ids: Any, logprobs: Any, kept: Rows | None, versions: Sequence[int] | None
+        self, ids: Any, logprobs: Any, kept: Rows | None, versions: Sequence[Weights] | None
     ) -> set[int]:
         """With so many of its tokens a sample may begin that goes on somehow."""
         return {
@@ -70,7 +83,7 @@ class Made:
             if _bytes(ids[:n]) == _bytes(self.longest.token_ids[:n])
             and np.array_equal(np.float32(logprobs[:n]), np.float32(self.longest.logprobs[:n]))
             and (KEPT not in self.longest.choices or (kept and kept[:n] == self.longest.choices[KEPT][:n]))
-            and (versions is None or all(v in own for v, own in zip(versions[:n], self.versions, strict=False)))
+            and all(map(_is_of, (versions or ())[:n], self.weights))
         }
 
 
@@ -128,7 +141,7 @@ class Watch:
                     f"pair: sample {sample.key} was trained with the reward {sample.reward} of other tokens; "
                     f"its own is {expected}"
                 )
-            if not self.has_strangers and not self._is_made(sample, sample.rollout_logprobs, sample.kept):
+            if not self.has_strangers and not self.is_made(sample, sample.rollout_logprobs, sample.kept):
                 self.broken.append(f"made: sample {sample.key} is trained, and no engine has made it like this")
 
     def pending_of(self, policy: Any) -> dict[Key, bytes]:
@@ -189,10 +202,11 @@ class Watch:
                 f"gone back to {engine.version}"
             )
         kept = sample.choices.rows.get(KEPT) if sample.choices else None
-        if not self._is_made(sample, sample.logprobs, kept, sample.token_versions()):
+        versions = [weights_of(engine, version) for version in sample.token_versions().tolist()]
+        if not self.is_made(sample, sample.logprobs, kept, versions):
             self.broken.append(f"made: sample {sample.key} is published, and no engine has made it like this")
 
-    def makes(self, request: Any, key: int, found: Generation) -> Generation:
+    def makes(self, engine: Any, request: Any, key: int, found: Generation) -> Generation:
         """An engine has got so far with a request. Logprobs and choices come to be those of no other token."""
         names = [(key + place) % 2**19 for place in range(len(found.token_ids))]
         rows = Rows.of_lists([(token, name) for token, name in zip(found.token_ids, names, strict=True)])
@@ -200,14 +214,14 @@ class Watch:
             found, logprobs=[-1.0 - n / 2**20 for n in names], choices={name: rows for name in found.choices}
         )
         known = self._made.setdefault(_bytes(request.prompt_ids), {}).setdefault(key, Made(found))
-        known.add(found)
+        known.add(found, engine)
         return found
 
-    def _is_made(
-        self, sample: Any, logprobs: Any, kept: Rows | None, versions: Sequence[int] | None = None
+    def is_made(
+        self, sample: Any, logprobs: Any, kept: Rows | None, versions: Sequence[Weights] | None = None
     ) -> bool:
         """Whether what the model said in it are answers of engines to just what stood before each: token by
-        token, with their logprobs, choices and versions."""
+        token, with their logprobs, choices and weights."""
         ids, num_tokens = np.concatenate([sample.prompt_ids, sample.completion_ids]), len(logprobs)
         first = len(ids) - num_tokens
         places, reached = [0], {0}
@@ -216,14 +230,9 @@ class Watch:
             lengths = {1}
             if sample.mask[place]:
                 made = self._made.get(_bytes(ids[: first + place]), {}).values()
-                own = slice(place, None)
-                asked = (
-                    sample.completion_ids[own],
-                    logprobs[own],
-                    kept and kept[own],
-                    None if versions is None else versions[own],
-                )
-                lengths = set().union(*(one.lengths_in(*asked) for one in made))
+                asked = (sample.completion_ids, logprobs, kept, versions)
+                rest = [one if one is None else one[place:] for one in asked]
+                lengths = set().union(*(one.lengths_in(*rest) for one in made))
             places += [place + n for n in lengths if place + n not in reached]
             reached |= {place + n for n in lengths}
         return num_tokens in reached
