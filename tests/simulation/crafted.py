@@ -152,7 +152,10 @@ def _heirs(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craft
     setup = _with_parts(rng, setup)
     # What is played again from its beginning, for its answers were other ones, is no progress.
     setup = replace(setup, max_staleness=0, max_attempts=5 if setup.parts == "repeat" else 2)
-    faults = [Fault(round(0.4 * at_s + 2.5 * i, 3), "kill", f"rollout-{i % 2}", PART) for i in range(rng.choice((3, 4)))]
+    faults = [
+        Fault(round(0.4 * at_s + 2.5 * i, 3), "kill", f"rollout-{i % 2}", PART)
+        for i in range(rng.choice((3, 4)))
+    ]
     if rng.random() < 0.6:
         lost = {"for_s": for_s, "lose": rng.randint(1, 24)}
         faults.append(Fault(round(at_s + 4.0, 3), "restart", f"rollout-{rng.randrange(2)}", lost | PART))
@@ -179,7 +182,9 @@ def _sleepers(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Cr
     kinds = [rng.choice(("freeze", "freeze", "cut_off")) for _ in range(3)]
     lasting_s = [round(rng.uniform(1.2, 1.7) * LEASE_S, 2) for _ in kinds]
     faults = [
-        Fault(round(at_s / 4.0 + 1.2 * LEASE_S * i, 3), kind, f"rollout-{i % 2}", {"for_s": lasting_s[i]} | PART)
+        Fault(
+            round(at_s / 4.0 + 1.2 * LEASE_S * i, 3), kind, f"rollout-{i % 2}", {"for_s": lasting_s[i]} | PART
+        )
         for i, kind in enumerate(kinds)
     ]
     if rng.random() < 0.5:
@@ -190,7 +195,9 @@ def _sleepers(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Cr
 
 def _with_parts(rng: random.Random, setup: Setup) -> Setup:
     setup = replace(setup, parts=rng.choice(("turns", "restore", "repeat")), choices=rng.random() < 0.5)
-    setup = replace(setup, steps=3, groups_per_step=1, group_size=2, rollouts=2, evaluation=False, sessions=False)
+    setup = replace(
+        setup, steps=3, groups_per_step=1, group_size=2, rollouts=2, evaluation=False, sessions=False
+    )
     return replace(setup, sample_s=0.9 * LEASE_S, trim=True, per_group=rng.random() < 0.3)
 
 

@@ -45,8 +45,9 @@ def _bytes(ids: Any) -> bytes:
 
 
 def weights_of(engine: Any, version: int) -> Weights:
-    """What the engine has computed with under this number; without a digest where that was another one."""
-    return version, vars(engine).get("digests", {}).get(version, "")
+    """What the engine has computed with under this number; without a digest where it never held that, and of
+    the starting model, which all trainers have."""
+    return version, vars(engine).get("digests", {}).get(version, "") if version else ""
 
 
 def _is_of(weights: Weights, made_by: set[Weights]) -> bool:
@@ -142,7 +143,9 @@ class Watch:
                     f"its own is {expected}"
                 )
             if not self.has_strangers and not self.is_made(sample, sample.rollout_logprobs, sample.kept):
-                self.broken.append(f"made: sample {sample.key} is trained, and no engine has made it like this")
+                self.broken.append(
+                    f"made: sample {sample.key} is trained, and no engine has made it like this"
+                )
 
     def pending_of(self, policy: Any) -> dict[Key, bytes]:
         """What was accumulated since the last update: completion ids of each sample."""
@@ -281,7 +284,12 @@ class Watch:
         return held.consumer if held else b""
 
     def _kept(
-        self, server: MemoryServer, fields: Fields, holder: bytes, before: dict[bytes, bytes], replies: list[Any]
+        self,
+        server: MemoryServer,
+        fields: Fields,
+        holder: bytes,
+        before: dict[bytes, bytes],
+        replies: list[Any],
     ) -> None:
         """Parts are kept of whoever holds the ticket, behind others of their play; one is written over only
         where a play begins again."""
