@@ -74,8 +74,6 @@ PLANTED = (
     Mutant("parts of a lost history are gone on with", f"{ROLLOUT}/worker.py",
         "if play.newest_version and (play.term != term or play.newest_version > version):",
         "if play.newest_version and term < 0:"),
-    Mutant("what is dropped is kept in parts", f"{ROLLOUT}/worker.py",
-        "            if history != self.follower.history:\n                return False\n", ""),
     Mutant("who goes on repeats the choices of recorded tokens", f"{ROLLOUT}/sessions/parts.py",
         'whole.choices.items()},\n        "num_cached', 'whole.choices.items()} and dict(whole.choices),\n        "num_cached'),
     Mutant("a trainer does not read choices", f"{BATCH}/stream_join.py",
