@@ -42,8 +42,8 @@ def dead_letters(world: World, schedule: Schedule, commits: list[Commit]) -> lis
 
 
 def dropped_without_need(schedule: Schedule, commits: list[Commit]) -> list[str]:
-    """Groups are replaced for their rewards alone, and no sample lacks what it claims, unless Redis has lost something, strangers write, or the
-    run was resumed with a tighter bound."""
+    """Groups are replaced for their rewards alone, and no sample lacks what it claims, unless Redis has lost
+    something, strangers write, payloads are removed, or the run was resumed with a tighter bound."""
     if not {fault.kind for fault in schedule.faults}.isdisjoint(LOSSES | POISON) or len(schedule.bounds) > 1:
         return []
     found = [

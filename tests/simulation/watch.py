@@ -210,7 +210,7 @@ class Watch:
             self.broken.append(f"made: sample {sample.key} is published, and no engine has made it like this")
 
     def makes(self, engine: Any, request: Any, key: int, found: Generation) -> Generation:
-        """An engine has got so far with a request. Logprobs and choices come to be those of no other token."""
+        """An engine has got so far with a request. No other token gets these logprobs and choices."""
         names = [(key + place) % 2**19 for place in range(len(found.token_ids))]
         rows = Rows.of_lists([(token, name) for token, name in zip(found.token_ids, names, strict=True)])
         found = replace(
