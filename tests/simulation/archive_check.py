@@ -46,8 +46,8 @@ def missing_ids(world: World) -> list[str]:
 
 
 def other_choices(watch: Watch, config: RunConfig) -> list[str]:
-    """In words: an archived trajectory whose choices are not those of its engine, or not kept, or left out, as
-    the config says."""
+    """In words: an archived trajectory whose choices are not those of its engine, or is kept or left out
+    against the config."""
     run_dir, stream = watch.world.folder / watch.world.run_id, StreamName.TRAJECTORIES
     manifest = Manifest.load(stream_folder(run_dir, stream))
     for part in select(manifest, stream, Selection()):
