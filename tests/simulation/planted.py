@@ -82,8 +82,6 @@ PLANTED = (
     Mutant("the archive leaves choices out", "common/archive/archiver.py",
         "                        keep_choices=config.keep_choices,\n",
         "                        keep_choices=False,\n"),
-    Mutant("payloads go whose entries are still to come", f"{DURABLE}/trimming.py",
-        "self._claims.settled, self.first_ticket", "self._claims.settled, 2**60"),
     Mutant("choices that the store does not take are left out", "common/store/claims.py",
         '            log.warning("waiting for the store of choices", error=str(error))\n',
         "            assert error\n            return sample.model_copy(update={'choices': None})\n"),
