@@ -141,7 +141,7 @@ async def test_a_worker_that_is_killed_in_the_middle_of_sessions_costs_a_turn_of
         async def are_begun() -> bool:
             return all([await run.broker.execute("HLEN", key) >= SIZE * 3 for key in parts])
 
-        await wait_until(are_begun, 60)
+        await wait_until(are_begun)
         for number in range(kills):
             await asyncio.sleep(KILL_EVERY_S if number else 0)
             run.kill(f"worker-{number}")
