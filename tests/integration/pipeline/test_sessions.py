@@ -138,15 +138,19 @@ async def test_a_worker_that_is_killed_in_the_middle_of_sessions_costs_a_turn_of
         progress = [run.keys.progress(ticket) for ticket in range(num_groups)]
         parts = [run.keys.parts(key) for key in progress]
 
-        async def are_begun() -> bool:
-            return all([await run.broker.execute("HLEN", key) >= SIZE * 3 for key in parts])
+        async def are_begun(num_parts: int = SIZE * 3) -> bool:
+            return all([await run.broker.execute("HLEN", key) >= num_parts for key in parts])
 
         await wait_until(are_begun)
         for number in range(kills):
-            await asyncio.sleep(KILL_EVERY_S if number else 0)
             run.kill(f"worker-{number}")
             kept.append([await run.broker.execute("HGETALL", key) for key in parts])
             run.start("tests.chaos.generated", f"worker-{number + 1}")
+            if number + 1 < kills:
+                await asyncio.sleep(KILL_EVERY_S)
+                # On a slow machine the next one has only started by then.
+                num_parts = max(len(raw) // 2 for raw in kept[-1]) + SIZE
+                await wait_until(lambda num_parts=num_parts: are_begun(num_parts))
         await run.trained()
         archive = Archive(run.broker, run.keys)
         await archive.catch_up()
