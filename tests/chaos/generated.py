@@ -1,7 +1,7 @@
 """A rollout worker that notes what its engine generates, also where it is killed: `-m tests.chaos.generated`.
 
-One line with the name of each request for training as it begins, and one with its tokens at its end. A request
-without an end was cut off; its tokens count as many as others have in the mean.
+One line with the name of each request for training as it begins, and one with its tokens at its end. A
+request without an end was cut off; its tokens count as many as others have in the mean.
 """
 
 import os

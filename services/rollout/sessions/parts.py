@@ -1,9 +1,10 @@
 """What is kept of a sample before it is whole, and how whoever takes it over goes on from there.
 
 A part has tokens of the model (ids, logprobs, version spans) and what the environment answered since the part
-before it. `Recording` makes them: one every `PART_TOKENS` tokens of a turn, and in sessions one after each turn
-and each answer to it. Whoever takes the sample over plays it again from its beginning, with recorded turns in
-place of the engine's and recorded answers in place of the environment's: the same code leads to the same tokens.
+before it. `Recording` makes them: one every `PART_TOKENS` tokens of a turn, and in sessions one after each
+turn and each answer to it. Whoever takes the sample over plays it again from its beginning, with recorded
+turns in place of the engine's and recorded answers in place of the environment's: the same code leads to the
+same tokens.
 
 Guarantees: a recorded token is never generated again, and keeps its logprob and version; parts of two plays
 are never mixed; what was generated with weights of a lost history is not gone on with.
@@ -260,8 +261,8 @@ class Recording:
             self._saver = asyncio.create_task(self._save(joined(known, _after(known, new))))
 
     async def keep_new(self) -> None:
-        """Keep what is not kept yet: the turn that was given last, or what the environment has answered to it.
-        Each by itself, for either may take minutes."""
+        """Keep what is not kept yet: the turn that was given last, or what the environment has answered to
+        it. Each by itself, for either may take minutes."""
         if self._keep is None:
             return
         if self._num_turns > len(self._turns):
