@@ -5,7 +5,8 @@
 The accounting is that of verl's issue 7579, at shapes like its two: completions of half a minute, and agents
 of twenty turns. There a crash ends the job, and what was produced since the last checkpoint is gone: 2,400 to
 4,000 trajectory-seconds, and 16,800 to 21,600 with agents. `theirs` is that sum at the very moment of each of
-our crashes; `ours` is what our services make again.
+our crashes; `ours` is what our services make again. Last, the share of tokens that is generated again where a
+thousand sessions are out, and each worker dies once in ten minutes.
 
 Whole runs of the real services, in virtual time, as `tests/simulation` plays them: one process dies, or all.
 Everything that takes time is played ten times as fast.
@@ -13,8 +14,10 @@ Everything that takes time is played ten times as fast.
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -100,6 +103,7 @@ SHAPES = {
     "completions": Shape(64, turn_s=30.0, verl="2,400 to 4,000"),
     "agents": Shape(64, turn_s=10.0, turns=20, answer_s=10.0, verl="16,800 to 21,600"),
 }
+MANY = replace(SHAPES["agents"], num_samples=512)
 CRASHES: dict[str, Callable[[str], bool]] = {
     "a rollout worker": "rollout-0".__eq__,
     "the trainer": "trainer".__eq__,
@@ -123,6 +127,10 @@ class Account:
     checkpoint_at: float = 0.0
     theirs: list[float] = field(default_factory=list)
     ours: list[float] = field(default_factory=list)
+    asking: dict[Any, float] = field(default_factory=dict)
+    """When the turn began that an engine generates now, by sample."""
+    turns: Counter[Any] = field(default_factory=Counter)
+    """That engines have generated, by sample; of one that a crash has cut off, as much as there was."""
 
     def see(self, record: Any) -> None:
         """An entry was appended: with a commit, all before it is in a checkpoint."""
@@ -133,6 +141,7 @@ class Account:
     def kept(self) -> Iterator[None]:
         """Note each play of a sample."""
         generate, keep, account = RolloutWorker._generate_sample, RolloutWorker._keep_part, self
+        ask = RolloutWorker._ask
 
         async def noted(worker: RolloutWorker, delivery: Any, *rest: Any) -> None:
             index = next(each for each in rest if isinstance(each, int))
@@ -153,15 +162,26 @@ class Account:
                 account.playing[key] = (OWNER.get(), account.world.loop.now)
             return is_kept
 
+        async def asks(worker: RolloutWorker, name: str, *rest: Any) -> Any:
+            ticket, index = name.split("-")[1:3]
+            key = (worker.lane, int(ticket), int(index))
+            account.asking[key] = account.world.loop.now
+            made = await ask(worker, name, *rest)
+            del account.asking[key]
+            account.turns[key] += 1
+            return made
+
         RolloutWorker._generate_sample = noted  # type: ignore[method-assign]
         RolloutWorker._keep_part = keeps  # type: ignore[method-assign]
+        RolloutWorker._ask = asks  # type: ignore[method-assign]
         try:
             yield
         finally:
             RolloutWorker._generate_sample = generate  # type: ignore[method-assign]
             RolloutWorker._keep_part = keep  # type: ignore[method-assign]
+            RolloutWorker._ask = ask  # type: ignore[method-assign]
 
-    def crash(self, fleet: Fleet, dies: Callable[[str], bool]) -> None:
+    def crash(self, fleet: Fleet, shape: Shape, dies: Callable[[str], bool]) -> None:
         """Kill, and add up what is lost with it."""
         now = self.world.loop.now
         fresh = [end - begun for begun, end in self.done.values() if end > self.checkpoint_at]
@@ -171,12 +191,16 @@ class Account:
         self.ours.append(sum(now - begun for begun in lost.values()))
         for key in lost:
             del self.playing[key]
+            if begun := self.asking.pop(key, 0.0):
+                self.turns[key] += min(1.0, (now - begun) * SCALE / shape.turn_s)
         for process in killed:
             self.world.kill(process)
 
 
-def measure(shape: Shape, dies: Callable[[str], bool], crashes: int, seed: int) -> tuple[float, float]:
-    """One run; returns the trajectory-seconds lost in a crash, by their rules and with our services."""
+def account_of(
+    shape: Shape, crashes: Sequence[tuple[float, Callable[[str], bool]]], length_s: float, seed: int
+) -> Account:
+    """One run of so many virtual seconds, with crashes at times from its start on."""
     with _folder() as folder, _without_complaints():
         _freeze()
         world = World(seed, folder)
@@ -190,17 +214,33 @@ def measure(shape: Shape, dies: Callable[[str], bool], crashes: int, seed: int) 
             context = contextvars.Context()
             for name, role in names(config):
                 context.run(fleet.add, name, role)
-            # Each at another moment of a step, and after the last one has been forgotten.
-            times = [START_S + shape.sample_s * (4 + 5.3 * number) for number in range(crashes)]
-            for at in times:
-                world.loop.call_at(at, account.crash, fleet, dies, context=contextvars.Context())
-            world.loop.run(lambda: bool(fleet.outcome), times[-1] + 5 * shape.sample_s)
+            for at, dies in crashes:
+                crash = partial(account.crash, fleet, shape, dies)
+                world.loop.call_at(START_S + at, crash, context=contextvars.Context())
+            world.loop.run(lambda: bool(fleet.outcome), START_S + length_s)
             problem, fleet.outcome = fleet.outcome, "over"
             _end(world)
     if problem:
         raise SystemExit(f"the run ended: {problem}; {fleet.exit_errors} {fleet.crashes}")
+    return account
+
+
+def measure(shape: Shape, dies: Callable[[str], bool], crashes: int, seed: int) -> tuple[float, float]:
+    """One run; returns the trajectory-seconds lost in a crash, by their rules and with our services."""
+    # Each at another moment of a step, and after the last one has been forgotten.
+    times = [shape.sample_s * (4 + 5.3 * number) for number in range(crashes)]
+    account = account_of(shape, [(at, dies) for at in times], times[-1] + 5 * shape.sample_s, seed)
     ours = mean(account.ours) + account.again_s / crashes
     return mean(account.theirs) * SCALE, ours * SCALE
+
+
+def waste(seed: int) -> float:
+    """Share of the turns of ten minutes that was generated again, where each worker dies once in them."""
+    # Early enough that every session which was cut off is whole before the end.
+    crashes = [(12.0, "rollout-0".__eq__), (20.0, "rollout-1".__eq__)]
+    account = account_of(MANY, crashes, 600.0 / SCALE, seed)
+    again = sum(account.turns[key] - MANY.turns for key in account.done)
+    return again / account.turns.total()
 
 
 def main(crashes: int = 5, seed: int = 0) -> None:
@@ -212,8 +252,11 @@ def main(crashes: int = 5, seed: int = 0) -> None:
             rows.append((f"{name}: {what} dies", f"{ours:,.0f}", f"{theirs:,.0f}", shape.verl))
             result[f"{name}_{what.rpartition(' ')[2]}"] = round(ours)
         result[f"{name}_theirs"] = round(theirs)
+    result["waste"] = round(waste(seed), 4)
+    note = f"{machine()}. Of {2 * MANY.num_samples:,} agents, each worker killed once in ten minutes: "
     columns = ("crash", "ours", "all since the checkpoint", "published by verl")
-    print_table("Trajectory-seconds made again, a crash", columns, rows, machine())
+    note += f"{result['waste']:.2%} of the tokens were generated again"
+    print_table("Trajectory-seconds made again, a crash", columns, rows, note)
     print_result(result)
 
 

@@ -4,6 +4,7 @@
     make chaos ARGS="--seeds 5"           # five seeds, one after the other
     make chaos ARGS="--sessions"          # sessions, their environments and server killed too
     make chaos ARGS="--tight"             # Redis keeps what is in flight; recovery from the archive
+    make chaos ARGS="--set rollout.sampling.top_p=0.95"    # sampling masks, claimed and trained
     make chaos ARGS="--seed 7 --kills 40 --set trainer.steps=90"
 
 Runs the arith example as `tidemill up` does (Redis with an append-only file, trainer, two rollout and two

@@ -10,7 +10,17 @@ from typing import Any, Generic, TypeVar
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import START, Entry, Garbled, id_order, last_id, read_range
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
+from tidemill.common.wire.messages import (
+    Choices,
+    Claim,
+    Commit,
+    DeadLetter,
+    Lane,
+    Message,
+    Score,
+    Ticket,
+    Trajectory,
+)
 
 READ_COUNT = 2000
 POLL_S = 0.2
@@ -98,6 +108,7 @@ class Archive:
         self.dead = StreamCopy(keys.dead, DeadLetter)
         self.eval_trajectories = StreamCopy(keys.trajectories(Lane.EVAL), Trajectory)
         self.eval_scores = StreamCopy(keys.scores(Lane.EVAL), Score)
+        self._choices: dict[Claim, Choices] = {}
         self._lock = asyncio.Lock()
 
     @property
@@ -120,6 +131,22 @@ class Archive:
         async with self._lock:
             for copy in self._copies():
                 await copy.follow(self.broker)
+            await asyncio.to_thread(self._read_choices)
+
+    def _read_choices(self) -> None:
+        """Before they are removed with their trimmed entries."""
+        for sample in (*self.trajectories.messages, *self.trajectories.lost.values()):
+            claim = sample.choices and sample.choices.claim
+            if claim and claim not in self._choices and self.broker.claims is not None:
+                whole = self.broker.claims.resolve(sample, reads_choices=True)
+                assert isinstance(whole, Trajectory) and whole.choices
+                self._choices[claim] = whole.choices
+
+    def whole(self, message: M) -> M:
+        """With what the engine chose."""
+        if isinstance(message, Trajectory) and message.choices and message.choices.claim:
+            return message.model_copy(update={"choices": self._choices[message.choices.claim]})
+        return message
 
     async def compare(self) -> None:
         """After a death of Redis: sort out what did not survive it."""

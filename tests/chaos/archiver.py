@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -79,11 +80,13 @@ async def disagreements(fleet: Fleet, copies: Archive) -> list[str]:
     for stream in StreamName:
         copy = copies.by_key().get(stream.key(fleet.keys))
         if copy is not None:
-            found += await _differences(history, stream, copy)
+            found += await _differences(history, stream, copy, copies.whole)
     return found
 
 
-async def _differences(history: History, stream: StreamName, copy: StreamCopy[Any]) -> list[str]:
+async def _differences(
+    history: History, stream: StreamName, copy: StreamCopy[Any], whole: Callable[[Any], Any]
+) -> list[str]:
     archived: dict[str, Any] = {}
     found = []
     async for record in history.scan(stream):
@@ -93,7 +96,7 @@ async def _differences(history: History, stream: StreamName, copy: StreamCopy[An
     for entry_id, message in copy.entries.items():
         if entry_id not in archived:
             found.append(f"{stream} {entry_id}: not archived")
-        elif archived[entry_id] != message and copy.lost.get(entry_id) != archived[entry_id]:
+        elif archived[entry_id] not in (whole(message), whole(copy.lost.get(entry_id))):
             found.append(f"{stream} {entry_id}: archived with another message")
     # What Redis has lost with its tail may have been archived before: it is history all the same.
     unknown = archived.keys() - copy.entries.keys() - copy.lost.keys() - set(copy.garbled)

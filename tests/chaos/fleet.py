@@ -19,6 +19,7 @@ from tests.support.preloaded import Process, start_module, start_plain
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
+from tidemill.common.store import ClaimStore
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.processes.specs import ServiceSpec, service_environment, service_specs
 from tidemill.services.console.processes.supervisor import FIRST_PAUSE_S
@@ -82,6 +83,7 @@ class Fleet:
         await self.redis.start()
         self.broker = await Broker.connect(self.redis.url)
         RunFolder(self.folder, self.keys.run_id).create(self.config)  # as `tidemill up` does first
+        self.broker.claims = ClaimStore(self.run_dir)
         await publish_config(self.broker, self.keys, self.config)
         for spec in (*environment_servers(self.config), *service_specs(self.config)):
             self._start(spec)

@@ -65,7 +65,8 @@ async def replay(
     """Train every commit that stands, from version 0 on, with one policy that nothing disturbs."""
     torch.set_num_threads(config.trainer.num_threads or torch.get_num_threads())
     policy = await asyncio.to_thread(load, config)
-    thread, groups = PolicyThread(), pending_groups(archive.trajectories.messages, archive.scores.messages)
+    samples = [archive.whole(sample) for sample in archive.trajectories.messages]
+    thread, groups = PolicyThread(), pending_groups(samples, archive.scores.messages)
     runner = StepRunner(config, policy, thread, Activity("replay"))
     doubtful = _doubtful_tickets(archive)
     result, at = ReplayResult(0, [], []), 0

@@ -93,8 +93,11 @@ class ServiceRun:
         arguments: tuple[str, ...] = (),
         within: tuple[str, ...] = (),
     ) -> Process:
-        """Start one service process; its output goes into `<name>.log`. `within` runs its command."""
-        name = name or role
+        """Start one service process; its output goes into `<name>.log`. `within` runs its command.
+
+        `role` may be the module of a process that does a role's work.
+        """
+        name, module = name or role, role if "." in role else f"tidemill.services.{role}"
         words = ["--run", self.keys.run_id, "--name", name]
         words += [part for override in overrides for part in ("--set", override)]
         words += arguments
@@ -106,9 +109,9 @@ class ServiceRun:
         }
         log, environment = self.folder / f"{name}.log", os.environ | variables
         if self._is_forked and not within:
-            self.processes[name] = start_module(f"tidemill.services.{role}", words, log, environment)
+            self.processes[name] = start_module(module, words, log, environment)
         else:
-            command = [*within, sys.executable, "-m", f"tidemill.services.{role}", *words]
+            command = [*within, sys.executable, "-m", module, *words]
             self.processes[name] = start_plain(command, log, environment)
         return self.processes[name]
 

@@ -219,12 +219,13 @@ class Play:
             except TimeoutError:
                 self._late = "session"
                 return "timeout"
+            await recording.keep_new()
             # Only with the turn that followed it: what a session ends with is the model's.
             recorder.add_context(context)
             recorder.add_turn(generation, engine_s=time.monotonic() - begun)
             if (end := await self._hear(generation, recorder)) is not None:
                 return end
-            await recording.end_turn()
+            await recording.keep_new()
             if len(recorder.turns) >= self._section.max_turns:
                 return "max_turns"
             context = self._chat.extend(generation.token_ids, True, self._answers, self._kind.tools)

@@ -1,9 +1,10 @@
 """What is kept of a sample before it is whole, and how whoever takes it over goes on from there.
 
 A part has tokens of the model (ids, logprobs, version spans) and what the environment answered since the part
-before it. `Recording` makes them: one every `PART_TOKENS` tokens of a turn, and one after each turn of a
-session. Whoever takes the sample over plays it again from its beginning, with recorded turns in place of the
-engine's and recorded answers in place of the environment's: the same code leads to the same tokens.
+before it. `Recording` makes them: one every `PART_TOKENS` tokens of a turn, and in sessions one after each
+turn and each answer to it. Whoever takes the sample over plays it again from its beginning, with recorded
+turns in place of the engine's and recorded answers in place of the environment's: the same code leads to the
+same tokens.
 
 Guarantees: a recorded token is never generated again, and keeps its logprob and version; parts of two plays
 are never mixed; what was generated with weights of a lost history is not gone on with.
@@ -259,13 +260,18 @@ class Recording:
         if self._saver is None or (self._saver.done() and self._saver.exception() is None):
             self._saver = asyncio.create_task(self._save(joined(known, _after(known, new))))
 
-    async def end_turn(self) -> None:
-        """Keep the turn that was given last, and what the environment has answered to it."""
-        if self._num_turns > len(self._turns) and self._keep is not None:
+    async def keep_new(self) -> None:
+        """Keep what is not kept yet: the turn that was given last, or what the environment has answered to
+        it. Each by itself, for either may take minutes."""
+        if self._keep is None:
+            return
+        if self._num_turns > len(self._turns):
             await self._save(self._open, self._open.finish)
             self._turns.append(self._open)
             self._open = NOTHING
             self._note_kept(NOTHING)
+        elif self._num_answers_kept < len(self._answers):
+            await self._save(NOTHING)
 
     async def _save(self, turn: Generation, finish: Finish | None = None) -> None:
         """Add what is new of a turn to the parts."""
@@ -285,6 +291,6 @@ class Recording:
         return self._answers[self._num_answers - 1]
 
     def add_answer(self, answer: Any) -> None:
-        """Kept with the turn that is given next, or as it ends."""
+        """Kept by `keep_new`, or with the turn that is given next."""
         self._answers.append(answer)
         self._num_answers += 1

@@ -1,16 +1,23 @@
 """Sessions of several turns through real services: workers and environments die, and nothing is lost."""
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from tests.chaos.archive import Archive
+from tests.chaos.generated import noted
+from tests.chaos.replay import CheckpointCopies, replay
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import messages
 from tests.support.waiting import wait_until
 from tidemill.common.config import load_config
-from tidemill.common.wire.messages import Commit, DeadLetter, Score, Ticket, Trajectory
+from tidemill.common.wire.messages import Commit, DeadLetter, Score, Trajectory
 from tidemill.services.rollout.sessions.parts import read_play
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
 STEPS, GROUPS, SIZE = 3, 4, 4
 ENVIRONMENT = '''
@@ -77,7 +84,7 @@ async def test_sessions_survive_the_death_of_their_environment_and_of_their_work
         ]
 
 
-TURNS = 10
+TOKENS, KILL_EVERY_S = 4, 5.0
 KEPT_ENVIRONMENT = """
 import asyncio, json, random
 from pathlib import Path
@@ -106,44 +113,72 @@ class Counting:
 """
 
 
-async def test_a_worker_that_is_killed_in_the_middle_of_sessions_costs_a_turn_of_each(tmp_path: Path) -> None:
-    (tmp_path / "counting.py").write_text(KEPT_ENVIRONMENT.replace("TURNS", str(TURNS)))
-    use = f"{tmp_path / 'counting.py'}:Counting"
-    limits = {"rollout__simulated": {"tokens": 4, "vocab_size": 32, "group_s": 0.05}, "trainer__steps": 1}
-    config = simulated_config(tmp_path, rollout__environment={"use": use}, model__max_model_len=256, **limits)
+@pytest.mark.parametrize(
+    ("num_groups", "turns", "turn_s", "kills"),
+    [(4, 10, 0.05, 1), pytest.param(16, 20, 1.0, 6, marks=(pytest.mark.long, pytest.mark.timeout(600)))],
+    ids=["once", "every 5 s"],
+)
+async def test_a_worker_that_is_killed_in_the_middle_of_sessions_costs_a_turn_of_each(
+    tmp_path: Path, num_groups: int, turns: int, turn_s: float, kills: int
+) -> None:
+    (tmp_path / "counting.py").write_text(KEPT_ENVIRONMENT.replace("TURNS", str(turns)))
+    config = simulated_config(
+        tmp_path,
+        rollout__environment={"use": f"{tmp_path / 'counting.py'}:Counting", "max_turns": turns},
+        rollout__simulated={"tokens": TOKENS, "vocab_size": 32, "group_s": turn_s},
+        model__max_model_len=256,
+        trainer__steps=1,
+        trainer__groups_per_step=num_groups,
+    )
+    kept = []
     async with ServiceRun(tmp_path, config) as run:
-        for name in ("reward", "rollout", "trainer"):
+        for name in ("reward", "trainer"):
             run.start(name)
-        progress = [run.keys.progress(ticket) for ticket in range(4)]
+        run.start("tests.chaos.generated", "worker-0")
+        progress = [run.keys.progress(ticket) for ticket in range(num_groups)]
         parts = [run.keys.parts(key) for key in progress]
 
-        async def are_begun() -> bool:
-            return all([await run.broker.execute("HLEN", key) >= SIZE * 3 for key in parts])
+        async def are_begun(num_parts: int = SIZE * 3) -> bool:
+            return all([await run.broker.execute("HLEN", key) >= num_parts for key in parts])
 
-        await wait_until(are_begun, 60)
-        run.kill("rollout")
-        kept = [await run.broker.execute("HGETALL", key) for key in parts]
-        run.start("rollout", "second")
+        await wait_until(are_begun)
+        for number in range(kills):
+            run.kill(f"worker-{number}")
+            kept.append([await run.broker.execute("HGETALL", key) for key in parts])
+            run.start("tests.chaos.generated", f"worker-{number + 1}")
+            if number + 1 < kills:
+                await asyncio.sleep(KILL_EVERY_S)
+                # On a slow machine the next one has only started by then.
+                num_parts = max(len(raw) // 2 for raw in kept[-1]) + SIZE
+                await wait_until(lambda num_parts=num_parts: are_begun(num_parts))
         await run.trained()
-        samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+        archive = Archive(run.broker, run.keys)
+        await archive.catch_up()
         assert await run.broker.execute("EXISTS", *progress, *parts) == 0
-        assert await run.stop("second") == 0
-        tickets = {one.ticket: one for one in await messages(run.broker, run.keys.prompts(), Ticket)}
+        assert await run.stop(f"worker-{kills}") == 0
+    again = await replay(archive, config, SimulatedPolicy, CheckpointCopies(run.run_dir, tmp_path / "none"))
+    assert again.matches and again.num_compared == 1
     steps = Counter(json.loads(line)["id"] for line in (tmp_path / "turns").read_text().splitlines())
+    asked, generated, _ = noted(tmp_path)
+    samples = {sample.key: sample for sample in archive.trajectories.messages}
+    tickets = {ticket.ticket: ticket for ticket in archive.tickets.messages}
     ids = []
-    for ticket, raw in enumerate(kept):
-        fields = dict(zip(raw[::2], raw[1::2], strict=True))
-        for index in range(SIZE):
-            (sample,) = (one for one in samples if one.key == (ticket, index))
-            play = read_play(fields, index, tickets[ticket].prompt_ids, lambda _: b"")
+    for key, sample in samples.items():
+        assert sample.session is not None and len(sample.session.turns) == turns
+        assert sample.session.reward == turns / 2, "rewards of turns that others have played count"
+        assert sample.worker == f"worker-{kills}", "no kill came too late for it"
+        ids.append(int(sample.session.metrics["id"]))
+        made = sample.completion_ids[sample.mask].tolist()
+        for hashes in kept:
+            raw = hashes[sample.ticket]
+            fields = dict(zip(raw[::2], raw[1::2], strict=True))
+            play = read_play(fields, sample.index, tickets[sample.ticket].prompt_ids, pytest.fail)
             recorded = [token for part in play.parts for token in part.token_ids.tolist()]
-            assert recorded and sample.worker == "second"
-            assert sample.completion_ids[sample.mask].tolist()[: len(recorded)] == recorded
-            assert sample.session is not None and len(sample.session.turns) == TURNS
-            assert sample.session.reward == TURNS / 2, "rewards of turns that others have played count"
-            ids.append(int(sample.session.metrics["id"]))
-    assert len(set(ids)) == len(ids) == 4 * SIZE
-    assert max(steps[number] for number in ids) <= TURNS + 1
+            assert recorded and made[: len(recorded)] == recorded
+        assert asked[key] <= turns + kills
+        assert generated[key] <= len(made) + kills * TOKENS
+        assert steps[ids[-1]] <= turns + kills
+    assert len(set(ids)) == len(ids) == num_groups * SIZE
 
 
 SLEEPY = '''

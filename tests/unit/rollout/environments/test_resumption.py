@@ -53,7 +53,7 @@ async def died_after_two_turns(use: str) -> Kept:
     kept = Kept()
     with pytest.raises(IndexError):  # the script has no third line
         await kept.play(Script("3", "9"), use=f"{THIS}:{use}")
-    assert len(kept.fields) == (0 if use == "Guess" else 2)
+    assert len(kept.fields) == (0 if use == "Guess" else 4)
     return kept
 
 
@@ -83,8 +83,8 @@ async def test_one_that_answers_otherwise_than_before_begins_again() -> None:
     assert len(script.asked) == 2
     assert "8" in QWEN.decode(played.first.completion_ids)
     names = {raw[:PLAY_BYTES] for raw in kept.fields.values()}
-    assert len(names) == 2, "its first part is over that of the play before, whose second part counts no more"
-    assert len(read_play(kept.fields, 0, ticket().prompt_ids, pytest.fail).parts) == 1
+    assert len(names) == 2, "its parts are over those of the play before, whose last part counts no more"
+    assert len(read_play(kept.fields, 0, ticket().prompt_ids, pytest.fail).parts) == 3
 
 
 async def test_one_that_cannot_be_restored_is_a_fault_and_begins_again() -> None:
@@ -97,7 +97,7 @@ async def test_one_that_cannot_be_restored_is_a_fault_and_begins_again() -> None
 
 
 async def test_after_a_fault_a_session_goes_on_from_its_last_turn() -> None:
-    script = Script("3", "9", "9", "7")
+    script = Script("3", "9", "7")
     options = {"use": f"{THIS}:ResumableGuess", "options": {"faults": ["9"]}}
     played = await Kept().play(script, attempts=2, **options)
     assert played.session is not None and played.session.num_faults == 1
@@ -106,9 +106,9 @@ async def test_after_a_fault_a_session_goes_on_from_its_last_turn() -> None:
 
 async def test_a_session_has_its_time_once_in_the_hands_of_all_who_play_it() -> None:
     kept = await died_after_two_turns("ResumableGuess")
-    last = kept.fields[b"0:1"]
+    last = kept.fields[b"0:3"]
     late = codec.decode_payload(last[PLAY_BYTES:], Part).model_copy(update={"elapsed_s": 1e6})
-    kept.fields[b"0:1"] = last[:PLAY_BYTES] + codec.encode_payload(late)
+    kept.fields[b"0:3"] = last[:PLAY_BYTES] + codec.encode_payload(late)
     played = await kept.play(Script("hang"), use=f"{THIS}:ResumableGuess")
     assert played.session is not None and (played.session.end, len(played.session.turns)) == ("timeout", 2)
 

@@ -115,7 +115,7 @@ async def test_what_the_engine_chose_comes_along_as_it_was_recorded() -> None:
 
     recording = Recording(goes_on, play, kept.keep)
     whole = await recording.turn([1, 2], SAMPLING)
-    await recording.end_turn()
+    await recording.keep_new()
     assert whole.choices[KEPT] == Rows.of_lists([(t, 1 if t < 15 else 2) for t in range(10, 17)])
     expected = [[[1 if place < 6 else 2, place]] for place in range(8)]
     assert whole.choices[ROUTES].values.tolist() == expected
@@ -132,23 +132,29 @@ async def test_turns_and_answers_come_as_they_were_recorded_and_then_the_engine_
     first = Recording(ask, kept.play, kept.keep)
     first.add_answer("opening")
     await first.turn([1], SAMPLING)
+    await first.keep_new()
     first.add_answer("a")
-    await first.end_turn()
+    await first.keep_new()
     await first.turn([1], SAMPLING)
-    first.add_answer("b")
-    first.add_answer("c")
-    await first.end_turn()
+    await first.keep_new()
+    first.add_answer("lost with its worker")
     second = Recording(ask, kept.read(), kept.keep)
     second.begin()
     assert second.next_answer() == "opening"
     found = await second.turn([1], SAMPLING)
+    await second.keep_new()
     assert (found.token_ids, found.finish) == ([10, 11], "length")
-    await second.end_turn()
     assert [second.next_answer(), (await second.turn([1], SAMPLING)).token_ids] == ["a", [20, 21, 22]]
-    assert [second.next_answer(), second.next_answer(), second.has_answer] == ["b", "c", False]
-    await second.end_turn()
-    assert len(kept.fields) == 2 and len(turns) == 1
-    assert (await second.turn([1], SAMPLING)).token_ids == [30]
+    await second.keep_new()
+    assert not second.has_answer and len(kept.fields) == 3
+    second.add_answer("b")
+    second.add_answer("c")
+    await second.keep_new()
+    third = Recording(ask, kept.read(), kept.keep)
+    third.begin()
+    assert [third.next_answer() for _ in range(4)] == ["opening", "a", "b", "c"] and not third.has_answer
+    assert [(await third.turn([1], SAMPLING)).token_ids for _ in range(3)] == [[10, 11], [20, 21, 22], [30]]
+    assert len(kept.fields) == 4 and not turns
 
 
 async def test_after_a_fault_a_play_goes_on_where_something_came_to_it_and_else_begins_again() -> None:
@@ -160,13 +166,13 @@ async def test_after_a_fault_a_play_goes_on_where_something_came_to_it_and_else_
     recording = Recording(ask, kept.play, kept.keep)
     recording.begin()
     await recording.turn([1], SAMPLING)
-    await recording.end_turn()
+    await recording.keep_new()
     recording.begin()
     assert (await recording.turn([1], SAMPLING)).token_ids == [10, 11]
     recording.begin()
     assert not recording.has_answer
     await recording.turn([1], SAMPLING)
-    await recording.end_turn()
+    await recording.keep_new()
     name = kept.read().name
     assert name != kept.play.name and name[:8] == kept.play.name[:8]
 
@@ -180,10 +186,10 @@ async def test_a_part_that_is_not_kept_is_the_last_but_the_session_is_whole() ->
 
     recording = Recording(ask, kept.play, kept.keep)
     await recording.turn([1], SAMPLING)
-    await recording.end_turn()
+    await recording.keep_new()
     kept.refuses = False
     await recording.turn([1], SAMPLING)
-    await recording.end_turn()
+    await recording.keep_new()
     assert kept.fields == {}
 
 
