@@ -299,7 +299,7 @@ async def test_each_step_reports_how_full_the_cache_is(engine: VllmEngine) -> No
     engine.on_report = None
     assert len(reports) >= max(len(result.token_ids) for result in results)
     assert 0.0 < max(report.kv_usage for report in reports) <= 1.0
-    assert reports[-1].num_waiting == 0 == sum(report.num_preempted for report in reports)
+    assert reports[-1].num_waiting == 0
 
 
 async def test_a_dead_engine_fails_its_requests(engine: VllmEngine) -> None:
