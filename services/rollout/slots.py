@@ -1,8 +1,8 @@
-"""How many groups a worker holds where `max_groups_in_flight` is `auto`: as many as the engine's KV cache bears.
+"""How many groups a worker holds where `max_groups_in_flight` is `auto`: what the engine's KV cache bears.
 
 Sessions grow while they are played, so a number that fits at first may not fit later. Then requests wait in
-the engine, and histories fall out of its cache and are computed again. The engine itself begins no request
-with which its cache would be nearly full, so that it preempts none, and begins those of the oldest ticket first.
+the engine, and histories fall out of its cache and are computed again. The engine preempts next to none: it
+begins no request with which its cache would be nearly full, and those of the oldest ticket first.
 
 Guarantees: one group is always held; without reports of the engine the limit stays as it is.
 """

@@ -126,7 +126,7 @@ def engine_args(config: RunConfig, worker: str, records_routes: bool = False) ->
     if config.shared_turn_s is not None and not is_cpu():
         fields["enable_sleep_mode"] = True
     if config.rollout.max_groups_in_flight == "auto":
-        # Of the KV cache, kept free when a request begins: those that run grow into it, or would be preempted.
+        # Share of the KV cache that is free when a request begins: else those that grow would be preempted.
         fields["watermark"] = 0.1
     if config.model.overrides:
         changed = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
