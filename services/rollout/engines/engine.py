@@ -34,7 +34,7 @@ class GenerationRequest:
     on_tokens: "OnTokens | None" = None
     """Hears every `PART_TOKENS` tokens, on the event loop, of what there is so far; not of the end."""
     ticket: int = 0
-    """Where requests wait, lower ones go first: the trainer does, and their histories are still in the cache."""
+    """Where requests wait, lower ones go first: their histories are still in the cache, if any are."""
 
 
 @dataclass(frozen=True, slots=True)
