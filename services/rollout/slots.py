@@ -14,7 +14,7 @@ from tidemill.services.rollout.engines.engine import EngineReport
 
 START, UNREPORTED = 32, 64
 """Where the engine reports, and where it does not."""
-GROWTH, FULL = 0.5, 0.8
+GROWTH, FULL = 1.0, 0.8
 """Of the slots, in the time in which all groups are replaced, with an empty KV cache; none from `FULL` on."""
 
 
@@ -38,8 +38,9 @@ class Slots:
         """A group has ended, and `held` others are left."""
         if 0 < self._queue < math.inf:
             self.limit = held  # what has ended is not replaced
-        # Only where the slots are what limits: else they would grow while the trainer issues no tickets.
-        elif self._queue == 0 and held + 1 >= int(self.limit):
+        # Only where nearly all are in use (what ended a moment ago may not be replaced yet): else they would grow
+        # while the trainer issues no tickets.
+        elif self._queue == 0 and held + 1 >= FULL * self.limit:
             # After as many ends as there are slots this is the share of a turnover.
             self.limit += GROWTH * max(0.0, 1.0 - self._usage / FULL)
         self._queue = math.inf

@@ -13,11 +13,11 @@ def test_without_reports_the_number_stays() -> None:
     assert slots.num_free(10) == 54
 
 
-@pytest.mark.parametrize(("usage", "after"), [(0.0, 15.0), (0.4, 12.5), (0.8, 10.0), (0.85, 10.0)])
+@pytest.mark.parametrize(("usage", "after"), [(0.0, 20.0), (0.4, 15.0), (0.8, 10.0), (0.85, 10.0)])
 def test_slots_grow_in_a_turnover_by_a_share_that_tapers_with_the_caches_use(
     usage: float, after: float
 ) -> None:
-    """1.5 of the slots with an empty cache, 1.25 at 40 %, 1.0 from 80 % on."""
+    """Twice the slots with an empty cache, 1.5 at 40 %, as many from 80 % on."""
     slots = Slots(10)
     for _ in range(10):
         slots.report(EngineReport(usage, 0))
