@@ -38,8 +38,8 @@ class Slots:
         """A group has ended, and `held` others are left."""
         if 0 < self._queue < math.inf:
             self.limit = held  # what has ended is not replaced
-        # Only where nearly all are in use (what ended a moment ago may not be replaced yet): else they would grow
-        # while the trainer issues no tickets.
+        # Only where nearly all are in use (one that ended just before may not be replaced yet): else they would
+        # grow while the trainer issues no tickets.
         elif self._queue == 0 and held + 1 >= FULL * self.limit:
             # After as many ends as there are slots this is the share of a turnover.
             self.limit += GROWTH * max(0.0, 1.0 - self._usage / FULL)
