@@ -14,8 +14,8 @@ from tidemill.services.rollout.engines.engine import EngineReport
 
 START, UNREPORTED = 32, 64
 """Where the engine reports, and where it does not."""
-GROWTH, FULL = 1.0, 0.8
-"""Of the slots, in the time in which all groups are replaced, with an empty KV cache; none from `FULL` on."""
+FULL = 0.8
+"""Share of the KV cache above which the slots do not grow."""
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class Slots:
         """A group has ended, and `held` others are left."""
         if 0 < self._queue < math.inf:
             self.limit = held  # what has ended is not replaced
-        # Only where nearly all are in use (one that ended just before may not be replaced yet): else they would
-        # grow while the trainer issues no tickets.
+        # Only where nearly all are in use (one that ended before may not be replaced yet): else they would grow
+        # while the trainer issues no tickets.
         elif self._queue == 0 and held + 1 >= FULL * self.limit:
-            # After as many ends as there are slots this is the share of a turnover.
-            self.limit += GROWTH * max(0.0, 1.0 - self._usage / FULL)
+            # So they double in a turnover of all groups, while the cache is empty.
+            self.limit += max(0.0, 1.0 - self._usage / FULL)
         self._queue = math.inf
