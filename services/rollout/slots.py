@@ -38,8 +38,8 @@ class Slots:
         """A group has ended, and `held` others are left."""
         if 0 < self._queue < math.inf:
             self.limit = held  # what has ended is not replaced
-        # Only where nearly all are in use (some that ended may not be replaced yet): else they would grow while
-        # the trainer issues no tickets.
+        # Only where nearly all are in use (some that ended may not be replaced yet): else they would grow
+        # while the trainer issues no tickets.
         elif self._queue == 0 and held + 1 >= FULL * self.limit:
             # So they double in a turnover of all groups, while the cache is empty.
             self.limit += max(0.0, 1.0 - self._usage / FULL)
