@@ -9,7 +9,8 @@
 * `gateway`: what a call costs an agent program beyond the engine's own time: HTTP, rendering, parsing,
   recording.
 * `slots`: sessions that grow in a vLLM whose KV cache has 16 MB: tokens a second and preemptions with fixed
-  numbers of groups in flight, and with `max_groups_in_flight: auto`.
+  numbers of groups in flight, and with `max_groups_in_flight: auto`. Long sessions of which each is a group,
+  then short ones in groups of eight, on the same engine.
 """
 
 import random
@@ -17,10 +18,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import httpx
 import numpy as np
+import psutil
 import typer
 
 from benchmarks.report import machine, print_result, print_table
@@ -45,21 +47,43 @@ import time
 
 class Scripted:
     {maybe_async}def reset(self, row):
-        self.left = row["turns"]
+        self.left, self.words = row["turns"], row["words"]
         self.delays = iter(row["delays_s"])
 
     {maybe_async}def step(self, text):
         {sleep}(next(self.delays))
         self.left -= 1
-        return " ".join(f"w{{place % 29}}" for place in range(32)), None, self.left <= 0
+        return " ".join(f"w{{place % 29}}" for place in range(self.words)), None, self.left <= 0
 """
 KINDS = {"blocking": ("", "time.sleep"), "async": ("async ", "await asyncio.sleep")}
-GROUP_SIZE, DELAY_S, ENGINE_S = 8, (0.05, 2.0), 0.1
-HELD_TURNS = 4
-SLOTS: tuple[int | str, ...] = (4, 8, 12, 16, 24, 32, 64, "auto")
+
+
+class Shape(NamedTuple):
+    """Sessions that are played; those of a group share their turns and delays."""
+
+    groups: int
+    size: int
+    turns: tuple[int, int]
+    delay_s: tuple[float, float]
+    words: int = 32
+    """Of the environment's answer to each turn."""
+
+    def delays(self, seed: int = 0) -> list[list[float]]:
+        """Of each turn of each group."""
+        chance = random.Random(seed)
+        turns = [chance.randint(*self.turns) for _ in range(self.groups)]
+        return [[chance.uniform(*self.delay_s) for _ in range(number)] for number in turns]
+
+
+HELD_DELAY_S, HELD_TURNS, ENGINE_S = (0.05, 2.0), 4, 0.1
+SLOTS: tuple[int | str, ...] = (16, 24, "auto", 32, 64)
+SHAPES = {
+    "long": Shape(groups=96, size=1, turns=(6, 14), delay_s=(0.02, 0.2), words=96),
+    "short": Shape(groups=96, size=8, turns=(1, 4), delay_s=(0.02, 0.2)),
+}
 CACHE_BYTES, TOKEN_BYTES, BLOCK_TOKENS = 16 << 20, 1024, 32
 """Of a token: keys and values of two layers with two heads of 32 float32 numbers."""
-SLOTS_GROUPS, SLOTS_TURNS, SLOTS_DELAY_S = 96, (6, 14), (0.02, 0.2)
+MODEL_TOKENS = 4096
 GATEWAY_SESSIONS, GATEWAY_TURNS, WARM_UP = 40, 8, 5
 TEMPLATE = (
     "{% for m in messages %}w1 {{ m.role }} {{ m.content }} <eos> {% endfor %}"
@@ -73,11 +97,11 @@ def make_config(folder: Path, kind: str, **rollout: Any) -> RunConfig:
     (folder / "scripted.py").write_text(ENVIRONMENT.format(maybe_async=maybe_async, sleep=sleep))
     # Heads of 32, as vLLM wants them; nearly equal logits end a turn after 32 tokens, on average.
     model = tiny_model(
-        folder / "model", max_position_embeddings=1024, hidden_size=128, initializer_range=0.02
+        folder / "model", max_position_embeddings=MODEL_TOKENS, hidden_size=128, initializer_range=0.02
     )
     return RunConfig.model_validate(
         {
-            "model": {"path": str(model), "max_model_len": 1024},
+            "model": {"path": str(model), "max_model_len": MODEL_TOKENS},
             "data": {"train": "unused", "max_prompt_tokens": 64},
             "reward": {"function": "exact_match"},
             "rollout": {"environment": {"use": f"{folder}/scripted.py:Scripted", "max_turns": 16}} | rollout,
@@ -85,25 +109,23 @@ def make_config(folder: Path, kind: str, **rollout: Any) -> RunConfig:
     )
 
 
-def make_ticket(number: int, delays_s: Sequence[float], max_tokens: int) -> Ticket:
+def make_ticket(number: int, shape: Shape, delays_s: Sequence[float], max_tokens: int) -> Ticket:
     """A group of sessions that have as many turns as there are delays."""
     return Ticket(
         prompt_ids=np.arange(3, 19, dtype=np.int32),
         prompt_text="w1 w2",
-        extra={"delays_s": list(delays_s), "turns": len(delays_s)},
+        extra={"delays_s": list(delays_s), "turns": len(delays_s), "words": shape.words},
         ticket=number,
         step=0,
         min_version=0,
-        group_size=GROUP_SIZE,
+        group_size=shape.size,
         sampling=SamplingParams(max_tokens=max_tokens),
     )
 
 
 async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, float]:
     """Play all sessions at once; returns seconds, measured and ideal."""
-    chance = random.Random(0)
-    # The samples of a group share their row, and so their delays.
-    delays = [[chance.uniform(*DELAY_S) for _ in range(HELD_TURNS)] for _ in range(sessions // GROUP_SIZE)]
+    shape = Shape(sessions // 8, 8, (HELD_TURNS, HELD_TURNS), HELD_DELAY_S)
     config = make_config(
         folder,
         kind,
@@ -111,21 +133,21 @@ async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, f
         simulated={"tokens": 16, "group_s": ENGINE_S, "vocab_size": 32},
         sampling={"max_tokens": 16},
         max_num_seqs=65536,
-        max_groups_in_flight=len(delays) + 1,
+        max_groups_in_flight=shape.groups + 1,
     )
     async with ServiceRun(folder, config, "held") as run:
         run.start("rollout")
-        await play(run, 0, delays[:1])  # processes start, modules load
-        wall_s = await play(run, 1, delays)
-    return wall_s, max(map(sum, delays)) + HELD_TURNS * ENGINE_S
+        await play(run, shape._replace(groups=1))  # processes start, modules load
+        wall_s = await play(run, shape)
+    return wall_s, max(map(sum, shape.delays())) + HELD_TURNS * ENGINE_S
 
 
-async def play(run: ServiceRun, first: int, groups: Sequence[Sequence[float]]) -> float:
-    """Seconds by Redis's clock from the tickets, numbered from `first`, to the last trajectory."""
+async def play(run: ServiceRun, shape: Shape) -> float:
+    """Seconds by Redis's clock from the tickets to the last trajectory."""
     trajectories, begun = run.keys.trajectories(), await run.broker.execute("TIME")
-    wanted = await length(run.broker, trajectories) + len(groups) * GROUP_SIZE
-    max_tokens = run.config.rollout.sampling.max_tokens
-    tickets = {n: make_ticket(n, each, max_tokens) for n, each in enumerate(groups, first)}
+    wanted = await length(run.broker, trajectories) + shape.groups * shape.size
+    max_tokens, first = run.config.rollout.sampling.max_tokens, await length(run.broker, run.keys.prompts())
+    tickets = {n: make_ticket(n, shape, each, max_tokens) for n, each in enumerate(shape.delays(), first)}
     await append_missing(run.broker, run.keys.prompts(), list(tickets), tickets.__getitem__)
 
     async def is_done() -> bool:
@@ -136,12 +158,21 @@ async def play(run: ServiceRun, first: int, groups: Sequence[Sequence[float]]) -
     return ended_s - int(begun[0]) - int(begun[1]) / 1e6
 
 
-async def measure_slots(folder: Path, slots: int | str) -> tuple[float, float, float]:
-    """Play all groups with so many slots; returns tokens a second, preemptions for 1,000 turns, and how many
-    groups were given back."""
-    chance = random.Random(0)
-    turns = [chance.randint(*SLOTS_TURNS) for _ in range(SLOTS_GROUPS)]
-    delays = [[chance.uniform(*SLOTS_DELAY_S) for _ in range(number)] for number in turns]
+class Measured(NamedTuple):
+    """One shape played with so many slots."""
+
+    speed: float
+    """Tokens a second."""
+    cpu_speed: float
+    """Tokens for a second of CPU time of the worker and vLLM: other programs disturb it little."""
+    preempted: float
+    """For 1,000 turns."""
+    cached: float
+    """Share of the tokens of later turns' prompts."""
+
+
+async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
+    """Play all shapes with so many slots, on one engine."""
     num_blocks = CACHE_BYTES // TOKEN_BYTES // BLOCK_TOKENS
     config = make_config(
         folder,
@@ -157,30 +188,39 @@ async def measure_slots(folder: Path, slots: int | str) -> tuple[float, float, f
             "extra": {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": num_blocks},
         },
     )
+    found = {}
     async with ServiceRun(folder, config, "slots", is_forked=False) as run:
         run.start("rollout")
-        await play(run, 0, delays[:1])
-        before = await _counters(run)
-        wall_s = await play(run, 1, delays)
-        after = await _counters(run)
-        samples = (await messages(run.broker, run.keys.trajectories(), Trajectory))[GROUP_SIZE:]
-    sessions = [sample.session for sample in samples if sample.session is not None]
-    played = [turn for session in sessions for turn in session.turns]
-    preempted, given_back = (after[name] - before[name] for name in COUNTERS)
-    tokens = sum(turn.num_tokens for turn in played)
-    return tokens / wall_s, 1000 * preempted / len(played), given_back
+        await play(run, SHAPES["long"]._replace(groups=1))
+        for name, shape in SHAPES.items():
+            before, cpu_s = await _num_preempted(run), _cpu_s(run)
+            wall_s = await play(run, shape)
+            num_preempted, cpu_s = await _num_preempted(run) - before, _cpu_s(run) - cpu_s
+            samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+            sessions = [sample.session for sample in samples[-shape.groups * shape.size :]]
+            turns = [turn for session in sessions if session is not None for turn in session.turns]
+            later = [turn for session in sessions if session is not None for turn in session.turns[1:]]
+            cached = sum(turn.num_cached_tokens for turn in later) / sum(
+                turn.num_prompt_tokens for turn in later
+            )
+            tokens = sum(turn.num_tokens for turn in turns)
+            found[name] = Measured(tokens / wall_s, tokens / cpu_s, 1000 * num_preempted / len(turns), cached)
+    return found
 
 
-COUNTERS = ("vllm:num_preemptions_total", "tidemill_handed_back_total")
+def _cpu_s(run: ServiceRun) -> float:
+    worker = psutil.Process(run.processes["rollout"].pid)
+    times = [process.cpu_times() for process in (worker, *worker.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
-async def _counters(run: ServiceRun) -> dict[str, float]:
-    """The sums of these counters, from the worker's /metrics."""
+async def _num_preempted(run: ServiceRun) -> float:
+    """So far, from the worker's /metrics."""
     (beat,) = await read_heartbeats(run.broker, run.keys)
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://{beat.metrics_target}/metrics")).text
     lines = [line.rpartition(" ") for line in text.splitlines()]
-    return {name: sum(float(value) for key, _, value in lines if key.startswith(name)) for name in COUNTERS}
+    return sum(float(value) for key, _, value in lines if key.startswith("vllm:num_preemptions_total"))
 
 
 async def measure_gateway(folder: Path) -> tuple[float, float]:
@@ -230,24 +270,41 @@ async def _converse(client: httpx.AsyncClient, root: str, key: str) -> list[floa
 
 def report_slots() -> None:
     """The sweep of fixed numbers, and how `auto` compares with 64 and with the fastest of them."""
-    found: dict[int | str, tuple[float, float, float]] = {}
+    found: dict[int | str, dict[str, Measured]] = {}
     for slots in SLOTS:
-        with tempfile.TemporaryDirectory() as name:
-            found[slots] = run_main(measure_slots(Path(name), slots))
-    rows = [
-        (str(slots), f"{speed:,.0f}", f"{preempted:.1f}", f"{given_back:.0f}")
-        for slots, (speed, preempted, given_back) in found.items()
-    ]
-    columns = ("groups in flight", "tokens/s", "preemptions per 1,000 turns", "groups given back")
-    print_table("Slots, KV cache of 16 MB", columns, rows, machine())
-    speed, preempted, _ = found.pop("auto")
-    print_result(
-        {
-            "slots_preemptions_64": round(found[64][1], 1),
-            "slots_preemptions_auto": round(preempted, 1),
-            "slots_speed_to_best": round(speed / max(fixed for fixed, _, _ in found.values()), 3),
-        }
+        with tempfile.TemporaryDirectory() as folder:
+            found[slots] = run_main(measure_slots(Path(folder), slots))
+    result: dict[str, float | None] = {}
+    columns = (
+        "groups in flight",
+        "tokens/s",
+        "tokens per CPU second",
+        "preemptions per 1,000 turns",
+        "histories in the cache",
     )
+    for name in SHAPES:
+        of = {slots: measured[name] for slots, measured in found.items()}
+        rows = [
+            (
+                str(slots),
+                f"{each.speed:,.0f}",
+                f"{each.cpu_speed:,.0f}",
+                f"{each.preempted:.1f}",
+                f"{each.cached:.0%}",
+            )
+            for slots, each in of.items()
+        ]
+        print_table(f"Slots, {name} sessions, KV cache of 16 MB", columns, rows, machine())
+        auto = of.pop("auto")
+        result |= {
+            f"slots_{name}_preemptions_64": round(of[64].preempted, 1),
+            f"slots_{name}_preemptions_auto": round(auto.preempted, 2),
+            f"slots_{name}_speed_to_best": round(auto.speed / max(each.speed for each in of.values()), 3),
+            f"slots_{name}_cpu_speed_to_best": round(
+                auto.cpu_speed / max(each.cpu_speed for each in of.values()), 3
+            ),
+        }
+    print_result(result)
 
 
 def main(

@@ -42,16 +42,10 @@ from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, Trajectory
-from tidemill.services.rollout.engines.engine import (
-    Engine,
-    EngineReport,
-    Generation,
-    GenerationRequest,
-    OnTokens,
-)
+from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, OnTokens
 from tidemill.services.rollout.sessions.parts import Part, RecordedPlay, Recording, new_play, read_play
 from tidemill.services.rollout.sessions.player import Player
-from tidemill.services.rollout.slots import Slots
+from tidemill.services.rollout.slots import START, UNREPORTED, Slots
 from tidemill.services.rollout.weight_follower import WeightFollower
 
 log = structlog.get_logger(__name__)
@@ -79,13 +73,12 @@ class RolloutWorker(LaneWorker[Ticket]):
     ) -> None:
         super().__init__(context, lane, context.keys.prompts(lane), ROLLOUT_GROUP, Ticket)
         self.engine, self.follower, self.player = engine, follower, player
-        self.max_groups = context.config.rollout.max_groups_in_flight
-        self.slots = Slots()
-        # Evaluation never waits for training, nor gives anything back.
-        if self.max_groups == "auto" and lane is Lane.TRAIN:
-            engine.on_report = self._on_report
-        self._begun: dict[asyncio.Task[None], Delivery[Ticket]] = {}
-        self._giving_back: asyncio.Task[None] | None = None
+        max_groups = context.config.rollout.max_groups_in_flight
+        # Evaluation never waits for training.
+        follows = max_groups == "auto" and engine.reports and lane is Lane.TRAIN
+        self.slots = Slots(START if follows else UNREPORTED if max_groups == "auto" else max_groups)
+        if follows:
+            engine.on_report = self.slots.report
         self._count()
         self._published: Batched[tuple[int, int, float]] = Batched(partial(_count_published, lane))
         self.num_turns = self.num_playing = self.faults_in_row = 0
@@ -93,8 +86,7 @@ class RolloutWorker(LaneWorker[Ticket]):
 
     @property
     def num_free(self) -> int:
-        held = len(self.running)
-        return self.slots.num_free(held) if self.max_groups == "auto" else self.max_groups - held
+        return self.slots.num_free(len(self.running))
 
     @property
     def num_wanted(self) -> int:
@@ -108,9 +100,7 @@ class RolloutWorker(LaneWorker[Ticket]):
     async def accept(self, deliveries: list[Delivery[Ticket]]) -> None:
         """Start a group, unless the service stops: then the ticket is handed back when draining."""
         for delivery in deliveries if not self.context.stopping.is_set() else ():
-            task = self.begin(delivery, self._work(delivery))
-            self._begun[task] = delivery
-            task.add_done_callback(self._ended)
+            self.begin(delivery, self._work(delivery)).add_done_callback(self._ended)
             self._count()
 
     def given_up(self, delivery: Delivery[Ticket]) -> str:
@@ -133,7 +123,6 @@ class RolloutWorker(LaneWorker[Ticket]):
         beat.counts[f"groups_{self.lane}"] = len(self.running)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._begun[task]
         if not task.cancelled():
             self.slots.end(len(self.running))
         self._count()
@@ -143,23 +132,6 @@ class RolloutWorker(LaneWorker[Ticket]):
         metrics.GROUPS_IN_FLIGHT.labels(self.lane).set(held)
         metrics.GROUP_SLOTS.labels(self.lane).set(held + max(0, self.num_free))
         self.free_slot()
-
-    def _on_report(self, report: EngineReport) -> None:
-        is_too_full = self.slots.report(report, len(self.running))
-        if is_too_full and (self._giving_back is None or self._giving_back.done()):
-            youngest = next(reversed(self._begun.items()))
-            self._giving_back = self.context.start(self._give_back(*youngest), "giving back a group")
-        if self.num_free > 0:
-            self.free_slot()
-
-    async def _give_back(self, task: asyncio.Task[None], delivery: Delivery[Ticket]) -> None:
-        """The others need the cache. The youngest has the least to compute again; its parts stay."""
-        task.cancel()
-        # Ended before it is handed back: another worker must not begin beside it.
-        await asyncio.wait({task})
-        if self.consumer.holds(delivery):
-            log.info("the engine's cache is too full; handing a group back", ticket=delivery.message.ticket)
-            await self.consumer.hand_back([delivery])
 
     async def _work(self, delivery: Delivery[Ticket]) -> None:
         """Generate one group. The one place that catches broadly."""
@@ -335,7 +307,8 @@ class RolloutWorker(LaneWorker[Ticket]):
             number = next(numbers)
             if is_greedy:
                 sampling = sampling.model_copy(update={"temperature": 0.0})
-            return await self._ask(name if number == 1 else f"{name}-t{number}", ids, sampling, on_tokens)
+            request_id = name if number == 1 else f"{name}-t{number}"
+            return await self._ask(ticket.ticket, request_id, ids, sampling, on_tokens)
 
         async def keep(play_name: bytes, number: int, part: Part) -> bool:
             # Else what is dropped below would be gone on with.
@@ -407,11 +380,12 @@ class RolloutWorker(LaneWorker[Ticket]):
         return published
 
     async def _ask(
-        self, name: str, ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None
+        self, ticket: int, name: str, ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None
     ) -> Generation:
         """One generation. Of a delivery that was lost, requests may still run: so ids differ."""
         request_id = next(i for i in chain([name], (f"{name}-{n}" for n in count(2))) if i not in self._asked)
-        request = GenerationRequest(request_id, ids, sampling, self.lane is Lane.EVAL, on_tokens)
+        is_urgent = self.lane is Lane.EVAL
+        request = GenerationRequest(request_id, ids, sampling, is_urgent, on_tokens, ticket)
         self._asked.add(request_id)
         try:
             generation = await self.engine.generate(request)

@@ -33,6 +33,8 @@ class GenerationRequest:
     """Goes before what waits already: evaluation never queues behind training."""
     on_tokens: "OnTokens | None" = None
     """Hears every `PART_TOKENS` tokens, on the event loop, of what there is so far; not of the end."""
+    ticket: int = 0
+    """Where requests wait, lower ones go first: their histories are still in the cache, if any are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,6 @@ class EngineReport:
     """Share of the KV cache that running requests hold, 0 to 1."""
     num_waiting: int
     """Requests that it has not begun, or has preempted."""
-    num_preempted: int
-    """Since the report before."""
 
 
 class Engine(ABC):
@@ -100,8 +100,10 @@ class Engine(ABC):
 
     stands_still = False
     """Whether it sleeps with requests running; they go on when it wakes."""
+    reports = False
+    """Whether it calls `on_report`: it has a KV cache of a fixed size."""
     on_report: Callable[[EngineReport], None] | None = None
-    """Called on the loop with each report, by engines that have a KV cache of a fixed size."""
+    """Called on the loop with each report."""
 
     @property
     @abstractmethod

@@ -46,8 +46,8 @@ log = structlog.get_logger(__name__)
 
 STAGING_POLL_S = 0.005
 
-URGENT, NORMAL = 0, 1
-"""vLLM's priorities: the lower one is scheduled first."""
+URGENT = -1
+"""A priority of vLLM's: the lower one is scheduled first. Others have their tickets' numbers."""
 
 
 class VllmEngine(ModelEngine):
@@ -70,6 +70,10 @@ class VllmEngine(ModelEngine):
         """Whether it is known, bit by bit, what the parameters hold."""
         return self._digest is not None
 
+    @property
+    def reports(self) -> bool:  # type: ignore[override]
+        return not self._config.rollout.vllm.extra.get("disable_log_stats", False)
+
     async def start(self) -> None:
         self._folder = await asyncio.to_thread(open_model, self._config.model)
         await asyncio.to_thread(self._launch)
@@ -88,7 +92,7 @@ class VllmEngine(ModelEngine):
         self.num_running += 1
         try:
             output, params = None, self._sampling_params(request)
-            priority = URGENT if request.is_urgent else NORMAL
+            priority = URGENT if request.is_urgent else request.ticket
             while output is None:
                 # A new one for each try: it remembers how many tokens it has looked at.
                 stops = StopTexts(request.sampling.stop, self.decode)

@@ -86,11 +86,9 @@ def _reporting(report: Callable[[EngineReport], object]) -> "PerEngineStatLogger
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
-        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is not None:
-                usage, num_waiting = scheduler_stats.kv_cache_usage, scheduler_stats.num_waiting_reqs
-                num_preempted = iteration_stats.num_preempted_reqs if iteration_stats is not None else 0
-                report(EngineReport(usage, num_waiting, num_preempted))
+                report(EngineReport(scheduler_stats.kv_cache_usage, scheduler_stats.num_waiting_reqs))
 
         def log_engine_initialized(self) -> None:
             pass
@@ -127,6 +125,9 @@ def engine_args(config: RunConfig, worker: str, records_routes: bool = False) ->
     }
     if config.shared_turn_s is not None and not is_cpu():
         fields["enable_sleep_mode"] = True
+    if config.rollout.max_groups_in_flight == "auto":
+        # Share of the KV cache that is free when a request begins: else those that grow would be preempted.
+        fields["watermark"] = 0.1
     if config.model.overrides:
         changed = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
         fields["hf_overrides"] = for_vllm(changed, config.model.overrides)

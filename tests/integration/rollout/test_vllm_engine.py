@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +300,26 @@ async def test_each_step_reports_how_full_the_cache_is(engine: VllmEngine) -> No
     engine.on_report = None
     assert len(reports) >= max(len(result.token_ids) for result in results)
     assert 0.0 < max(report.kv_usage for report in reports) <= 1.0
-    assert reports[-1].num_waiting == 0 == sum(report.num_preempted for report in reports)
+    assert reports[-1].num_waiting == 0
+
+
+async def test_of_waiting_requests_evaluation_goes_first_and_then_the_oldest_ticket(
+    engine: VllmEngine,
+) -> None:
+    order: list[str] = []
+
+    async def generate(request: GenerationRequest) -> None:
+        await engine.generate(request)
+        order.append(request.request_id[0])
+
+    requests = make_requests("full", 16, max_tokens=40)  # as many as the engine runs at once
+    for name, ticket, is_urgent in ("9", 9, False), ("2", 2, False), ("e", 10, True):
+        requests += [
+            replace(request, ticket=ticket, is_urgent=is_urgent)
+            for request in make_requests(name, 4, max_tokens=1)
+        ]
+    await asyncio.gather(*map(generate, requests))
+    assert [name for name in order if name != "f"] == ["e"] * 4 + ["2"] * 4 + ["9"] * 4
 
 
 async def test_a_dead_engine_fails_its_requests(engine: VllmEngine) -> None:
