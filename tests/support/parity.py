@@ -11,7 +11,7 @@ from tidemill.common.wire import messages
 from tidemill.common.wire.segments import VersionSpan
 from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, StopTexts
 from tidemill.services.rollout.engines.transformers import TransformersEngine
-from tidemill.services.rollout.engines.vllm import NORMAL, VllmEngine
+from tidemill.services.rollout.engines.vllm import VllmEngine
 
 
 @torch.inference_mode()
@@ -55,7 +55,7 @@ async def score(engine: Engine, prompt_ids: Sequence[int], completion_ids: Seque
         request = GenerationRequest(
             "score", [*prompt_ids, *completion_ids], messages.SamplingParams(max_tokens=1)
         )
-        final = await engine._submit(request, params, NORMAL, StopTexts((), engine.decode))
+        final = await engine._submit(request, params, 0, StopTexts((), engine.decode))
     assert final is not None
     logprobs: Any = final.prompt_logprobs
     # The first token has no logprob, each later one exactly one.
