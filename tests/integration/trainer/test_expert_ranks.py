@@ -187,10 +187,12 @@ def writer_config(folder: Path, name: str, **more: Any) -> RunConfig:
 
 
 def write(ranks: Ranks, folder: Path, name: str) -> dict[str, Any]:
-    """What a trainer publishes of a model that ranks read from its files, and the state at each version."""
+    """What a trainer publishes of a model that ranks read from its files; the state at each version, and what
+    torch itself gathers of the ranks' shards."""
     config = writer_config(folder, name)
     own = load_rank_policy(config, ranks)
-    share, logprobs, manifests = largest_part(own), own.logprobs(make_samples(6)), []
+    share, logprobs = largest_part(own), own.logprobs(make_samples(6))
+    manifests, gathered = [], []
     if ranks.is_leader:
         policy: Any = ShardedPolicy(own, ranks)
         store = WeightStore(folder / name, config.weights)
@@ -199,11 +201,12 @@ def write(ranks: Ranks, folder: Path, name: str) -> dict[str, Any]:
             if version not in (0, 3):  # 3 is what 2 was
                 update(policy, make_samples(6, seed=version))
             manifests.append(store.write(version, policy))
+            gathered.append(dict(policy.named_parameters_for_export()))
             policy.save_state(folder / name / f"state-{version}")
         ranks.broadcast(encode_call(STOP, ()))
     else:
         serve_calls(own, ranks)
-    return {"share": share, "logprobs": logprobs, "manifests": manifests}
+    return {"share": share, "logprobs": logprobs, "manifests": manifests, "gathered": gathered}
 
 
 def refusal(ranks: Ranks, family: str, size: int) -> str:
@@ -283,8 +286,9 @@ def test_workers_hold_the_weights_of_every_version_bit_by_bit(name, of_four, fol
     assert [manifest.is_delta for manifest in manifests] == [False, True, True, True, False]
     assert 0.0 == manifests[3].share_changed < manifests[1].share_changed
     for version, manifest in enumerate(manifests):
+        expected = of_four["written"][name]["gathered"][version]
         alone.load_state(folder / name / f"state-{version}")
-        expected = dict(alone.named_parameters_for_export())
+        assert_same_bits(dict(alone.named_parameters_for_export()), expected)
         assert alone.digest().startswith(manifest.digest)
 
         loaded = weights_of(folder / name, manifest)
