@@ -5,7 +5,10 @@
 Micro-batches of made-up token ids are formed, divided and planned as the trainer does it for GPUs, with a
 tile of 16,384 tokens, for 1, 2, 4 and 8 ranks; no model computes. `passes` is the number of forward passes
 that a micro-batch takes on the rank with the most, 1 where each rank has one. `tile used` is the share of the
-tiles of all ranks, in all passes, that has tokens; all but the step's last micro-batch. `busy` is the mean
+tiles of all ranks, in all passes, that has tokens; all but the step's last micro-batch. `filled` is the share
+that has tokens which have to be computed, in the whole step: a group's prompt is one for each tile that the
+group needs. `bound` is the same if these tokens were in the fewest micro-batches that hold them: above it no
+packing comes, and most cannot reach it, since a sample stays whole. `busy` is the mean
 rank's cost (tokens, and their squares for attention) over the slowest rank's, over the whole step. `received`
 is what the rank with the most bytes is sent for training the step, over the whole step's bytes, which each
 rank was sent once. The result has the worst of the three distributions.
@@ -82,6 +85,8 @@ def _sample(key: tuple[int, int], prompt: NDArray[np.int32], completion: NDArray
 class Figures:
     passes: float
     tile_used: float
+    filled: float
+    bound: float
     busy: float
     received: float
     split_s: float
@@ -92,6 +97,17 @@ def _tiles(samples: list[Sample]) -> Iterator[int]:
     for lines in plan_tiles(make_rows(samples, [one.mask for one in samples]), "tree", TILE):
         by_row = [samples[row.sample] for line in lines for row in line]
         yield PrefixOrder(by_row, "tree").num_tokens
+
+
+def needed_tokens(samples: list[Sample]) -> int:
+    """What any packing computes of a step, at least."""
+    prompts = {sample.key[0]: len(sample.prompt_ids) for sample in samples}
+    own = dict.fromkeys(prompts, 0)
+    for sample in samples:
+        own[sample.key[0]] += len(sample.completion_ids)
+    by_tiles = sum(own[one] + size * -(-own[one] // (TILE - size)) for one, size in prompts.items())
+    # The second is more where prompts are too short to be shared.
+    return max(by_tiles, PrefixOrder(samples, "tree").num_tokens)
 
 
 def measure(samples: list[Sample], size: int) -> Figures:
@@ -114,8 +130,15 @@ def measure(samples: list[Sample], size: int) -> Figures:
             received[rank] += len(pack(own))
     whole = sum(len(pack(list(batch.samples))) for batch in batches)
     share_used = float(np.mean(used[:-1])) if len(used) > 1 else used[0]
+    needed, tiles_of_all = needed_tokens(samples), size * TILE
     return Figures(
-        float(np.mean(passes)), share_used, mean_cost / slowest, max(received) / whole, split_s / len(batches)
+        passes=float(np.mean(passes)),
+        tile_used=share_used,
+        filled=needed / (sum(passes) * tiles_of_all),
+        bound=needed / (-(-needed // tiles_of_all) * tiles_of_all),
+        busy=mean_cost / slowest,
+        received=max(received) / whole,
+        split_s=split_s / len(batches),
     )
 
 
@@ -167,11 +190,18 @@ def main() -> None:
         for size in RANKS:
             figures = measure(samples, size)
             found[size].append(figures)
-            values = (figures.passes, figures.tile_used, figures.busy, figures.received)
+            values = (
+                figures.passes,
+                figures.tile_used,
+                figures.filled,
+                figures.bound,
+                figures.busy,
+                figures.received,
+            )
             rows.append((f"{name}; {size} ranks", *(f"{value:.3f}" for value in values)))
     print_table(
         f"A step of {GROUPS} groups of {SIZE}, tiles of {TILE:,} tokens",
-        ("lengths", "passes", "tile used", "busy", "received"),
+        ("lengths", "passes", "tile used", "filled", "bound", "busy", "received"),
         rows,
         machine(),
     )

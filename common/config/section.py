@@ -20,7 +20,7 @@ Rules = Iterator[tuple[object, str]]
 class Section(BaseModel):
     """A part of the run's one YAML file. Unknown fields are errors; values never change after start."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def rules(self) -> Rules:
         """What has to hold between fields, checked when all of them are right by themselves."""
@@ -80,7 +80,7 @@ Range = Annotated[tuple[float, float], AfterValidator(_ascends)]
 def read_table(name: str) -> dict[str, Any]:
     """A table that stands beside the code, by names."""
     text = resources.files(__package__).joinpath(f"{name}.yml").read_text(encoding="utf-8")
-    table: dict[str, Any] = yaml.safe_load(text)
+    table: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return table
 
 

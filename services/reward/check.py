@@ -21,7 +21,7 @@ from tidemill.common.wire.messages import Trajectory
 from tidemill.services.reward.functions.reward_function import TrlLog, load_group_function, trl_arguments
 from tidemill.services.reward.functions.signature import Style
 from tidemill.services.reward.outcome import AttemptError
-from tidemill.services.reward.rewards.reward import REWARDS, FunctionReward, check_reward, load_checked
+from tidemill.services.reward.rewards.reward import FunctionReward, check_reward, kind_of, load_checked
 from tidemill.services.reward.sample import RewardSample
 
 COMPLETION = "(the completion)"
@@ -115,7 +115,7 @@ def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
     sample = _sample_of({**row, "extra": extra}, COMPLETION, TEMPLATED, own)
     found = {}
     for name, reward in run.reward.named.items():
-        reading = REWARDS[reward.kind].reading
+        reading = kind_of(reward.kind).reading
         if reading is None or not reward.scores_source(
             sample.trajectory.data_source, sample.trajectory.source
         ):

@@ -4,11 +4,14 @@ Also every field of a config, from the models themselves: type, default, bounds,
 `tidemill check --fields` shows them; docs/config.md is made from them too.
 """
 
+import ast
+import inspect
 import json
 import types
 import typing
 from collections.abc import Iterator
-from textwrap import indent
+from itertools import pairwise
+from textwrap import dedent, indent
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -52,13 +55,13 @@ class SectionFacts(NamedTuple):
 
 def read_sections(model: type[BaseModel] = RunConfig, name: str = "") -> Iterator[SectionFacts]:
     """A section, then those inside it, depth first."""
-    own, inner = [], []
+    own, inner, texts = [], [], _texts_of(model)
     prefix = f"{name}." if name else ""
     for field, info in model.model_fields.items():
         section, has_names = _section_of(info.annotation)
         default = ... if info.is_required() else info.get_default(call_default_factory=True)
         if section is None or has_names or default is None:
-            text = " ".join((info.description or "").split())
+            text = " ".join((info.description or texts.get(field, "")).split())
             shown = "required" if default is ... else f"default {_shown(default)}"
             own.append(FieldFacts(prefix + field, _kind(info.annotation), shown, _bounds(info), text))
         if section is not None:
@@ -66,6 +69,23 @@ def read_sections(model: type[BaseModel] = RunConfig, name: str = "") -> Iterato
     yield SectionFacts(name, " ".join((model.__doc__ or "").strip().partition("\n\n")[0].split()), own)
     for section, path in inner:
         yield from read_sections(section, path)
+
+
+def _texts_of(model: type[BaseModel]) -> dict[str, str]:
+    """What stands below each field in the source. Not by pydantic's `use_attribute_docstrings`: it would read
+    the source of every section at the start of every process."""
+    texts: dict[str, str] = {}
+    for section in reversed(model.__mro__[: model.__mro__.index(BaseModel)]):
+        (defined,) = ast.parse(dedent(inspect.getsource(section))).body
+        assert isinstance(defined, ast.ClassDef)
+        for field, below in pairwise(defined.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = text
+    return texts
 
 
 def print_fields(wanted: str, console: Console | None = None) -> None:

@@ -1,95 +1,25 @@
-"""What rewards may use beside their own config: Redis, an HTTP client, servers and their routers."""
+"""What rewards may use beside their own config: Redis, an HTTP client, servers and their routers.
 
-import asyncio
+What asks servers is imported where it is first wanted: many rewards have none, and each worker that starts
+would wait for it.
+"""
+
 from dataclasses import dataclass, field
-
-import httpx
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from typing import TYPE_CHECKING
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.heartbeats import Reporter
-from tidemill.common.process.http_server import ServerInService, is_this_machine, listen, server_config
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.replicas import LANE_HEADER, ReplicaRegistry
+from tidemill.common.run.replicas import ReplicaRegistry
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Lane
-from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind, RemoteFault, status_fault
-from tidemill.services.reward.remote.limiter import Limiter, Permit
-from tidemill.services.reward.remote.servers import Replica, Servers, usage_of
 
-PASSED_ON = ("content-type", "accept", "authorization")
-STATUSES: dict[str, int] = {FaultKind.TIMEOUT: 504, FaultKind.RATE_LIMITED: 429, FaultKind.NO_REPLICA: 503}
+if TYPE_CHECKING:
+    import httpx
 
-
-class RouterProxy:
-    """A router's address for reward functions: what verl calls `reward_router_address`.
-
-    A small HTTP server inside the worker, on a loopback port of its own. A request to it, to any path of the
-    replicas' API, goes to the least loaded replica within the run's limits, and to another one if that fails.
-    Answers are passed on whole, also those that were asked for as a stream. The replica's key is sent along
-    where a request brings none of its own.
-    """
-
-    def __init__(self, servers: Servers, timeout_s: float) -> None:
-        self._servers, self._timeout_s = servers, timeout_s
-        app = Starlette(routes=[Route("/{path:path}", self._forward, methods=["GET", "POST"])])
-        self._server = ServerInService(server_config(app))
-        self._serving: asyncio.Task[None] | None = None
-        self.address = ""
-
-    async def start(self) -> str:
-        listener = listen("127.0.0.1")
-        self.address = f"127.0.0.1:{listener.getsockname()[1]}"
-        name = f"router of {self._servers.name}"
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name=name)
-        return self.address
-
-    async def close(self) -> None:
-        """Stop listening; requests under way are broken off."""
-        self._server.should_exit = self._server.force_exit = True
-        if self._serving is not None:
-            await asyncio.gather(self._serving, return_exceptions=True)
-
-    async def _forward(self, request: Request) -> Response:
-        if "origin" in request.headers or not is_this_machine(request.headers.get("host", "")):
-            return Response("a browser's pages are not answered here", 403)
-        body = await request.body()
-        lane = Lane.EVAL if request.headers.get(LANE_HEADER) == Lane.EVAL.value else Lane.TRAIN
-        headers = {name: value for name in PASSED_ON if (value := request.headers.get(name))}
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-
-        async def send(replica: Replica, permit: Permit) -> httpx.Response:
-            url = replica.root + target
-            answer = await self._servers.request(replica, request.method, url, headers, content=body or None)
-            # What is wrong with the request is between the function and the replica; the rest is ours.
-            if answer.status_code >= 500 or answer.status_code in (408, 429):
-                raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
-            if used := _usage(answer):
-                self._servers.count_tokens(permit, *used)
-            return answer
-
-        try:
-            answer = await self._servers.ask(send, lane, len(body) // CHARS_PER_TOKEN, self._timeout_s)
-        except RemoteFault as fault:  # in the form of OpenAI's errors
-            error = {"message": str(fault), "type": fault.kind, "code": fault.kind}
-            pause = {"Retry-After": f"{fault.retry_after_s:.0f}"} if fault.asks_for_pause else None
-            return JSONResponse({"error": error}, STATUSES.get(fault.kind, 502), pause)
-        return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type", ""))
-
-
-def _usage(answer: httpx.Response) -> tuple[int, int] | None:
-    """Prompt and completion tokens, where the answer says them."""
-    if "json" not in answer.headers.get("content-type", ""):
-        return None
-    try:
-        return usage_of(answer.json()) if answer.json().get("usage") else None
-    except (ValueError, TypeError, LookupError, AttributeError):
-        return None
+    from tidemill.services.reward.remote.router import RouterProxy
+    from tidemill.services.reward.remote.servers import Servers
 
 
 @dataclass(slots=True)
@@ -100,21 +30,24 @@ class RewardDependencies:
     broker: Broker
     keys: Keys
     worker: str
-    http: httpx.AsyncClient = field(
-        default_factory=lambda: httpx.AsyncClient(timeout=None, limits=httpx.Limits())
-    )
-    """Without limits of its own: servers have theirs. Its connections are shared."""
     reporters: list[Reporter] = field(default_factory=list)
     """Fill in the worker's heartbeat."""
-    _servers: dict[str, Servers] = field(default_factory=dict)
-    _proxies: dict[str, RouterProxy] = field(default_factory=dict)
+    _http: "httpx.AsyncClient | None" = None
+    """Without limits of its own: servers have theirs. Its connections are shared."""
+    _servers: "dict[str, Servers]" = field(default_factory=dict)
+    _proxies: "dict[str, RouterProxy]" = field(default_factory=dict)
 
     @classmethod
     def of(cls, context: ServiceContext) -> "RewardDependencies":
         return cls(context.config, context.broker, context.keys, context.name, reporters=context.reporters)
 
-    def servers(self, name: str) -> Servers:
+    def servers(self, name: str) -> "Servers":
         """The servers of one section, shared by all that ask them. Raises ConfigError: there are none."""
+        import httpx
+
+        from tidemill.services.reward.remote.limiter import Limiter
+        from tidemill.services.reward.remote.servers import Servers
+
         if name not in self.config.servers:
             known = ", ".join(self.config.servers) or "none"
             raise ConfigError(f"no servers are called {name!r}; the section servers has {known}")
@@ -122,7 +55,8 @@ class RewardDependencies:
             config = self.config.servers[name]
             registry = ReplicaRegistry(self.broker, self.keys, name)
             limiter = Limiter(self.broker, self.keys, name, config.limits)
-            self._servers[name] = Servers(name, config, self.http, limiter, registry)
+            self._http = self._http or httpx.AsyncClient(timeout=None, limits=httpx.Limits())
+            self._servers[name] = Servers(name, config, self._http, limiter, registry)
             self.reporters.append(self._servers[name].report)
         return self._servers[name]
 
@@ -132,6 +66,8 @@ class RewardDependencies:
         Raises:
             ConfigError: there are no such servers.
         """
+        from tidemill.services.reward.remote.router import RouterProxy
+
         if name not in self._proxies:
             asking = [reward for reward in self.config.reward.named.values() if reward.router == name]
             timeout_s = max((reward.timeout_s for reward in asking), default=self.config.reward.timeout_s)
@@ -147,4 +83,5 @@ class RewardDependencies:
             await proxy.close()
         for servers in self._servers.values():
             await servers.close()
-        await self.http.aclose()
+        if self._http is not None:
+            await self._http.aclose()

@@ -1,7 +1,7 @@
 """What a reward is to the worker: something that gives one sample an outcome, or raises `AttemptError`.
 
-Functions, judges, reward models, sandboxes, environments and teachers are its kinds, the rows of `REWARDS`;
-each is a `Reward`. Attempts, backoff, concurrency, cache and failure policy are the same around all of them,
+Functions, judges, reward models, sandboxes, environments and teachers are its kinds, those of `kind_of`; each
+is a `Reward`. Attempts, backoff, concurrency, cache and failure policy are the same around all of them,
 in `weighted_sum.py`: a kind makes one attempt and says what came of it.
 """
 
@@ -19,11 +19,6 @@ from tidemill.services.reward.functions.reward_function import RewardFunction, l
 from tidemill.services.reward.functions.signature import ROUTER
 from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
-from tidemill.services.reward.remote.judge import JudgeReward, check_judge, judge_reading
-from tidemill.services.reward.remote.reward_model import ModelReward, model_reading
-from tidemill.services.reward.remote.serving import check_local
-from tidemill.services.reward.remote.teacher import TeacherPrompt, TeacherReward, teacher_reading
-from tidemill.services.reward.rewards.sandbox import SandboxReward
 from tidemill.services.reward.sample import RewardSample
 
 NUM_TURNS = "num_turns"
@@ -131,15 +126,24 @@ class RewardKind:
     """The text of its servers' request about a sample, for `check`. Raises AttemptError: there is none."""
 
 
-REWARDS = {
-    "function": RewardKind(make_function, load_checked),
-    "judge": RewardKind(JudgeReward, check_judge, judge_reading),
-    "model": RewardKind(ModelReward, reading=model_reading),
-    "sandbox": RewardKind(SandboxReward),
-    "environment": RewardKind(lambda *_: EnvironmentReward()),
-    "teacher": RewardKind(TeacherReward, TeacherPrompt, teacher_reading),
-}
-"""By the field of `NamedRewardConfig` that configures it; a new kind is one file, its section, and a row."""
+def kind_of(name: str) -> RewardKind:
+    """By the field of `NamedRewardConfig` that configures it: one file, its section, and a row here."""
+    if name == "function":
+        return RewardKind(make_function, load_checked)
+    if name == "environment":
+        return RewardKind(lambda *_: EnvironmentReward())
+    # Only here: a worker whose rewards are functions would start later for clients and templates.
+    from tidemill.services.reward.remote.judge import JudgeReward, check_judge, judge_reading
+    from tidemill.services.reward.remote.reward_model import ModelReward, model_reading
+    from tidemill.services.reward.remote.teacher import TeacherPrompt, TeacherReward, teacher_reading
+    from tidemill.services.reward.rewards.sandbox import SandboxReward
+
+    return {
+        "judge": RewardKind(JudgeReward, check_judge, judge_reading),
+        "model": RewardKind(ModelReward, reading=model_reading),
+        "sandbox": RewardKind(SandboxReward),
+        "teacher": RewardKind(TeacherReward, TeacherPrompt, teacher_reading),
+    }[name]
 
 
 def check_key(name: str, variable: str) -> None:
@@ -155,7 +159,7 @@ def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDepend
     """The reward called `name`. Raises ConfigError: it cannot be loaded or called as configured."""
     if config.servers:
         check_key(config.servers, dependencies.servers(config.servers).config.api_key_env)
-    return REWARDS[config.kind].make(name, config, dependencies)
+    return kind_of(config.kind).make(name, config, dependencies)
 
 
 def check_reward(name: str, config: NamedRewardConfig, servers: Mapping[str, ServersConfig]) -> None:
@@ -165,6 +169,8 @@ def check_reward(name: str, config: NamedRewardConfig, servers: Mapping[str, Ser
         ConfigError: it cannot be loaded or called as configured, or its servers cannot start here.
     """
     if config.servers:
+        from tidemill.services.reward.remote.serving import check_local
+
         check_key(config.servers, servers[config.servers].api_key_env)
         check_local(name, config, servers[config.servers])
-    REWARDS[config.kind].check(name, config)
+    kind_of(config.kind).check(name, config)

@@ -203,6 +203,12 @@ def _imported(code: str) -> set[str]:
     return set(result.stdout.split())
 
 
+def test_what_gives_a_first_score_imports_no_model_and_no_client_of_servers() -> None:
+    modules = _imported("import tidemill.services.reward.worker, tidemill.services.console.serving.server")
+    unwanted = {"torch", "transformers", "vllm", "httpx", "jinja2", "rq"}
+    assert "redis" in modules and not unwanted & modules
+
+
 def test_help_imports_nothing_heavy() -> None:
     asked = [["--help"], ["up", "--help"], ["check", "-h"]]
     modules = _imported(

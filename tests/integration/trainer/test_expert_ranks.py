@@ -8,6 +8,7 @@ held against ranks that have all experts.
 import copy
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,14 +29,23 @@ from tests.support.rank_runs import (
     train_alone,
     update,
 )
+from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.weights.digest import Digest
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.rollout.engines.checkpoint import checkpoint_tensors, prove, read_tensors
+from tidemill.services.rollout.engines.held_weights import apply, as_tensor
+from tidemill.services.rollout.engines.model import copy_weights, load_model, match_weights, pieces_of
+from tidemill.services.rollout.weight_follower import LocalVersions, find_route
 from tidemill.services.trainer.groups.samples import MicroBatch
 from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy, load_rank_policy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.fsdp.sharded_policy import STOP, ShardedPolicy, encode_call, serve_calls
+from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
-from tidemill.services.trainer.weights.store import whole_tensor
+from tidemill.services.trainer.weights.store import WeightStore, whole_tensor
 
 SIZE = 4
 RANKS = {"shard_ranks": None, "context_ranks": 1, "expert_ranks": 1}
@@ -98,7 +108,7 @@ def policy_on(ranks: Ranks, model: PreTrainedModel, config: TrainerConfig, **opt
 
 def largest_part(policy: RankPolicy) -> float:
     """Share of its experts that this rank has."""
-    experts = [weight for name, weight in policy._parameters if ".experts." in name]
+    experts = [weight for name, weight in policy._model.named_parameters() if ".experts." in name]
     own = [weight.to_local().numel() for weight in experts if isinstance(weight, DTensor)]
     return sum(own) / sum(weight.numel() for weight in experts)
 
@@ -111,7 +121,7 @@ def train_all(ranks: Ranks, folder: Path) -> dict[str, Any]:
             found[name] = outcome_of(policy_on(ranks, copy.deepcopy(model_of(name)), config), config)
         found["families"] = {name: gradient_of(ranks, name) for name in FAMILIES}
         found["resharded"] = reshard(ranks, folder)
-    found["written"] = [write(ranks, folder, size) for size in (1, 2, 4)]
+    found["written"] = {name: write(ranks, folder, name) for name in WRITERS}
     found["refused"] = [refusal(ranks, "Llama", 2), refusal(ranks, "Mixtral", 2)]
     return found
 
@@ -158,23 +168,45 @@ def reshard(ranks: Ranks, folder: Path) -> list[tuple[str, float]]:
     return found
 
 
-def write(ranks: Ranks, folder: Path, size: int) -> dict[str, Any]:
-    """A version in full and a delta to it, of a model that ranks read from its files, with grouped products
-    in bfloat16."""
-    trainer = {"num_ranks": SIZE, "expert_ranks": size, "num_threads": 1, "optimizer": {"lr": 1e-3}}
-    config = run_config(folder / "model", model={"dtype": "bfloat16"}, trainer=trainer)
-    policy = load_rank_policy(config, ranks)
-    share, logprobs = largest_part(policy), policy.logprobs(make_samples(6))
-    versions = []
-    for version in range(2):
-        target = folder / f"{size}-{version}"
-        target.mkdir(exist_ok=True)
-        state = policy.compare_weights()
-        files = policy.begin_writing(target, version, version - 1).result()
-        versions.append((state.digest, state.share_changed, len(files)))
-        update(policy, make_samples(6))
-    exported = dict(policy.named_parameters_for_export())
-    return {"share": share, "logprobs": logprobs, "versions": versions, "exported": exported}
+WRITERS: dict[str, dict[str, Any]] = {
+    "one has all": {},
+    "two": {"expert_ranks": 2},
+    "four": {"expert_ranks": 4},
+    "two, and shared passes": {"expert_ranks": 2, "context_ranks": 2},
+    "two copies, and shared passes": {"expert_ranks": 2, "context_ranks": 2, "shard_ranks": 2},
+    "four, adapters": {"expert_ranks": 4, "lora": {"rank": 3}},
+}
+NUM_VERSIONS, BASE_EVERY = 5, 4
+
+
+def writer_config(folder: Path, name: str, **more: Any) -> RunConfig:
+    """In bfloat16, with grouped products."""
+    trainer = {"num_ranks": SIZE, "num_threads": 1, "optimizer": {"lr": 1e-3}} | WRITERS[name] | more
+    weights = {"base_every": BASE_EVERY, "max_share_changed": 1.0}
+    return run_config(folder / "model", model={"dtype": "bfloat16"}, trainer=trainer, weights=weights)
+
+
+def write(ranks: Ranks, folder: Path, name: str) -> dict[str, Any]:
+    """What a trainer publishes of a model that ranks read from its files; the state at each version, and what
+    torch itself gathers of the ranks' shards."""
+    config = writer_config(folder, name)
+    own = load_rank_policy(config, ranks)
+    share, logprobs = largest_part(own), own.logprobs(make_samples(6))
+    manifests, gathered = [], []
+    if ranks.is_leader:
+        policy: Any = ShardedPolicy(own, ranks)
+        store = WeightStore(folder / name, config.weights)
+        store.max_chain_share = 10.0
+        for version in range(NUM_VERSIONS):
+            if version not in (0, 3):  # 3 is what 2 was
+                update(policy, make_samples(6, seed=version))
+            manifests.append(store.write(version, policy))
+            gathered.append(dict(policy.named_parameters_for_export()))
+            policy.save_state(folder / name / f"state-{version}")
+        ranks.broadcast(encode_call(STOP, ()))
+    else:
+        serve_calls(own, ranks)
+    return {"share": share, "logprobs": logprobs, "manifests": manifests, "gathered": gathered}
 
 
 def refusal(ranks: Ranks, family: str, size: int) -> str:
@@ -223,18 +255,77 @@ def test_a_state_goes_through_all_layouts_and_back_bit_by_bit(of_four, folder):
         assert all(torch.equal(state.tensors[name], tensor) for name, tensor in first.tensors.items())
 
 
-def test_versions_and_deltas_are_those_of_ranks_with_all_experts(of_four):
-    expected, *others = of_four["written"]
-    first, (_, share_changed, num_files) = expected["versions"]
-    assert share_changed > 0.0 and num_files == SIZE, "a delta has a file of each rank"
-    for own in (expected, *others):
-        assert own["share"] == 1 / SIZE
-        assert own["versions"][0] == first and own["versions"][1][2] == SIZE
-        assert own["versions"][1][1] == pytest.approx(share_changed, abs=0.02)
+def test_versions_are_those_of_ranks_with_all_experts(of_four, folder):
+    expected = of_four["written"]["one has all"]
+    first, second, third, *_ = expected["manifests"]
+    trained = weights_of(folder / "one has all", third)
+    for name, own in of_four["written"].items():
+        assert own["share"] == 1 / (WRITERS[name].get("shard_ranks") or SIZE)
+        assert own["manifests"][0].digest == first.digest
         for mine, other in zip(own["logprobs"], expected["logprobs"], strict=True):
             assert abs(mine - other).max() < 1e-6, "all round in the same places"
-        for name, tensor in expected["exported"].items():
-            torch.testing.assert_close(own["exported"][name], tensor, rtol=0.05, atol=0.01, msg=name)
+        if "lora" not in WRITERS[name]:
+            assert own["manifests"][1].share_changed == pytest.approx(second.share_changed, abs=0.02)
+            found = weights_of(folder / name, own["manifests"][2])
+            for tensor in trained:
+                torch.testing.assert_close(found[tensor], trained[tensor], rtol=0.05, atol=0.01, msg=tensor)
+
+
+def weights_of(run: Path, manifest: WeightManifest) -> dict[str, Tensor]:
+    """What a worker that starts reads."""
+    files, deltas = find_route(LocalVersions(run), manifest, None)
+    return dict(checkpoint_tensors(read_tensors(files), deltas))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_workers_hold_the_weights_of_every_version_bit_by_bit(name, of_four, folder):
+    """One that starts reads the whole chain, one that follows patches what it has."""
+    config = writer_config(folder, name, num_ranks=1, **RANKS)
+    alone, started, follower = open_policy(config), load_model(config.model), Follower()
+    manifests = of_four["written"][name]["manifests"]
+    assert [manifest.is_delta for manifest in manifests] == [False, True, True, True, False]
+    assert 0.0 == manifests[3].share_changed < manifests[1].share_changed
+    for version, manifest in enumerate(manifests):
+        expected = of_four["written"][name]["gathered"][version]
+        alone.load_state(folder / name / f"state-{version}")
+        assert_same_bits(dict(alone.named_parameters_for_export()), expected)
+        assert alone.digest().startswith(manifest.digest)
+
+        loaded = weights_of(folder / name, manifest)
+        assert_same_bits(loaded, expected)
+        copy_weights(match_weights(started, loaded))
+        assert all(torch.equal(mine, other) for mine, other in match_weights(started, expected))
+
+        follower.load(*find_route(LocalVersions(folder / name), manifest, follower.manifest), manifest)
+        assert_same_bits(follower.tensors, expected)
+
+
+class Follower:
+    """What a worker's engine holds, under the names of the files."""
+
+    def __init__(self) -> None:
+        self.manifest: WeightManifest | None = None
+
+    def load(self, files: list[Path], deltas: list[list[Path]], manifest: WeightManifest) -> None:
+        if manifest.is_delta:
+            assert not files and [len(delta) for delta in deltas] == [SIZE], "a file of each rank"
+            change, changes = self.held.stage(deltas)
+            self.digest = prove(self.digest, change, manifest.digest)
+            assert apply(changes) == 0
+        else:
+            read = read_tensors(files)
+            self.tensors = {name: as_tensor(*one).clone() for name, one in read.items()}
+            model = SimpleNamespace(state_dict=lambda: self.tensors)
+            self.held = pieces_of(model, [info for info, _ in read.values()])
+            self.digest = Digest.parse(manifest.digest)
+        self.manifest = manifest
+
+
+def assert_same_bits(mine: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert mine.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert mine[name].dtype == tensor.dtype == torch.bfloat16
+        assert torch.equal(mine[name].view(torch.int16), tensor.view(torch.int16)), name
 
 
 def test_what_has_no_such_experts_is_refused_by_name(of_four):
