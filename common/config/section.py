@@ -80,7 +80,8 @@ Range = Annotated[tuple[float, float], AfterValidator(_ascends)]
 def read_table(name: str) -> dict[str, Any]:
     """A table that stands beside the code, by names."""
     text = resources.files(__package__).joinpath(f"{name}.yml").read_text(encoding="utf-8")
-    table: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    # As `safe_load`, which is pure Python: every process reads these tables as it starts.
+    table: dict[str, Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
     return table
 
 

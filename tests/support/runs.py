@@ -95,9 +95,9 @@ class ServiceRun:
     ) -> Process:
         """Start one service process; its output goes into `<name>.log`. `within` runs its command.
 
-        `role` may be the module of a process that does a role's work.
+        `role` may be a module of tests that does a role's work.
         """
-        name, module = name or role, role if "." in role else f"tidemill.services.{role}"
+        name, module = name or role, role if role.startswith("tests.") else f"tidemill.services.{role}"
         words = ["--run", self.keys.run_id, "--name", name]
         words += [part for override in overrides for part in ("--set", override)]
         words += arguments
