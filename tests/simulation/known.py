@@ -275,5 +275,12 @@ KNOWN = {
         Fault(10.127, "unreliable", "", {"for_s": 5.7, "share": 0.54}),
         Fault(13.296, "cut_off", "reward-0", {"for_s": 10.37}),
     )),
+    "the payload of a part is gone, and those after it are still there": Schedule(
+        336, Setup(steps=3, groups_per_step=1, group_size=4, segment_mb=0.001, rollouts=1, rewards=1,
+        parts="repeat", shares_lines=True, choices=True), (
+        Fault(0.5, "kill", "rollout-0", {"step": "file", "count": 6}),
+        Fault(2.0, "kill", "rollout-0", {"step": "file", "count": 11}),
+        Fault(5.7, "vanish", "", {"count": 4}),
+    )),
 }
 # fmt: on

@@ -21,6 +21,15 @@ end
 -- A play that begins again writes over the parts of the one before, and only a part beyond those is progress: a
 -- session that kills its worker at the same place each time is given up like any other.
 if redis.call('HSET', KEYS[3], ARGV[5], ARGV[7]) == 0 then
+  -- What followed the one before does not follow this one, and may be of the same play: where a part could not be
+  -- read, its play goes on from the part before that. The fields stay, for they say how far a play has come.
+  local number = tonumber(string.match(ARGV[5], '%d+$')) + 1
+  local field = ARGV[4] .. ':' .. number
+  while (redis.call('HGET', KEYS[3], field) or '') ~= '' do
+    redis.call('HSET', KEYS[3], field, '')
+    number = number + 1
+    field = ARGV[4] .. ':' .. number
+  end
   return 2
 end
 if held[1][4] > 0 then

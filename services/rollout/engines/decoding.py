@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -194,12 +195,12 @@ def decode_batch(
     while batch.rows:
         processed_BV = processed_logprobs(logits_BV, batch.sampling)
         ids_B, logprobs_B = batch.draw(processed_BV, step)
-        drawn = zip(batch.rows, ids_B.tolist(), logprobs_B.tolist(), processed_BV, strict=True)
-        for row, token, logprob, processed_V in drawn:
+        drawn = zip(batch.rows, ids_B.tolist(), logprobs_B.tolist(), batch.kept(processed_BV), strict=True)
+        for row, token, logprob, kept in drawn:
             # Finished rows are decoded on until it pays to leave them out; what they say then is not kept.
             if row.finish is None:
-                if row.kept is not None:
-                    row.kept.append(processed_V.isfinite().nonzero()[:, 0].int().cpu().numpy())
+                if row.kept is not None and kept is not None:
+                    row.kept.append(kept)
                 row.add(token, logprob, eos_ids)
                 if row.finish is None and len(row.token_ids) % PART_TOKENS == 0:
                     row.report()
@@ -249,6 +250,15 @@ class _Batch:
         """The next token of each row, by its `step`-th number, and its logprob."""
         uniforms_B = torch.from_numpy(uniforms(self._keys_B, step)).to(self._device)
         return draw(processed_BV, self.sampling, uniforms_B)
+
+    def kept(self, processed_BV: Tensor) -> Sequence[Int32 | None]:
+        """The ids that each row's token was sampled from; None: no row wants them."""
+        if all(row.kept is None for row in self.rows):
+            return [None] * len(self.rows)
+        # For all rows at once: one call of torch for each row takes as long as a layer.
+        rows_K, ids_K = (each.int().cpu().numpy() for each in processed_BV.isfinite().nonzero(as_tuple=True))
+        ends_B = np.searchsorted(rows_K, np.arange(len(self.rows)), side="right").tolist()
+        return [ids_K[first:end] for first, end in pairwise([0, *ends_B])]
 
     def advance(self, ids_B: Tensor) -> Tensor:
         """Run one token of each row. Returns the logits of the token after it, of shape [B, V]."""

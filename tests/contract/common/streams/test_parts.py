@@ -102,3 +102,21 @@ async def test_deliveries_count_only_since_a_part_that_nobody_had_before(broker,
     assert (await deliveries(broker, keys), delivery.attempts) == (3, 3), "begun again: no progress"
     await consumer.append_part(delivery, progress, 0, 1, OTHER + b"b")
     assert (await deliveries(broker, keys), delivery.attempts) == (0, 1)
+
+
+async def test_what_followed_a_part_that_could_not_be_read_does_not_follow_the_one_in_its_place(
+    broker, keys, held
+):
+    consumer, delivery = held
+    progress = keys.progress(0)
+    for number, part in enumerate((b"a", b"b", b"c", b"d")):
+        await consumer.append_part(delivery, progress, 0, number, ONE + part)
+    await take_over(broker, keys, consumer.name, 3)
+    # Who takes over could read the first part only, and goes on from there with the same play.
+    assert await consumer.append_part(delivery, progress, 0, 1, ONE + b"B")
+    assert await parts_of(broker, keys) == {"0:0": ONE + b"a", "0:1": ONE + b"B", "0:2": b"", "0:3": b""}
+    assert await consumer.append_part(delivery, progress, 0, 2, ONE + b"C")
+    assert await deliveries(broker, keys) == 3, "no further than before"
+    first = make_trajectory(0, 0, group_size=SIZE)
+    await consumer.publish_sample(delivery, keys.trajectories(), progress, first)
+    assert await parts_of(broker, keys) == {}
