@@ -129,7 +129,8 @@ REVERTED = (
         '("XRANGE", self.key, entry_id, entry_id)',
         '("XCLAIM", self.key, self.group, self.name, 0, entry_id)',
         "answers with what is pending are lost again and again"),
-    Mutant("what followed a part that could not be read follows the one in its place", f"{LUA}/append_part.lua",
+    Mutant("what followed a part that could not be read follows the one in its place",
+        f"{LUA}/append_part.lua",
         "  while (redis.call('HGET', KEYS[3], field) or '') ~= '' do\n", "  while false do\n",
         "the payload of a part is gone, and those after it are still there"),
 )
