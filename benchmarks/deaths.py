@@ -162,11 +162,10 @@ class Account:
                 account.playing[key] = (OWNER.get(), account.world.loop.now)
             return is_kept
 
-        async def asks(worker: RolloutWorker, name: str, *rest: Any) -> Any:
-            ticket, index = name.split("-")[1:3]
-            key = (worker.lane, int(ticket), int(index))
+        async def asks(worker: RolloutWorker, ticket: int, name: str, *rest: Any) -> Any:
+            key = (worker.lane, ticket, int(name.split("-")[2]))
             account.asking[key] = account.world.loop.now
-            made = await ask(worker, name, *rest)
+            made = await ask(worker, ticket, name, *rest)
             del account.asking[key]
             account.turns[key] += 1
             return made
