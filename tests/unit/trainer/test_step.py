@@ -372,7 +372,9 @@ async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():
     """After Redis has lost its tail, other tokens may arrive under the same key."""
     config = config_of(2)
     runner = runner_of(config, policy_of(config))
-    join = StreamJoin(Broker.__new__(Broker), Keys("unit"))
+    broker = Broker.__new__(Broker)
+    broker.claims = None
+    join = StreamJoin(broker, Keys("unit"))
     join.expect(outstanding(0, group_size=SIZE))
     join.groups[0].trajectories |= group_of(0).trajectories
     assert await runner.precompute.compute_waiting(join.groups.values(), 0, 1)
