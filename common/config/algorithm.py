@@ -76,7 +76,7 @@ class AlgorithmConfig(Section):
     normalisation: Literal["sequence", "token", "constant", "prompt", "sequence_sum"] = "token"
     """What sums over tokens are divided by: GRPO, DAPO, Dr. GRPO, ScaleRL, LUSPO in this order."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
-    """The ratio is clipped at 1 - clip_low; bounds other measures of dppo and gmpo."""
+    """The ratio is clipped at 1 - clip_low; dppo and gmpo bound other measures with it."""
     clip_high: float = Field(0.28, ge=0.0, le=100.0)
     """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound)."""
     dual_clip: Annotated[float, Field(gt=1.0, le=1000.0)] | Literal["auto"] | None = "auto"

@@ -147,7 +147,7 @@ class TrainerConfig(Section):
     sum_gradients: Literal["auto", "update", "micro_batch"] = "auto"
     """Sum gradients once an `update`, or with every `micro_batch`, which saves 4 bytes a parameter."""
     offload_optimizer: bool = False
-    """AdamW's moments, 8 bytes a parameter, in host memory; the same bits."""
+    """AdamW's moments (8 bytes a parameter) in host memory; bit-identical."""
     gpus: tuple[int, ...] = ()
     """GPUs of this machine for the trainer; empty takes free ones."""
     compile: bool = False
@@ -171,7 +171,7 @@ class TrainerConfig(Section):
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Trackers of all metrics (`pip install 'tidemill[wandb]'` and so on)."""
     logger_project: str = Field("tidemill", min_length=1, max_length=128)
-    """Project (MLflow: experiment) in the trackers."""
+    """Project (MLflow: experiment)."""
 
     def rules(self) -> Rules:
         is_simulated = self.policy == "simulated"

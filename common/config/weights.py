@@ -14,5 +14,5 @@ class WeightsConfig(Section):
     max_share_changed: float = Field(0.3, ge=0.0, le=1.0)
     """A version with a larger share of changed values is written in full."""
     url: str = Field("", pattern=r"^((https?|s3|gs|az)://[^\s?#]+)?$")
-    """Where rollout workers read versions: the run's folder; `http://head:8200`, from
+    """Where rollout workers read versions; empty: the run's folder; `http://head:8200`, from
     `python -m tidemill.services.trainer.weight_server`; `s3://bucket/folder`. TIDEMILL_WEIGHTS_URL wins."""
