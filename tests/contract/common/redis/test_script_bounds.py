@@ -21,6 +21,11 @@ HOSTILE = ("0", "-1", "0.5", HUGE, "9223372036854775807", "1e308", "inf", "-inf"
 LUA = resources.files("tidemill.common.redis") / "lua"
 SCRIPTS: dict[str, tuple[list[str], list[str], list[int]]] = {
     "append_after": (["stream"], ["9999-0", "1.0", "99999-0", "x"], []),
+    "append_part": (
+        ["stream", "progress", "parts"],
+        ["group", "holder", "1-0", "0", "0:1", "0:0", "payload"],
+        [3, 4, 5],
+    ),
     "cache_put": (["cache", "used", "size"], ["digest", "payload", "4096"], [2]),
     "complete": (["stream", "out"], ["group", "holder", "1.0", "1-0", "x", "300-0", "x"], []),
     "continue_after": (["stream"], ["300-0", "400-0", "1"], [0, 1, 2]),
