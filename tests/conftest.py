@@ -23,6 +23,12 @@ TESTS = Path(__file__).parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A machine's GPUs are for the tests in `gpu/`; others compute as on a machine without."""
+    if not any(Path(name).resolve().is_relative_to(TESTS / "gpu") for name in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 LONGEST = (
     "integration/docs/test_commands.py",
     "integration/console/test_web_browser.py",
@@ -140,6 +146,15 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     os.environ[preloaded.WORKERS] = preloaded.server().for_workers([*config.args, *left_out])
     for spec in specs:
         spec.python = shlex.join([sys.executable, "-S", str(TESTS / "support/forked_python.py")])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_ranks_may_compute_gradients() -> None:
+    """torch fixes the number of devices at the first backward pass of a process; with one or more, no process
+    forked from it may run another. Its CUDA build counts one, GPU or not, once a fake tensor was made, as
+    compilers do: so the first pass comes before."""
+    if torch := sys.modules.get("torch"):
+        torch.ones((), requires_grad=True).backward()
 
 
 @pytest.fixture(autouse=True)
