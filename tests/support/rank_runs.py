@@ -2,7 +2,7 @@
 
 import multiprocessing
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
@@ -81,12 +81,28 @@ def update(policy: Any, samples: list[Sample]) -> tuple[MicroBatchMetrics, Updat
     return sums, policy.update(sums.denominator)
 
 
-def options_of(config: TrainerConfig, model: PreTrainedModel | None = None) -> dict[str, Any]:
-    """What else a float64 policy is made of; the model gets its adapters."""
-    options = {"dtype": torch.float64, "temperature": 1.6, "max_completion_tokens": MAX_COMPLETION}
-    if config.lora is None or model is None:
-        return options
-    return options | {"adapters": Adapters(model, config.lora, torch.float64, seed=0)}
+def policy_on(
+    ranks: Ranks | None, model: PreTrainedModel, config: TrainerConfig, **options: Any
+) -> TransformersPolicy:
+    """One process's policy in float64, or that of one of these ranks, laid out as the config says; the model
+    gets its adapters."""
+    given = {"dtype": torch.float64, "temperature": 1.6, "max_completion_tokens": MAX_COMPLETION} | options
+    if config.lora is not None:
+        given["adapters"] = Adapters(model, config.lora, torch.float64, seed=0)
+    if ranks is None:
+        return TransformersPolicy(model, config, **given)
+    ranks.lay_out(config.shard_ranks, config.context_size, config.expert_size)
+    return RankPolicy(model, config, ranks, **given)
+
+
+def gradient_of(policy: TransformersPolicy, batches: Iterable[MicroBatch] = ()) -> Tensor:
+    """Of these micro-batches and those before, as one vector."""
+    for batch in batches:
+        policy.accumulate(batch)
+    if isinstance(policy, RankPolicy):
+        policy._sum_held()
+    gradients = [weight.grad for _, weight in policy._parameters if weight.grad is not None]
+    return torch.cat([whole_tensor(gradient).flatten() for gradient in gradients])
 
 
 def outcome_of(policy: TransformersPolicy, config: TrainerConfig) -> dict[str, Any]:
@@ -99,7 +115,7 @@ def outcome_of(policy: TransformersPolicy, config: TrainerConfig) -> dict[str, A
 
 def train_alone(model: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
     """One process and its outcome."""
-    return outcome_of(TransformersPolicy(model, config, **options_of(config, model)), config)
+    return outcome_of(policy_on(None, model, config), config)
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Any], folder: Path) -> Any:
@@ -134,11 +150,7 @@ def train_cases(
     ranks: Ranks, cases: Sequence[tuple[str, PreTrainedModel, TrainerConfig]]
 ) -> dict[str, dict[str, Any]]:
     """The outcome of each case, one after the other in the same processes."""
-    found = {}
-    for name, model, config in cases:
-        ranks.lay_out(config.shard_ranks, config.context_size, config.expert_size)
-        found[name] = outcome_of(RankPolicy(model, config, ranks, **options_of(config, model)), config)
-    return found
+    return {name: outcome_of(policy_on(ranks, model, config), config) for name, model, config in cases}
 
 
 @contextmanager

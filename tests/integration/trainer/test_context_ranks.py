@@ -21,11 +21,12 @@ from tests.support.models import make_relatives, make_samples
 from tests.support.rank_runs import (
     FIELDS,
     assert_same_outcome,
+    gradient_of,
     never_in_float32,
     on_ranks,
-    options_of,
-    outcome_of,
+    policy_on,
     train_alone,
+    train_cases,
     update,
 )
 from tests.support.sessions import session_samples
@@ -33,10 +34,7 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.compiling import compile_model
-from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
-from tidemill.services.trainer.weights.store import whole_tensor
 
 SIZE = 4
 MLA = {
@@ -110,14 +108,10 @@ def config_of(name: str, **more: Any) -> TrainerConfig:
 
 
 def train_all(ranks: Ranks, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    found = {}
     with never_in_float32():
-        for name in names:
-            config = config_of(name, num_ranks=ranks.size)
-            ranks.lay_out(config.shard_ranks, config.context_ranks)
-            model = model_of(name)
-            found[name] = outcome_of(RankPolicy(model, config, ranks, **options_of(config, model)), config)
-    return found
+        return train_cases(
+            ranks, [(name, model_of(name), config_of(name, num_ranks=ranks.size)) for name in names]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -149,22 +143,11 @@ def of_families(ranks: Ranks | None, families: tuple[str, ...]) -> dict[str, tup
         with never_in_float32():
             model = make_model(family, **FAMILIES[family]).double()
             fields = {"num_ranks": SIZE, "context_ranks": SIZE} if ranks else {}
-            config = TrainerConfig.model_validate(FIELDS | fields)
-            options = options_of(config, model)
-            if ranks is None:
-                policy = TransformersPolicy(model, config, **options)
-            else:
-                ranks.lay_out(None, SIZE)
-                policy = RankPolicy(model, config, ranks, **options)
+            policy = policy_on(ranks, model, TrainerConfig.model_validate(FIELDS | fields))
             batches = some_samples()
             logprobs = [values for batch in batches for values in policy.logprobs(batch)]
-            for batch in batches:
-                policy.accumulate(MicroBatch(tuple(batch)))
-            if isinstance(policy, RankPolicy):
-                policy._sum_held()
-            gradients = [weight.grad for _, weight in policy._parameters if weight.grad is not None]
-            whole = torch.cat([whole_tensor(gradient).flatten() for gradient in gradients])
-            found[family] = torch.from_numpy(np.concatenate(logprobs or [np.zeros(0)])), whole
+            gradient = gradient_of(policy, [MicroBatch(tuple(batch)) for batch in batches])
+            found[family] = torch.from_numpy(np.concatenate(logprobs or [np.zeros(0)])), gradient
     return found
 
 
@@ -182,7 +165,6 @@ def test_architectures_give_the_gradient_of_one(family, families_of_four):
 
 
 def refusals(ranks: Ranks) -> list[str]:
-    ranks.lay_out(None, 4)
     found = []
     for family, more, changes in (
         ("Mamba", {}, {}),
@@ -193,7 +175,7 @@ def refusals(ranks: Ranks) -> list[str]:
         model = make_model(family, **changes).double()
         config = TrainerConfig.model_validate(FIELDS | {"num_ranks": 4, "context_ranks": 4} | more)
         try:
-            RankPolicy(model, config, ranks, **options_of(config, model))
+            policy_on(ranks, model, config)
         except ConfigError as error:
             found.append(str(error))
     return found
@@ -206,9 +188,8 @@ def test_what_cannot_be_shared_is_refused_by_name(tmp_path):
 
 
 def digest_and_norm(ranks: Ranks, folder: Path, context_size: int, begins: bool = False) -> tuple[str, float]:
-    ranks.lay_out(None, context_size)
     config = TrainerConfig.model_validate(FIELDS | {"num_ranks": 4, "context_ranks": context_size})
-    policy = RankPolicy(copy.deepcopy(model_of("all share")), config, ranks, **options_of(config))
+    policy = policy_on(ranks, copy.deepcopy(model_of("all share")), config)
     if begins:
         update(policy, make_samples(9))
         policy.save_state(folder)

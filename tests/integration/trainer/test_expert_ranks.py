@@ -22,10 +22,11 @@ from tests.support.models import make_samples, read_policy_state, run_config
 from tests.support.rank_runs import (
     FIELDS,
     assert_same_outcome,
+    gradient_of,
     never_in_float32,
     on_ranks,
-    options_of,
     outcome_of,
+    policy_on,
     train_alone,
     update,
 )
@@ -44,8 +45,7 @@ from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy, load_r
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import STOP, ShardedPolicy, encode_call, serve_calls
 from tidemill.services.trainer.policy.loading import open_policy
-from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
-from tidemill.services.trainer.weights.store import WeightStore, whole_tensor
+from tidemill.services.trainer.weights.store import WeightStore
 
 SIZE = 4
 RANKS = {"shard_ranks": None, "context_ranks": 1, "expert_ranks": 1}
@@ -101,11 +101,6 @@ def config_of(name: str, **more: Any) -> TrainerConfig:
     return TrainerConfig.model_validate(FIELDS | OPTIONS[name] | more)
 
 
-def policy_on(ranks: Ranks, model: PreTrainedModel, config: TrainerConfig, **options: Any) -> RankPolicy:
-    ranks.lay_out(config.shard_ranks, config.context_size, config.expert_size)
-    return RankPolicy(model, config, ranks, **options_of(config, model) | options)
-
-
 def largest_part(policy: RankPolicy) -> float:
     """Share of its experts that this rank has."""
     experts = [weight for name, weight in policy._model.named_parameters() if ".experts." in name]
@@ -119,27 +114,18 @@ def train_all(ranks: Ranks, folder: Path) -> dict[str, Any]:
         for name in OPTIONS:
             config = config_of(name, num_ranks=SIZE)
             found[name] = outcome_of(policy_on(ranks, copy.deepcopy(model_of(name)), config), config)
-        found["families"] = {name: gradient_of(ranks, name) for name in FAMILIES}
+        found["families"] = {name: family_gradient(ranks, name) for name in FAMILIES}
         found["resharded"] = reshard(ranks, folder)
     found["written"] = {name: write(ranks, folder, name) for name in WRITERS}
     found["refused"] = [refusal(ranks, "Llama", 2), refusal(ranks, "Mixtral", 2)]
     return found
 
 
-def gradient_of(ranks: Ranks | None, family: str) -> Tensor:
-    """Of a micro-batch, as one vector."""
+def family_gradient(ranks: Ranks | None, family: str) -> Tensor:
     model = make_model(family, experts_implementation="eager", **FAMILIES[family]).double()
-    if ranks is None:
-        config = TrainerConfig.model_validate(FIELDS)
-        policy = TransformersPolicy(model, config, **options_of(config))
-    else:
-        config = TrainerConfig.model_validate(FIELDS | {"num_ranks": SIZE, "expert_ranks": 2})
-        policy = policy_on(ranks, model, config)
-    policy.accumulate(MicroBatch(tuple(make_samples(8))))
-    if isinstance(policy, RankPolicy):
-        policy._sum_held()
-    gradients = [weight.grad for _, weight in policy._parameters if weight.grad is not None]
-    return torch.cat([whole_tensor(gradient).flatten() for gradient in gradients])
+    fields = {"num_ranks": SIZE, "expert_ranks": 2} if ranks else {}
+    policy = policy_on(ranks, model, TrainerConfig.model_validate(FIELDS | fields))
+    return gradient_of(policy, [MicroBatch(tuple(make_samples(8)))])
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -240,7 +226,7 @@ def test_losses_gradients_and_weights_after_three_steps_are_those_of_one(name, o
 @pytest.mark.parametrize("family", FAMILIES)
 def test_architectures_give_the_gradient_of_one(family, of_four):
     with never_in_float32():
-        own = gradient_of(None, family)
+        own = family_gradient(None, family)
     assert ((of_four["families"][family] - own).norm() / own.norm()).item() < 1e-6
 
 

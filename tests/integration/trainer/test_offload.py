@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.allocations import peak_bytes
 from tests.support.architectures import make_model
 from tests.support.models import make_samples
-from tests.support.rank_runs import FIELDS, on_ranks, options_of, prepared, update
+from tests.support.rank_runs import FIELDS, on_ranks, policy_on, prepared, update
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
@@ -28,11 +28,7 @@ def make_policy(ranks: Ranks | None, dtype: torch.dtype = torch.float32, **field
     model = make_model("GPTNeoX")
     given = FIELDS | {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}} | fields
     config = TrainerConfig.model_validate(given | {"num_ranks": ranks.size if ranks else 1})
-    options = options_of(config, model) | {"dtype": dtype}
-    if ranks is None:
-        return TransformersPolicy(model, config, **options)
-    ranks.lay_out(None)
-    return RankPolicy(model, config, ranks, **options)
+    return policy_on(ranks, model, config, dtype=dtype)
 
 
 def trained(policy: TransformersPolicy, steps: range) -> dict[str, Tensor]:

@@ -24,8 +24,9 @@ from tests.support.models import make_relatives, make_samples, tiny_llama
 from tests.support.rank_runs import (
     FIELDS,
     assert_same_outcome,
+    gradient_of,
     on_ranks,
-    options_of,
+    policy_on,
     train_alone,
     train_cases,
     update,
@@ -33,12 +34,9 @@ from tests.support.rank_runs import (
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.groups.samples import MicroBatch
 from tidemill.services.trainer.policy.compiling import compile_model
-from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.policy.usage import Usage, count_flops
 from tidemill.services.trainer.weights.peers import pack, unpack
-from tidemill.services.trainer.weights.store import whole_tensor
 
 SUMS: dict[str, Any] = {
     "kl": {"place": "loss", "coefficient": 0.1},
@@ -125,9 +123,8 @@ def test_four_ranks_are_one(name, of_four):
 
 def count_collectives(ranks: Ranks, model: PreTrainedModel) -> list[tuple[str, str]]:
     """Operation and dtype of every collective of an update with several micro-batches, in bfloat16."""
-    ranks.lay_out(None)
     config = TrainerConfig.model_validate(FIELDS | {"num_ranks": 2})
-    policy = RankPolicy(model, config, ranks, **options_of(config, model) | {"dtype": torch.bfloat16})
+    policy = policy_on(ranks, model, config, dtype=torch.bfloat16)
     update(policy, make_samples(12))
     mode = Collectives()
     with mode:
@@ -162,9 +159,7 @@ def test_gradients_are_reduced_once_an_update_and_weights_gathered_in_half_preci
 
 def largest_in_a_commit(ranks: Ranks, model: PreTrainedModel) -> int:
     """Bytes of the largest tensor that ranks exchange for the digest of a version with a critic."""
-    ranks.lay_out(None)
-    config = config_of("critic", num_ranks=2)
-    policy = RankPolicy(model, config, ranks, **options_of(config, model))
+    policy = policy_on(ranks, model, config_of("critic", num_ranks=2))
     policy.compare_weights()
     mode = Collectives()
     with mode:
@@ -178,9 +173,7 @@ def test_a_commit_gathers_no_weight_of_a_critic(tmp_path):
 
 def bytes_received(ranks: Ranks, model: PreTrainedModel) -> list[int]:
     """By each rank, of the samples of a micro-batch."""
-    ranks.lay_out(None)
-    config = config_of("", num_ranks=4)
-    policy = RankPolicy(model, config, ranks, **options_of(config, model))
+    policy = policy_on(ranks, model, config_of("", num_ranks=4))
     deal, received = ranks.deal, [0]
 
     def counted(payloads: Sequence[bytes]) -> bytes:
@@ -202,9 +195,7 @@ def test_each_rank_receives_its_own_samples_alone(tmp_path):
 
 def precomputed(ranks: Ranks, model: PreTrainedModel) -> list[list[Any]]:
     """Of one group's samples, alone and among those of others."""
-    ranks.lay_out(None)
-    config = config_of("all sums", num_ranks=2)
-    policy = RankPolicy(model, config, ranks, **options_of(config, model) | {"dtype": torch.float32})
+    policy = policy_on(ranks, model, config_of("all sums", num_ranks=2), dtype=torch.float32)
     samples = [replace(one, key=(n // 4, n % 4)) for n, one in enumerate(make_relatives(16))]
     found = [policy.precompute(samples[4:8]), policy.precompute(samples)[4:8]]
     return [[part["reference_logprobs"].tolist() for part in parts] for parts in found]
@@ -245,20 +236,11 @@ def in_dtype(
     for family in families:
         model = copy.deepcopy(unrounded(family))
         config = TrainerConfig.model_validate(FIELDS | {"num_ranks": ranks.size if ranks else 1})
-        options = options_of(config, model) | {"dtype": dtype}
-        if ranks is None:
-            policy = TransformersPolicy(model, config, **options)
-        else:
-            ranks.lay_out(None)
-            policy = RankPolicy(model, config, ranks, **options)
+        policy = policy_on(ranks, model, config, dtype=dtype)
         samples = make_samples(24)
         # Rank 0 has those of all, the others none.
         logprobs = torch.from_numpy(np.concatenate(policy.logprobs(samples) or [np.zeros(0)]))
-        policy.accumulate(MicroBatch(tuple(samples)))
-        if isinstance(policy, RankPolicy):
-            policy._sum_held()
-        gradients = [weight.grad for _, weight in policy._parameters if weight.grad is not None]
-        found[family] = logprobs, torch.cat([whole_tensor(gradient).flatten() for gradient in gradients])
+        found[family] = logprobs, gradient_of(policy, [MicroBatch(tuple(samples))])
     return found
 
 
@@ -276,10 +258,7 @@ def test_in_bfloat16_ranks_round_where_one_does(family, half_of_two):
 
 
 def use_and_profile(ranks: Ranks, folder: Path) -> Usage:
-    model = tiny_llama()
-    config = TrainerConfig.model_validate(FIELDS | {"num_ranks": ranks.size})
-    ranks.lay_out(None)
-    policy = RankPolicy(model, config, ranks, **options_of(config, model))
+    policy = policy_on(ranks, tiny_llama(), config_of("", num_ranks=ranks.size))
     policy.profile(folder)
     policy.accumulate(MicroBatch(tuple(make_samples(8))))
     policy.profile(None)

@@ -10,11 +10,10 @@ from transformers import PreTrainedModel
 
 from tests.support.architectures import make_model
 from tests.support.models import read_policy_state
-from tests.support.rank_runs import FIELDS, on_ranks, options_of, train
+from tests.support.rank_runs import FIELDS, on_ranks, policy_on, train
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.files import StorageError
 from tidemill.services.trainer.policy import state as state_module
-from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
@@ -32,14 +31,13 @@ def config_of(**more: Any) -> TrainerConfig:
 
 def alone() -> TransformersPolicy:
     config = config_of()
-    return TransformersPolicy(copy.deepcopy(model()), config, **options_of(config))
+    return policy_on(None, copy.deepcopy(model()), config)
 
 
 def pass_on(ranks: Ranks, source: Path, target: Path, config: TrainerConfig) -> str:
     """Read a checkpoint, copy the state, train on, and only then write the copy; the last rank's disk is full
     the first time."""
-    ranks.lay_out(config.shard_ranks)
-    policy = RankPolicy(copy.deepcopy(model()), config, ranks, **options_of(config))
+    policy = policy_on(ranks, copy.deepcopy(model()), config)
     policy.load_state(source)
     policy.stage_state()
     train(policy, config, range(1, 2))

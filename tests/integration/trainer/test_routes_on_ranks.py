@@ -7,16 +7,14 @@ import pytest
 import torch
 
 from tests.support.models import make_relatives
-from tests.support.rank_runs import FIELDS, on_ranks, options_of
+from tests.support.rank_runs import FIELDS, gradient_of, on_ranks, policy_on
 from tests.support.routes import gradient_by_hand, wide_mixtral, with_foreign
 from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.samples import Sample
-from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.weights.store import whole_tensor
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two": (2, {"gradient_checkpointing": True}),
@@ -32,14 +30,10 @@ def samples() -> list[Sample]:
 
 def gradient_on(ranks: Ranks, model: Any, fields: dict[str, Any]) -> tuple[torch.Tensor, MicroBatchMetrics]:
     config = TrainerConfig.model_validate(FIELDS | {"num_ranks": ranks.size} | fields)
-    ranks.lay_out(config.shard_ranks, config.context_size, config.expert_size)
-    options = options_of(config, model) | {"replays_routes": True, "temperature": 1.0}
-    policy = RankPolicy(model, config, ranks, **options)
+    policy = policy_on(ranks, model, config, replays_routes=True, temperature=1.0)
     batches = form_micro_batches(samples(), 80, config.num_bins)
     sums = sum((policy.accumulate(batch) for batch in batches), MicroBatchMetrics())
-    policy._sum_held()
-    gradients = [weight.grad for _, weight in policy._parameters if weight.grad is not None]
-    return torch.cat([whole_tensor(gradient).flatten() for gradient in gradients]), sums
+    return gradient_of(policy), sums
 
 
 @pytest.mark.parametrize("name", CASES)
