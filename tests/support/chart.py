@@ -53,4 +53,3 @@ def pruned(tree: Any) -> Any:
 
 def objects(text: str) -> Objects:
     return {(t["kind"], t["metadata"]["name"]): pruned(t) for t in yaml.safe_load_all(text) if t}
-

@@ -1,8 +1,8 @@
 """Kinds of Kubernetes objects, strictly: any other field is an error.
 
-The kinds of Kubernetes itself are dataclasses of lightkube-models, made from Kubernetes' own definitions. Of KEDA and
-the Prometheus operator there are the fields that the chart uses, written down from their definitions: not whole
-schemas, and of no one release.
+The kinds of Kubernetes itself are dataclasses of lightkube-models, made from Kubernetes' own definitions. Of
+KEDA and the Prometheus operator there are the fields that the chart uses, written down from their
+definitions: not whole schemas, and of no one release.
 """
 
 import dataclasses
