@@ -1,4 +1,4 @@
-"""Redis with little memory, and with a pair that fails over: no run notices more than a pause."""
+"""Redis with little memory: no run notices more than a pause."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.servers import RedisServer, SentinelPair, newest_server
+from tests.support.servers import RedisServer, newest_server
 from tests.support.training import assert_full_steps, commits_of
 from tests.support.waiting import wait_until
 from tidemill.common.history import History, StreamName
@@ -17,38 +17,6 @@ GROUPS = 4
 TOKENS = 2000
 
 pytestmark = pytest.mark.skipif(not newest_server(), reason="no redis-server")
-
-
-async def test_a_run_survives_the_failover_of_a_sentinel_pair(tmp_path: Path) -> None:
-    """The replica is behind when its master dies, so the tail of every stream is lost as well."""
-    steps = 30
-    config = simulated_config(
-        tmp_path,
-        trainer__steps=steps,
-        trainer__checkpoint_every=10,
-        rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.1},
-        trainer__simulated={"group_s": 0.02},
-        streams__lease_s=1.0,
-        trainer__reissue_after_s=5.0,
-    )
-    with SentinelPair(tmp_path / "pair", down_after_ms=1000) as pair:
-        async with ServiceRun(tmp_path, config, url=pair.url) as run:
-            run.start_all()
-
-            await run.reach(5)
-            pair.replica.kill()  # what the master takes now never reaches it
-            before = pair.master.client.xlen(run.keys.trajectories())
-            await wait_until(lambda: pair.master.client.xlen(run.keys.trajectories()) > before + 8)
-            known = pair.master.client.xlen(run.keys.trajectories())
-            pair.master.kill()
-            await asyncio.to_thread(pair.replica.start)
-            await wait_until(lambda: pair.replica.client.role()[0] == b"master")
-            assert pair.replica.client.xlen(run.keys.trajectories()) < known, "nothing was lost: no test"
-            assert await run.wait("trainer") == 0, run.log_of("trainer")
-            commits = await commits_of(run.broker, run.keys)
-            assert [commit.step for commit in commits] == list(range(steps))
-            assert_full_steps(commits, GROUPS)
-            await run.stop_all("rollout", "reward")
 
 
 async def test_a_run_that_needs_trimming_goes_on_in_little_memory_and_stays_flat(tmp_path: Path) -> None:
