@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.random import Generator
-from numpy.typing import NDArray
 
 from benchmarks.report import machine, print_result, print_table
+from tests.support.training import sample_of
 from tidemill.services.trainer.groups.bins import PrefixOrder, cost, form_micro_batches, split_samples
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
@@ -53,22 +53,10 @@ def make_step(name: str) -> list[Sample]:
     samples = []
     for ticket in range(GROUPS):
         prompt = rng.integers(0, 1 << 30, num_prompt).astype(np.int32)
-        samples += [
-            _sample((ticket, index), prompt, rng.integers(0, 1 << 30, max(1, draw(rng))))
-            for index in range(SIZE)
-        ]
+        for index in range(SIZE):
+            completion = rng.integers(0, 1 << 30, max(1, draw(rng)))
+            samples.append(sample_of((ticket, index), prompt, completion, np.full(len(completion), -1.0)))
     return samples
-
-
-def _sample(key: tuple[int, int], prompt: NDArray[np.int32], completion: NDArray[np.int64]) -> Sample:
-    return Sample(
-        key=key,
-        prompt_ids=prompt,
-        completion_ids=completion.astype(np.int32),
-        rollout_logprobs=np.full(len(completion), -1.0, np.float32),
-        mask=np.ones(len(completion), np.bool_),
-        reward=0.0,
-    )
 
 
 @dataclass

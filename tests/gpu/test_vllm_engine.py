@@ -15,11 +15,11 @@ import torch
 
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_kernels
 from tests.support.models import PIECES, run_config
+from tests.support.training import sample_of
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.engines.vllm import VllmEngine
-from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 pytest.importorskip("vllm", reason="vLLM is not installed; install the extra vllm")
@@ -78,16 +78,7 @@ async def generate_all(engine: VllmEngine, requests: Sequence[GenerationRequest]
 
 def gaps(policy: TransformersPolicy, request: GenerationRequest, result: Generation) -> np.ndarray:
     """|engine - trainer| of each token, with one version's weights for all of them."""
-    size = len(result.token_ids)
-    sample = Sample(
-        key=(0, 0),
-        prompt_ids=np.array(request.prompt_ids, np.int32),
-        completion_ids=np.array(result.token_ids, np.int32),
-        rollout_logprobs=np.array(result.logprobs, np.float32),
-        mask=np.ones(size, np.bool_),
-        advantage=0.0,
-        reward=0.0,
-    )
+    sample = sample_of((0, 0), request.prompt_ids, result.token_ids, result.logprobs)
     return np.abs(policy.logprobs([sample])[0] - sample.rollout_logprobs)
 
 
