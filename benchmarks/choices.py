@@ -22,6 +22,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmarks.report import machine, print_result, print_table
+from tests.support.training import sample_of
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.run.routers import find_routers
 from tidemill.common.wire import codec
@@ -75,13 +76,11 @@ def generate(model: Any, recorder: RouteRecorder, records: bool) -> list[Decodin
 
 def samples_of(rows: list[DecodingRow]) -> list[Sample]:
     return [
-        Sample(
-            key=divmod(number, SIZE),
-            prompt_ids=np.array(row.request.prompt_ids, np.int32),
-            completion_ids=np.array(row.token_ids, np.int32),
-            rollout_logprobs=np.array(row.logprobs, np.float32),
-            mask=np.ones(len(row.token_ids), np.bool_),
-            reward=0.0,
+        sample_of(
+            divmod(number, SIZE),
+            row.request.prompt_ids,
+            row.token_ids,
+            row.logprobs,
             advantage=float(number % 2) - 0.5,
             routes=(make_routes(row.choices[ROUTES].values),),
             kept=row.choices[KEPT],

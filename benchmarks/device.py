@@ -6,6 +6,7 @@ import time
 import numpy as np
 import torch
 
+from tests.support.training import sample_of
 from tidemill.services.trainer.groups.samples import Sample
 
 
@@ -31,13 +32,7 @@ def now_s() -> float:
 def random_sample(
     rng: np.random.Generator, key: tuple[int, int], vocab_size: int, num_prompt: int, num_completion: int
 ) -> Sample:
-    """A prompt and a completion that is trained in full, as of a uniform policy."""
-    return Sample(
-        key=key,
-        prompt_ids=rng.integers(3, vocab_size, num_prompt).astype(np.int32),
-        completion_ids=rng.integers(3, vocab_size, num_completion).astype(np.int32),
-        rollout_logprobs=np.full(num_completion, -np.log(vocab_size), dtype=np.float32),
-        mask=np.ones(num_completion, dtype=np.bool_),
-        advantage=float(rng.normal()),
-        reward=0.0,
-    )
+    """A prompt and a completion of random tokens, as of a uniform policy."""
+    prompt, completion = (rng.integers(3, vocab_size, count) for count in (num_prompt, num_completion))
+    logprobs = np.full(num_completion, -np.log(vocab_size))
+    return sample_of(key, prompt, completion, logprobs, advantage=float(rng.normal()))

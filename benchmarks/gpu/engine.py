@@ -29,6 +29,7 @@ from benchmarks.device import free, is_gpu, now_s
 from benchmarks.gpu.parts import DID_NOT_START
 from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures
+from tests.support.training import sample_of
 from tidemill.common.config import RunConfig
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.errors import ConfigError, TidemillError
@@ -36,7 +37,6 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import SamplingParams, WeightManifest
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
-from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 from tidemill.services.trainer.weights.store import WeightStore
 
@@ -188,7 +188,9 @@ def compare(
 ) -> dict[str, Any]:
     """|engine - trainer| of the tokens, with the weights of version 2 and with those of version 1."""
     policy = load_policy(config)
-    samples = [_sample(*pair) for pair in pairs]
+    samples = [
+        sample_of((0, 0), request.prompt_ids, made.token_ids, made.logprobs) for request, made in pairs
+    ]
     gaps = {}
     for version in (FULL, DELTA):
         change(policy, *CHANGES[version])
@@ -198,18 +200,6 @@ def compare(
         gaps[version] = np.concatenate([np.abs(mine - sample.rollout_logprobs) for mine, sample in scored])
     found = {"gap": gaps[DELTA].mean(), "gap_max": gaps[DELTA].max(), "gap_other_version": gaps[FULL].mean()}
     return {name: float(value) for name, value in found.items()}
-
-
-def _sample(request: GenerationRequest, result: Generation) -> Sample:
-    return Sample(
-        key=(0, 0),
-        prompt_ids=np.array(request.prompt_ids, np.int32),
-        completion_ids=np.array(result.token_ids, np.int32),
-        rollout_logprobs=np.array(result.logprobs, np.float32),
-        mask=np.ones(len(result.token_ids), np.bool_),
-        advantage=0.0,
-        reward=0.0,
-    )
 
 
 def copy_gb_per_s(num_bytes: int) -> float:

@@ -6,6 +6,7 @@
     make chaos ARGS="--tight"             # Redis keeps what is in flight; recovery from the archive
     make chaos ARGS="--set rollout.sampling.top_p=0.95"    # sampling masks, claimed and trained
     make chaos ARGS="--seed 7 --kills 40 --set trainer.steps=90"
+    make chaos ARGS="--in-turn --set trainer.steps=30"     # each part once: what a crash costs
 
 Runs the arith example as `tidemill up` does (Redis with an append-only file, trainer, two rollout and two
 reward workers), kills -9 workers, trainer and Redis at random moments, starts them again after half a
@@ -29,7 +30,7 @@ from rich.console import Console
 
 from benchmarks.report import print_result
 from tests.chaos.driver import Driver, Outcome, torment
-from tests.chaos.faults import KILLS, SESSION_KILLS, plan
+from tests.chaos.faults import KILLS, PARTS, SESSION_KILLS, Fault, each_in_turn, plan
 from tests.chaos.report import REFRESH_S, ChaosProgress, print_faults, result
 from tests.support.servers import free_port
 from tidemill.common.config import RunConfig, load_config
@@ -56,10 +57,10 @@ SESSIONS = (
 """Two turns at most, in processes of environments that ask a server; their own reward is the score."""
 
 
-async def run_seed(config: RunConfig, seed: int, num_kills: int, folder: Path, console: Console) -> Outcome:
+async def run_seed(
+    config: RunConfig, seed: int, faults: list[Fault], folder: Path, console: Console
+) -> Outcome:
     """One run under chaos, with its progress and its table."""
-    kills = KILLS if config.rollout.environment.is_single_turn else SESSION_KILLS
-    faults = plan(seed, num_kills, config.trainer.steps, kills=kills)
     progress = ChaosProgress(console, config.trainer.steps, len(faults))
     drawing: list[asyncio.Task[None]] = []
 
@@ -90,6 +91,7 @@ def main(
     seed: Annotated[int, typer.Option(help="first seed of the faults")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="so many runs, with one seed after the other")] = 1,
     kills: Annotated[int, typer.Option(min=1, help="kill -9 so many times in each run")] = 21,
+    in_turn: Annotated[bool, typer.Option("--in-turn", help="kill each part once, and nothing else")] = False,
     sessions: Annotated[bool, typer.Option("--sessions", help="play sessions with an environment")] = False,
     tight: Annotated[bool, typer.Option("--tight", help="trim at once, recover from the archive")] = False,
     config: Annotated[Path, typer.Option(help="the run's config")] = ARITH,
@@ -101,7 +103,7 @@ def main(
     """Kill the processes of a whole run at random, and prove that its history is whole."""
     console = Console(stderr=True)
     folder = keep or Path(tempfile.mkdtemp(prefix="tidemill-chaos-"))
-    outcomes = []
+    outcomes, kills = [], len(PARTS) if in_turn else kills
     try:
         for number in range(seed, seed + seeds):
             name = f"chaos-{number}"
@@ -118,7 +120,10 @@ def main(
             home = folder / name
             home.mkdir(parents=True)
             run_config = load_config(config, settings)
-            outcomes.append(asyncio.run(run_seed(run_config, number, kills, home, console)))
+            kinds = SESSION_KILLS if sessions else KILLS
+            steps = run_config.trainer.steps
+            faults = each_in_turn(steps) if in_turn else plan(number, kills, steps, kills=kinds)
+            outcomes.append(asyncio.run(run_seed(run_config, number, faults, home, console)))
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -38,9 +38,11 @@ class Kind(StrEnum):
 LOSSES = (Kind.TAIL, Kind.FAILOVER, Kind.POWER)
 """What loses writes that services took for done."""
 KILLS = (Kind.ROLLOUT, Kind.REWARD, Kind.TRAINER, Kind.REDIS, *LOSSES)
+PARTS = (Kind.ROLLOUT, Kind.REWARD, Kind.TRAINER, Kind.REDIS, Kind.POWER)
+"""What dies in turn."""
 SESSION_KILLS = (*KILLS, Kind.ENVIRONMENT, Kind.SERVER)
 """Of a run that plays sessions."""
-LONGEST_DELAY_S = 3.0
+LONGEST_DELAY_S, MIDDLE_S = 3.0, 0.7
 STEPS_PER_MOVE = 12
 LONGEST_LAG_S = 1.0
 """Of a replica that takes over."""
@@ -78,6 +80,16 @@ def plan(
         leaves_at = rng.uniform(joins_at, last)
         faults.append(_at(Kind.LEAVE, leaves_at, rng.uniform(0, longest_delay_s), is_term=number % 4 < 2))
     return sorted(faults, key=lambda fault: fault.at_version)
+
+
+def each_in_turn(steps: int) -> list[Fault]:
+    """Each part dies once, evenly over the steps, in the middle of one.
+
+    >>> [fault.at_version for fault in each_in_turn(steps=30)]
+    [4, 8, 12, 16, 20]
+    """
+    gap = (steps - QUIET_STEPS) // (len(PARTS) + 1)
+    return [Fault(kind, place * gap, MIDDLE_S) for place, kind in enumerate(PARTS, 1)]
 
 
 def _at(kind: Kind, version: float, delay_s: float, role: str = "", is_term: bool = False) -> Fault:

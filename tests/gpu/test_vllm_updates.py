@@ -11,12 +11,12 @@ import pytest_asyncio
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_two_gpus
 from tests.support.models import run_config, save_weights
 from tests.support.parity import score
+from tests.support.training import sample_of
 from tests.support.versions import Chain
 from tidemill.common.errors import WeightsMismatchError
 from tidemill.common.weights.delta import write_whole
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.vllm import VllmEngine
-from tidemill.services.trainer.groups.samples import Sample
 
 pytest.importorskip("vllm", reason="vLLM is not installed; install the extra vllm")
 
@@ -97,14 +97,5 @@ async def assert_parity(engine: VllmEngine, chain: Chain, folder: Path) -> None:
 def logprobs(folder: Path) -> np.ndarray:
     policy = make_gpu_policy(folder, dtype="bfloat16")
     policy._temperature = 1.0
-    size = len(COMPLETION)
-    sample = Sample(
-        key=(0, 0),
-        prompt_ids=np.array(PROMPT, np.int32),
-        completion_ids=np.array(COMPLETION, np.int32),
-        rollout_logprobs=np.zeros(size, np.float32),
-        mask=np.ones(size, np.bool_),
-        advantage=0.0,
-        reward=0.0,
-    )
+    sample = sample_of((0, 0), PROMPT, COMPLETION)
     return policy.logprobs([sample])[0]

@@ -3,15 +3,12 @@
 import json
 import re
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from infra.release.__main__ import CHART
 
-SCHEMAS_DIR = Path(__file__).parents[1] / "data/kubernetes"
-SCHEMAS = [json.loads(path.read_text()) for path in SCHEMAS_DIR.glob("*.json")]
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 EVERYTHING = VALUES | {"rewardModel": VALUES["rewardModel"] | {"enabled": True}}
 Objects = dict[tuple[str, str], Any]
@@ -56,9 +53,3 @@ def pruned(tree: Any) -> Any:
 
 def objects(text: str) -> Objects:
     return {(t["kind"], t["metadata"]["name"]): pruned(t) for t in yaml.safe_load_all(text) if t}
-
-
-def schema_of(kind: str) -> dict[str, Any]:
-    """The strict schema of a kind of object."""
-    (found,) = [schema for schema in SCHEMAS if kind in schema["kinds"]]
-    return {"$defs": found["$defs"], "$ref": found["kinds"][kind]}

@@ -15,7 +15,16 @@ from tidemill.common.config import RunConfig
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Delivery, Entry, append, id_order, last_id, read_range
+from tidemill.common.streams import (
+    Consumer,
+    Delivery,
+    Entry,
+    OffsetReader,
+    append,
+    id_order,
+    last_id,
+    read_range,
+)
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
@@ -63,6 +72,16 @@ def make_score(ticket: int, index: int, value: float | None = 1.0, **fields: Any
     """A score; a value of None is a failure."""
     status = ScoreStatus.OK if value is not None else ScoreStatus.FAILED
     return Score(ticket=ticket, index=index, status=status, value=value, **fields)
+
+
+def sample_of(
+    key: tuple[int, int], prompt_ids: Any, completion_ids: Any, logprobs: Any = None, **fields: Any
+) -> Sample:
+    """A sample whose completion is trained in full; without logprobs they are 0."""
+    prompt, completion = (np.asarray(ids, np.int32) for ids in (prompt_ids, completion_ids))
+    given = np.zeros(len(completion)) if logprobs is None else logprobs
+    values = {"mask": np.ones(len(completion), np.bool_), "reward": 0.0} | fields
+    return Sample(key, prompt, completion, np.asarray(given, np.float32), **values)
 
 
 def plain_sample(ticket: int, index: int, reward: float = 0.0, num_tokens: int = 3, **fields: Any) -> Sample:
@@ -180,6 +199,28 @@ async def answering(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def answering_with(
+    broker: Broker, keys: Keys, make: Callable[[Ticket, int], Trajectory]
+) -> AsyncIterator[None]:
+    """Appends what `make` gives for each sample of each ticket, and a score of index % 2."""
+
+    async def answer() -> None:
+        tickets = OffsetReader(broker, keys.prompts(), Ticket)
+        while True:
+            for entry in await tickets.read(block_s=0.2):
+                ticket: Ticket = entry.message  # type: ignore[union-attr]
+                for index in range(ticket.group_size):
+                    await append(broker, keys.trajectories(), make(ticket, index))
+                    await append(broker, keys.scores(), make_score(ticket.ticket, index, float(index % 2)))
+
+    working = asyncio.create_task(answer())
+    try:
+        yield
+    finally:
+        working.cancel()
 
 
 async def _answer(

@@ -1,27 +1,22 @@
 """A run whose engines record choices trains, archives and replays; only what is missing is not trained."""
 
-import asyncio
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.conftest import SERVERS
-from tests.support.training import commits_of, make_score
+from tests.support.training import answering_with, commits_of
 from tests.support.trajectories import make_trajectory
 from tests.support.whole_trainer import GROUPS, crash_after_commit, run
 from tidemill.common.archive.archiver import archive_run, check
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import History, StreamName
-from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore
-from tidemill.common.streams import OffsetReader, append, read_raw
+from tidemill.common.streams import read_raw
 from tidemill.common.wire import codec
 from tidemill.common.wire.choices import Rows
-from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Choices, Ticket, Trajectory
 from tidemill.services.trainer.replay.steps import replay_steps
 
@@ -43,30 +38,6 @@ def chosen(ticket: Ticket, index: int, other: int = 30) -> Trajectory:
     )
 
 
-async def answer(broker: Broker, keys: Keys, store: ClaimStore, lost: tuple[int, int] | None) -> None:
-    tickets = OffsetReader(broker, keys.prompts(), Ticket)
-    while True:
-        for entry in await tickets.read(block_s=0.2):
-            ticket: Ticket = entry.message  # type: ignore[union-attr]
-            for index in range(ticket.group_size):
-                # Of a worker that was killed between claim and entry: nobody claims it.
-                store.check_in_choices(chosen(ticket, index, other=31))
-                sample = store.check_in(store.check_in_choices(chosen(ticket, index)))
-                if (ticket.ticket, index) == lost:
-                    (store.folder / sample.choices.claim.pointer).unlink()  # type: ignore[union-attr]
-                await append(broker, keys.trajectories(), sample)
-                await append(broker, keys.scores(), make_score(ticket.ticket, index, float(index % 2)))
-
-
-@asynccontextmanager
-async def answering(*args: Any) -> AsyncIterator[None]:
-    working = asyncio.create_task(answer(*args))
-    try:
-        yield
-    finally:
-        working.cancel()
-
-
 @pytest.mark.parametrize(
     ("least_bytes", "keeps", "lost"), [(0, True, None), (0, False, (3, 1)), (1, True, (3, 1))]
 )
@@ -78,7 +49,16 @@ async def test_a_run_with_choices_trains_archives_and_replays(
     options |= {"sampling": {"top_k": 2}, "archive": {"keep_choices": keeps}}
     run_dir = make().run_dir
     broker.claims = store = ClaimStore(run_dir, least_bytes)
-    async with answering(broker, keys, store, lost):
+
+    def answer(ticket: Ticket, index: int) -> Trajectory:
+        # Of a worker that was killed between claim and entry: nobody claims it.
+        store.check_in_choices(chosen(ticket, index, other=31))
+        sample = store.check_in(store.check_in_choices(chosen(ticket, index)))
+        if sample.key == lost:
+            (store.folder / sample.choices.claim.pointer).unlink()  # type: ignore[union-attr]
+        return sample
+
+    async with answering_with(broker, keys, answer):
         await crash_after_commit(make(**options), 3)
         # What is trimmed is in the archive by now, and its rows there or still in the store.
         await run(make(STEPS, **options))
@@ -115,20 +95,12 @@ async def test_a_sample_without_its_masks_is_left_out_with_a_reason(make, broker
     broker.claims = store = ClaimStore(make().run_dir)
     options: dict[str, Any] = {"group_size": 3, "reward": {"min_group_size": 2}, "sampling": {"top_k": 2}}
 
-    async def answer_barely() -> None:
-        tickets = OffsetReader(broker, keys.prompts(), Ticket)
-        while True:
-            for entry in await tickets.read(block_s=0.2):
-                ticket: Ticket = entry.message  # type: ignore[union-attr]
-                for index in range(3):
-                    sample = chosen(ticket, index)
-                    if index == 2:
-                        sample = sample.model_copy(update={"choices": None})
-                    await append(broker, keys.trajectories(), store.check_in_choices(sample))
-                    await append(broker, keys.scores(), make_score(ticket.ticket, index, float(index)))
+    def answer(ticket: Ticket, index: int) -> Trajectory:
+        sample = chosen(ticket, index)
+        bare = sample.model_copy(update={"choices": None})
+        return store.check_in_choices(bare if index == 2 else sample)
 
-    working = asyncio.create_task(answer_barely())
-    await run(make(1, **options))
-    working.cancel()
+    async with answering_with(broker, keys, answer):
+        await run(make(1, **options))
     (commit,) = await commits_of(broker, keys)
     assert commit.dropped == tuple((ticket, 2, "no_choices") for ticket in commit.groups)

@@ -1,15 +1,14 @@
 """A run whose trajectories lie beside the stream trains, archives and replays as any other."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.conftest import SERVERS
-from tests.support.training import commits_of, make_score
+from tests.support.training import answering_with, commits_of
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import GROUPS, crash_after_commit, run
@@ -41,21 +40,6 @@ def large(ticket: Ticket, index: int) -> Trajectory:
     )
 
 
-async def answer(broker: Broker, keys: Keys, store: ClaimStore, lost: tuple[int, int] | None) -> None:
-    tickets = OffsetReader(broker, keys.prompts(), Ticket)
-    while True:
-        for entry in await tickets.read(block_s=0.2):
-            ticket: Ticket = entry.message  # type: ignore[union-attr]
-            for index in range(ticket.group_size):
-                claim = store.check_in(large(ticket, index))
-                assert claim.claim is not None
-                if (ticket.ticket, index) == lost:
-                    (store.folder / claim.claim.pointer).unlink()
-                await append(broker, keys.trajectories(), claim)
-                score = make_score(ticket.ticket, index, float(index % 2))
-                await append(broker, keys.scores(), score)
-
-
 @pytest.fixture
 def store(make: Any, broker: Broker) -> ClaimStore:
     """Of the run that `make` makes; nearly all samples are larger than its limit."""
@@ -67,13 +51,15 @@ def store(make: Any, broker: Broker) -> ClaimStore:
 def claiming(broker: Broker, keys: Keys, store: ClaimStore) -> Any:
     """Claims for every ticket, with scores; the file of one sample is lost before anybody reads it."""
 
-    @asynccontextmanager
-    async def claiming(lost: tuple[int, int] | None = None) -> AsyncIterator[None]:
-        working = asyncio.create_task(answer(broker, keys, store, lost))
-        try:
-            yield
-        finally:
-            working.cancel()
+    def claiming(lost: tuple[int, int] | None = None) -> AbstractAsyncContextManager[None]:
+        def claim(ticket: Ticket, index: int) -> Trajectory:
+            claimed = store.check_in(large(ticket, index))
+            assert claimed.claim is not None
+            if claimed.key == lost:
+                (store.folder / claimed.claim.pointer).unlink()
+            return claimed
+
+        return answering_with(broker, keys, claim)
 
     return claiming
 

@@ -5,9 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -45,28 +43,6 @@ def test_a_part_that_runs_over_its_time_is_ended_with_all_that_it_started(
     until = time.monotonic() + 10
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until, "the part's child goes on"
-
-
-def test_records_say_what_failed_and_what_was_not_tried_goes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    proof = Proof(tmp_path, FACTS, dry=True)
-
-    def run(program: str) -> Any:
-        return proof.run(part(tmp_path, monkeypatch, program))
-
-    failed = run("print('{\"figure\": 1}'); raise SystemExit('a reason')")
-    assert (failed["state"], failed["exit"]) == ("failed", 1) and failed["tail"].endswith("a reason")
-    assert run("print('no JSON')")["state"] == "failed"
-    own = part(tmp_path, monkeypatch, "print('{\"figure\": 1}'); print('a warning at the end')")
-    new = replace(own, name="new")
-    assert proof.order([own, new]) == [new, own]
-    done = proof.run(own)
-    again = Proof(tmp_path, FACTS, dry=True)
-    assert done["result"] == {"figure": 1} and again.records == {"own": done}
-    assert again.order([own, new]) == [new]
-    refused = run("print('AnError: no fp8\\nend'); print('{\"did_not_start\": \"see above\"}')")
-    assert refused["tail"] == "AnError: no fp8"
 
 
 def test_the_cheap_parts_of_the_dry_run(tmp_path: Path) -> None:

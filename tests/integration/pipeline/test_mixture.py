@@ -15,6 +15,7 @@ from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
 from tests.support.training import commits_of
 from tidemill.common.config import load_config
+from tidemill.common.run.state import PROFILES
 from tidemill.common.streams import Entry, read_range
 from tidemill.common.wire.messages import Trajectory
 
@@ -35,6 +36,8 @@ async def test_routes_and_masks_are_trained_on_and_replayed_bit_by_bit(model: Pa
     small += ["trainer.loggers=[]", "trainer.evaluation.every=0", "streams.trim=false"]
     config = load_config(REPO / "examples/moe/config.yaml", small)
     async with ServiceRun(tmp_path, config, "mixture") as run:
+        profile = run.run_dir / PROFILES / "step-1"
+        profile.mkdir(parents=True)  # as `tidemill step --profile` asks for one
         run.start_all()
         assert await run.wait("trainer") == 0, run.log_of("trainer")
         commits = await commits_of(run.broker, run.keys)
@@ -45,6 +48,7 @@ async def test_routes_and_masks_are_trained_on_and_replayed_bit_by_bit(model: Pa
         assert 0.0 < metrics["routes/changed_layers"] <= metrics["routes/changed_tokens"] < 0.5
         assert metrics["logprob_gap/mean"] < 1.0
         assert not any(commit.dropped for commit in commits)
+        assert (profile / "rank-0.json.gz").exists()
         (run.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
         environment = {"TIDEMILL_RUNS_DIR": str(tmp_path), "TIDEMILL_REDIS_URL": run.url}
         steps = ",".join(map(str, range(STEPS)))

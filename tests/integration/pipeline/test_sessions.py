@@ -19,71 +19,7 @@ from tidemill.common.wire.messages import Commit, DeadLetter, Score, Trajectory
 from tidemill.services.rollout.sessions.parts import read_play
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
-STEPS, GROUPS, SIZE = 3, 4, 4
-ENVIRONMENT = '''
-import os, time
-from pathlib import Path
-from game import Guess
-
-class Mortal(Guess):
-    """Slow, and its process dies in the middle of a game, three times in all."""
-
-    def step(self, text):
-        time.sleep(0.05)
-        for life in range(3):
-            mark = Path(__file__).with_name(f"died-{life}")
-            if self.num_guesses and not mark.exists():
-                mark.touch()
-                os._exit(9)
-        return super().step(text)
-'''
-
-
-async def test_sessions_survive_the_death_of_their_environment_and_of_their_worker(tmp_path: Path) -> None:
-    guess = REPO / "examples" / "guess"
-    (tmp_path / "game.py").write_text((guess / "game.py").read_text())
-    (tmp_path / "mortal.py").write_text(ENVIRONMENT)
-    config = load_config(
-        guess / "config.yaml",
-        [
-            f"rollout.environment.use={tmp_path / 'mortal.py'}:Mortal",
-            "rollout.environment.processes=2",
-            "rollout.max_groups_in_flight=4",
-            f"trainer.steps={STEPS}",
-            f"trainer.groups_per_step={GROUPS}",
-            f"trainer.group_size={SIZE}",
-            "data.eval={}",
-            "streams.lease_s=2",
-        ],
-    )
-    async with ServiceRun(tmp_path, config) as run:
-        run.start("reward")
-        run.start("rollout", "first")
-        run.start("trainer")
-        await wait_until(lambda: _num_samples(run, 5), 90)
-        run.kill("first")
-        run.start("rollout", "second")
-        await run.trained()
-        samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
-        scores = {s.key: s.value for s in await messages(run.broker, run.keys.scores(), Score)}
-        assert not await messages(run.broker, run.keys.dead, DeadLetter)
-        assert await run.stop("second") == 0
-    sessions = [sample.session for sample in samples if sample.session is not None]
-    assert len(sessions) == len(samples)
-    assert sum(len(session.turns) for session in sessions) >= 2 * len(sessions)
-    assert {session.end for session in sessions} <= {"done", "max_turns"}
-    failed = [sample for sample in samples if sample.session is not None and sample.session.num_faults]
-    assert failed, "a session whose environment died was played again"
-    for sample in samples:
-        assert sample.session is not None
-        assert scores.get(sample.key, sample.session.reward) == sample.session.reward
-        assert sample.completion_ids[sample.mask].tolist() == [
-            token
-            for turn in sample.session.turns
-            for token in sample.completion_ids[turn.first : turn.end].tolist()
-        ]
-
-
+GROUPS, SIZE = 4, 4
 TOKENS, KILL_EVERY_S = 4, 5.0
 KEPT_ENVIRONMENT = """
 import asyncio, json, random
@@ -230,7 +166,3 @@ async def test_an_environment_that_sleeps_for_ever_costs_one_limit_of_time_and_i
         if len(sample.session.turns) == 1:
             assert scores[sample.key].value == -1.0, "what the config gives"
     assert {sample.ticket for sample in late} & {*commit.groups}
-
-
-async def _num_samples(run: ServiceRun, count: int) -> bool:
-    return len(await messages(run.broker, run.keys.trajectories(), Trajectory)) >= count

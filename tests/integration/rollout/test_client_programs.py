@@ -12,11 +12,8 @@ EVENT = ('{"name": "fair", "participants": ["Alice"]}',)
 @pytest.mark.parametrize(
     ("program", "lines"),
     [
-        ("chat_with_tools", CALLS),
         ("parsed_chat", EVENT),
         ("parsed_response", EVENT),
-        ("responses_with_tools", CALLS),
-        ("messages_with_tools", CALLS),
         ("tool_runner", CALLS),
     ],
 )

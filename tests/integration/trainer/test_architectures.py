@@ -27,6 +27,7 @@ from tests.support.models import (
     write_tokenizer,
 )
 from tests.support.parity import score
+from tests.support.training import sample_of
 from tidemill.common.run.model_config import exact_attention
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
@@ -144,11 +145,5 @@ async def test_the_engine_samples_from_the_distribution_that_the_trainer_scores(
     await engine.close()
     for ids, generation in zip(prompts, generations, strict=True):
         logprobs = np.array(generation.logprobs, np.float32)
-        sample = replace(
-            make_samples(1)[0],
-            prompt_ids=np.array(ids, np.int32),
-            completion_ids=np.array(generation.token_ids, np.int32),
-            rollout_logprobs=logprobs,
-            mask=np.ones(len(logprobs), np.bool_),
-        )
+        sample = sample_of((0, 0), ids, generation.token_ids, logprobs)
         np.testing.assert_allclose(policy.logprobs([sample])[0], logprobs, atol=2e-4)

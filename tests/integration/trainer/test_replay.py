@@ -1,31 +1,22 @@
-"""What a finished run did can be computed again bit by bit, and a planted bug is found in three commands."""
+"""A planted bug is found in three commands, and mistakes of who looks for it are answered."""
 
-import asyncio
 import json
 import os
-import random
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
-import pytest
 import yaml
 
 from tests.support import preloaded
-from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.training import commits_of
-from tidemill.common.archive.archiver import archive_stream, writing
-from tidemill.common.config import RunConfig, load_config
-from tidemill.common.history import History, StreamName
+from tidemill.common.config import RunConfig
+from tidemill.common.history import History
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.run.state import PROFILES
-from tidemill.common.wire.messages import Commit, Ticket
+from tidemill.common.wire.messages import Ticket
 from tidemill.services.console.records.joins import read_group
 
-STEPS, BUGGY_STEP, PROFILED_STEP = 24, 2, 4
-FIELDS = ("loss", "grad_norm")
+BUGGY_STEP = 2
 
 
 def tidemill(runs: Path, *words: str, url: str = "") -> subprocess.CompletedProcess[str]:
@@ -41,64 +32,6 @@ async def train(run: ServiceRun) -> None:
         run.start(role)
     assert await run.wait("trainer") == 0, run.log_of("trainer")
     (run.run_dir / "config.yaml").write_text(yaml.safe_dump(run.config.model_dump(mode="json")))
-
-
-@pytest.fixture(scope="module")
-def arith(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Commit]]:
-    """A finished run of the arith example whose streams are in the archive alone: its Redis is gone."""
-    runs = tmp_path_factory.mktemp("runs")
-    config = load_config(
-        REPO / "examples/arith/config.yaml",
-        [
-            f"trainer.steps={STEPS}",
-            "trainer.groups_per_step=4",
-            "trainer.group_size=4",
-            "trainer.checkpoint_every=9",
-            "trainer.keep_checkpoints=1",
-            "trainer.loggers=[]",
-            "data.eval={}",
-            "streams.trim=false",
-        ],
-    )
-    return runs, asyncio.run(train_and_archive(runs, config))
-
-
-async def train_and_archive(runs: Path, config: RunConfig) -> list[Commit]:
-    async with ServiceRun(runs, config, "arith") as run:
-        (run.run_dir / PROFILES / f"step-{PROFILED_STEP}").mkdir(parents=True)
-        await train(run)
-        with writing(run.run_dir):
-            for stream in StreamName:
-                await archive_stream(
-                    run.broker, run.keys, run.run_dir, stream, segment_bytes=100_000, is_last=True
-                )
-        return await commits_of(run.broker, run.keys)
-
-
-def test_twenty_random_steps_come_out_bit_by_bit_from_the_archive(arith: Any) -> None:
-    runs, commits = arith
-    steps = random.Random(7).sample(range(STEPS), 20)
-    done = tidemill(runs, "replay", ",".join(map(str, steps)), "arith", "--json")
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
-    assert [result["step"] for result in results] == sorted(steps)
-    assert (
-        PROFILED_STEP in steps
-        and (runs / "arith" / PROFILES / f"step-{PROFILED_STEP}/rank-0.json.gz").exists()
-    )
-    for result in results:
-        commit = commits[result["step"]]
-        replayed = {row["name"]: row["replayed"] for row in result["metrics"]}
-        assert result["equal"] and result["digest"]["replayed"] == commit.digest
-        assert all(replayed[name] == commit.metrics[name] for name in FIELDS)
-
-
-def test_mistakes_are_answered_before_anything_is_loaded(arith: Any) -> None:
-    runs, _ = arith
-    missing = tidemill(runs, "replay", "99", "arith")
-    assert missing.returncode == 2 and f"its commits end with step {STEPS - 1}" in missing.stderr
-    none = tidemill(runs, "replay", "first", "arith")
-    assert none.returncode == 2 and "names no steps" in none.stderr
 
 
 BUG = """
@@ -147,6 +80,10 @@ async def test_a_flipped_reward_is_found_in_three_commands(tmp_path: Path) -> No
         [sample] = json.loads(trace.stdout)["samples"]
         assert sample["trajectory"]["ground_truth"] == ticket.ground_truth
         assert sample["score"]["value"] == -1.0 and len(sample["trajectory"]["text"]) % 2 == 1
+
+        for steps, answer in (("99", "its commits end with step"), ("first", "names no steps")):
+            mistaken = tidemill(tmp_path, "replay", steps, "bad", url=server.url)
+            assert mistaken.returncode == 2 and answer in mistaken.stderr
     finally:
         server.stop()
 

@@ -120,52 +120,12 @@ def max_rl(current: list, rollout: list, rewards: list) -> torch.Tensor:
     return -total / (len(current) * MAX_TOKENS)
 
 
-def opo(group: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    return group - (lengths * group).sum() / lengths.sum()
-
-
-def best_of(group: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """The greatest reward, less the greatest of the others."""
-    others = [torch.cat([group[:i], group[i + 1 :]]).max() for i in range(len(group))]
-    return torch.stack([group.max() - other for other in others])
-
-
-def batch_std(rewards: list) -> torch.Tensor:
-    return torch.cat(rewards).std() + 1e-4
-
-
-CENTRED = (lambda group, _: group - group.mean(), lambda rewards: torch.ones(()))
-ADVANTAGES: dict[str, tuple[Any, Any]] = {
-    "opo": (opo, lambda rewards: torch.ones(())),
-    "dr_grpo_passk": (best_of, lambda rewards: torch.ones(())),
-    "grpo_passk": (lambda g, n: best_of(g, n) / (g.std() + 1e-4), lambda rewards: torch.ones(())),
-    "grpo_batch": (CENTRED[0], batch_std),
-    "gpg": CENTRED,  # both groups have rewards that differ: nothing is idle
-}
-"""Of a group, and what all are divided by."""
-
-
-def policy_gradient(name: str) -> Any:
-    """-1/T sum_i A_i sum_t log pi, over T tokens."""
-
-    def loss(current: list, rollout: list, rewards: list) -> torch.Tensor:
-        of_group, scale = ADVANTAGES[name]
-        lengths = [torch.tensor(group, dtype=torch.float32) for group in LENGTHS]
-        values = torch.cat([of_group(r, n) for r, n in zip(rewards, lengths, strict=True)]) / scale(rewards)
-        total = sum(a * now.sum() for a, now in zip(values, current, strict=True))
-        return -total / sum(len(now) for now in current)
-
-    return loss
-
-
 FORMULAS = {"scalerl": scalerl, "luspo": luspo, "max_rl": max_rl}
-FORMULAS |= {name: policy_gradient(name) for name in ADVANTAGES}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_recipe_is_its_papers_objective_in_value_and_gradient(name):
-    plain = {"loss": "reinforce", "importance": {"mode": "off"}}
-    loss, gradient = ours(**({"advantage": name, **plain} if name in ADVANTAGES else {"preset": name}))
+    loss, gradient = ours(preset=name)
     expected_loss, expected_gradient = reference(name)
     assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6, atol=1e-6)

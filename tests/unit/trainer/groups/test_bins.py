@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.support.training import plain_sample
+from tests.support.training import plain_sample, sample_of
 from tidemill.services.trainer.groups.bins import (
     Bin,
     Layout,
@@ -23,18 +23,6 @@ TILE = 400
 LAYOUTS: list[Layout] = ["tree", "varlen", "padded"]
 
 
-def sample_of(ticket: int, index: int, prompt: Sequence[int], completion: Sequence[int]) -> Sample:
-    count = len(completion)
-    return Sample(
-        key=(ticket, index),
-        prompt_ids=np.array(prompt, np.int32),
-        completion_ids=np.array(completion, np.int32),
-        rollout_logprobs=np.zeros(count, np.float32),
-        mask=np.ones(count, np.bool_),
-        reward=0.0,
-    )
-
-
 def random_step(seed: int, groups: int = 24, size: int = 4) -> list[Sample]:
     """Groups with a prompt in common and completions of very unequal lengths, some of which begin alike."""
     rng = np.random.default_rng(seed)
@@ -44,7 +32,7 @@ def random_step(seed: int, groups: int = 24, size: int = 4) -> list[Sample]:
         begun = rng.integers(0, 1 << 20, 20)
         for index in range(size):
             rest = rng.integers(0, 1 << 20, int(2 ** rng.uniform(2, 8.4)))
-            samples.append(sample_of(ticket, index, prompt, [*begun[: int(rng.integers(0, 20))], *rest]))
+            samples.append(sample_of((ticket, index), prompt, [*begun[: int(rng.integers(0, 20))], *rest]))
     return samples
 
 
@@ -77,7 +65,7 @@ def test_shares_do_not_depend_on_who_computes_them() -> None:
 def test_what_is_in_common_counts_once_and_attention_by_the_square() -> None:
     """20 + 30 + 10 tokens with a prompt of 20: pairs 50^2 / 2 and (30^2 - 20^2) / 2."""
     prompt = range(100, 120)
-    samples = [sample_of(0, 0, prompt, range(30)), sample_of(0, 1, prompt, range(50, 60))]
+    samples = [sample_of((0, 0), prompt, range(30)), sample_of((0, 1), prompt, range(50, 60))]
     (part,) = PrefixOrder(samples, "tree").cut(60)
     assert (part.tokens, part.row_tokens, part.scores) == (60, 80, 1250 + 250)
     assert cost(part, 1000.0) == 61.5
@@ -87,7 +75,7 @@ def test_what_is_in_common_counts_once_and_attention_by_the_square() -> None:
 
 def test_a_bin_has_no_more_keys_than_a_tile_may_copy() -> None:
     prompt = range(1000, 1000 + TILE - 40)
-    samples = [sample_of(0, i, prompt, [i] * 4) for i in range(10)]
+    samples = [sample_of((0, i), prompt, [i] * 4) for i in range(10)]
     parts = PrefixOrder(samples, "tree").cut(TILE)
     assert [len(part.members) for part in parts] == [4, 4, 2]
     assert max(part.row_tokens for part in parts) <= MOST_KEYS * TILE
@@ -98,7 +86,7 @@ def test_a_group_is_divided_where_that_takes_less_time_and_not_for_a_fuller_bin(
     that fill them 240. On two ranks three bins take 70 + 35."""
     samples = [
         sample_of(
-            ticket, index, range(1000 * ticket, 1000 * ticket + 10), range(100 * index, 100 * index + 30)
+            (ticket, index), range(1000 * ticket, 1000 * ticket + 10), range(100 * index, 100 * index + 30)
         )
         for ticket in range(1, 4)
         for index in range(2)

@@ -82,22 +82,6 @@ def test_every_layout_equals_row_by_row(layout, max_tokens, family):
     assert_all_close(scored(model, samples, layout, max_tokens), expected)
 
 
-def test_position_ids_alone_do_not_isolate():
-    # The trap: restarting position ids, as transformers' packing expects them, but with its default KV cache.
-    model = tiny_llama()
-    a, b = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 10, 11]])
-    packed = torch.cat([a, b], 1)
-    positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
-    with torch.no_grad():
-        alone = model(input_ids=b).logits[0]
-        leaky = model(input_ids=packed, position_ids=positions).logits[0, 5:]
-        mask_and_positions = model(
-            input_ids=packed, position_ids=positions, attention_mask=torch.ones_like(packed), use_cache=False
-        ).logits[0, 5:]
-    assert (leaky - alone).abs().max() > 0.1
-    assert (mask_and_positions - alone).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_logprobs_are_of_the_distribution_at_the_temperature(temperature):
     model, samples = tiny_llama(), make_samples(5)

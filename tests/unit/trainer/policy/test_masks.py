@@ -23,7 +23,7 @@ from tests.support.models import (
     with_masks,
 )
 from tests.support.sessions import session_samples
-from tests.support.training import make_score, trainer_config
+from tests.support.training import make_score, sample_of, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, SamplingParams
@@ -201,16 +201,8 @@ async def test_the_engines_logprobs_are_the_trainers(tmp_path: Path, filters: di
 
 
 def _as_sample(number: int, prompt_ids: list[int], made: Any) -> Sample:
-    length = len(made.token_ids)
-    return Sample(
-        key=(number // 4, number % 4),
-        prompt_ids=np.array(prompt_ids, np.int32),
-        completion_ids=np.array(made.token_ids, np.int32),
-        rollout_logprobs=np.array(made.logprobs, np.float32),
-        mask=np.ones(length, np.bool_),
-        reward=0.0,
-        kept=made.choices["kept"],
-    )
+    kept = made.choices["kept"]
+    return sample_of(divmod(number, 4), prompt_ids, made.token_ids, made.logprobs, kept=kept)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.support.models import (
     one_batch,
     train,
 )
+from tests.support.training import sample_of
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.samples import Sample
@@ -174,12 +175,11 @@ def sample_from(policy: TransformersPolicy, count: int, generator: torch.Generat
         ids = torch.cat([ids, token], 1)
     rewards = (ids[:, 1:] == 7).double().mean(1)
     return [
-        Sample(
-            key=(0, i),
-            prompt_ids=ids[i, :1].numpy().astype(np.int32),
-            completion_ids=ids[i, 1:].numpy().astype(np.int32),
-            rollout_logprobs=torch.cat(columns, 1)[i].numpy(),
-            mask=np.ones(4, dtype=np.bool_),
+        sample_of(
+            (0, i),
+            ids[i, :1],
+            ids[i, 1:],
+            torch.cat(columns, 1)[i],
             advantage=float(rewards[i] - rewards.mean()),
             reward=float(rewards[i]),
         )

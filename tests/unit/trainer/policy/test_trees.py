@@ -20,6 +20,7 @@ from tests.support.models import (
     one_batch,
     with_masks,
 )
+from tests.support.training import sample_of
 from tests.unit.trainer.policy.test_sessions import session_samples
 from tidemill.services.trainer.groups import trie as tries
 from tidemill.services.trainer.groups.bins import PrefixOrder, form_micro_batches, split_samples
@@ -188,14 +189,7 @@ def test_a_window_that_only_the_mask_knows_gives_no_tree() -> None:
 def test_ranks_have_like_loads_and_common_beginnings_together(groups: int, size: int) -> None:
     own = np.arange(100, dtype=np.int32)
     samples = [
-        replace(
-            make_samples(1)[0],
-            key=(group, i),
-            prompt_ids=np.arange(1000 * group, 1000 * group + 200, dtype=np.int32),
-            completion_ids=own + 10_000 * (group * 8 + i + 1),
-            rollout_logprobs=np.zeros(100, dtype=np.float32),
-            mask=np.ones(100, dtype=np.bool_),
-        )
+        sample_of((group, i), 1000 * group + np.arange(200), own + 10_000 * (group * 8 + i + 1))
         for group in range(groups)
         for i in range(8)
     ]
