@@ -116,7 +116,6 @@ class WeightFollower:
         return self._held.term if self._held else 0
 
     async def run(self) -> None:
-        """Load the newest version whenever one is announced."""
         reader = OffsetReader(self.context.broker, self.context.keys.weights, WeightManifest)
         while True:
             read = await reader.read(block_s=POLL_S)
@@ -232,8 +231,6 @@ class LocalVersions:
 
 
 class WeightDownload(LocalVersions):
-    """Brings versions of one run into the cache of this machine."""
-
     def __init__(self, remote: Remote, run_id: str, cache: Path | None = None) -> None:
         cache = cache or Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "tidemill").resolve()
         super().__init__(cache / run_id)

@@ -90,7 +90,6 @@ class Evaluator:
         """How far the evaluations before have read the dead letters: what is about newer ones came later."""
 
     def is_due(self, version: int, num_steps: int) -> bool:
-        """Whether `version` is to be evaluated."""
         if not self.prompts:
             return False
         if version == 0:

@@ -50,7 +50,6 @@ CHUNK = 1 << 24
 
 
 def as_bits(values: Tensor) -> Tensor:
-    """The same memory as integers of the same width."""
     return values.view(BITS[values.element_size()])
 
 
@@ -102,7 +101,6 @@ class Piece:
         return self.tensor.as_strided((span,), (1,))
 
     def values(self, places: Tensor) -> Tensor:
-        """Bits of the values there, in the checkpoint's dtype."""
         return as_bits(self.memory()[places].to(DTYPES[self.info.dtype]))
 
     def part(self, whole: Tensor) -> Tensor:
@@ -165,7 +163,6 @@ class _Staging:
         self._values.append(self._placed(as_bits(values.to(piece.tensor.dtype))))
 
     def change(self) -> StagedChange:
-        """All of it, in one place."""
         return StagedChange(self._piece, self._together(self._places), self._together(self._values))
 
     def _placed(self, tensor: Tensor) -> Tensor:

@@ -58,7 +58,6 @@ class Prompt:
     source: str = ""
 
     def ticket_fields(self) -> dict[str, Any]:
-        """What a `Ticket` says of its prompt."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return fields | {"prompt_ids": fields.pop("ids"), "prompt_text": fields.pop("text")}
 
@@ -257,7 +256,6 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool) -> str:
-    """The text the model reads."""
     if not use_template:
         if isinstance(row.prompt, str):
             return row.prompt + data.prompt_suffix

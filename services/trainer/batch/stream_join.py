@@ -70,7 +70,6 @@ class StreamJoin:
         }
 
     def expect(self, tickets: Iterable[Ticket | Trajectory]) -> None:
-        """Open groups for tickets that have been issued, and for demonstrations."""
         for ticket in tickets:
             self.groups.setdefault(ticket.ticket, PendingGroup.of(ticket))
 
@@ -86,7 +85,6 @@ class StreamJoin:
         metrics.TRAINER_GROUPS.labels("generating").set(len(self.groups) - num_generated)
 
     def close(self, ticket: int) -> None:
-        """Forget a group that was trained or replaced."""
         self.groups.pop(ticket, None)
         self.dead.pop(ticket, None)
         if ticket in self.complete:

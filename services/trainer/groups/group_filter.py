@@ -94,7 +94,6 @@ class PendingGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every trajectory and every score is there."""
         return self.is_generated and (self.is_demonstration or len(self.scores) == self.group_size)
 
     @property

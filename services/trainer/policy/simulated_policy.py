@@ -29,9 +29,8 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
-from tidemill.services.trainer.policy.profiling import Profiled
 from tidemill.services.trainer.policy.state import PolicyState, SavesState, ShardReader
-from tidemill.services.trainer.policy.usage import Usage
+from tidemill.services.trainer.policy.usage import Profiled, Usage
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
 PROGRESS = TensorInfo("simulated", "I64", (17,))
@@ -84,7 +83,6 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         return UpdateResult(grad_norm=1.0, lr=self._trainer.optimizer.lr)
 
     def zero(self) -> None:
-        """Forget the micro-batches since the last update."""
         self._pending.clear()
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
@@ -118,13 +116,11 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         yield UNCHANGING.name, torch.zeros(UNCHANGING.shape, dtype=torch.uint8)
 
     def state(self) -> PolicyState:
-        """The chain and the number of updates."""
         tensors = {PROGRESS.name: dict(self.named_parameters_for_export())[PROGRESS.name]}
         values = {"policy": "simulated", "updates": self._num_updates}
         return PolicyState(tensors, values | self._coefficients.as_values(self._trainer.algorithm))
 
     def load_state(self, folder: Path) -> None:
-        """Continue the chain of a checkpoint."""
         state = ShardReader(folder)
         if (policy := state.values.get("policy")) != "simulated":
             raise ConfigError(

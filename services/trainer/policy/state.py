@@ -174,6 +174,8 @@ class SavesState:
     page-locked where the policy is on a GPU): making them takes several times as long as filling them.
     """
 
+    peers: Peers = Alone()
+    """The ranks that train this model."""
     _staged: PolicyState | None = None
     _saving: Future[None] | None = None
 
@@ -182,11 +184,6 @@ class SavesState:
 
     def own_state(self) -> PolicyState:
         return self.state()
-
-    @property
-    def peers(self) -> Peers:
-        """The ranks that train this model."""
-        return Alone()
 
     @cached_property
     def _saver(self) -> ThreadPoolExecutor:
@@ -215,18 +212,15 @@ class SavesState:
         self._staged = replace(state, tensors=tensors)
 
     def begin_saving(self, folder: Path) -> Future[None]:
-        """Start to write what was staged."""
         assert self._staged is not None, "`stage_state` comes first"
         self._saving = self._saver.submit(self._save, self._staged, folder)
         return self._saving
 
     def finish_saving(self) -> None:
-        """Wait until no state is being written."""
         if self._saving is not None:
             wait([self._saving])
 
     def save_state(self, folder: Path) -> None:
-        """Write the state here and now."""
         self.stage_state()
         self.begin_saving(folder).result()
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -59,6 +59,7 @@ from tidemill.services.trainer.policy.optimizer import (
 from tidemill.services.trainer.policy.packing import (
     CPU_TILE_TOKENS,
     NO_ROW,
+    NOTHING,
     Lines,
     Tile,
     make_rows,
@@ -66,17 +67,18 @@ from tidemill.services.trainer.policy.packing import (
     plan_tiles,
 )
 from tidemill.services.trainer.policy.policy import UpdateResult
-from tidemill.services.trainer.policy.profiling import Profiled
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
-from tidemill.services.trainer.policy.usage import Measured
+from tidemill.services.trainer.policy.usage import Measured, Profiled
+from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
 
 ROWS_PER_COMPARED = 64
 """Rows of an update's first micro-batch, for each one that is scored without routes too."""
 
+T = TypeVar("T")
 Parts = Sequence[Sequence[Sample]]
 """Samples that may share a forward pass, and no other with them."""
 
@@ -194,10 +196,14 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return self._accumulate(batch, self._plan(batch.samples))
 
     def _plan(self, samples: Sequence[Sample]) -> list[Lines]:
-        """The tiles that train on the samples."""
         rows = make_rows(samples, [sample.mask for sample in samples])
         most_shared = self._config.bin_tokens
         return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples, most_shared)
+
+    def _num_missing(self, plan: Sequence[Lines]) -> int:
+        """How many forward passes fewer than another rank this one has."""
+        most: int = max(unpack(part) for part in self.peers.gather(pack(len(plan))))
+        return most - len(plan)
 
     def _plan_scored(self, parts: Parts) -> list[Lines]:
         """Tiles with every completion token, trained or not; none with samples of two parts."""
@@ -283,7 +289,11 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             self._reference.update(self._model)
         return result
 
+    def _sum_held(self) -> None:
+        """Ranks sum what each of them holds, once for all micro-batches of an update."""
+
     def _update(self, denominator: float) -> UpdateResult:
+        self._sum_held()
         lr = learning_rate(
             self._config.optimizer, self._num_updates, self._config.steps, self._config.updates_per_step
         )
@@ -306,6 +316,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return UpdateResult(norm, lr)
 
     def zero(self) -> None:
+        self._sum_held()
         self._begins_update = True
         # None and not zeros: `_update` tells by it that nothing was trained.
         self._optimizer.zero_grad(set_to_none=True)
@@ -325,9 +336,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
 
     def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
-        return self._precompute(by_group(samples))
-
-    def _precompute(self, parts: Parts) -> list[Precomputed]:
+        parts, order = self._deal_groups(samples)
         algorithm, found = self._config.algorithm, [Precomputed() for part in parts for _ in part]
         wanted = {
             "proximal_logprobs": ("logprobs", self._config.needs_proximal),
@@ -349,7 +358,15 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
                 scored = self._score_all(own_choices, scorer, self._temperature)
             for one, scores in zip(found, scored, strict=True):
                 one["reference_logprobs"] = scores["logprobs"]
-        return found
+        return self._join(found, order)
+
+    def _deal_groups(self, samples: Sequence[Sample]) -> tuple[Parts, list[int]]:
+        """What this process scores of the samples, and in which order the indices of all are scored."""
+        return by_group(samples), list(range(len(samples)))
+
+    def _join(self, found: Sequence[T], order: Sequence[int]) -> list[T]:
+        """What was found of all samples, in their own order."""
+        return list(found)
 
     @contextmanager
     @torch.no_grad()
@@ -371,11 +388,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
         """Logprobs of all completion tokens, trained or not. float32, [T] for each sample, in order."""
-        return self._logprobs(by_group(samples), temperature)
-
-    def _logprobs(self, parts: Parts, temperature: float) -> list[Float32]:
+        parts, order = self._deal_groups(samples)
         scored = self._score_all(parts, self._scorer, temperature)
-        return [scores["logprobs"].astype(np.float32) for scores in scored]
+        return self._join([scores["logprobs"].astype(np.float32) for scores in scored], order)
 
     @torch.no_grad()
     def _score_all(
@@ -396,8 +411,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             for part in parts
             for sample in part
         ]
-        for lines in self._plan_scored(parts):
-            tile = self._make_tile(lines)
+        plan = self._plan_scored(parts)
+        # As many passes as the other ranks make: in each of them they wait for each other.
+        for tile in chain(map(self._make_tile, plan), repeat(NOTHING, self._num_missing(plan))):
             scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
             place("logprobs", scores.logprobs_N, tile, found)
             if "entropies" in names:
@@ -443,6 +459,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         if self._device.type == "cuda" and "rng.cuda" in state.shapes:
             torch.cuda.set_rng_state(state.read("rng.cuda").cpu(), self._device)
         self.zero()
+        self.peers.gather(b"")  # all have theirs now
 
     def _check_state(
         self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], own: dict[str, Tensor]

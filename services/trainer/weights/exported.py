@@ -47,7 +47,6 @@ class Slice:
 
     @property
     def end(self) -> int:
-        """The flat position in `source` after the last one."""
         return self.first + self.info.num_elements
 
 
@@ -61,7 +60,6 @@ class ExportPlan:
 
     @property
     def infos(self) -> list[TensorInfo]:
-        """Of all, sorted by name."""
         return sorted([*(part.info for part in self.slices), *self.converted], key=lambda info: info.name)
 
 

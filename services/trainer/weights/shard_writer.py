@@ -81,7 +81,6 @@ class ShardWriter:
         return self._pending
 
     def wait(self) -> None:
-        """Until nothing is being written."""
         if self._pending is not None:
             wait([self._pending])
 

@@ -187,7 +187,6 @@ def _value_metrics(sums: MicroBatchMetrics, tokens: float) -> dict[str, float]:
 
 
 def _route_metrics(sums: MicroBatchMetrics, tokens: float) -> dict[str, float]:
-    """Of routes that were replayed."""
     if not sums.compared_tokens:
         return {}
     return {

@@ -79,7 +79,6 @@ class RankWatch:
         self._is_over.set()
 
     def join(self) -> None:
-        """Wait for those that this process has started."""
         deadline = time.monotonic() + (0.0 if self._lost.is_set() else SHUTDOWN_TIMEOUT_S)
         for process in self._started.values():
             try:
@@ -168,8 +167,6 @@ JOIN_TIMEOUT = timedelta(hours=1)
 
 
 class RankLostError(TidemillError):
-    """Another rank has ended in the middle of the run."""
-
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(f"{reason}. Start the trainer again: it goes on from its last checkpoint")
         self.exit_code = exit_code
@@ -236,13 +233,7 @@ class Ranks:
 
     def broadcast(self, payload: bytes = b"") -> bytes:
         """The leader's bytes, on every rank. Raises RankLostError: another rank has ended."""
-        with self._naming_lost_ranks():
-            length = torch.tensor([len(payload)])
-            dist.broadcast(length, 0, group=self._groups["policy"])
-            data = _tensor_of(payload) if self.is_leader else torch.empty(int(length), dtype=torch.uint8)
-            if len(data):
-                dist.broadcast(data, 0, group=self._groups["policy"])
-            return data.numpy().tobytes()
+        return self.deal([payload] * self.size if self.is_leader else ())
 
     def deal(self, payloads: Sequence[bytes]) -> bytes:
         """This rank's of the bytes that rank 0 has for each. Raises RankLostError: another rank has ended."""
