@@ -19,24 +19,11 @@ import torch
 from torch import Tensor
 
 from tidemill.common.errors import WeightsError
-from tidemill.common.weights.bits import Bits, TensorInfo
+from tidemill.common.weights.bits import TORCH_NAMES, Bits, TensorInfo
 from tidemill.common.weights.delta import Patch, merge
 from tidemill.common.weights.digest import Digest, DigestSum
 
-DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH_NAMES.items()}
 """By safetensors' names."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

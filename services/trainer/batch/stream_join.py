@@ -223,6 +223,7 @@ class StreamJoin:
             if self._is_new(stream, one.entry_id):
                 metrics.DUPLICATES_DROPPED.labels(stream).inc()
             if group is not None and group.is_of_other_tokens(one.message):
+                log.warning("score of other tokens refused", ticket=group.ticket, index=one.message.index)
                 # Its worker may have acknowledged with it what has the id of the lost trajectory now.
                 self.unread_at = time.monotonic()
         # What was refused may be an older score in place of this entry, which then counts.

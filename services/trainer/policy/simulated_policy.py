@@ -8,6 +8,7 @@ tested without a model.
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from tidemill.common.weights.delta import DeltaWriter, delta_name
 from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
-from tidemill.services.trainer.algorithm.losses.tokens import denominator
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, count_batch
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
@@ -62,17 +62,9 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
             self._pending.append(np.array(sample.key, dtype="<i8").tobytes())
             self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())  # of each token, or one
         self._pending.append(b"|")
-        normalisation = self._trainer.algorithm.normalisation
-        num_sequences, num_trained = len(batch.samples), batch.num_trained
-        return MicroBatchMetrics(
-            sequences=num_sequences,
-            tokens=num_trained,
-            denominator=denominator(
-                normalisation, num_sequences, num_trained, self._max_completion_tokens, batch.num_groups
-            ),
-            weight_sum=float(num_trained),
-            weight_max=1.0 if num_trained else 0.0,
-        )
+        normalisation, num_trained = self._trainer.algorithm.normalisation, batch.num_trained
+        counted = count_batch(batch, normalisation, self._max_completion_tokens)
+        return replace(counted, weight_sum=float(num_trained), weight_max=1.0 if num_trained else 0.0)
 
     def update(self, denominator: float) -> UpdateResult:
         """Take `update_s`, and fold what was accumulated into the digest."""

@@ -27,8 +27,7 @@ from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
 from tidemill.services.trainer.algorithm.losses.routing import rerouted
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
-from tidemill.services.trainer.algorithm.losses.tokens import denominator
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, count_batch, total_metrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
@@ -221,17 +220,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
 
     def _accumulate(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
         normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
-        num_sequences, num_trained = len(batch.samples), batch.num_trained
         lengths = [len(row) for lines in plan for line in lines for row in line]
-        metrics = MicroBatchMetrics(
-            sequences=num_sequences,
-            tokens=num_trained,
-            denominator=denominator(
-                normalisation, num_sequences, num_trained, self._max_completion_tokens, batch.num_groups
-            ),
-            row_tokens=sum(lengths),
-            row_pairs=sum(length * (length + 1) // 2 for length in lengths),
-        )
         tiles, positions = [], 0
         compared = self._compare_routes(batch, plan) if self._begins_update else MicroBatchMetrics()
         self._begins_update = False
@@ -239,7 +228,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             tile = self._make_tile(lines)
             positions += tile.ids_BT.numel()
             tiles.append(self._train_tile(tile, batch))
-        sums = replace(metrics, positions=positions) + total_metrics(tiles) + compared
+        counted = replace(
+            count_batch(batch, normalisation, self._max_completion_tokens),
+            positions=positions,
+            row_tokens=sum(lengths),
+            row_pairs=sum(length * (length + 1) // 2 for length in lengths),
+        )
+        sums = counted + total_metrics(tiles) + compared
         if rejection.denominator == "kept" and normalisation == "token":
             return replace(sums, denominator=sums.denominator - sums.rejected)
         return sums

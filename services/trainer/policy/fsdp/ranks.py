@@ -373,23 +373,17 @@ def lead_ranks(config: TrainerConfig) -> Ranks | None:
         return None
     if size > 1:
         return join_ranks()
-    with_address = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(config.num_ranks),
-    }
-    started = {
-        rank: subprocess.Popen(
-            run_own(Program.TRAINER_RANK, str(os.getpid())),
-            env=os.environ | with_address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(1, config.num_ranks)
-    }
-    return join_ranks(with_address | {"RANK": "0", "LOCAL_RANK": "0"}, started)
+    own, *others = variables_of_ranks(config.num_ranks)
+    command = run_own(Program.TRAINER_RANK, str(os.getpid()))
+    started = {rank: subprocess.Popen(command, env=os.environ | v) for rank, v in enumerate(others, 1)}
+    return join_ranks(own, started)
 
 
-def _free_port() -> int:
+def variables_of_ranks(size: int) -> list[dict[str, str]]:
+    """By which each of so many ranks on this machine meets the others, as torchrun sets them."""
     with socket.socket() as probe:
         # Another process may take it before the store does: the start fails then, and can be tried again.
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
