@@ -124,8 +124,9 @@ class ShardWriter:
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """The file, made where it is not there; flushed to the disk at the end."""
-    # Not truncated: other ranks may have written their rows by now.
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    # Not truncated: other ranks may have written their rows by now. And not for reading: over NFS whole pages
+    # would be written then, with what they held before ranks on other hosts wrote theirs.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         yield file
         os.fsync(file)
