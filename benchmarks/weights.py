@@ -84,7 +84,7 @@ class MadeUpModel:
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         """As a policy does."""
-        return self.writer.begin(folder, version, parent)
+        return self.writer.begin(lambda: self.tensors, folder, version, parent)
 
 
 @contextmanager

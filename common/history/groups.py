@@ -38,36 +38,72 @@ class MissingRecordsError(TidemillError):
         )
 
 
+Part = Entry[Trajectory] | Entry[Score]
+
+
 @dataclass(slots=True)
 class RecordedGroup:
-    """What the streams have of one ticket, by index, in the order in which it was read."""
+    """What has been read of one ticket, by index: as it arrives, or as a replay finds it recorded."""
 
     ticket: int
+    step: int = -1
+    """Of the ticket; -1: not known."""
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
-    size: int = 0
-    """Samples of the group, as its trajectories say; 0 before the first."""
-    other_scores: list[Score] = field(default_factory=list)
-    """Of keys that have one already: where that is of other tokens, one of these counts."""
+    group_size: int = 0
+    trajectory_ids: dict[int, str] = field(default_factory=dict)
+    score_ids: dict[int, str] = field(default_factory=dict)
+    """Of their entries; empty where a committed step is trained again."""
+    other_scores: list[Entry[Score]] = field(default_factory=list)
+    """Of keys that have a score already, which is of other tokens: the trajectory will tell which counts."""
 
-    def take_trajectory(self, sample: Trajectory) -> None:
-        """Keep the first one of its key, and of its scores the first one of its tokens."""
-        if self.trajectories.setdefault(sample.index, sample) is not sample:
-            return
+    @property
+    def is_demonstration(self) -> bool:
+        """Whether it is trained as it is: it has no score, and no version produced it."""
+        return is_demonstration(self.ticket)
+
+    def take(self, entry: Part) -> list[Part]:
+        """Keep the first trajectory of a key, and the first score of that trajectory's tokens. Returns what
+        does not count: this entry, or a score that came before its trajectory and is of other tokens."""
+        message, index = entry.message, entry.message.index
+        ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
+        if isinstance(message, Score):
+            made, first = self.trajectories.get(index), self.scores.get(index)
+            # A demonstration is complete without one, and must not become so twice.
+            if self.is_demonstration or self.is_of_other_tokens(message):
+                return [entry]
+            is_of_others = made is None and first is not None and not message.is_of(first.tokens_digest)
+            if is_of_others and len(self.other_scores) < self.group_size:  # memory is bounded
+                self.other_scores.append(Entry(entry.entry_id, message))
+                return []
+        if index in ids or index >= self.group_size:
+            return [entry]
+        ids[index] = entry.entry_id
+        if isinstance(message, Score):
+            self.scores[index] = message
+            return []
+        self.trajectories[index] = message
+        return self._choose_score(message)
+
+    def is_of_other_tokens(self, message: Trajectory | Score) -> bool:
+        """Whether it is the score of a trajectory that Redis has lost; the one that is there has its key."""
+        made = self.trajectories.get(message.index)
+        return isinstance(message, Score) and made is not None and not message.is_of(made.tokens_digest)
+
+    def _choose_score(self, sample: Trajectory) -> list[Part]:
+        """Of the scores that came before their trajectory, keep the first one of its tokens."""
+        came = [entry for entry in self.other_scores if entry.message.index == sample.index]
+        self.other_scores = [entry for entry in self.other_scores if entry.message.index != sample.index]
         first = self.scores.get(sample.index)
-        # Scores may come before their trajectory, and the first of them may be of a copy with other tokens.
-        if first is not None and not first.is_of(sample.tokens_digest):
-            del self.scores[sample.index]
-            for score in [score for score in self.other_scores if score.index == sample.index]:
-                self.take_score(score)
-
-    def take_score(self, score: Score) -> None:
-        """Keep the first one of its key, unless it is of other tokens than the trajectory."""
-        made = self.trajectories.get(score.index)
-        if made is None and score.index in self.scores:
-            self.other_scores.append(score)
-        elif made is None or score.is_of(made.tokens_digest):
-            self.scores.setdefault(score.index, score)
+        if first is None or first.is_of(sample.tokens_digest):
+            return []
+        refused = Entry(self.score_ids.pop(sample.index), self.scores.pop(sample.index))
+        for entry in came:
+            if entry.message.is_of(sample.tokens_digest):
+                # Through `take`, which notes the entry's id too: a checkpoint's positions must lie below it.
+                self.take(entry)
+                break
+        return [refused]
 
 
 class GroupCursor:
@@ -105,7 +141,7 @@ class GroupCursor:
             MissingRecordsError: the streams do not have all of them.
         """
         for ticket in tickets:
-            self.open.setdefault(ticket, RecordedGroup(ticket))
+            self.open.setdefault(ticket, RecordedGroup(ticket, group_size=self.group_size))
         # First: trajectories tell how many samples a group has, and of which tokens a score has to be.
         missing = await self._read(self._trajectories, "trajectories", tickets)
         missing |= await self._read(self._scores, "scores", tickets)
@@ -130,7 +166,7 @@ class GroupCursor:
             if record is None:
                 break
             if isinstance(record, Entry):
-                ticket = self._take(record.message)
+                ticket = self._take(record)
                 if ticket in missing and not self._lacks(ticket, part):
                     missing.remove(ticket)
         return missing
@@ -139,19 +175,18 @@ class GroupCursor:
         group = self.open[ticket]
         if part == "scores" and is_demonstration(ticket):
             return False
-        return len(getattr(group, part)) < (group.size or self.group_size)
+        return len(getattr(group, part)) < group.group_size
 
-    def _take(self, message: Message) -> int:
-        """Keep a message if it counts; returns its ticket."""
+    def _take(self, entry: Entry[Message]) -> int:
+        """Keep an entry if it counts; returns its ticket."""
+        message = entry.message
         assert isinstance(message, Trajectory | Score)
         ticket = message.ticket
-        if ticket not in self._closed and self.is_wanted(ticket) and message.index < self.group_size:
-            group = self.open.setdefault(ticket, RecordedGroup(ticket))
-            if isinstance(message, Trajectory):
-                group.size = group.size or min(message.group_size, self.group_size)
-                group.take_trajectory(message)
-            else:
-                group.take_score(message)
+        if ticket not in self._closed and self.is_wanted(ticket):
+            group = self.open.setdefault(ticket, RecordedGroup(ticket, group_size=self.group_size))
+            if isinstance(message, Trajectory) and not group.trajectories:
+                group.group_size = min(message.group_size, group.group_size)
+            group.take(cast(Part, entry))
         return ticket
 
 

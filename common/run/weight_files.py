@@ -4,8 +4,9 @@ A manifest comes over the network, so nothing in it is believed: the paths it na
 run's folder, also after symbolic links are followed, and sizes and checksums must match the bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -63,15 +64,27 @@ def verified_files(run_dir: Path, manifest: WeightManifest) -> list[Path]:
 
 
 def read_chain(run_dir: Path, manifest: WeightManifest) -> list[WeightManifest]:
-    """The manifests that make up a version: a full one, then the deltas in order, `manifest` last.
+    """As `find_chain`, of the versions in a run's folder."""
+    return find_chain(manifest, partial(read_manifest, run_dir))
+
+
+def find_chain(
+    manifest: WeightManifest,
+    read: Callable[[int], WeightManifest | None],
+    held: WeightManifest | None = None,
+) -> list[WeightManifest]:
+    """The manifests that make up a version: a full one, then the deltas in order, `manifest` last; of what is
+    `held`, where that is on the way, the deltas since then alone. `read` gives that of a version.
 
     Raises:
         WeightsError: a parent is missing, or another one than the delta was made for.
     """
     chain = [manifest]
     while (child := chain[0]).is_delta:
-        parent = read_manifest(run_dir, child.parent)
-        if parent is None or parent.digest != child.parent_digest:
+        if held is not None and (child.parent, child.parent_digest) == (held.version, held.digest):
+            break
+        parent = read(child.parent)
+        if parent is None or (parent.version, parent.digest) != (child.parent, child.parent_digest):
             found = "not there" if parent is None else f"of other weights ({parent.digest})"
             raise WeightsError(
                 f"weights of version {manifest.version}: version {child.version} is a delta to version "

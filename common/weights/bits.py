@@ -26,6 +26,12 @@ WIDTHS = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
 }
 """Bytes of an element, by safetensors' names of dtypes."""
+TORCH_NAMES = {
+    **{"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8"},
+    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
+}
+"""Torch's names of those that weights have."""
 
 
 @dataclass(frozen=True, slots=True)

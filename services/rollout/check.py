@@ -126,7 +126,6 @@ class ScriptedChat:
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
-    """An argument of the right type."""
     if schema.get("enum"):
         return schema["enum"][0]
     kind = schema.get("type", "string")

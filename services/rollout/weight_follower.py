@@ -44,6 +44,7 @@ from tidemill.common.process.service import ServiceContext
 from tidemill.common.run.weight_files import (
     MANIFEST_FILE,
     WEIGHTS_FOLDER,
+    find_chain,
     folder_versions,
     read_manifest,
     verified_files,
@@ -116,7 +117,6 @@ class WeightFollower:
         return self._held.term if self._held else 0
 
     async def run(self) -> None:
-        """Load the newest version whenever one is announced."""
         reader = OffsetReader(self.context.broker, self.context.keys.weights, WeightManifest)
         while True:
             read = await reader.read(block_s=POLL_S)
@@ -232,8 +232,6 @@ class LocalVersions:
 
 
 class WeightDownload(LocalVersions):
-    """Brings versions of one run into the cache of this machine."""
-
     def __init__(self, remote: Remote, run_id: str, cache: Path | None = None) -> None:
         cache = cache or Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "tidemill").resolve()
         super().__init__(cache / run_id)
@@ -345,18 +343,9 @@ def find_route(
     Raises:
         WeightsError: something of the chain is missing, torn, or of another history.
     """
-    chain = [wanted]
-    while (child := chain[0]).is_delta:
-        if held is not None and (child.parent, child.parent_digest) == (held.version, held.digest):
-            return [], [versions.files(each) for each in chain]
-        parent = versions.manifest(child.parent)
-        if parent is None or (parent.version, parent.digest) != (child.parent, child.parent_digest):
-            found = "not there" if parent is None else f"of other weights ({parent.digest})"
-            raise WeightsError(
-                f"weights of version {wanted.version}: version {child.version} changes version "
-                f"{child.parent} ({child.parent_digest}), which is {found}."
-            )
-        chain.insert(0, parent)
+    chain = find_chain(wanted, versions.manifest, held)
+    if chain[0].is_delta:
+        return [], [versions.files(each) for each in chain]
     files, *deltas = [versions.files(each) for each in chain]
     if is_additive(wanted.digest):
         digest = _digest_of(patched_tensors(read_tensors(files), deltas))

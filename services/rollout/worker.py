@@ -66,8 +66,6 @@ def _count_published(lane: Lane, samples: Sequence[tuple[int, int, float]]) -> N
 
 
 class RolloutWorker(LaneWorker[Ticket]):
-    """Serves one lane with one engine until the context says stop."""
-
     def __init__(
         self, context: ServiceContext, lane: Lane, engine: Engine, follower: WeightFollower, player: Player
     ) -> None:

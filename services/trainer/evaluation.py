@@ -45,6 +45,7 @@ from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.batch.reconciler import delete_results
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
 from tidemill.services.trainer.durable.trimming import Trimmer
+from tidemill.services.trainer.groups.group_filter import PendingGroup
 from tidemill.services.trainer.groups.samples import num_sampled
 from tidemill.services.trainer.metrics.step_metrics import component_values
 
@@ -53,8 +54,6 @@ log = structlog.get_logger(__name__)
 BLOCK_S = 0.5
 READ_COUNT = 512
 
-Trajectories = dict[TrajectoryKey, Trajectory]
-Scores = dict[TrajectoryKey, Score]
 Evaluations = dict[str, dict[str, float]]
 """Numbers of one version by dataset. `score` is avg@k, `accuracy` the share of samples at the threshold,
 `pass_at_k` that of prompts with at least one such sample, `pass_at_<n>` the estimates for smaller k, and
@@ -91,7 +90,6 @@ class Evaluator:
         """How far the evaluations before have read the dead letters: what is about newer ones came later."""
 
     def is_due(self, version: int, num_steps: int) -> bool:
-        """Whether `version` is to be evaluated."""
         if not self.prompts:
             return False
         if version == 0:
@@ -107,8 +105,8 @@ class Evaluator:
             log.warning("cannot be evaluated again: its tickets were trimmed", version=version)
             return {}
         with metrics.EVALUATION_SECONDS.time():
-            trajectories, scores = await self._collect(tickets)
-        results = self._sum_up(first, trajectories, scores)
+            groups = await self._collect(tickets)
+        results = self._sum_up(groups)
         for dataset, numbers in results.items():
             for name, number in numbers.items():
                 metrics.EVALUATION_METRIC.labels(dataset, name).set(number)
@@ -178,44 +176,36 @@ class Evaluator:
         first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
         return len(await read_range(broker, key, Ticket, first, last)) == len(tickets)
 
-    async def _collect(self, tickets: Sequence[Ticket]) -> tuple[Trajectories, Scores]:
+    async def _collect(self, tickets: Sequence[Ticket]) -> list[PendingGroup]:
         """Read the lane until every sample of every ticket is scored or dead, or no more can come."""
         broker, keys = self.context.broker, self.context.keys
-        wanted = {(t.ticket, index) for t in tickets for index in range(t.group_size)}
-        trajectories: Trajectories = {}
-        scores: Scores = {}
-        candidates: list[Score] = []
+        groups = {ticket.ticket: PendingGroup.of(ticket) for ticket in tickets}
         dead: dict[str, set[TrajectoryKey]] = {}
         letters = DeadLetterWriter(broker, keys, keys.scores(Lane.EVAL))
         readers, is_exhausted = self._readers(self._letters_read), False
-        while wanted - scores.keys() - set().union(*dead.values()) and not is_exhausted:
+        while (missing := _missing(groups)) - set().union(*dead.values()) and not is_exhausted:
             if is_exhausted := await self._is_exhausted(tickets):
                 # A last look from the start: a server that took over may have given lower ids since.
                 readers = self._readers(START)
             score_reader, trajectory_reader, dead_reader = readers
             # Scores first: the trajectory of one that is here is in the stream by then.
-            for entry in await _read_all(score_reader, 0.0 if is_exhausted else BLOCK_S):
+            scores = await _read_all(score_reader, 0.0 if is_exhausted else BLOCK_S)
+            for entry in [*scores, *await _read_all(trajectory_reader)]:
+                if isinstance(entry, Entry) and (group := groups.get(entry.message.ticket)):
+                    group.take(entry)
+            for entry in scores:
                 if isinstance(entry, Garbled):
                     await letters.append_unread(entry, self.context.name)
-                elif entry.message.key in wanted:
-                    candidates.append(entry.message)
-            for entry in await _read_all(trajectory_reader):
-                if isinstance(entry, Entry) and entry.message.key in wanted:
-                    trajectories.setdefault(entry.message.key, entry.message)
-            for score in candidates:
-                if (sample := trajectories.get(score.key)) and score.is_of(sample.tokens_digest):
-                    scores.setdefault(score.key, score)
-            candidates = [score for score in candidates if score.key not in scores]
             for letter in await _read_all(dead_reader):
-                if keys_lost := _keys_of(letter, wanted):
+                if keys_lost := _keys_of(letter, missing):
                     dead[letter.entry_id] = keys_lost
-            if wanted <= scores.keys() | set().union(*dead.values()):
+            if not _missing(groups) - set().union(*dead.values()):
                 # Asked only when nothing else is missing: it takes a round trip for each letter.
                 for letter_id in list(dead):
                     if not await has_entry(broker, keys.dead, letter_id):
                         del dead[letter_id]  # the operator has put the message back: wait for its samples
         self._letters_read = readers[-1].position
-        return trajectories, scores
+        return list(groups.values())
 
     def _readers(
         self, letters_read: str
@@ -250,13 +240,13 @@ class Evaluator:
             return False
         return id_order(status.last_delivered) >= id_order(newest)
 
-    def _sum_up(self, first: int, trajectories: Trajectories, scores: Scores) -> Evaluations:
+    def _sum_up(self, groups: Sequence[PendingGroup]) -> Evaluations:
         scored: defaultdict[str, list[list[Score]]] = defaultdict(list)
         samples: defaultdict[str, list[Trajectory]] = defaultdict(list)
-        for i, (dataset, _) in enumerate(self.prompts):
-            keys = [(first + i, index) for index in range(self.config.samples)]
-            scored[dataset].append([scores[key] for key in keys if key in scores])
-            samples[dataset] += [trajectories[key] for key in keys if key in trajectories]
+        for (dataset, _), group in zip(self.prompts, groups, strict=True):
+            made = sorted(group.trajectories)
+            scored[dataset].append([group.scores[index] for index in made if index in group.scores])
+            samples[dataset] += [group.trajectories[index] for index in made]
         return {name: self._numbers(rows, samples[name]) for name, rows in scored.items()}
 
     def _numbers(self, scores: list[list[Score]], samples: list[Trajectory]) -> dict[str, float]:
@@ -299,6 +289,16 @@ async def _read_all(reader: OffsetReader[Any], block_s: float = 0.0) -> list[Any
     while batch:
         entries += (batch := await reader.read(READ_COUNT))
     return entries
+
+
+def _missing(groups: Mapping[int, PendingGroup]) -> set[TrajectoryKey]:
+    """The samples without a trajectory or without its score."""
+    return {
+        (ticket, index)
+        for ticket, group in groups.items()
+        for index in range(group.group_size)
+        if not (index in group.trajectories and index in group.scores)
+    }
 
 
 def _keys_of(letter: Entry[DeadLetter] | Garbled, wanted: set[tuple[int, int]]) -> set[tuple[int, int]]:

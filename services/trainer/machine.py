@@ -8,7 +8,6 @@ with a deadline, because a collective call that hangs never returns.
 
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -196,27 +195,26 @@ def _look_at_copies() -> Iterator[Fact]:
 
 def _look_at_ranks(config: RunConfig, size: int) -> Iterator[Fact]:
     """What ranks do between forward passes, on as many of them as this machine has room for."""
+    from tidemill.services.trainer.policy.fsdp.ranks import variables_of_ranks
+
     asked, gpus = config.trainer.num_ranks, torch.cuda.device_count()
     num_ranks, backend = min(asked, gpus or asked), "NCCL" if gpus else "gloo"
     if num_ranks < 2:
         yield Fact("ranks", f"{num_ranks} of {asked} here: nothing is summed over ranks")
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    address["WORLD_SIZE"] = str(num_ranks)
+    visible = {}
     if gpus and config.trainer.gpus:
-        address["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.trainer.gpus[:num_ranks]))
+        visible["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.trainer.gpus[:num_ranks]))
     ranks = [
         subprocess.Popen(
             run_own(Program.TRAINER_MACHINE, RANK, str(os.getpid())),
-            env=os.environ | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | variables | visible,
             # Only rank 0 is read: another one's pipe would fill.
             stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(num_ranks)
+        for rank, variables in enumerate(variables_of_ranks(num_ranks))
     ]
     what = f"{backend} over {num_ranks} ranks"
     remedy = "NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%p tells why" if gpus else "look at the host's load"

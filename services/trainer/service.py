@@ -1,7 +1,7 @@
 """The trainer service: builds the parts, recovers, and trains."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 
 import structlog
 
@@ -102,7 +102,7 @@ async def _train_policy(
     evaluations = (await read_state(context.broker, context.keys)).get("evaluations") or []
     # Before trackers open: what is on record then and not sent is sent first.
     recorder = await on_disk(context, Recorder, context.run_dir, version, journal.find, evaluations)
-    with recorder:
+    with closing(recorder):
         await asyncio.to_thread(_attach_loggers, context, recorder)
         background = [context.start(join.read(name), f"reader of {name}") for name in STREAMS]
         background.append(context.start(reconciler.watch(), "watch over the run's mark"))

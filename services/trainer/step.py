@@ -63,7 +63,6 @@ class StepResult:
 
     @property
     def samples(self) -> list[Sample]:
-        """Every sample of the step."""
         return [sample for group in self.groups for sample in group.samples]
 
     @property
@@ -135,8 +134,6 @@ def samples_digest(keys: Sequence[TrajectoryKey], groups: Mapping[int, PendingGr
 
 
 class StepRunner:
-    """Trains steps on one policy."""
-
     def __init__(
         self,
         config: RunConfig,

@@ -166,7 +166,6 @@ class Trainer:
         log.info("stopped; the run can be resumed", version=self.version)
 
     async def _step(self, step: int) -> None:
-        """Train, commit and announce one step."""
         started_at = time.time()
         if self.runner.thread.takes_turns:  # an engine may have to evaluate first, while it has the GPU
             await self.weights_work.finish()
@@ -415,7 +414,6 @@ class Trainer:
         await update_state(self.context.broker, self.context.keys, **(self._state() | values))
 
     def _state(self) -> dict[str, object]:
-        """The run's state, for people."""
         return {
             "version": self.version,
             "steps": self.config.steps,

@@ -19,24 +19,11 @@ import torch
 from torch import Tensor
 
 from tidemill.common.errors import WeightsError
-from tidemill.common.weights.bits import Bits, TensorInfo
+from tidemill.common.weights.bits import TORCH_NAMES, Bits, TensorInfo
 from tidemill.common.weights.delta import Patch, merge
 from tidemill.common.weights.digest import Digest, DigestSum
 
-DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH_NAMES.items()}
 """By safetensors' names."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,7 +37,6 @@ CHUNK = 1 << 24
 
 
 def as_bits(values: Tensor) -> Tensor:
-    """The same memory as integers of the same width."""
     return values.view(BITS[values.element_size()])
 
 
@@ -102,7 +88,6 @@ class Piece:
         return self.tensor.as_strided((span,), (1,))
 
     def values(self, places: Tensor) -> Tensor:
-        """Bits of the values there, in the checkpoint's dtype."""
         return as_bits(self.memory()[places].to(DTYPES[self.info.dtype]))
 
     def part(self, whole: Tensor) -> Tensor:
@@ -165,7 +150,6 @@ class _Staging:
         self._values.append(self._placed(as_bits(values.to(piece.tensor.dtype))))
 
     def change(self) -> StagedChange:
-        """All of it, in one place."""
         return StagedChange(self._piece, self._together(self._places), self._together(self._values))
 
     def _placed(self, tensor: Tensor) -> Tensor:

@@ -94,7 +94,6 @@ class SimulatedEngine(Engine):
 
     @property
     def can_patch(self) -> bool:
-        """It holds nothing that could be wrong."""
         return True
 
     async def load(
@@ -107,11 +106,9 @@ class SimulatedEngine(Engine):
         return WeightUpdate(version, load_s=_now() - started, paused_s=0.0)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The ids as words: `t17 t4 t99`."""
         return " ".join(f"t{token}" for token in token_ids)
 
     async def sleep(self) -> None:
-        """Leave a device that is not there."""
         if self.num_running:
             raise EngineError(f"asked to sleep with {self.num_running} requests running")
         self.is_awake = False

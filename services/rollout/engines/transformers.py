@@ -45,8 +45,6 @@ GATHER_S = 0.02
 
 
 class TransformersEngine(ModelEngine):
-    """Decodes with a Hugging Face model in this process."""
-
     stands_still = True
 
     def __init__(self, config: RunConfig, worker: str = "") -> None:

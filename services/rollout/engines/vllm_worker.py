@@ -136,8 +136,6 @@ class WeightLoader:
 
 
 class RankWeights:
-    """The weights of one rank's model."""
-
     def __init__(self, model: Any, vllm_config: Any, rank: int = 0) -> None:
         self.model, self._config, self._rank = model, vllm_config, rank
         self.held = HeldWeights([])

@@ -122,8 +122,6 @@ class AgentProgram:
 
 
 class AgentPlayer(Player):
-    """Plays the sessions of one worker's agents."""
-
     chat: ChatFormat
 
     def __init__(self, config: RunConfig, decode: Decode, open_chat: OpenChat) -> None:

@@ -213,7 +213,6 @@ class ObjectEnvironment(Environment):
         return replace(act_of(returned, where), mark=await self._mark())
 
     async def finish(self) -> Closing:
-        """Its own reward, where it has one, and its metrics."""
         reward = number_of(await self._ask("get_reward"), f"{self._name}.get_reward returned", "reward")
         return Closing(reward, metrics_of(await self._ask("get_metrics")))
 

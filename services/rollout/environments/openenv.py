@@ -54,8 +54,6 @@ class OpenEnvOptions(Section):
 
 
 class OpenEnvStage:
-    """Connects to the server, once for each session."""
-
     def __init__(self, config: EnvironmentConfig) -> None:
         """A session waits for its place on a full server as long as it may take.
 
@@ -126,8 +124,6 @@ class OpenEnvStage:
 
 
 class OpenEnvEnvironment(Environment):
-    """One session on the server."""
-
     def __init__(
         self, connection: "ClientConnection", options: OpenEnvOptions, timeout_s: float, url: str
     ) -> None:

@@ -65,8 +65,6 @@ def build_stage(config: EnvironmentConfig) -> Stage:
 
 
 class EnvironmentPlayer(Player):
-    """Plays the sessions of one worker."""
-
     stage: Stage | None = None
     chat: ChatFormat
 
@@ -80,7 +78,6 @@ class EnvironmentPlayer(Player):
         self.chat = await asyncio.to_thread(self.open_chat)
 
     async def close(self) -> None:
-        """Close what is still open, and end what was started."""
         # First: they close by asking the processes that the stage ends.
         await asyncio.gather(*self._closing, return_exceptions=True)
         if self.stage is not None:
@@ -120,8 +117,6 @@ class EnvironmentPlayer(Player):
 
 
 class Play:
-    """One session while it is played."""
-
     def __init__(
         self, player: EnvironmentPlayer, kind: Kind, environment: Environment, deadline: float
     ) -> None:

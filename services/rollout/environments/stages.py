@@ -145,7 +145,6 @@ class ProcessStage:
         return remote
 
     async def close(self) -> None:
-        """Let all processes close what they hold, and end them."""
         # Forgotten first: sessions that end while their processes do must not end these once more.
         processes, self.num_sessions = list(self.num_sessions), {}
         await asyncio.gather(*(process.end(GRACE_S) for process in processes))
@@ -170,8 +169,6 @@ class ProcessStage:
 
 
 class RemoteEnvironment(TimedEnvironment):
-    """One session's environment in a process."""
-
     def __init__(self, stage: ProcessStage, row: Row, is_stateless: bool) -> None:
         super().__init__(stage.config.call_timeout_s)
         self._stage, self._row, self._is_stateless = stage, row, is_stateless
@@ -263,8 +260,6 @@ def main(descriptor: int, parent: int) -> None:
 
 
 class SessionThread(threading.Thread):
-    """One session in a process, from its opening to its close."""
-
     def __init__(self, design: Design, send: Send) -> None:
         super().__init__(daemon=True)
         self.frames: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

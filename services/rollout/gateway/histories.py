@@ -114,7 +114,6 @@ class Histories:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens of all segments."""
         return sum(len(history.recorder.completion_ids) for history in self.all)
 
     @property

@@ -84,7 +84,6 @@ class Gateway:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
 
     async def close(self) -> None:
-        """Stop listening; requests under way are broken off."""
         # Without `force_exit` uvicorn would wait for requests under way, whose sessions are over.
         self._server.should_exit = self._server.force_exit = True
         if self._serving is not None:
@@ -143,7 +142,6 @@ class Gateway:
         return Response()
 
     async def _ask(self, api: Api, session: GatewaySession, request: Request) -> Response:
-        """Have the model answer."""
         # What is malformed is refused before anything is generated, so all of the request is read first.
         body = await _body(request, session)
         question = api.question_of(body)
@@ -195,7 +193,6 @@ class Gateway:
 
 
 def _end_of(request: Request) -> tuple[str, int]:
-    """The client's end of the connection."""
     client = request.client
     return (client.host, client.port) if client else ("", 0)
 

@@ -65,8 +65,6 @@ class _Given:
 
 
 class GatewaySession:
-    """Answers the questions of one session's programs."""
-
     def __init__(
         self,
         chat: ChatFormat,
@@ -111,7 +109,6 @@ class GatewaySession:
 
     @property
     def num_running(self) -> int:
-        """Turns that are being generated."""
         return len(self._running)
 
     @property

@@ -274,7 +274,6 @@ class Recording:
             await self._save(NOTHING)
 
     async def _save(self, turn: Generation, finish: Finish | None = None) -> None:
-        """Add what is new of a turn to the parts."""
         answers = tuple(self._answers[self._num_answers_kept :])
         new = _tail(turn, self._num_kept, self._num_rows_kept)
         part = Part(**new, finish=finish, answers=answers, elapsed_s=self.elapsed_s)
@@ -286,7 +285,6 @@ class Recording:
         self._parts.append(part)
 
     def next_answer(self) -> Any:
-        """The next recorded answer of the environment."""
         self._num_answers += 1
         return self._answers[self._num_answers - 1]
 

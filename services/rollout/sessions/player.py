@@ -42,7 +42,6 @@ class Played:
     choices: dict[str, Rows] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
-        """Fields of the `Trajectory`."""
         names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "spans")
         fields = {name: getattr(self.first, name) for name in names}
         choices = Choices(rows=self.choices) if self.choices else None
@@ -121,7 +120,6 @@ class SingleTurn(Player):
 
 
 def _observe(played: Played) -> None:
-    """Count a session in the metrics."""
     session = played.session
     assert session is not None
     segments = (played.first, *session.forks)

@@ -15,8 +15,6 @@ from tidemill.services.rollout.engines.engine import Generation
 
 
 class SegmentRecorder:
-    """One segment while it grows."""
-
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.prompt_ids = list(prompt_ids)
         self.completion_ids: list[int] = []

@@ -84,11 +84,9 @@ class HasCoefficients:
         self._coefficients, self._algorithm = coefficients, coefficients.applied(self._given)
 
     def coefficients(self) -> Coefficients:
-        """Those of the current step."""
         return self._coefficients
 
     def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
-        """Move them, for the steps to come."""
         self._hold(self._coefficients.after(kl, entropy, num_samples, self._given))
 
 

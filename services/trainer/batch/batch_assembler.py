@@ -173,7 +173,6 @@ class ReplacementLimit:
         self._num_filtered = sum(reason == ZERO_VARIANCE for reason in reasons)
 
     def note_trained(self) -> None:
-        """A group can be trained."""
         self._in_a_row, self._warns_at = 0, max(LEAST_WARN, self._groups_per_step)
         self._rewards.clear()
 
@@ -287,7 +286,6 @@ class BatchAssembler:
             metrics.GROUPS_SETTLED.labels("trained").inc()
 
     def drain_dropped(self) -> list[Dropped]:
-        """What was left out since the last call, for the commit."""
         dropped, self.dropped = self.dropped, []
         self.limit.begin_step()
         return dropped

@@ -107,7 +107,6 @@ class Deck:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state."""
         self._position, self._num_drawn = int(state["position"]), int(state["num_drawn"])
         self._between = dict.fromkeys(int(place) for place in state["between"])
         self.tried = {int(place): Tried(float(rate), int(epoch)) for place, rate, epoch in state["tried"]}
@@ -130,7 +129,6 @@ class Curriculum:
         """Outcomes by the step that reported them."""
 
     def draw(self, number: int, source: int, min_version: int) -> int:
-        """The place of the next ticket's prompt."""
         self.adopt(number, source, min_version)
         place = self._draw_queued(self._num_committed)
         return self._draw_ahead() if place is None else place
@@ -193,7 +191,6 @@ class Curriculum:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state."""
         self._num_drawn, self._horizon = int(state["num_drawn"]), int(state["horizon"])
         self._queue = deque((int(source), int(version)) for source, version in state["queue"])
         self.unreported = {int(ticket): outcome_of(values) for ticket, *values in state["unreported"]}

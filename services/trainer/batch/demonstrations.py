@@ -22,7 +22,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.run.dataset import IDS, ChatMessage, Row, read_training_rows
 from tidemill.common.wire.arrays import Bits, Int32
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.trainer.batch.prompts import Prompt, PromptSource, StreamedPrompts, uses_template
+from tidemill.services.trainer.batch.prompts import Prompt, PromptSource, read_prompts, uses_template
 from tidemill.services.trainer.batch.prompts import chat_messages as messages_of
 
 log = structlog.get_logger(__name__)
@@ -73,12 +73,7 @@ def load_demonstrations(
         return []
     encode = partial(_encoded, tokenizer=tokenizer, data=data, max_tokens=max_tokens)
     return [
-        PromptSource(
-            StreamedPrompts(rows, tokenizer, data, encode) if data.stream else list(encode(rows)),
-            seed,
-            data.shuffle,
-            name,
-        )
+        PromptSource(read_prompts(rows, encode, data), seed, data.shuffle, name)
         for name, rows in read_training_rows(data, data.demonstrations, opener_of).items()
     ]
 

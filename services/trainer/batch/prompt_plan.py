@@ -152,7 +152,6 @@ class BatchPlaces:
         return bisect_right(self._prompts, number) - 1
 
     def trajectory(self, ticket: int) -> Trajectory:
-        """The demonstration of a ticket."""
         place = ticket - FIRST_DEMONSTRATION
         source, position = self._mixture.place_at(place)
         shown, step = self.sources[source].prompt_at(position), place // self._size
@@ -160,7 +159,6 @@ class BatchPlaces:
         return shown.trajectory(ticket, step, max(0, step - self._max_staleness))
 
     def tickets(self, step: int) -> list[int]:
-        """Those of a step's demonstrations."""
         places = range(step * self._size, (step + 1) * self._size)
         shown = [place for place in places if self._mixture.place_at(place)[0] < len(self.sources)]
         return [FIRST_DEMONSTRATION + place for place in shown]
@@ -265,7 +263,6 @@ class PromptPlan:
             self._curriculum.take_commit(commit)
 
     def forget_reported(self, tickets: Iterable[int]) -> None:
-        """Commits have reported these replaced groups."""
         if self._curriculum is not None:
             self._curriculum.forget_reported(tickets)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import structlog
@@ -58,7 +58,6 @@ class Prompt:
     source: str = ""
 
     def ticket_fields(self) -> dict[str, Any]:
-        """What a `Ticket` says of its prompt."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return fields | {"prompt_ids": fields.pop("ids"), "prompt_text": fields.pop("text")}
 
@@ -71,7 +70,7 @@ class Prompt:
 class PromptSource:
     """An endless sequence of prompts: epoch after epoch, each in a seeded order of its own."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool, name: str = "") -> None:
+    def __init__(self, prompts: "Prompts", seed: int, shuffle: bool, name: str = "") -> None:
         if not prompts:
             raise ValueError("a prompt source needs at least one prompt")
         self.name = name
@@ -142,9 +141,9 @@ def load_training_prompts(
     """Read, tokenise and check the training files: each source of prompts in order; one without a name where
     `train` names files."""
     own = {source.name: data.of_source(source) for source in data.sources}
-    encode = StreamedPrompts if data.stream else encode_rows
+    encode = _encoder(tokenizer, data)
     return [
-        PromptSource(encode(rows, tokenizer, data), seed, own.get(name, data).shuffle, name)
+        PromptSource(read_prompts(rows, encode, data), seed, own.get(name, data).shuffle, name)
         for name, rows in read_training_rows(data, data.prompt_sources).items()
     ]
 
@@ -164,24 +163,26 @@ def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: D
         ConfigError: a prompt is too long (where `overlong_prompts` is `error`), has no tokens, or does not
             fit the chat template. The message names the row.
     """
-    return list(_encoded(rows, tokenizer, data, uses_template(tokenizer, data)))
+    return list(_encoder(tokenizer, data)(rows))
 
 
-class StreamedPrompts(Sequence[Prompt]):
+Encode = Callable[[Sequence[Row]], Iterator[Prompt]]
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encode:
+    use_template = uses_template(tokenizer, data)
+    return partial(_encoded, tokenizer=tokenizer, data=data, use_template=use_template)
+
+
+def read_prompts(rows: Sequence[Row], encode: Encode, data: DataConfig) -> "Prompts":
+    return StreamedPrompts(rows, encode) if data.stream else list(encode(rows))
+
+
+class StreamedPrompts:
     """Prompts that are read and tokenised when they are asked for. All are once at the start, to check them
     and to know their content; kept is the row of each, 8 bytes. Raises ConfigError: as `encode_rows`."""
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        tokenizer: PreTrainedTokenizerBase,
-        data: DataConfig,
-        encode: Callable[[Sequence[Row]], Iterator[Prompt]] | None = None,
-    ) -> None:
-        """`encode` is that of demonstrations."""
-        if encode is None:
-            use_template = uses_template(tokenizer, data)
-            encode = partial(_encoded, tokenizer=tokenizer, data=data, use_template=use_template)
+    def __init__(self, rows: Sequence[Row], encode: Encode) -> None:
         self._encode, self._source = encode, rows
         self._read = lru_cache(maxsize=STREAMED_KEPT)(self._read_prompt)
         self.rows, self.content = _content(self._encode(rows))
@@ -189,18 +190,15 @@ class StreamedPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, key: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, key: slice) -> list[Prompt]: ...
-    def __getitem__(self, key: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(key, slice):
-            return [self[place] for place in range(*key.indices(len(self)))]
-        return self._read(int(self.rows[key]))
+    def __getitem__(self, place: int) -> Prompt:
+        return self._read(int(self.rows[place]))
 
     def _read_prompt(self, row: int) -> Prompt:
         (prompt,) = self._encode([self._source[row]])
         return prompt
+
+
+Prompts = Sequence[Prompt] | StreamedPrompts
 
 
 def _encoded(
@@ -257,7 +255,6 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool) -> str:
-    """The text the model reads."""
     if not use_template:
         if isinstance(row.prompt, str):
             return row.prompt + data.prompt_suffix

@@ -96,7 +96,6 @@ class Scheduler:
         return await self._issue([self._next(self.next_ticket, max(old.step, step), ticket, outcome)])
 
     def settle(self, ticket: int) -> None:
-        """The group was trained: its ticket is outstanding no more."""
         self.outstanding.pop(ticket, None)
 
     async def adopt_issued(self, history: History | None = None) -> list[Ticket]:
@@ -173,7 +172,6 @@ class Scheduler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state."""
         self.next_ticket = int(state["next_ticket"])
         self.num_replacements = int(state["num_replacements"])
         for number, step, replaces, row, saved in state["outstanding"]:
@@ -219,7 +217,6 @@ class Scheduler:
             )
 
     def _next(self, number: int, step: int, replaces: int = -1, outcome: Outcome | None = None) -> Ticket:
-        """A new ticket, with the next prompt."""
         fields = self.prompts.fields(number, self._min_version(step))
         return self._ticket(number, step, replaces=replaces, outcome=outcome, **fields)
 

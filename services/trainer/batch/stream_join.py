@@ -70,7 +70,6 @@ class StreamJoin:
         }
 
     def expect(self, tickets: Iterable[Ticket | Trajectory]) -> None:
-        """Open groups for tickets that have been issued, and for demonstrations."""
         for ticket in tickets:
             self.groups.setdefault(ticket.ticket, PendingGroup.of(ticket))
 
@@ -86,7 +85,6 @@ class StreamJoin:
         metrics.TRAINER_GROUPS.labels("generating").set(len(self.groups) - num_generated)
 
     def close(self, ticket: int) -> None:
-        """Forget a group that was trained or replaced."""
         self.groups.pop(ticket, None)
         self.dead.pop(ticket, None)
         if ticket in self.complete:
@@ -225,6 +223,7 @@ class StreamJoin:
             if self._is_new(stream, one.entry_id):
                 metrics.DUPLICATES_DROPPED.labels(stream).inc()
             if group is not None and group.is_of_other_tokens(one.message):
+                log.warning("score of other tokens refused", ticket=group.ticket, index=one.message.index)
                 # Its worker may have acknowledged with it what has the id of the lost trajectory now.
                 self.unread_at = time.monotonic()
         # What was refused may be an older score in place of this entry, which then counts.

@@ -45,8 +45,6 @@ CUT_OFF_FILE = "commits.cut-off.jsonl"
 
 
 class CommitJournal:
-    """The journal. One trainer writes it."""
-
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / JOURNAL_FILE
         self._first = 0

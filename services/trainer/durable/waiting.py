@@ -77,7 +77,6 @@ class BackgroundWork:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there is something to `finish`."""
         return self._task is not None
 
     @contextmanager

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import structlog
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
-from tidemill.common.streams import Entry, id_order
+from tidemill.common.history.groups import Part, RecordedGroup
+from tidemill.common.streams import id_order
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.choices import ROUTES
 from tidemill.common.wire.messages import (
@@ -21,7 +21,6 @@ from tidemill.common.wire.messages import (
     Ticket,
     Trajectory,
     fault_of,
-    is_demonstration,
 )
 from tidemill.services.trainer.groups.samples import (
     Precomputed,
@@ -32,8 +31,6 @@ from tidemill.services.trainer.groups.samples import (
     missing_mask,
     with_teaching,
 )
-
-log = structlog.get_logger(__name__)
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS, MISSING_TEACHER = "bad_numbers", "no_teacher_logprobs"
@@ -50,20 +47,10 @@ UNKNOWN_VERSION = 2**63
 
 
 @dataclass(slots=True)
-class PendingGroup:
-    """What has arrived of a ticket: trajectories and scores by index, and the ids of their entries."""
+class PendingGroup(RecordedGroup):
+    """What has arrived of a ticket that is outstanding, or of a step that is trained again."""
 
-    ticket: int
-    step: int
-    trajectories: dict[int, Trajectory] = field(default_factory=dict)
-    scores: dict[int, Score] = field(default_factory=dict)
-    group_size: int = 0
     ticket_min_version: int = 0
-    trajectory_ids: dict[int, str] = field(default_factory=dict)
-    score_ids: dict[int, str] = field(default_factory=dict)
-    """Empty where a committed step is trained again."""
-    other_scores: list[Entry[Score]] = field(default_factory=list)
-    """Of keys that have a score already, which is of other tokens: the trajectory will tell which counts."""
     started_version: int = -1
     oldest_sampled: int = UNKNOWN_VERSION
     """Of the tokens that have arrived."""
@@ -88,13 +75,7 @@ class PendingGroup:
         return len(self.trajectories) == self.group_size
 
     @property
-    def is_demonstration(self) -> bool:
-        """Whether it is trained as it is: it has no score, and no version produced it."""
-        return is_demonstration(self.ticket)
-
-    @property
     def is_complete(self) -> bool:
-        """Whether every trajectory and every score is there."""
         return self.is_generated and (self.is_demonstration or len(self.scores) == self.group_size)
 
     @property
@@ -125,53 +106,12 @@ class PendingGroup:
         }
         return {i: max(0.0, between / 1000 - self.scores[i].latency_s) for i, between in queued_ms.items()}
 
-    def take(self, entry: Entry[Trajectory] | Entry[Score]) -> "list[Entry[Trajectory] | Entry[Score]]":
-        """Keep the first trajectory of a key, and the first score of that trajectory's tokens. Returns what
-        does not count: this entry, or a score that came before its trajectory and is of other tokens."""
-        message, index = entry.message, entry.message.index
-        ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
-        if isinstance(message, Score):
-            made, first = self.trajectories.get(index), self.scores.get(index)
-            # It is complete without one, and must not become so twice.
-            if self.is_demonstration:
-                return [entry]
-            if self.is_of_other_tokens(message):
-                log.warning("score of other tokens refused", ticket=self.ticket, index=index)
-                return [entry]
-            is_of_others = made is None and first is not None and not message.is_of(first.tokens_digest)
-            if is_of_others and len(self.other_scores) < self.group_size:  # memory is bounded
-                self.other_scores.append(Entry(entry.entry_id, message))
-                return []
-        if index in ids or index >= self.group_size:
-            return [entry]
-        ids[index] = entry.entry_id
-        if isinstance(message, Score):
-            self.scores[index] = message
-            return []
-        self.trajectories[index] = message
-        self.oldest_sampled = min(self.oldest_sampled, message.min_version)
-        return self._choose_score(message)
-
-    def is_of_other_tokens(self, message: Trajectory | Score) -> bool:
-        """Whether it is the score of a trajectory that Redis has lost; the one that is there has its key."""
-        made = self.trajectories.get(message.index)
-        return isinstance(message, Score) and made is not None and not message.is_of(made.tokens_digest)
-
-    def _choose_score(self, sample: Trajectory) -> "list[Entry[Trajectory] | Entry[Score]]":
-        """Of the scores that came before their trajectory, keep the first one of its tokens."""
-        came = [entry for entry in self.other_scores if entry.message.index == sample.index]
-        self.other_scores = [entry for entry in self.other_scores if entry.message.index != sample.index]
-        first = self.scores.get(sample.index)
-        if first is None or first.is_of(sample.tokens_digest):
-            return []
-        log.warning("score of other tokens refused", ticket=self.ticket, index=sample.index)
-        refused = Entry(self.score_ids.pop(sample.index), self.scores.pop(sample.index))
-        for entry in came:
-            if entry.message.is_of(sample.tokens_digest):
-                # Through `take`, which notes the entry's id too: a checkpoint's positions must lie below it.
-                self.take(entry)
-                break
-        return [refused]
+    def take(self, entry: Part) -> list[Part]:
+        # Named, for the decorator has made another class of this one.
+        refused = super(PendingGroup, self).take(entry)
+        if (message := self.trajectories.get(entry.message.index)) is entry.message:
+            self.oldest_sampled = min(self.oldest_sampled, message.min_version)
+        return refused
 
     def forget(self) -> None:
         """Everything that has arrived, to read it again."""

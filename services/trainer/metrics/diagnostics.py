@@ -112,7 +112,6 @@ class Diagnostics:
         return changed
 
     def as_state(self) -> list[dict[str, Any]]:
-        """For the run's state, as plain JSON."""
         return [asdict(warning) for warning in self.warnings]
 
     def _judge(self, step: int, numbers: Mapping[str, Any]) -> list[Warned]:

@@ -12,8 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import structlog
 
@@ -78,7 +77,6 @@ class Recorder:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and close the file, and end what follows it."""
         if self._file.closed:
             return
         try:
@@ -87,14 +85,6 @@ class Recorder:
             self._file.close()
             for sender in self._senders:
                 sender.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _append(self, record: Record) -> None:
         with storage_errors("metrics", self.path):

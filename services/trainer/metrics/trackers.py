@@ -152,11 +152,9 @@ class Sender:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is a new record."""
         self._has_more.set()
 
     def close(self) -> None:
-        """Wait for what is not sent yet."""
         self._is_closing = True
         self._has_more.set()
         self._thread.join(CLOSE_S)

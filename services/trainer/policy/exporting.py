@@ -72,13 +72,10 @@ class ExportsWeights(SavesState):
         )
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
-        """Adapters merged, and beside them a folder of the adapters alone. Beside training where the version
-        is held; weights of four bytes are written here and now."""
+        """Adapters merged, and beside them a folder of the adapters alone."""
         if self._adapters:
             self._adapters.save(folder / ADAPTER_FOLDER, writes=self.peers.rank == 0)
-        if self._writer.shadow.is_held:
-            return self._writer.begin(folder, version, parent)
-        return self._writer.write_now(self._sources(), folder, version)
+        return self._writer.begin(self._sources, folder, version, parent)
 
     def finish_writing(self) -> None:
         """Wait for what is being written, of weights and of a state."""

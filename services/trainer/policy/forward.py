@@ -10,8 +10,7 @@ Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -97,8 +96,7 @@ def configured_scaling(config: Any) -> Scaling:
     return Scaling(float(scale), getattr(config, "final_logit_softcapping", None))
 
 
-@dataclass(frozen=True, slots=True)
-class TileScores:
+class TileScores(NamedTuple):
     """Of a tile's N scored tokens, as `head.Scored`; `hidden_NH`, if asked for, are the last hidden states
     that predict them, `routing` what the routers made of those positions, and `changed_N` in what share of
     layers they would not have chosen the experts that they were given."""
@@ -117,6 +115,8 @@ Scores = dict[str, Float32]
 
 def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[Scores]) -> None:
     """Put a tile's values at the places of their tokens in their samples."""
+    if not tile.rows:
+        return
     wide_N = values_N if values_N.dtype == torch.float64 else values_N.float()
     # One copy to the host for all rows: each one waits for the device.
     pieces = wide_N.cpu().split([len(row.places) for row in tile.rows])
@@ -150,7 +150,6 @@ class TokenScorer:
 
     @property
     def module(self) -> nn.Module:
-        """All of the model, as one module."""
         return self._model
 
     def score(
@@ -167,7 +166,7 @@ class TokenScorer:
             if torch.is_grad_enabled():
                 sources_N = tile.sources_N.to(self._device)
                 routing, changed_N = self._routers.at(sources_N), self._routers.changed_at(sources_N)
-                scores = replace(scores, routing=routing, changed_N=changed_N)
+                scores = scores._replace(routing=routing, changed_N=changed_N)
             return _of_all(scores, tile)
 
     def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> TileScores:
@@ -237,10 +236,7 @@ def _of_all(scores: TileScores, tile: Tile) -> TileScores:
         columns.joined(scores.entropies_N),
         columns.joined(scores.log_mass_N),
         scores.hidden_NH,
-        tuple(
-            LayerRouting(layer.affinity, columns.joined(layer.logits_NE), columns.joined(layer.chosen_NK))
-            for layer in scores.routing
-        ),
+        tuple(LayerRouting(layer.affinity, *map(columns.joined, layer[1:])) for layer in scores.routing),
         None if scores.changed_N is None else columns.joined(scores.changed_N),
     )
 

@@ -50,7 +50,6 @@ class OffloadedAdamW(AdamW):
             lanes.join()
 
     def _longest(self) -> int:
-        """Elements of the longest slice."""
         numbers = [local(p).numel() for group in self.param_groups for p in group["params"]]
         return min(self.slice_size, max(numbers))
 
@@ -180,7 +179,6 @@ class LeavesDevice:
     _value_head: "ValueHead | None"
 
     def leave(self) -> None:
-        """Give the device's memory back."""
         self._move(torch.device("cpu"))
 
     def enter(self) -> None:

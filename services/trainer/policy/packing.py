@@ -103,6 +103,13 @@ class Tile:
 
 NO_ROW = TokenRow(0, *(np.zeros(1, dtype=np.int32) for _ in range(4)))  # type: ignore[arg-type]
 """A row for passes that others make too."""
+NOTHING = Tile(
+    rows=(),
+    ids_BT=torch.ones((1, 1), dtype=torch.long),
+    sources_N=torch.zeros(1, dtype=torch.long),
+    targets_N=torch.zeros(1, dtype=torch.long),
+)
+"""A forward pass over one token, of no sample."""
 
 
 def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0) -> list[TokenRow]:

@@ -8,6 +8,7 @@ tested without a model.
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,12 @@ from tidemill.common.weights.delta import DeltaWriter, delta_name
 from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
-from tidemill.services.trainer.algorithm.losses.tokens import denominator
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, count_batch
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
-from tidemill.services.trainer.policy.profiling import Profiled
 from tidemill.services.trainer.policy.state import PolicyState, SavesState, ShardReader
-from tidemill.services.trainer.policy.usage import Usage
+from tidemill.services.trainer.policy.usage import Profiled, Usage
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
 PROGRESS = TensorInfo("simulated", "I64", (17,))
@@ -63,17 +62,9 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
             self._pending.append(np.array(sample.key, dtype="<i8").tobytes())
             self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())  # of each token, or one
         self._pending.append(b"|")
-        normalisation = self._trainer.algorithm.normalisation
-        num_sequences, num_trained = len(batch.samples), batch.num_trained
-        return MicroBatchMetrics(
-            sequences=num_sequences,
-            tokens=num_trained,
-            denominator=denominator(
-                normalisation, num_sequences, num_trained, self._max_completion_tokens, batch.num_groups
-            ),
-            weight_sum=float(num_trained),
-            weight_max=1.0 if num_trained else 0.0,
-        )
+        normalisation, num_trained = self._trainer.algorithm.normalisation, batch.num_trained
+        counted = count_batch(batch, normalisation, self._max_completion_tokens)
+        return replace(counted, weight_sum=float(num_trained), weight_max=1.0 if num_trained else 0.0)
 
     def update(self, denominator: float) -> UpdateResult:
         """Take `update_s`, and fold what was accumulated into the digest."""
@@ -84,7 +75,6 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         return UpdateResult(grad_norm=1.0, lr=self._trainer.optimizer.lr)
 
     def zero(self) -> None:
-        """Forget the micro-batches since the last update."""
         self._pending.clear()
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
@@ -118,13 +108,11 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         yield UNCHANGING.name, torch.zeros(UNCHANGING.shape, dtype=torch.uint8)
 
     def state(self) -> PolicyState:
-        """The chain and the number of updates."""
         tensors = {PROGRESS.name: dict(self.named_parameters_for_export())[PROGRESS.name]}
         values = {"policy": "simulated", "updates": self._num_updates}
         return PolicyState(tensors, values | self._coefficients.as_values(self._trainer.algorithm))
 
     def load_state(self, folder: Path) -> None:
-        """Continue the chain of a checkpoint."""
         state = ShardReader(folder)
         if (policy := state.values.get("policy")) != "simulated":
             raise ConfigError(

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgpack
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -25,8 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.files import StorageError, storage_errors
-from tidemill.services.trainer.weights.peers import Alone, Peers
+from tidemill.services.trainer.weights.peers import Alone, Peers, write_together
 from tidemill.services.trainer.weights.shadow import held_rows
 
 PATTERN = "policy*.safetensors"
@@ -176,6 +174,8 @@ class SavesState:
     page-locked where the policy is on a GPU): making them takes several times as long as filling them.
     """
 
+    peers: Peers = Alone()
+    """The ranks that train this model."""
     _staged: PolicyState | None = None
     _saving: Future[None] | None = None
 
@@ -184,11 +184,6 @@ class SavesState:
 
     def own_state(self) -> PolicyState:
         return self.state()
-
-    @property
-    def peers(self) -> Peers:
-        """The ranks that train this model."""
-        return Alone()
 
     @cached_property
     def _saver(self) -> ThreadPoolExecutor:
@@ -217,31 +212,17 @@ class SavesState:
         self._staged = replace(state, tensors=tensors)
 
     def begin_saving(self, folder: Path) -> Future[None]:
-        """Start to write what was staged."""
         assert self._staged is not None, "`stage_state` comes first"
         self._saving = self._saver.submit(self._save, self._staged, folder)
         return self._saving
 
     def finish_saving(self) -> None:
-        """Wait until no state is being written."""
         if self._saving is not None:
             wait([self._saving])
 
     def save_state(self, folder: Path) -> None:
-        """Write the state here and now."""
         self.stage_state()
         self.begin_saving(folder).result()
 
     def _save(self, state: PolicyState, folder: Path) -> None:
-        receipt = b""
-        try:
-            with storage_errors(WHAT, folder):
-                state.write(folder)
-        except StorageError as error:
-            receipt = msgpack.packb([error.errno, error.reason])
-        # All ranks learn of it: the folder is complete, or to be given up, only when none writes any more.
-        for rank, failed in enumerate(self.peers.gather(receipt, "states")):
-            if failed:
-                number, reason = msgpack.unpackb(failed)
-                where = f" (rank {rank})" if self.peers.size > 1 else ""
-                raise StorageError(WHAT, folder, number, f"{reason}{where}")
+        write_together(self.peers, "states", WHAT, folder, partial(state.write, folder))

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
 from tidemill.services.trainer.algorithm.losses.routing import rerouted
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
-from tidemill.services.trainer.algorithm.losses.tokens import denominator
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, count_batch, total_metrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
@@ -59,6 +58,7 @@ from tidemill.services.trainer.policy.optimizer import (
 from tidemill.services.trainer.policy.packing import (
     CPU_TILE_TOKENS,
     NO_ROW,
+    NOTHING,
     Lines,
     Tile,
     make_rows,
@@ -66,17 +66,18 @@ from tidemill.services.trainer.policy.packing import (
     plan_tiles,
 )
 from tidemill.services.trainer.policy.policy import UpdateResult
-from tidemill.services.trainer.policy.profiling import Profiled
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
-from tidemill.services.trainer.policy.usage import Measured
+from tidemill.services.trainer.policy.usage import Measured, Profiled
+from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
 
 ROWS_PER_COMPARED = 64
 """Rows of an update's first micro-batch, for each one that is scored without routes too."""
 
+T = TypeVar("T")
 Parts = Sequence[Sequence[Sample]]
 """Samples that may share a forward pass, and no other with them."""
 
@@ -194,10 +195,14 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return self._accumulate(batch, self._plan(batch.samples))
 
     def _plan(self, samples: Sequence[Sample]) -> list[Lines]:
-        """The tiles that train on the samples."""
         rows = make_rows(samples, [sample.mask for sample in samples])
         most_shared = self._config.bin_tokens
         return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples, most_shared)
+
+    def _num_missing(self, plan: Sequence[Lines]) -> int:
+        """How many forward passes fewer than another rank this one has."""
+        most: int = max(unpack(part) for part in self.peers.gather(pack(len(plan))))
+        return most - len(plan)
 
     def _plan_scored(self, parts: Parts) -> list[Lines]:
         """Tiles with every completion token, trained or not; none with samples of two parts."""
@@ -215,17 +220,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
 
     def _accumulate(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
         normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
-        num_sequences, num_trained = len(batch.samples), batch.num_trained
         lengths = [len(row) for lines in plan for line in lines for row in line]
-        metrics = MicroBatchMetrics(
-            sequences=num_sequences,
-            tokens=num_trained,
-            denominator=denominator(
-                normalisation, num_sequences, num_trained, self._max_completion_tokens, batch.num_groups
-            ),
-            row_tokens=sum(lengths),
-            row_pairs=sum(length * (length + 1) // 2 for length in lengths),
-        )
         tiles, positions = [], 0
         compared = self._compare_routes(batch, plan) if self._begins_update else MicroBatchMetrics()
         self._begins_update = False
@@ -233,7 +228,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             tile = self._make_tile(lines)
             positions += tile.ids_BT.numel()
             tiles.append(self._train_tile(tile, batch))
-        sums = replace(metrics, positions=positions) + total_metrics(tiles) + compared
+        counted = replace(
+            count_batch(batch, normalisation, self._max_completion_tokens),
+            positions=positions,
+            row_tokens=sum(lengths),
+            row_pairs=sum(length * (length + 1) // 2 for length in lengths),
+        )
+        sums = counted + total_metrics(tiles) + compared
         if rejection.denominator == "kept" and normalisation == "token":
             return replace(sums, denominator=sums.denominator - sums.rejected)
         return sums
@@ -283,7 +284,11 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             self._reference.update(self._model)
         return result
 
+    def _sum_held(self) -> None:
+        """Ranks sum what each of them holds, once for all micro-batches of an update."""
+
     def _update(self, denominator: float) -> UpdateResult:
+        self._sum_held()
         lr = learning_rate(
             self._config.optimizer, self._num_updates, self._config.steps, self._config.updates_per_step
         )
@@ -306,6 +311,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return UpdateResult(norm, lr)
 
     def zero(self) -> None:
+        self._sum_held()
         self._begins_update = True
         # None and not zeros: `_update` tells by it that nothing was trained.
         self._optimizer.zero_grad(set_to_none=True)
@@ -325,9 +331,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
 
     def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
-        return self._precompute(by_group(samples))
-
-    def _precompute(self, parts: Parts) -> list[Precomputed]:
+        parts, order = self._deal_groups(samples)
         algorithm, found = self._config.algorithm, [Precomputed() for part in parts for _ in part]
         wanted = {
             "proximal_logprobs": ("logprobs", self._config.needs_proximal),
@@ -349,7 +353,15 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
                 scored = self._score_all(own_choices, scorer, self._temperature)
             for one, scores in zip(found, scored, strict=True):
                 one["reference_logprobs"] = scores["logprobs"]
-        return found
+        return self._join(found, order)
+
+    def _deal_groups(self, samples: Sequence[Sample]) -> tuple[Parts, list[int]]:
+        """What this process scores of the samples, and in which order the indices of all are scored."""
+        return by_group(samples), list(range(len(samples)))
+
+    def _join(self, found: Sequence[T], order: Sequence[int]) -> list[T]:
+        """What was found of all samples, in their own order."""
+        return list(found)
 
     @contextmanager
     @torch.no_grad()
@@ -371,11 +383,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
         """Logprobs of all completion tokens, trained or not. float32, [T] for each sample, in order."""
-        return self._logprobs(by_group(samples), temperature)
-
-    def _logprobs(self, parts: Parts, temperature: float) -> list[Float32]:
+        parts, order = self._deal_groups(samples)
         scored = self._score_all(parts, self._scorer, temperature)
-        return [scores["logprobs"].astype(np.float32) for scores in scored]
+        return self._join([scores["logprobs"].astype(np.float32) for scores in scored], order)
 
     @torch.no_grad()
     def _score_all(
@@ -396,8 +406,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             for part in parts
             for sample in part
         ]
-        for lines in self._plan_scored(parts):
-            tile = self._make_tile(lines)
+        plan = self._plan_scored(parts)
+        # As many passes as the other ranks make: in each of them they wait for each other.
+        for tile in chain(map(self._make_tile, plan), repeat(NOTHING, self._num_missing(plan))):
             scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
             place("logprobs", scores.logprobs_N, tile, found)
             if "entropies" in names:
@@ -443,6 +454,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         if self._device.type == "cuda" and "rng.cuda" in state.shapes:
             torch.cuda.set_rng_state(state.read("rng.cuda").cpu(), self._device)
         self.zero()
+        self.peers.gather(b"")  # all have theirs now
 
     def _check_state(
         self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], own: dict[str, Tensor]

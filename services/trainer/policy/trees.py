@@ -86,7 +86,6 @@ class Tree:
 
     @property
     def positions_T(self) -> Indices:
-        """The position of each token in its rows."""
         return np.concatenate([np.arange(node.start, node.end) for node in self._nodes])
 
     def boundaries(self, device: torch.device) -> Boundaries:

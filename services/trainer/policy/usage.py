@@ -1,14 +1,23 @@
-"""How much of its devices a policy uses: FLOPs of the model, what a device can do, memory."""
+"""How much of its devices a policy uses: FLOPs of the model, what a device can do, memory; and what torch's
+profiler sees. All of it only watches: what is computed has the same bits."""
 
+import os
 import resource
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
+import structlog
 import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.policy.attention import head_size
+from tidemill.services.trainer.weights.peers import Peers, pack, unpack
+
+log = structlog.get_logger(__name__)
 
 PEAK_FLOPS = {
     "B300": 2250e12,
@@ -79,13 +88,15 @@ class Measured:
     """The part of `TransformersPolicy` that says what it uses."""
 
     _model: PreTrainedModel
+    peers: Peers
 
     @cached_property
     def _flops(self) -> ModelFlops:
         return count_flops(self._model)
 
     def usage(self) -> Usage:
-        return Usage(self._flops, peak_flops(), (take_peak_bytes(),))
+        peaks = self.peers.gather(pack(take_peak_bytes()))
+        return Usage(self._flops, peak_flops(), tuple(map(unpack, peaks)))
 
 
 def take_peak_bytes() -> int:
@@ -95,3 +106,35 @@ def take_peak_bytes() -> int:
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return peak
+
+
+class Profiled:
+    """The part of a policy that is profiled; where several ranks train, all make the call."""
+
+    _profiler: profile | None = None
+
+    def profile(self, folder: Path | None) -> None:
+        """Profile the calls of this thread from here on; with None, write operators and kernels as
+        `rank-<n>.json.gz` into the folder it was begun with. Where that fails, the run goes on."""
+        try:
+            self._begin(folder) if folder is not None else self._write()
+        except (OSError, RuntimeError) as error:
+            log.warning("a step is not profiled", reason=str(error))
+
+    def _begin(self, folder: Path) -> None:
+        kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
+        profiler = profile(activities=kinds)
+        profiler.start()
+        self._profiler, self._folder = profiler, folder
+
+    def _write(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # kernels that still run would be cut off
+        profiler.stop()
+        name = f"rank-{dist.get_rank() if dist.is_initialized() else 0}.json.gz"
+        part = self._folder / f".part-{name}"  # torch compresses by the suffix
+        profiler.export_chrome_trace(str(part))
+        os.replace(part, self._folder / name)

@@ -13,14 +13,14 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
-from tidemill.common.history import GroupCursor, History, MissingRecordsError, Selection, StreamName
+from tidemill.common.history import GroupCursor, History, MissingRecordsError
 from tidemill.common.process.activity import Activity
-from tidemill.common.streams import entry_id_of
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable.checkpoint import read_checkpoint
 from tidemill.services.trainer.durable.recovery import (
@@ -74,19 +74,16 @@ class StepReplay:
                 if (cursor := await self._restore(step)) is not None:
                     self._cursor = await stack.enter_async_context(cursor)
                     self.say({"kind": "start", "version": self.version, "step": step})
-                async for commit in self._commits(self.version, step):
+                for number in range(self.version, step + 1):
+                    commit = await self._commit(number, step)
                     result, digest = await self._train(commit)
-                    if commit.step == step:
-                        found = _compare_step(commit, result, digest, self.config)
-                        if digest != commit.digest:
-                            # The policy has this step's version now.
-                            found["weights"] = await self.thread.call(
-                                weight_difference, self.policy, self.run_dir, commit
-                            )
-                        yield found | {
-                            "first_difference": self.first_difference,
-                            "from_version": self.from_version,
-                        }
+                found = _compare_step(commit, result, digest, self.config)
+                if digest != commit.digest:
+                    # The policy has this step's version now.
+                    apart = partial(weight_difference, self.policy, self.run_dir, commit)
+                    found["weights"] = await self.thread.call(apart)
+                found |= {"first_difference": self.first_difference, "from_version": self.from_version}
+                yield found
 
     async def _restore(self, step: int) -> GroupCursor | None:
         """Take the newest checkpoint up to `step`, where that is nearer than what the policy holds. Returns a
@@ -109,19 +106,14 @@ class StepReplay:
             self.history, self.config, state.positions, lambda n: n >= first_new or n in outstanding
         )
 
-    async def _commits(self, first: int, last: int) -> AsyncIterator[Commit]:
-        expected = first
-        selection = Selection(first_id=entry_id_of(first), last_id=entry_id_of(last))
-        async for commit in self.history.messages(StreamName.COMMITS, Commit, selection):
-            if commit.step != expected:
-                break
-            yield commit
-            expected += 1
-        if expected <= last:
+    async def _commit(self, step: int, last: int) -> Commit:
+        """Raises TidemillError: there is none, so that the steps up to `last` cannot be replayed."""
+        if (commit := await self.history.commit(step)) is None:
             raise TidemillError(
-                f"the commit of step {expected} is missing, so the steps up to {last} cannot be replayed "
-                f"from version {first}. Restore the stream from its backup, or the archive."
+                f"the commit of step {step} is missing, so the steps up to {last} cannot be replayed "
+                f"from version {self.from_version}. Restore the stream from its backup, or the archive."
             )
+        return commit
 
     async def _train(self, commit: Commit) -> tuple[StepResult, str]:
         assert self._cursor is not None, "`_restore` comes first"

@@ -57,7 +57,6 @@ class BestVersion:
 
     @property
     def in_use(self) -> frozenset[int]:
-        """Versions whose weights must stay."""
         return frozenset({self.best.version}) if self.best else frozenset()
 
     def consider(self, version: int, results: Mapping[str, Mapping[str, float]]) -> None:

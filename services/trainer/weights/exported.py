@@ -17,24 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from tidemill.common.weights.bits import TensorInfo
+from tidemill.common.weights.bits import TORCH_NAMES, TensorInfo
 
-DTYPES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""Safetensors' names."""
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH_NAMES.items()}
+"""By safetensors' names."""
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +34,6 @@ class Slice:
 
     @property
     def end(self) -> int:
-        """The flat position in `source` after the last one."""
         return self.first + self.info.num_elements
 
 
@@ -61,7 +47,6 @@ class ExportPlan:
 
     @property
     def infos(self) -> list[TensorInfo]:
-        """Of all, sorted by name."""
         return sorted([*(part.info for part in self.slices), *self.converted], key=lambda info: info.name)
 
 

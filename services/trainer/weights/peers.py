@@ -1,11 +1,14 @@
-"""The ranks that train one model, as they exchange values: nothing is pickled."""
+"""The ranks that train one model, as they exchange values and write files together: nothing is pickled."""
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgpack
 import numpy as np
+
+from tidemill.common.files import StorageError, storage_errors
 
 Thread = Literal["policy", "weights", "states"]
 """Of a rank: the policy's own, and those that write weights and checkpoints beside it."""
@@ -26,6 +29,30 @@ class Alone:
 
     def gather(self, payload: bytes, thread: Thread = "policy") -> list[bytes]:
         return [payload]
+
+
+def write_together(
+    peers: Peers, thread: Thread, what: str, folder: Path, write: Callable[[], Any]
+) -> list[Any]:
+    """Have every rank write its part of `what`; returns what `write` gave on each. A call of all ranks.
+
+    Returns and raises only when no rank writes any more: the folder is complete then, or to be given up.
+
+    Raises:
+        StorageError: the disk of a rank, which is named, did not take its part; on every rank.
+    """
+    try:
+        with storage_errors(what, folder):
+            receipt = [write()]
+    except StorageError as error:
+        # Not raised before all have told: others wait in `gather` for this rank's receipt.
+        receipt = [error.errno, error.reason]
+    receipts = [unpack(part) for part in peers.gather(pack(receipt), thread)]
+    for rank, (first, *reason) in enumerate(receipts):
+        if reason:
+            where = f" (rank {rank})" if peers.size > 1 else ""
+            raise StorageError(what, folder, first, f"{reason[0]}{where}")
+    return [written for (written,) in receipts]
 
 
 def pack(value: Any) -> bytes:

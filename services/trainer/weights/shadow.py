@@ -237,7 +237,6 @@ class Shadow:
         self._copies.follow(self._held.values())
 
     def write_changes(self, writer: DeltaWriter) -> None:
-        """What the last comparison found."""
         dense = (self._bits(c.part, c.offset, c.count) for c in self._changes if c.values is None)
         runs = self._copies.read(dense)
         for change in self._changes:

@@ -6,23 +6,24 @@ is on the disk before rank 0 gets the receipts.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from tidemill.common.files import StorageError, storage_errors
 from tidemill.common.weights.bits import safetensors_layout
 from tidemill.common.weights.delta import DeltaWriter, delta_name
 from tidemill.common.weights.digest import Digest
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.weights.exported import plan_export
-from tidemill.services.trainer.weights.peers import Peers, pack, unpack
+from tidemill.services.trainer.weights.peers import Peers, pack, unpack, write_together
 from tidemill.services.trainer.weights.shadow import Comparison, Shadow
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, list_files, whole_tensor
 
@@ -59,63 +60,47 @@ class ShardWriter:
         """The digest of the weights as they are, over all ranks."""
         return sum_over_ranks(self.shadow.measure(tensors, self._converted(tensors)), self._peers)
 
-    def begin(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+    def begin(
+        self, sources: Callable[[], Mapping[str, Tensor]], folder: Path, version: int, parent: int
+    ) -> Future[tuple[WeightFile, ...]]:
         """Start to write what the last comparison took in, as a delta to `parent`, or in full where that is
-        -1.
+        -1. Wide weights, of which no copy is held, are those of `sources`, written when this returns: they
+        may change then.
 
         The result, on rank 0, are the files; it raises StorageError where a rank's disk did not take its own.
         """
         self.wait()
+        if not self.shadow.is_held:
+            tensors = sources()
+            self.shadow.hold(tensors, self._converted(tensors))
         self.shadow.follow()
         self._pending = self._thread.submit(self._write, folder, version, parent)
+        if not self.shadow.is_held:
+            self.wait()
+            self.shadow.hold({}, {})
         return self._pending
 
-    def write_now(
-        self, tensors: Mapping[str, Tensor], folder: Path, version: int
-    ) -> Future[tuple[WeightFile, ...]]:
-        """Write wide weights, of which no copy is held, in full; they may change when this returns."""
-        self.shadow.hold(tensors, self._converted(tensors))
-        written = self.begin(folder, version, -1)
-        self.wait()
-        self.shadow.hold({}, {})
-        return written
-
     def wait(self) -> None:
-        """Until nothing is being written."""
         if self._pending is not None:
             wait([self._pending])
 
     def _write(self, folder: Path, version: int, parent: int) -> tuple[WeightFile, ...]:
-        receipt: tuple[object, ...]
-        try:
-            with storage_errors(f"the weights of version {version}", folder):
-                if parent < 0:
-                    receipt = self._write_full(folder)
-                else:
-                    file = self._write_delta(folder)
-                    receipt = file.name, file.num_bytes, file.checksum
-        except StorageError as error:
-            # Not raised before all have told: others wait in `gather` for this rank's receipt.
-            receipt = (error.errno, error.reason)
-        receipts = [unpack(part) for part in self._peers.gather(pack(receipt), "weights")]
-        for rank, failed in enumerate(receipts):
-            # Of a full version receipts are empty, of a delta they have three values, of an error two.
-            if len(failed) == 2:
-                raise StorageError(f"the weights of version {version}, rank {rank},", folder, *failed)
+        write = partial(self._write_full if parent < 0 else self._write_delta, folder)
+        written = write_together(self._peers, "weights", f"the weights of version {version}", folder, write)
         if parent < 0:
             # Nobody has seen all of its bytes: rank 0 reads them once more for the checksum.
             return list_files(folder) if self._peers.rank == 0 else ()
-        return tuple(WeightFile(name=n, num_bytes=size, checksum=check) for n, size, check in receipts)
+        return tuple(WeightFile.model_validate(file) for file in written)
 
-    def _write_delta(self, folder: Path) -> WeightFile:
+    def _write_delta(self, folder: Path) -> dict[str, Any]:
         writer = DeltaWriter(folder / delta_name(self._peers.rank, self._peers.size))
         self.shadow.write_changes(writer)
         file = writer.write()
         # For its fsync alone: a receipt says that the bytes are on the disk.
         with _opened(writer.path):
-            return file
+            return file.model_dump()
 
-    def _write_full(self, folder: Path) -> tuple[()]:
+    def _write_full(self, folder: Path) -> None:
         """This rank's elements, at their places in the one file; rank 0 writes its head too."""
         head, offsets = safetensors_layout(self.shadow.plan.infos)
         with _opened(folder / WEIGHTS_FILE) as file:
@@ -123,7 +108,6 @@ class ShardWriter:
                 _write_at(file, head, 0)
             for info, start, values in self.shadow.runs():
                 _write_at(file, values.data.cast("B"), offsets[info.name] + start * values.dtype.itemsize)
-        return ()
 
     def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What no slice stands for: gathered by all, converted and held by rank 0."""
@@ -140,8 +124,9 @@ class ShardWriter:
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """The file, made where it is not there; flushed to the disk at the end."""
-    # Not truncated: other ranks may have written their rows by now.
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    # Not truncated: other ranks may have written their rows by now. And not for reading: over NFS whole pages
+    # would be written then, with what they held before ranks on other hosts wrote theirs.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         yield file
         os.fsync(file)

@@ -59,8 +59,6 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WeightState:
-    """What a policy's weights are after a step."""
-
     digest: str
     """Of what travels to engines."""
     committed: str
@@ -295,7 +293,6 @@ class WeightStore:
         )
 
     def versions(self) -> list[int]:
-        """The versions on the disk, in ascending order."""
         return folder_versions(self.folder)
 
     def prune(self, keep: int, in_use: Collection[int] = (), newest: int | None = None) -> list[int]:

@@ -49,7 +49,8 @@ def publish(broker: Broker, keys: Keys) -> Callable[..., Any]:
         for (ticket, index), value in values.items():
             sample = make_trajectory(ticket, index, **{"group_size": 2} | fields)
             await append(broker, keys.trajectories(EVAL), sample)
-            await append(broker, keys.scores(EVAL), make_score(ticket, index, value))
+            score = make_score(ticket, index, value, tokens_digest=sample.tokens_digest)
+            await append(broker, keys.scores(EVAL), score)
 
     return publish
 

@@ -43,8 +43,9 @@ from tidemill.services.trainer.groups.samples import MicroBatch
 from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy, load_rank_policy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.fsdp.sharded_policy import STOP, ShardedPolicy, encode_call, serve_calls
+from tidemill.services.trainer.policy.fsdp.sharded_policy import STOP, ShardedPolicy, serve_calls
 from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.weights.peers import pack
 from tidemill.services.trainer.weights.store import WeightStore
 
 SIZE = 4
@@ -189,7 +190,7 @@ def write(ranks: Ranks, folder: Path, name: str) -> dict[str, Any]:
             manifests.append(store.write(version, policy))
             gathered.append(dict(policy.named_parameters_for_export()))
             policy.save_state(folder / name / f"state-{version}")
-        ranks.broadcast(encode_call(STOP, ()))
+        ranks.broadcast(pack((STOP, ())))
     else:
         serve_calls(own, ranks)
     return {"share": share, "logprobs": logprobs, "manifests": manifests, "gathered": gathered}

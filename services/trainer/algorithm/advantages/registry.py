@@ -19,25 +19,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.wire.arrays import Float64
-from tidemill.services.trainer.algorithm.advantages.estimators import (
-    dr_grpo,
-    dr_grpo_passk,
-    gae,
-    gdpo,
-    gpg,
-    grpo,
-    grpo_batch,
-    grpo_passk,
-    max_rl,
-    opo,
-    pass_at_k,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    remax,
-    rloo,
-    scale_rl,
-    whiten,
-)
+from tidemill.services.trainer.algorithm.advantages import estimators
 from tidemill.services.trainer.algorithm.advantages.shaping import (
     discounts,
     length_penalties,
@@ -127,7 +109,6 @@ def _token_rewards(sample: Sample) -> Float64:
 
 
 def _values(sample: Sample) -> Float64:
-    """The value head's estimates at the trained tokens."""
     assert sample.values is not None, "`Policy.precompute` comes before advantages"
     return sample.values[sample.mask].astype(np.float64)
 
@@ -149,21 +130,21 @@ def _of_batch(function: Callable[[list[list[float]]], Float64]) -> Estimator:
 
 
 def _opo(group: TrainableGroup, _: AlgorithmConfig) -> Float64:
-    return opo(_rewards(group.samples), [sample.num_trained for sample in group.samples])
+    return estimators.opo(_rewards(group.samples), [sample.num_trained for sample in group.samples])
 
 
 def _pass_at_k(group: TrainableGroup, algorithm: AlgorithmConfig) -> Float64:
-    return pass_at_k(_rewards(group.samples), algorithm.pass_k, algorithm.success_threshold)
+    return estimators.pass_at_k(_rewards(group.samples), algorithm.pass_k, algorithm.success_threshold)
 
 
 def _remax(group: TrainableGroup, _: AlgorithmConfig) -> Float64:
-    return remax(_rewards(group.samples), group.baseline.shaped_reward if group.baseline else 0.0)
+    return estimators.remax(_rewards(group.samples), group.baseline.shaped_reward if group.baseline else 0.0)
 
 
 def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig) -> Values:
     samples = _samples(groups)
     gammas = [discounts(sample, algorithm) for sample in samples]
-    advantages = reinforce_plus_plus(list(map(_token_rewards, samples)), gammas)
+    advantages = estimators.reinforce_plus_plus(list(map(_token_rewards, samples)), gammas)
     if algorithm.has_token_advantages or any(sample.has_turn_rewards for sample in samples):
         return list(advantages)
     return _of_sequences(advantages)
@@ -172,7 +153,7 @@ def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig) -> Values:
 def _reinforce_plus_plus_baseline(groups: Groups, algorithm: AlgorithmConfig) -> Values:
     lengths = [[sample.num_trained for sample in group.samples] for group in groups]
     rewards = [_rewards(group.samples) for group in groups]
-    return _of_sequences(reinforce_plus_plus_baseline(rewards, lengths))
+    return _of_sequences(estimators.reinforce_plus_plus_baseline(rewards, lengths))
 
 
 def _of_sequences(advantages: Sequence[Float64]) -> Values:
@@ -183,7 +164,7 @@ def _of_sequences(advantages: Sequence[Float64]) -> Values:
 def _gae(groups: Groups, algorithm: AlgorithmConfig) -> Values:
     """Not whitened: `Advantages.assign` adds values to make returns of them."""
     return [
-        gae(_token_rewards(s), _values(s), discounts(s, algorithm), algorithm.gae_lambda)[0]
+        estimators.gae(_token_rewards(s), _values(s), discounts(s, algorithm), algorithm.gae_lambda)[0]
         for s in _samples(groups)
     ]
 
@@ -197,24 +178,24 @@ def _gdpo(groups: Groups, _: AlgorithmConfig, weights: dict[str, float] | None =
         return [score.components.get(name) if score else None for name in weights]
 
     values = [[components(group, sample) for sample in group.samples] for group in groups]
-    return list(map(float, gdpo(values, list(weights.values()))))
+    return list(map(float, estimators.gdpo(values, list(weights.values()))))
 
 
 _ESTIMATORS: dict[str, Estimator] = {
-    "grpo": _of_rewards(grpo),
-    "dr_grpo": _of_rewards(dr_grpo),
-    "rloo": _of_rewards(rloo),
+    "grpo": _of_rewards(estimators.grpo),
+    "dr_grpo": _of_rewards(estimators.dr_grpo),
+    "rloo": _of_rewards(estimators.rloo),
     "pass_at_k": _of_groups(_pass_at_k),
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "gae": _gae,
     "opo": _of_groups(_opo),
-    "max_rl": _of_rewards(max_rl),
-    "grpo_passk": _of_rewards(grpo_passk),
-    "dr_grpo_passk": _of_rewards(dr_grpo_passk),
-    "grpo_batch": _of_batch(grpo_batch),
-    "scale_rl": _of_batch(scale_rl),
-    "gpg": _of_batch(gpg),
+    "max_rl": _of_rewards(estimators.max_rl),
+    "grpo_passk": _of_rewards(estimators.grpo_passk),
+    "dr_grpo_passk": _of_rewards(estimators.dr_grpo_passk),
+    "grpo_batch": _of_batch(estimators.grpo_batch),
+    "scale_rl": _of_batch(estimators.scale_rl),
+    "gpg": _of_batch(estimators.gpg),
     "gdpo": _gdpo,
     "remax": _of_groups(_remax),
 }
@@ -252,7 +233,7 @@ class Advantages:
             pairs = zip(values, _samples(shaped), strict=True)
             targets = [value + _values(sample) for value, sample in pairs]
             if self._algorithm.value.whiten:
-                values = list(whiten(values))  # type: ignore[arg-type]
+                values = list(estimators.whiten(values))  # type: ignore[arg-type]
         assigned = iter(zip(values, targets, strict=True))
         try:
             return [

@@ -29,7 +29,6 @@ from tidemill.services.trainer.groups.samples import Sample
 
 
 def needs_statistics(algorithm: AlgorithmConfig) -> bool:
-    """Whether the algorithm has any."""
     return algorithm.needs_start_entropies or algorithm.needs_start_logprobs
 
 

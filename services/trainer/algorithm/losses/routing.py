@@ -8,7 +8,7 @@ Shape legend: N trained tokens of whole sequences, S sequences, E experts of a l
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ AFFINITIES: dict[str, Callable[[Tensor], Tensor]] = {
 """What a router makes of its logits before it chooses; `given` is for one that returns it instead of them."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerRouting:
+class LayerRouting(NamedTuple):
     """What a layer's router made of N tokens: `logits_NE` with gradient, and the experts that it chose."""
 
     affinity: str

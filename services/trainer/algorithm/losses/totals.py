@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from tidemill.services.trainer.algorithm.losses.policy_loss import Sums
+from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, denominator
+from tidemill.services.trainer.groups.samples import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,15 @@ class MicroBatchMetrics:
             return max(mine, theirs) if name.endswith("_max") else mine + theirs
 
         return MicroBatchMetrics(**{item.name: join(item.name) for item in fields(self)})
+
+
+def count_batch(
+    batch: MicroBatch, normalisation: Normalisation, max_completion_tokens: int
+) -> MicroBatchMetrics:
+    """What is known of a micro-batch before it is trained."""
+    sequences, tokens = len(batch.samples), batch.num_trained
+    share = denominator(normalisation, sequences, tokens, max_completion_tokens, batch.num_groups)
+    return MicroBatchMetrics(sequences, tokens, share)
 
 
 ExpertCounts = Sequence[Sequence[int]]
@@ -187,7 +198,6 @@ def _value_metrics(sums: MicroBatchMetrics, tokens: float) -> dict[str, float]:
 
 
 def _route_metrics(sums: MicroBatchMetrics, tokens: float) -> dict[str, float]:
-    """Of routes that were replayed."""
     if not sums.compared_tokens:
         return {}
     return {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.choices import Rows
-from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import Layout, split_groups, split_samples
 from tidemill.services.trainer.groups.samples import (
     MicroBatch,
-    Precomputed,
     Routes,
     Sample,
     SegmentTokens,
@@ -40,25 +37,21 @@ from tidemill.services.trainer.groups.samples import (
 from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
 from tidemill.services.trainer.policy.attention import layer_configs
 from tidemill.services.trainer.policy.compiling import layers_of
-from tidemill.services.trainer.policy.forward import Scores, TileScores, TokenScorer
+from tidemill.services.trainer.policy.forward import TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_experts
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.head import Scaling
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
 from tidemill.services.trainer.policy.offload import local
-from tidemill.services.trainer.policy.packing import Lines, Tile, cut_tile
-from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.packing import NOTHING, Lines, Tile, cut_tile
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, Shard
-from tidemill.services.trainer.policy.transformers_policy import Parts, TransformersPolicy, policy_options
-from tidemill.services.trainer.policy.usage import Usage
-from tidemill.services.trainer.weights.peers import Peers, pack, unpack
+from tidemill.services.trainer.policy.transformers_policy import Parts, T, TransformersPolicy, policy_options
+from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shadow import held_rows
 from tidemill.services.trainer.weights.store import model_tensors
-
-T = TypeVar("T")
 
 SAMPLE_KINDS = (Routes, Rows, Sample, SegmentTokens, Teaching, TurnEnd)
 """Classes in what rank 0 deals out."""
@@ -152,31 +145,16 @@ class ShardedScorer(TokenScorer):
 
     @property
     def module(self) -> nn.Module:
-        """The model and its sharding."""
         return self.root
 
-    def score(
-        self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
-    ) -> TileScores:
-        affinities: list[str] = []
-
-        def tensors() -> tuple[Tensor, ...]:
+    def score(self, tile: Tile, temperature: float, **options: bool) -> TileScores:
+        def score() -> TileScores:
+            scores = TokenScorer.score(self, tile, temperature, **options)
             # The sharding follows gradients through tuples of tensors, and of those that are no views.
-            scores = TokenScorer.score(
-                self, tile, temperature, entropy_gradient=entropy_gradient, keep_hidden=keep_hidden
-            )
-            hidden = () if scores.hidden_NH is None else (scores.hidden_NH,)
-            affinities.extend(layer.affinity for layer in scores.routing)
-            routed = [x for layer in scores.routing for x in (layer.logits_NE, layer.chosen_NK)]
-            changed = () if scores.changed_N is None else (scores.changed_N,)
-            always = (scores.logprobs_N.clone(), scores.entropies_N, scores.log_mass_N)
-            return (*always, *hidden, *routed, *changed)
+            return scores._replace(logprobs_N=scores.logprobs_N.clone())
 
-        logprobs_N, entropies_N, log_mass_N, *rest = self.root(tensors)
-        hidden_NH = rest.pop(0) if keep_hidden else None
-        changed_N = rest.pop() if len(rest) % 2 else None
-        routing = tuple(map(LayerRouting, affinities, rest[::2], rest[1::2]))
-        return TileScores(logprobs_N, entropies_N, log_mass_N, hidden_NH, routing, changed_N)
+        scores: TileScores = self.root(score)
+        return scores
 
     def hidden(self, tile: Tile) -> Tensor:
         hidden_NH: Tensor = self.root(lambda: TokenScorer.hidden(self, tile).clone())
@@ -214,7 +192,7 @@ class RankPolicy(TransformersPolicy):
         **options: Any,
     ) -> None:
         """`weights` are those of a model that has none yet; models beside it start with them too."""
-        self._ranks, self._pretrained = ranks, weights
+        self._ranks, self.peers, self._pretrained = ranks, ranks, weights
         self._roots: list[FSDPModule] = []
         """Of what is trained."""
         self._holds_gradients = False
@@ -281,6 +259,9 @@ class RankPolicy(TransformersPolicy):
     def _split_groups(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
         return split_groups(samples, self._config.num_bins, self._config.bin_tokens, self.layout)
 
+    def _deal_groups(self, samples: Sequence[Sample] | None) -> tuple[Parts, list[int]]:
+        return self._deal(samples or (), self._split_groups)
+
     def _deal(
         self, samples: Sequence[Sample], split: Callable[[Sequence[Sample]], list[list[tuple[int, ...]]]]
     ) -> tuple[Parts, list[int]]:
@@ -305,11 +286,6 @@ class RankPolicy(TransformersPolicy):
         places = {i: place for place, i in enumerate(order)}
         return [joined[places[i]] for i in range(len(order))]
 
-    def _num_missing(self, plan: Sequence[Lines]) -> int:
-        """How many forward passes fewer than another rank this one has."""
-        most: int = max(unpack(part) for part in self._ranks.gather(pack(len(plan))))
-        return most - len(plan)
-
     def _reduce_gradients(self, wanted: bool) -> None:
         """Whether backward passes from now on sum gradients over the ranks, or each rank keeps its own."""
         for root in self._roots:
@@ -328,64 +304,11 @@ class RankPolicy(TransformersPolicy):
         nothing.backward()
 
     def _sum_held(self) -> None:
-        """Sum what each rank holds, once for all micro-batches of an update."""
+        # What each rank holds is not in `.grad` yet, where updates and `zero_grad` look.
         if self._holds_gradients:
             self._reduce_gradients(True)
             self._pass_nothing()
             self._holds_gradients = False
-
-    def _update(self, denominator: float) -> UpdateResult:
-        self._sum_held()
-        return super()._update(denominator)
-
-    def zero(self) -> None:
-        """Discard accumulated gradients, also those that are not summed yet."""
-        # Gradients that are not summed are not in `.grad`, where `zero_grad` would find them.
-        self._sum_held()
-        super().zero()
-
-    def precompute(self, samples: Sequence[Sample] | None) -> list[Precomputed]:
-        """Of all samples, on rank 0; none on the others."""
-        parts, order = self._deal(samples or (), self._split_groups)
-        return self._join(self._precompute(parts), order)
-
-    def logprobs(self, samples: Sequence[Sample] | None, temperature: float = 1.0) -> list[Float32]:
-        """The same."""
-        parts, order = self._deal(samples or (), self._split_groups)
-        return self._join(self._logprobs(parts, temperature), order)
-
-    @torch.no_grad()
-    def _score_all(
-        self, parts: Parts, scorer: TokenScorer, temperature: float, head: ValueHead | None = None
-    ) -> list[Scores]:
-        """This rank's, in as many passes as the others make."""
-        num_missing = self._num_missing(self._plan_scored(parts))
-        found = super()._score_all(parts, scorer, temperature, head)
-        for _ in range(num_missing):
-            scores = scorer.score(NOTHING, temperature, keep_hidden=head is not None and head.reads_policy)
-            if head is not None:
-                head(NOTHING, scores.hidden_NH)
-        return found
-
-    def usage(self) -> Usage:
-        own = super().usage()
-        return replace(
-            own, peak_bytes=tuple(unpack(part) for part in self._ranks.gather(pack(own.peak_bytes[0])))
-        )
-
-    @property
-    def peers(self) -> Peers:
-        return self._ranks
-
-    def join_export(self) -> None:
-        """What rank 0 gathers in `named_parameters_for_export`."""
-        for _ in self.named_parameters_for_export():
-            pass
-
-    def load_state(self, folder: Path) -> None:
-        """Each rank its shard; returns when all have theirs."""
-        super().load_state(folder)
-        self._ranks.meet()
 
     def own_state(self) -> PolicyState:
         """This rank's shard; nothing where another copy of the model has the same. What is not sharded, and
@@ -433,12 +356,3 @@ def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) ->
     experts = sum(weight.numel() for weight in expert_weights(model) if weight.requires_grad)
     num_bytes = 4 * (sum(weight.numel() for weight in trained) - experts + experts // config.expert_size)
     return num_bytes <= torch.cuda.get_device_properties(ranks.device).total_memory / 4
-
-
-NOTHING = Tile(
-    rows=(),
-    ids_BT=torch.ones((1, 1), dtype=torch.long),
-    sources_N=torch.zeros(1, dtype=torch.long),
-    targets_N=torch.zeros(1, dtype=torch.long),
-)
-"""A forward pass over one token."""

@@ -79,7 +79,6 @@ class RankWatch:
         self._is_over.set()
 
     def join(self) -> None:
-        """Wait for those that this process has started."""
         deadline = time.monotonic() + (0.0 if self._lost.is_set() else SHUTDOWN_TIMEOUT_S)
         for process in self._started.values():
             try:
@@ -168,8 +167,6 @@ JOIN_TIMEOUT = timedelta(hours=1)
 
 
 class RankLostError(TidemillError):
-    """Another rank has ended in the middle of the run."""
-
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(f"{reason}. Start the trainer again: it goes on from its last checkpoint")
         self.exit_code = exit_code
@@ -236,13 +233,7 @@ class Ranks:
 
     def broadcast(self, payload: bytes = b"") -> bytes:
         """The leader's bytes, on every rank. Raises RankLostError: another rank has ended."""
-        with self._naming_lost_ranks():
-            length = torch.tensor([len(payload)])
-            dist.broadcast(length, 0, group=self._groups["policy"])
-            data = _tensor_of(payload) if self.is_leader else torch.empty(int(length), dtype=torch.uint8)
-            if len(data):
-                dist.broadcast(data, 0, group=self._groups["policy"])
-            return data.numpy().tobytes()
+        return self.deal([payload] * self.size if self.is_leader else ())
 
     def deal(self, payloads: Sequence[bytes]) -> bytes:
         """This rank's of the bytes that rank 0 has for each. Raises RankLostError: another rank has ended."""
@@ -382,23 +373,17 @@ def lead_ranks(config: TrainerConfig) -> Ranks | None:
         return None
     if size > 1:
         return join_ranks()
-    with_address = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(config.num_ranks),
-    }
-    started = {
-        rank: subprocess.Popen(
-            run_own(Program.TRAINER_RANK, str(os.getpid())),
-            env=os.environ | with_address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(1, config.num_ranks)
-    }
-    return join_ranks(with_address | {"RANK": "0", "LOCAL_RANK": "0"}, started)
+    own, *others = variables_of_ranks(config.num_ranks)
+    command = run_own(Program.TRAINER_RANK, str(os.getpid()))
+    started = {rank: subprocess.Popen(command, env=os.environ | v) for rank, v in enumerate(others, 1)}
+    return join_ranks(own, started)
 
 
-def _free_port() -> int:
+def variables_of_ranks(size: int) -> list[dict[str, str]]:
+    """By which each of so many ranks on this machine meets the others, as torchrun sets them."""
     with socket.socket() as probe:
         # Another process may take it before the store does: the start fails then, and can be tried again.
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]

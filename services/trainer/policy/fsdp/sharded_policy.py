@@ -5,22 +5,23 @@ their collective operations meet. A call returns when rank 0's part of it is don
 makes a call that rank 0 does not make. Samples are not in it: within the call each rank is sent its own.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from tidemill.services.trainer.algorithm.coefficients import Coefficients
-from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.policy import Policy
-from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.weights.peers import pack, unpack
 
 STOP = "stop"
 OF_SAMPLES = ("accumulate", "precompute", "logprobs")
 """Calls whose first argument only rank 0 has."""
+OF_RANK_0 = ("coefficients", "state")
+"""What rank 0 asks of its own shard alone: coefficients outside of the policy's thread, beside whatever that
+does, and its part of the state; `begin_saving` writes those of all."""
 
 
 class ShardedPolicy:
@@ -34,61 +35,38 @@ class ShardedPolicy:
         # Whatever looks for an optional method (`copy`, say) must not start a call of all ranks.
         if name not in Policy.__dict__:
             raise AttributeError(name)
+        if name in OF_RANK_0 or isinstance(Policy.__dict__[name], property):
+            return getattr(self._own, name)
         return partial(self._call, name)
 
     def _call(self, name: str, *args: Any) -> Any:
         # Before the own part, in which this rank waits for the others.
-        self._ranks.broadcast(encode_call(name, (None, *args[1:]) if name in OF_SAMPLES else args))
+        self._tell(name, (None, *args[1:]) if name in OF_SAMPLES else args)
         return getattr(self._own, name)(*args)
 
-    @property
-    def layout(self) -> Layout:
-        return self._own.layout
-
-    @property
-    def bins(self) -> tuple[int, int]:
-        return self._own.bins
-
-    @property
-    def replays_routes(self) -> bool:
-        return self._own.replays_routes
+    def _tell(self, name: str, args: Sequence[Any] = ()) -> None:
+        """Have the other ranks make a call, whose arguments are numbers, text, paths."""
+        self._ranks.broadcast(pack((name, args)))
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights, gathered from all ranks one by one."""
-        # The other ranks take part in what rank 0 gathers, and write nothing.
-        self._ranks.broadcast(encode_call("join_export", ()))
+        self._tell("named_parameters_for_export")
         yield from self._own.named_parameters_for_export()
-
-    def coefficients(self) -> Coefficients:
-        # No call of all ranks: it is asked for outside of the policy's thread, beside whatever that does.
-        return self._own.coefficients()
-
-    def state(self) -> PolicyState:
-        """Rank 0's shard; `save_state` writes those of all."""
-        return self._own.state()
 
     def close(self) -> None:
         """Let the other ranks end, once all that is being written is written."""
         self._own.finish_writing()
-        self._ranks.broadcast(encode_call(STOP, ()))
+        self._tell(STOP)
         self._ranks.close()
 
 
 def serve_calls(own: Policy, ranks: Ranks) -> None:
     """Make rank 0's calls on this rank's shard, until rank 0 closes."""
     while True:
-        name, args = decode_call(ranks.broadcast())
+        name, args = unpack(ranks.broadcast())
         if name == STOP:
             own.finish_writing()
             return
-        getattr(own, name)(*args)
-
-
-def encode_call(name: str, args: Sequence[Any]) -> bytes:
-    """A call; arguments are numbers, text, paths."""
-    return pack((name, args))
-
-
-def decode_call(payload: bytes) -> tuple[str, Sequence[Any]]:
-    name, args = unpack(payload)
-    return name, args
+        found = getattr(own, name)(*args)
+        if isinstance(found, Iterator):  # tensors: this rank takes part in what rank 0 gathers
+            deque(found, maxlen=0)

@@ -125,7 +125,6 @@ def trainer_take(
 
 
 def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str, float]:
-    """What is always there."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
     shards, trained, width = num_shards(config), num_trained(config, sizes), element_bytes(config)
     own = held(config, sizes)

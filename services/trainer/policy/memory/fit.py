@@ -226,15 +226,10 @@ def find_settings(
     placements += _placements(config, sizes, machine)
     settings: Settings = {}
     is_auto = config.trainer.context_ranks == "auto"
+    # What costs less comes before passes that ranks share.
+    passes: Settings = {TOKENS: "auto", RECOMPUTES: "auto"} | ({CONTEXT: 1} if is_auto else {})
     for remedies, placement in product(_remedies(config, sizes), placements):
-        # What costs less comes before passes that ranks share.
-        tried = {
-            TOKENS: "auto",
-            RECOMPUTES: "auto",
-            **({CONTEXT: 1} if is_auto else {}),
-            **remedies,
-            **placement,
-        }
+        tried = passes | remedies | placement
         changed = _changed(config, tried)
         if EXPERTS in tried:
             tried[EXPERTS] = experts_apart(changed, sizes, GPUS_OF_A_HOST)
@@ -341,18 +336,15 @@ def _remedies(config: RunConfig, sizes: ModelSizes) -> Iterator[Settings]:
     divides = sizes.num_experts > 1 and trainer.expert_size == 1
     apart: list[Settings] = [{}, {EXPERTS: GPUS_OF_A_HOST}] if divides else [{}]
     cheap = apart if trainer.lora is not None else [*apart, *({**offload, **one} for one in apart)]
-    shared: list[Settings] = [{CONTEXT: size} for size in _context_sizes(config, sizes)]
-    yield from cheap
-    yield from ({**context, **one} for context in shared for one in cheap)
-    if trainer.lora is not None:
-        return
+    contexts: list[Settings] = [{}, *({CONTEXT: size} for size in _context_sizes(config, sizes))]
+    changes: list[tuple[Settings, list[Settings]]] = [({}, cheap)]
     dtype = "trainer.algorithm.reference.dtype"
-    if reference.model != "off" and reference.dtype == "float32":
-        narrow: Settings = {dtype: "bfloat16"}
-        yield from ({**context, **one, **narrow} for context in [{}, *shared] for one in cheap)
-    if trainer.algorithm.value.model != "own" and reference.model != "updated":
-        adapters: Settings = {"trainer.lora": {}, dtype: "float32"}
-        yield from ({**context, **one, **adapters} for context in [{}, *shared] for one in apart)
+    if trainer.lora is None and reference.model != "off" and reference.dtype == "float32":
+        changes.append(({dtype: "bfloat16"}, cheap))
+    if trainer.lora is None and trainer.algorithm.value.model != "own" and reference.model != "updated":
+        changes.append(({"trainer.lora": {}, dtype: "float32"}, apart))
+    for change, others in changes:
+        yield from ({**context, **one, **change} for context in contexts for one in others)
 
 
 def _context_sizes(config: RunConfig, sizes: ModelSizes) -> list[int]:

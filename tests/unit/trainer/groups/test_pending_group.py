@@ -7,7 +7,6 @@ import numpy as np
 
 from tests.support.training import make_score
 from tests.support.trajectories import make_trajectory
-from tidemill.common.history.groups import RecordedGroup
 from tidemill.common.streams import Entry
 from tidemill.common.wire.messages import Score, Trajectory
 from tidemill.services.trainer.groups.group_filter import PendingGroup
@@ -29,7 +28,7 @@ def group_of(*messages: Any) -> tuple[PendingGroup, list[str]]:
     return group, [refused.entry_id for entry in entries for refused in group.take(entry)]
 
 
-def values(group: PendingGroup | RecordedGroup) -> dict[int, float | None]:
+def values(group: PendingGroup) -> dict[int, float | None]:
     return {index: score.value for index, score in sorted(group.scores.items())}
 
 
@@ -66,14 +65,3 @@ def test_scores_that_wait_for_their_trajectory_are_bounded() -> None:
     group, refused = group_of(*(made(text)[1] for text in ("lost", "one", "two", "three", "four")))
     assert [entry.entry_id for entry in group.other_scores] == ["2-0", "3-0"]
     assert refused == ["4-0", "5-0"]
-
-
-def test_a_replay_takes_the_same_as_training_did_in_whatever_order() -> None:
-    (lost, old), (sample, own), (other, its) = made("lost"), made("again"), made("again", 1)
-    for in_order in permutations((sample, lost, old, own, other, its)):
-        recorded = RecordedGroup(0)
-        for message in in_order:
-            take = recorded.take_trajectory if isinstance(message, Trajectory) else recorded.take_score
-            take(message)
-        group, _ = group_of(*in_order)
-        assert (values(group), group.trajectories) == (values(recorded), recorded.trajectories)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def evaluations_on_record(run_dir: Path) -> list[tuple[int, str]]:
 
 def record_run(run_dir: Path) -> None:
     """Steps 0 to 3, evaluated at versions 0, 2 and 4."""
-    with Recorder(run_dir) as record:
+    with closing(Recorder(run_dir)) as record:
         record.evaluation(0, "test", {"score": 0.1})
         for step in range(4):
             record.step(step, {"reward": step / 10, "rewards/format/mean": 1.0})
@@ -38,7 +39,7 @@ def record_run(run_dir: Path) -> None:
 
 
 def test_a_step_is_one_json_object_on_one_line(tmp_path: Path) -> None:
-    with Recorder(tmp_path) as record:
+    with closing(Recorder(tmp_path)) as record:
         record.step(0, {"reward": 0.5, "num_groups": 8, "completions/mean_length": np.float32(12.5)})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     parsed = json.loads(line)
@@ -49,7 +50,7 @@ def test_a_step_is_one_json_object_on_one_line(tmp_path: Path) -> None:
 
 
 def test_values_that_are_not_finite_are_null_and_the_line_is_strict_json(tmp_path: Path) -> None:
-    with Recorder(tmp_path) as record:
+    with closing(Recorder(tmp_path)) as record:
         record.step(
             0, {"kl": float("nan"), "loss": float("inf"), "entropy": None, "grad_norm": np.float64("-inf")}
         )
@@ -59,14 +60,14 @@ def test_values_that_are_not_finite_are_null_and_the_line_is_strict_json(tmp_pat
 
     parsed = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert [parsed[name] for name in ("kl", "loss", "entropy", "grad_norm")] == [None] * 4
-    with Recorder(tmp_path) as record, pytest.raises(ValueError, match="named step, time"):
+    with closing(Recorder(tmp_path)) as record, pytest.raises(ValueError, match="named step, time"):
         record.step(1, {"step": 1.0, "time": 1.0})
 
 
 @pytest.mark.parametrize("resume_at", [0, 1, 2, 3, 4])
 def test_a_resume_cuts_off_what_will_be_done_again(tmp_path: Path, resume_at: int) -> None:
     record_run(tmp_path)
-    with Recorder(tmp_path, resume_at=resume_at) as record:
+    with closing(Recorder(tmp_path, resume_at=resume_at)) as record:
         assert steps_on_record(tmp_path) == list(range(resume_at))
         assert evaluations_on_record(tmp_path) == [(v, "test") for v in (0, 2, 4) if v <= resume_at]
         for step in range(resume_at, 4):
@@ -77,7 +78,7 @@ def test_a_resume_cuts_off_what_will_be_done_again(tmp_path: Path, resume_at: in
 def test_a_repeated_step_or_evaluation_is_recorded_once_and_the_first_one_stays(tmp_path: Path) -> None:
     record_run(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with Recorder(tmp_path, resume_at=4) as record:
+    with closing(Recorder(tmp_path, resume_at=4)) as record:
         assert record.has_evaluation(4, "test") and not record.has_evaluation(4, "other")
         record.evaluation(4, "test", {"score": 9.0})
         record.step(3, {"reward": 9.0})
@@ -89,7 +90,7 @@ def test_a_line_that_a_crash_cut_off_is_removed_before_the_next_is_written(tmp_p
     path = tmp_path / "metrics.jsonl"
     os.truncate(path, path.stat().st_size - 5)
     assert steps_on_record(tmp_path) == [0, 1, 2, 3]
-    with Recorder(tmp_path, resume_at=4) as record:
+    with closing(Recorder(tmp_path, resume_at=4)) as record:
         assert not record.has_evaluation(4, "test"), "its line was the one cut off"
         record.evaluation(4, "test", {"score": 0.5})
     assert evaluations_on_record(tmp_path) == [(0, "test"), (2, "test"), (4, "test")]

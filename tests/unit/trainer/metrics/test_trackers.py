@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def record_steps(
     run_dir: Path, open_tracker: Any, steps: range, name: str = "wandb", resume_at: int | None = None
 ) -> None:
     """A trainer that records steps and the evaluations of the versions they make, then ends."""
-    with Recorder(run_dir, resume_at=steps.start if resume_at is None else resume_at) as r:
+    with closing(Recorder(run_dir, resume_at=steps.start if resume_at is None else resume_at)) as r:
         run = TrackedRun("run-1", run_dir, "tidemill", {"trainer": {"steps": 4}}, {})
         r.attach(Sender(name, open_tracker, run))
         for step in steps:
@@ -71,7 +72,7 @@ def test_steps_that_are_trained_again_are_not_sent_again(tmp_path: Path) -> None
 def test_a_logger_that_joins_late_or_was_away_gets_what_it_lacks(tmp_path: Path) -> None:
     tracker = Memory()
     tracker.fails_at = 2
-    with Recorder(tmp_path) as record:
+    with closing(Recorder(tmp_path)) as record:
         for step in range(2):
             record.step(step, NUMBERS)
     record_steps(tmp_path, tracker.open, range(2, 4))

@@ -37,7 +37,6 @@ from tidemill.services.trainer.policy.fsdp.ranks import (
     join_ranks,
     lead_ranks,
 )
-from tidemill.services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
 from tidemill.services.trainer.policy.model_loading import prepare_torch
 from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
@@ -182,8 +181,8 @@ def test_calls_and_samples_arrive_as_they_were_sent() -> None:
     arrived = unpack(pack([plain, taught]), Sample, SegmentTokens, Teaching, TurnEnd)
     assert all(isinstance(one, Sample) for one in arrived)
     assert [as_plain(one) for one in arrived] == [as_plain(one) for one in (plain, taught)]
-    assert decode_call(encode_call("save_state", [Path("a/b")])) == ("save_state", (Path("a/b"),))
-    assert decode_call(encode_call("update", [2.5])) == ("update", (2.5,))
+    assert unpack(pack(("save_state", [Path("a/b")]))) == ("save_state", (Path("a/b"),))
+    assert unpack(pack(("update", [2.5]))) == ("update", (2.5,))
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 6])
