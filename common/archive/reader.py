@@ -81,11 +81,7 @@ def _places(file: pq.ParquetFile, group: int, selection: Selection) -> list[int]
     # than a lookup.
     found = _ranges(selection) | {"value": selection.rewards}
     ranges = [(wanted, name, BOUNDED.get(name, name)) for name, wanted in found.items() if wanted]
-    asked = {
-        "index": selection.index,
-        "worker": selection.worker or None,
-        "status": selection.status and str(selection.status),
-    }
+    asked = {"index": selection.index, "worker": selection.worker or None}
     equal = {name: value for name, value in asked.items() if value is not None}
     names = {ID, *equal, *(name for _, *ends in ranges for name in ends)}
     columns = file.read_row_group(group, columns=sorted(names)).to_pydict()

@@ -9,5 +9,4 @@ from tidemill.common.history.history import StreamSummary as StreamSummary
 from tidemill.common.streams.selection import ALL as ALL
 from tidemill.common.streams.selection import Selection as Selection
 from tidemill.common.streams.selection import StreamName as StreamName
-from tidemill.common.streams.selection import texts_of as texts_of
 from tidemill.common.streams.selection import time_of as time_of

@@ -1,18 +1,13 @@
 """Which entries of a run's streams somebody wants to see."""
 
-import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after, id_order
 from tidemill.common.wire.keys import StreamName as StreamName
-from tidemill.common.wire.messages import Commit, Message, ScoreStatus, Trajectory
-
-TEXTS = ("prompt_text", "text", "error", "detail")
-"""Fields that a pattern is looked for in: what prompts, completions, errors and judges say."""
+from tidemill.common.wire.messages import Commit, Message, Trajectory
 
 Range = tuple[float | None, float | None]
 """Both ends belong to it; None is open."""
@@ -35,9 +30,6 @@ class Selection:
     """Seconds since 1970: when the message was finished, scored, issued or announced."""
     rewards: Range | None = None
     worker: str = ""
-    status: ScoreStatus | None = None
-    pattern: str = ""
-    """A regular expression that is found in one of the message's `TEXTS`, or in what a session has said."""
 
     @property
     def is_by_id(self) -> bool:
@@ -62,8 +54,6 @@ class Selection:
             return False
         if self.worker and getattr(message, "worker", None) != self.worker:
             return False
-        if self.status is not None and getattr(message, "status", None) != self.status:
-            return False
         ranges = (
             (self.tickets, tickets_of(message)),
             (self.steps, [getattr(message, "step", None)]),
@@ -71,9 +61,7 @@ class Selection:
             (self.rewards, [getattr(message, "value", None)]),
             (self.versions, versions_of(message) if self.versions else []),
         )
-        return all(
-            wanted is None or any(overlap(wanted, v, v) for v in values) for wanted, values in ranges
-        ) and (not self.pattern or any(re.search(self.pattern, text) for text in texts_of(message)))
+        return all(wanted is None or any(overlap(wanted, v, v) for v in values) for wanted, values in ranges)
 
 
 ALL = Selection()
@@ -117,16 +105,6 @@ def numbered(stream: StreamName, selection: Selection) -> Selection:
     return replace(selection, first_id=first, last_id=last)
 
 
-def texts_of(message: Message) -> Iterator[str]:
-    """The texts of a message that people search."""
-    for name in TEXTS:
-        value = getattr(message, name, None)
-        if value:
-            yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
-    if isinstance(message, Trajectory) and message.session is not None:
-        yield from (text for _, text in said_in(message.session.messages))
-
-
 def said_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """What chat messages say, by its path, without the words of their form."""
     for path, text in texts_in("messages", messages):
@@ -136,14 +114,19 @@ def said_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 def texts_in(path: str, value: Any) -> Iterator[tuple[str, str]]:
     """Every text inside of a plain value, by its path."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, Mapping):
+    return ((where, leaf) for where, leaf in leaves_in(path, value) if isinstance(leaf, str))
+
+
+def leaves_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Everything inside of a plain value that is no mapping and no list, by its path."""
+    if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from texts_in(f"{path}.{name}", item)
+            yield from leaves_in(f"{path}.{name}", item)
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
-            yield from texts_in(f"{path}.{place}", item)
+            yield from leaves_in(f"{path}.{place}", item)
+    else:
+        yield path, value
 
 
 def tickets_of(message: Message) -> list[int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.histories import trajectories
-from tests.support.recorded_sessions import QUESTION, RESULT, as_session
+from tests.support.recorded_sessions import as_session
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.archiver import SegmentFile
 from tidemill.common.archive.manifest import Manifest
@@ -42,13 +42,6 @@ def test_sessions_beside_single_turns_come_back_entry_by_entry(mixed):
     assert [codec.encode(made) for made in back[6:8]] == [
         codec.encode(as_session(m)) for m in trajectories()[6:8]
     ]
-
-
-@pytest.mark.parametrize("words", [RESULT, r"17 \* 23$"])
-def test_what_was_said_in_a_session_is_found(mixed, words):
-    assert all(words not in made.text and QUESTION not in made.text for made in found(mixed))
-    assert [made.key for made in found(mixed, Selection(pattern=words))] == [(3, 0), (3, 1)]
-    assert found(mixed, Selection(pattern=f"no {words}")) == []
 
 
 def test_a_version_that_made_only_a_fork_is_found(mixed):
