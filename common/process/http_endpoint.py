@@ -33,7 +33,7 @@ class HttpEndpoint:
     ) -> None:
         """/metrics has what `collectors` give, one after the other; `pages` are further paths."""
         self.host = host
-        self.collectors = list(collectors)
+        self.collectors = collectors
         self._pages: dict[str, Page] = {"/metrics": self._metrics, **(pages or {})}
         self._last_beat = time.monotonic()
         try:
