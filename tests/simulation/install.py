@@ -71,7 +71,7 @@ class NoEndpoint:
     """In place of the HTTP endpoint of a service."""
 
     def __init__(self, port: int, host: str = "", *_: Any, **__: Any) -> None:
-        self.port, self.host, self.collectors = port, host, list[Any]()
+        self.port, self.host = port, host
 
     def beat(self) -> None:
         """Nobody asks."""
