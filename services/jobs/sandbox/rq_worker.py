@@ -126,7 +126,8 @@ class CodeWorker(Worker):
 
     def request_stop(self, signum: int, frame: Any) -> None:
         CodeWorker.is_asked_to_stop = True
-        super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RedisError):  # where it notes when it was asked
+            super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
     def execute_job(self, job: Job, queue: Queue) -> None:
         try:
