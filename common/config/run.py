@@ -57,8 +57,7 @@ class ArchiveConfig(Section):
     """Stream entries become Parquet files in the run's folder before they are trimmed."""
 
     enabled: bool = True
-    """Needs `python -m tidemill.services.jobs RUN_ID`, which `tidemill up` starts. Off, trimmed entries are
-    gone."""
+    """Off, trimmed entries are gone."""
     segment_mb: float = Field(32.0, ge=0.001, le=1024.0)
     """Payload of one file; Redis keeps as much of each stream."""
     keep_gb: float | None = Field(None, ge=0.001, le=1e6)

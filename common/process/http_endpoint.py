@@ -33,7 +33,7 @@ class HttpEndpoint:
     ) -> None:
         """/metrics has what `collectors` give, one after the other; `pages` are further paths."""
         self.host = host
-        self.collectors = list(collectors)
+        self._collectors = collectors
         self._pages: dict[str, Page] = {"/metrics": self._metrics, **(pages or {})}
         self._last_beat = time.monotonic()
         try:
@@ -59,7 +59,7 @@ class HttpEndpoint:
 
     def _metrics(self, _: str) -> tuple[bytes, str]:
         # Only `collect` is asked of a registry here, which every collector has.
-        return b"".join(generate_latest(collector) for collector in self.collectors), CONTENT_TYPE_LATEST
+        return b"".join(generate_latest(collector) for collector in self._collectors), CONTENT_TYPE_LATEST
 
 
 def _handler(pages: Mapping[str, Page], is_healthy: Callable[[], bool]) -> type[BaseHTTPRequestHandler]:

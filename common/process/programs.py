@@ -41,10 +41,8 @@ class Program(StrEnum):
     REPLICA = "tidemill.services.reward.replica"
     """A server of a judge or reward model, and the process that looks after it."""
     MODEL_SERVER = "tidemill.services.reward.model_server"
-    JOBS = "tidemill.services.jobs"
-    """A worker for archiving and exports."""
-    ARCHIVE = "tidemill.services.jobs.archive"
-    EXPORT = "tidemill.services.jobs.export"
+    ARCHIVE = "tidemill.common.archive"
+    """Writes what streams hold into their archive."""
     SANDBOX = "tidemill.services.jobs.sandbox"
     SANDBOX_QUEUE = "tidemill.services.jobs.sandbox.rq_worker"
     SANDBOX_CHECK = "tidemill.services.jobs.sandbox.check"
@@ -53,12 +51,17 @@ class Program(StrEnum):
     """What one node of a cluster does of a run."""
 
 
-class JobFunction(StrEnum):
-    """Functions that RQ jobs ask for. A worker looks them up in a table of its own, never by import."""
+SERVES = {
+    Program.TRAINER: "tidemill.services.trainer.service",
+    Program.ROLLOUT: "tidemill.services.rollout.service",
+    Program.REWARD: "tidemill.services.reward.worker",
+    Program.REPLICA: "tidemill.services.reward.remote.serving",
+    Program.SANDBOX: "tidemill.services.jobs.sandbox.worker",
+}
+"""The module with the `serve` of a service."""
 
-    ARCHIVE = "tidemill.services.jobs.archive.archive"
-    EXPORT = "tidemill.services.jobs.export.export"
-    RUN_CODE = "tidemill.services.jobs.sandbox.job.run_code"
+RUN_CODE = "tidemill.services.jobs.sandbox.job.run_code"
+"""What RQ jobs of the sandbox ask for. A worker compares the name, and never imports it."""
 
 
 class Child(StrEnum):

@@ -8,19 +8,19 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import importlib
 import os
 import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
-from prometheus_client.registry import Collector
 from redis import exceptions as redis_errors
 
 from tidemill.common.config import RunConfig, load_config, load_recorded, override_config
@@ -40,7 +40,7 @@ from tidemill.common.process.heartbeats import (
 )
 from tidemill.common.process.http_endpoint import HttpEndpoint
 from tidemill.common.process.lease_keeper import LeaseKeeper
-from tidemill.common.process.programs import Program, importing, run_main
+from tidemill.common.process.programs import SERVES, Program, importing, run_main
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
 from tidemill.common.run.prompt_lengths import with_steps
@@ -90,8 +90,6 @@ class ServiceContext:
     activity: Activity
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     reporters: list[Reporter] = field(default_factory=list)
-    collectors: list[Collector] = field(default_factory=list)
-    """What /metrics has; a service with children that count puts `ChildMetrics` here."""
     failure: BaseException | None = None
     """Why the service must end with an error, once it has drained."""
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
@@ -145,32 +143,32 @@ class ServiceContext:
                     await task
 
 
-ServiceMain = Callable[[ServiceContext], Awaitable[None]]
+Serve = Callable[[ServiceContext], Coroutine[Any, Any, None]]
 
 
 def run_service(
     role: str,
     describe: str,
-    load: Callable[[], ServiceMain],
     *,
     program: Program | None = None,
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None,
 ) -> int:
     """Run one service process to its end; returns the exit code.
 
-    `load` imports the service proper; it is called only after address, run and config are known to be
-    good, so that mistakes are answered before anything heavy is imported. `add_arguments` adds the service's
-    own arguments, which it finds in `ServiceContext.options`.
+    Its module in `SERVES` is imported only after address, run and config are known to be good, so that
+    mistakes are answered before anything heavy is imported. `add_arguments` adds the service's own arguments,
+    which it finds in `ServiceContext.options`.
     """
+    program = program or Program(f"tidemill.services.{role}")
     hide_memory()  # before anything is started, and before anything heavy is loaded
     # Services share a machine's cores: threads that spin while they wait would take them from each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    parser = _parser(role, program or Program(f"tidemill.services.{role}"), describe)
+    parser = _parser(role, program, describe)
     add_arguments(parser)
     options = parser.parse_args()
     configure_logs(role, options.name)
     try:
-        return run_main(_serve(role, options, load))
+        return run_main(_serve(role, options, lambda: importlib.import_module(SERVES[program]).serve))
     except (TidemillError, BaseExceptionGroup) as error:
         cause = first_cause(error)
         if not isinstance(cause, TidemillError):
@@ -203,7 +201,7 @@ def _parser(role: str, program: Program, describe: str) -> argparse.ArgumentPars
     return parser
 
 
-async def _serve(role: str, options: argparse.Namespace, load: Callable[[], ServiceMain]) -> int:
+async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serve]) -> int:
     keys = Keys(options.run)
     broker = await Broker.connect()
     try:
@@ -224,7 +222,7 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
         )
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
-        context.collectors, context.registered = endpoint.collectors, registered
+        context.registered = registered
         context.lease_keeper = LeaseKeeper(
             lambda: Broker(make_client(redis_url())), lambda: activity.state in (WAIT_START, LOAD)
         )

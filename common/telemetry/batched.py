@@ -5,7 +5,6 @@ are kept until the registry is read, or until `MOST` are there. Guarantee: a rea
 observation that was made before it, each once.
 """
 
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -13,10 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import prometheus_client
-from prometheus_client import REGISTRY, CollectorRegistry, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client import REGISTRY, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 MOST = 1024
 """Observations that are kept at most."""
@@ -79,45 +76,3 @@ class _AllBatched(Collector):
 
 _all_batched = _AllBatched()
 REGISTRY.register(_all_batched)
-
-
-FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""Read by prometheus_client when it is imported."""
-ADDABLE = ("counter", "histogram", "summary")
-
-
-class ChildMetrics(Collector):
-    """Collects what this process and its children have counted; `close` forgets the children."""
-
-    def __init__(self, own: CollectorRegistry = REGISTRY) -> None:
-        self._own = own
-        self._folder = tempfile.TemporaryDirectory(prefix="tidemill-metrics-", ignore_cleanup_errors=True)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a child needs in its environment."""
-        return {FOLDER_VARIABLE: self._folder.name}
-
-    def close(self) -> None:
-        self._folder.cleanup()
-
-    def collect(self) -> Iterable[Metric]:
-        # prometheus_client gives no types to these two calls.
-        reader: Any = MultiProcessCollector(None, path=self._folder.name)  # type: ignore[no-untyped-call]
-        theirs = {family.name: family for family in reader.collect() if family.type in ADDABLE}
-        for family in self._own.collect():
-            yield _sum(family, theirs.pop(family.name, None))
-        yield from theirs.values()
-
-
-def _sum(own: Metric, theirs: Metric | None) -> Metric:
-    if theirs is None:
-        return own
-    found: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
-    for sample in (*own.samples, *theirs.samples):
-        key = (sample.name, frozenset(sample.labels.items()))
-        before = found[key].value if key in found else 0.0
-        found[key] = sample._replace(value=before + sample.value)
-    family = Metric(own.name, own.documentation, own.type, own.unit)
-    family.samples = list(found.values())
-    return family

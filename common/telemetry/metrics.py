@@ -150,11 +150,6 @@ REWARD_MODEL_BATCH_ERRORS = counter("reward_model_batch_errors_total", "Sequence
 GPU_WAIT_SECONDS = latency("device_turn_wait_seconds", "Time this process waited for a shared device")
 SANDBOX_SECONDS = latency("sandbox_seconds", "Time from request to verdict of a sandboxed run")
 SANDBOX_JOBS = counter("sandbox_jobs_total", "Sandboxed runs by how they ended", ["outcome"])
-JOB_SECONDS = latency(
-    "job_seconds",
-    "Time of one RQ job, by queue and how it ended",
-    ["queue", "outcome"],
-)
 
 TICKETS_ISSUED = counter("tickets_issued_total", "Tickets issued, regular and replacements", ["kind"])
 GROUPS_SETTLED = counter("groups_settled_total", "Groups that reached their end", ["outcome"])

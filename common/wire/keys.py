@@ -156,27 +156,14 @@ class Keys:
         return f"{PREFIX}:{self.run_id}:sandbox"
 
     @property
-    def jobs_queue(self) -> str:
-        """Name of the run's RQ queue for work that nothing waits for, such as exports."""
-        return f"{PREFIX}:{self.run_id}:jobs"
-
-    @property
     def sandbox_names(self) -> str:
         """What ids of jobs and names of RQ workers of the sandbox queue begin with.
 
-        RQ keeps all jobs below `rq:job:`; `infra/redis/users.acl` tells them apart by these names.
+        RQ keeps all jobs below `rq:job:`; `infra/redis/users.acl` tells them apart by these names, in which
+        the run's id is a digest: letters and digits alone may stand there. `infra/redis/make_users.py` knows
+        it too.
         """
-        return f"sandbox-{self._digest}-"
-
-    @property
-    def jobs_names(self) -> str:
-        """The same, of the queue for work that nothing waits for."""
-        return f"jobs-{self._digest}-"
-
-    @property
-    def _digest(self) -> str:
-        """The run's id where letters and digits alone may stand; `infra/redis/make_users.py` knows it too."""
-        return hashlib.sha256(self.run_id.encode()).hexdigest()[:16]
+        return f"sandbox-{hashlib.sha256(self.run_id.encode()).hexdigest()[:16]}-"
 
     @property
     def weights(self) -> str:

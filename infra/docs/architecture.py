@@ -41,7 +41,7 @@ TASKS = {
     "rollout": "ticket → trajectories",
     "reward": "trajectory → score",
     "console": "the tidemill command: start, watch, look at, replay",
-    "jobs": "archiving, exports, sandboxed code",
+    "jobs": "sandboxed code",
     "common": "shared by all services; imports neither torch nor vLLM",
 }
 

@@ -18,7 +18,7 @@ from pathlib import Path
 RULES = Path(__file__).with_name("users.acl")
 PASSWORD_BYTES = 24
 PASSWORDS = "passwords"
-OF_A_RUN = ("trainer", "rollout", "reward", "sandbox", "jobs")
+OF_A_RUN = ("trainer", "rollout", "reward", "sandbox")
 """Users that can be made for one run."""
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -67,7 +67,6 @@ def _of_run(line: str, run: str) -> str:
         (":tidemill:*:", f":tidemill:{run}:"),
         ("rq:{*}:", f"rq:{{{run}}}:"),
         (":sandbox-*", f":sandbox-{digest}-*"),
-        (":jobs-*", f":jobs-{digest}-*"),
     ):
         line = line.replace(every, one)
     return line

@@ -324,14 +324,12 @@ _OUTPUT_TEXT = "A new folder. Without it: list the versions."
 class ExportOptions(OfRun):
     """Write a version of a run as a Hugging Face folder, or list its versions on the disk.
 
-    A folder has config, tokenizer and safetensors. It is written by a worker of the run
-    (`python -m tidemill.services.jobs RUN_ID`) where there is one, and here otherwise. The list has full
-    versions, and deltas with what they change; with `--verify`, exits with 1 where one is not whole.
+    A folder has config, tokenizer and safetensors. The list has full versions, and deltas with what they
+    change; with `--verify`, exits with 1 where one is not whole.
     """
 
     output: Path | None = option("--output", _OUTPUT_TEXT, None, "FOLDER", short=["-o"])
     version: str = option("--version", "Which version of the run.", "last", "N|best|last")
-    now: bool = option("--now", "Do it here, without asking for a worker.", False)
     verify: bool = option("--verify", "Read every byte: checksums, chains, digests.", False)
     as_json: bool = json_flag()
 

@@ -9,14 +9,13 @@ import argparse
 import sys
 
 from tidemill.common.process.programs import Program
-from tidemill.common.process.service import ServiceMain, run_service
+from tidemill.common.process.service import run_service
 
 
 def main() -> int:
     return run_service(
         "replica",
         "Serves one replica of a judge or reward model to a run. What follows `--` goes to the server.",
-        _load,
         program=Program.REPLICA,
         add_arguments=_add_arguments,
     )
@@ -33,12 +32,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
     parser.add_argument("--index", type=int, default=0, help="number of the replica, for {index} in env")
     parser.add_argument("server_args", nargs="*", help="arguments of the server, after `--`")
-
-
-def _load() -> ServiceMain:
-    from tidemill.services.reward.remote.serving import serve
-
-    return serve
 
 
 if __name__ == "__main__":

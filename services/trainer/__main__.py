@@ -5,14 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from tidemill.common.process.service import ServiceMain, run_service
-
-
-def load() -> ServiceMain:
-    """Import what is heavy, once address and run are known to be good."""
-    from tidemill.services.trainer.service import serve
-
-    return serve
+from tidemill.common.process.service import run_service
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +27,6 @@ if __name__ == "__main__":
         run_service(
             "trainer",
             "Issue tickets, train on scored groups, commit each step and announce its weights.",
-            load,
             add_arguments=add_arguments,
         )
     )

@@ -1,9 +1,9 @@
 """Kills of the archiver at any moment of its work, and whether archive and streams agree afterwards."""
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -13,60 +13,55 @@ from tests.chaos.fleet import Fleet
 from tests.support.waiting import wait_until
 from tidemill.common.archive.archiver import archive_run
 from tidemill.common.history import History, StreamName
+from tidemill.common.process.programs import Program
 from tidemill.common.streams import Entry
 
-ROLE = "jobs"
 POLL_S = 0.02
 STUCK_S = 300.0
-LONGEST_DELAY_S, LONGEST_DELAY_OF_FORKED_S = 0.6, 0.1
-"""About what a job takes: its imports, which forked ones are spared, and some segments.
-
-Half as long after each kill that came too late."""
+LONGEST_DELAY_S = 1.2
+"""About what an archiver takes: its imports, and some segments. Half as long after each kill that came too
+late."""
 
 
 class ArchiverKiller:
-    """Kills every other job half-way, sometimes with its worker."""
+    """Kills every other archiver that the trainer starts, half-way."""
 
     def __init__(self, fleet: Fleet, rng: random.Random) -> None:
         self.fleet, self.rng = fleet, rng
         self.num_kills = 0
-        """Of jobs that were at work."""
-        self._longest_delay_s = LONGEST_DELAY_OF_FORKED_S if fleet.is_forked else LONGEST_DELAY_S
+        """Of those that were at work."""
+        self._longest_delay_s = LONGEST_DELAY_S
 
     async def run(self) -> None:
         """For ever."""
         while True:
-            job = await self._next_job()
-            # The first one as soon as it is seen: a run may have few jobs, and short ones.
+            archiver = await self._next()
+            # The first one as soon as it is seen: a run may have few, and short ones.
             await asyncio.sleep(self.rng.uniform(0, self._longest_delay_s) if self.num_kills else 0.0)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if self._is_done(job):
+            with suppress(psutil.NoSuchProcess):
+                if self._is_done(archiver):
                     self._longest_delay_s /= 2
                     continue
-                job.kill()
+                archiver.kill()
                 self.num_kills += 1
-                if self.rng.random() < 0.5:
-                    for name in self.fleet.running(ROLE):
-                        self.fleet.kill(name)
-            await self._until_done(await self._next_job())
+            await self._until_done(await self._next())
 
-    async def _next_job(self) -> psutil.Process:
-        """RQ does each job in a child of its worker."""
+    async def _until_done(self, archiver: psutil.Process) -> None:
+        with suppress(psutil.NoSuchProcess):
+            await wait_until(lambda: self._is_done(archiver), STUCK_S)
+
+    async def _next(self) -> psutil.Process:
         while True:
-            for name in self.fleet.running(ROLE):
-                with contextlib.suppress(psutil.NoSuchProcess):
+            for name in self.fleet.running("trainer"):
+                with suppress(psutil.NoSuchProcess):
                     for child in psutil.Process(self.fleet.members[name].process.pid).children():
-                        if not self._is_done(child):
+                        if not self._is_done(child) and Program.ARCHIVE in child.cmdline():
                             return child
             await asyncio.sleep(POLL_S)
 
-    async def _until_done(self, job: psutil.Process) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            await wait_until(lambda: self._is_done(job), STUCK_S)
-
     @staticmethod
-    def _is_done(job: psutil.Process) -> bool:
-        return not job.is_running() or job.status() == psutil.STATUS_ZOMBIE
+    def _is_done(archiver: psutil.Process) -> bool:
+        return not archiver.is_running() or archiver.status() == psutil.STATUS_ZOMBIE
 
 
 async def disagreements(fleet: Fleet, copies: Archive) -> list[str]:

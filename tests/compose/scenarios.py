@@ -33,7 +33,6 @@ HEAD_SERVICES = (
     "redis",
     "trainer",
     "weights",
-    "jobs",
     "exporter",
     "redis-exporter",
     "prometheus",

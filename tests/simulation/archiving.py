@@ -8,10 +8,11 @@ from typing import Any
 from tests.simulation.loop import OWNER
 from tests.simulation.process import Process
 from tests.simulation.world import World
+from tidemill.common.archive.__main__ import archive
 from tidemill.common.errors import TidemillError
+from tidemill.common.process.programs import Program
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs import archive
 
 
 class Child:
@@ -36,7 +37,7 @@ def spawn(world: World) -> Callable[..., Awaitable[Child]]:
 
     async def start(*command: str, **_: Any) -> Child:
         words = list(command)
-        place = words.index(archive.__name__)
+        place = words.index(Program.ARCHIVE)
         run_id, run_dir, *rest = words[place + 1 :]
         until = dict(item.split("=", 1) for item in rest if "=" in item)
         child, parent = Child(), OWNER.get(world.loop.world)
@@ -44,7 +45,7 @@ def spawn(world: World) -> Callable[..., Awaitable[Child]]:
         async def main() -> int:
             try:
                 ends = {StreamName(name): last for name, last in until.items()}
-                await archive._archive(Keys(run_id), Path(run_dir), ends, "--rest" in rest)
+                await archive(Keys(run_id), Path(run_dir), ends, "--rest" in rest)
                 return 0
             except TidemillError as error:
                 return error.exit_code

@@ -6,18 +6,17 @@ or that dies early too often, ends the run with its error.
 
 import argparse
 import contextvars
+import importlib
 import signal
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-import tidemill.services.reward.__main__
-import tidemill.services.rollout.__main__
-import tidemill.services.trainer.__main__
 from tests.simulation.process import Process
 from tests.simulation.world import World
 from tidemill.common.errors import ConfigError, TidemillError, first_cause
 from tidemill.common.process import service
+from tidemill.common.process.programs import SERVES, Program
 from tidemill.common.run.state import FINISHED
 from tidemill.services.console.processes.supervisor import (
     FIRST_PAUSE_S,
@@ -26,12 +25,12 @@ from tidemill.services.console.processes.supervisor import (
     MAX_EARLY_DEATHS,
 )
 
-LOADERS = {
-    "trainer": tidemill.services.trainer.__main__.load,
-    "rollout": tidemill.services.rollout.__main__.load,
-    "reward": tidemill.services.reward.__main__._load,
-}
 KILLED = -9
+
+
+async def serve_as(role: str, options: argparse.Namespace) -> int:
+    module = SERVES[Program(f"tidemill.services.{role}")]
+    return await service._serve(role, options, lambda: importlib.import_module(module).serve)
 
 
 @dataclass
@@ -85,7 +84,7 @@ class Fleet:
         )
 
         async def main() -> int:
-            return await service._serve(member.role, options, LOADERS[member.role])
+            return await serve_as(member.role, options)
 
         member.process = self.world.start(member.name, member.role, main, self._ended, member.wall_offset_s)
 

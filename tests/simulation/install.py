@@ -71,7 +71,7 @@ class NoEndpoint:
     """In place of the HTTP endpoint of a service."""
 
     def __init__(self, port: int, host: str = "", *_: Any, **__: Any) -> None:
-        self.port, self.host, self.collectors = port, host, list[Any]()
+        self.port, self.host = port, host
 
     def beat(self) -> None:
         """Nobody asks."""
@@ -97,11 +97,6 @@ class NoLeaseKeeper(LeaseKeeper):
 
     def stop(self) -> None:
         """Nothing to end."""
-
-
-def no_redis_for_jobs(url: str, run_id: str = "") -> Any:
-    """RQ blocks: without its Redis, the trainer has the archive written by a child process."""
-    raise OSError("there is no RQ in the simulation")
 
 
 @contextlib.contextmanager
@@ -143,7 +138,6 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (os, "kill", lambda pid, number: _signal(world, pid, number)),
         (os, "_exit", lambda code: world.end(OWNER.get(world.loop.world), code)),
         (tidemill.common.redis.broker, "make_client", lambda url: MemoryClient(world.cluster)),
-        (tidemill.common.redis.client, "make_blocking_client", no_redis_for_jobs),
         (tidemill.common.process.service, "HttpEndpoint", NoEndpoint),
         (tidemill.common.process.service, "LAG_PROBE_S", 5.0),
         (tidemill.services.rollout.service, "SAMPLE_S", 1.0),

@@ -4,11 +4,10 @@ import argparse
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tests.simulation.fleet import LOADERS, Fleet
+from tests.simulation.fleet import Fleet, serve_as
 from tests.simulation.process import Process
 from tests.simulation.world import World
 from tidemill.common.errors import TidemillError, first_cause
-from tidemill.common.process import service
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import FINISHED, read_config
 from tidemill.common.streams import Entry, read_range
@@ -49,7 +48,7 @@ def start_second_trainer(world: World, fleet: Fleet) -> None:
     options = argparse.Namespace(run=world.run_id, name="second", metrics_port=0, set=[], config=None)
 
     async def main() -> int:
-        return await service._serve("trainer", options, LOADERS["trainer"])
+        return await serve_as("trainer", options)
 
     _start(world, fleet, "second", "trainer", main)
 

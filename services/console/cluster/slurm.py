@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import tidemill
@@ -15,7 +14,7 @@ from tidemill.common.process.programs import Program, run_own
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.services.console.check.preflight import examine
 from tidemill.services.console.options import SlurmOptions
-from tidemill.services.console.run.folder import folder_of_runs, nearest
+from tidemill.services.console.run.folder import folder_of_runs, nearest, new_run_id
 
 SIGNAL_S = 120
 """So long before its limit of time the job is asked to stop, which leaves it time to write a checkpoint."""
@@ -70,8 +69,7 @@ run: |
 def write_scripts(options: SlurmOptions) -> None:
     """Check the run, and write one script, or two."""
     config = examine(options.config, options.overrides).config
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", options.config.resolve().parent.name).lstrip("._-")[:80] or "run"
-    run_id = options.run_id or config.run_id or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_id = options.run_id or config.run_id or new_run_id(options.config)
     if not RUN_ID.fullmatch(run_id):
         raise ConfigError(f"--run-id {run_id!r}: give letters, digits, '.', '_' or '-'")
     if not re.fullmatch(r"[0-9:-]+|UNLIMITED", options.time):

@@ -1,36 +1,34 @@
-"""`tidemill export`: hands a version to an RQ worker of the run, or does it here where there is none; without
-an output, lists the versions."""
+"""`tidemill export`: writes a version as a folder; without an output, lists what versions a run has on the
+disk, what they are made of, and whether they are whole."""
 
-import json
-import secrets
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
-from redis.exceptions import RedisError
 from rich.console import Console
-from rq import Queue, Worker
-from rq.job import JobStatus
-from rq.serializers import JSONSerializer
 
-from tidemill.common.errors import ConfigError, TidemillError
-from tidemill.common.process.programs import JobFunction, Program, run_own
-from tidemill.common.redis.client import make_blocking_client
+from tidemill.common.errors import ConfigError, WeightsError
 from tidemill.common.run.state import CONFIG_FILE
-from tidemill.common.wire.keys import Keys
-from tidemill.services.console.exports.weights import list_versions
+from tidemill.common.run.weight_files import (
+    WEIGHTS_FOLDER,
+    folder_versions,
+    read_chain,
+    read_manifest,
+    verified_files,
+)
+from tidemill.common.weights.bits import read_safetensors
+from tidemill.common.weights.delta import read_delta
+from tidemill.common.weights.digest import digest_of, is_additive
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.console.exports.model_folder import export_version
 from tidemill.services.console.options import ExportOptions
-from tidemill.services.console.run.folder import RunFolder, find_run, nearest
-
-JOB_TIMEOUT_S = 3600
-POLL_S = 0.2
+from tidemill.services.console.run.folder import find_run, nearest
+from tidemill.services.console.text.tree import Node, note, part, show, table
 
 
 def export(options: ExportOptions) -> int:
     if options.output is None:
-        if options.version != "last" or options.now:
-            raise ConfigError("--version and --now are of a folder to write: name it with -o FOLDER")
+        if options.version != "last":
+            raise ConfigError("--version is of a folder to write: name it with -o FOLDER")
         return list_versions(options)
     if options.verify or options.as_json:
         raise ConfigError("--verify and --json are of the list of versions: leave out -o")
@@ -40,18 +38,8 @@ def export(options: ExportOptions) -> int:
             f"{nearest(folder.path)} has no {CONFIG_FILE}: no such run here. Name the run, and its folder of "
             "runs with --runs-dir."
         )
-    arguments: dict[str, Any] = {
-        "run_dir": str(folder.path.absolute()),
-        "model": config.model.path,
-        "dtype": config.model.dtype,
-        "version": options.version,
-        "output": str(options.output.resolve()),
-    }
-    if config.model.overrides:  # workers of older releases know no such argument
-        arguments["overrides"] = config.model.overrides
-    queue = None if options.now else _queue_with_worker(folder)
-    result = _export_here(arguments) if queue is None else _export_by_job(queue, folder.run_id, arguments)
-    where, num_bytes = nearest(Path(result["folder"])), result["num_bytes"]
+    result = export_version(folder.path, config.model, options.version, options.output.resolve())
+    where, num_bytes = nearest(options.output.resolve()), result["num_bytes"]
     Console(highlight=False).print(
         f"version {result['version']} of {folder.run_id} is in [bold]{where}[/] ({num_bytes:,} bytes)",
         soft_wrap=True,
@@ -59,41 +47,66 @@ def export(options: ExportOptions) -> int:
     return 0
 
 
-def _queue_with_worker(folder: RunFolder) -> Queue | None:
-    """The run's queue of jobs, None where no worker takes from it."""
-    url = folder.address()
-    if url is None:
-        return None
+def list_versions(options: ExportOptions) -> int:
+    """With `--verify` every byte is read: checksums, every record of a delta, and the digest of full versions
+    that have one over their weights; returns 1 where one is not whole."""
+    run = find_run(options.run_id, options.runs_dir).path
+    rows = [_row(run, version, options.verify) for version in folder_versions(run / WEIGHTS_FOLDER)]
+    show(rows, _tree(rows, options.verify), options.as_json)
+    return 1 if options.verify and any(row["problem"] for row in rows) else 0
+
+
+def _row(run: Path, version: int, verify: bool) -> dict[str, Any]:
+    """One version. `chain` counts the versions that have to be read for it; `problem` is empty where it was
+    not looked for, or none was found."""
+    row: dict[str, Any] = {"version": version, "kind": "?", "chain": 0, "num_bytes": 0}
+    row |= {"share_of_full": None, "share_changed": None, "encode_s": 0.0, "digest": "", "problem": ""}
     try:
-        connection = make_blocking_client(url, folder.run_id)
-        queue = Queue(Keys(folder.run_id).jobs_queue, connection=connection, serializer=JSONSerializer)
-        return queue if Worker.count(queue=queue) else None
-    except (TidemillError, RedisError):
-        return None  # its Redis is gone, as after every finished run; the files are here
+        manifest = read_manifest(run, version)
+        if manifest is None:
+            raise WeightsError("it has no manifest.json; a trainer that starts writes it again.")
+        row["kind"] = f"delta to {manifest.parent}" if manifest.is_delta else "full"
+        row |= {"num_bytes": manifest.num_bytes, "encode_s": manifest.encode_s, "digest": manifest.digest}
+        if manifest.full_bytes:
+            row["share_of_full"] = manifest.num_bytes / manifest.full_bytes
+        if manifest.share_changed >= 0.0:
+            row["share_changed"] = manifest.share_changed
+        row["chain"] = len(read_chain(run, manifest))
+        if verify:
+            _verify(run, manifest)
+    except WeightsError as error:
+        row["problem"] = str(error)
+    return row
 
 
-def _export_by_job(queue: Queue, run_id: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    job_id = Keys(run_id).jobs_names + secrets.token_hex(8)
-    job = queue.enqueue_call(JobFunction.EXPORT, kwargs=arguments, job_id=job_id, timeout=JOB_TIMEOUT_S)
-    while (status := job.get_status(refresh=True)) not in (JobStatus.FINISHED, JobStatus.FAILED):
-        if status in (JobStatus.STOPPED, JobStatus.CANCELED, None):
-            raise TidemillError(f"the export was {status}; try again with --now")
-        time.sleep(POLL_S)
-    result = job.latest_result()
-    if status is JobStatus.FAILED or result is None or result.return_value is None:
-        lines = ((result.exc_string if result else "") or "").strip().splitlines()
-        raise TidemillError(f"the export failed: {lines[-1] if lines else 'its worker ended'}")
-    return dict(result.return_value)
+def _verify(run: Path, manifest: WeightManifest) -> None:
+    """This version's own files; those of its parents have rows of their own. Raises WeightsError."""
+    paths = verified_files(run, manifest)
+    if manifest.is_delta:
+        for path in paths:
+            for record in read_delta(path):
+                record.patch()
+    elif is_additive(manifest.digest):
+        found = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))
+        if found != manifest.digest:
+            raise WeightsError(f"its files have digest {found}, the manifest says {manifest.digest}.")
 
 
-def _export_here(arguments: dict[str, Any]) -> dict[str, Any]:
-    command = run_own(Program.EXPORT, arguments["run_dir"])
-    for name in ("model", "dtype", "version", "output"):
-        command += [f"--{name}", arguments[name]]
-    if overrides := arguments.get("overrides"):
-        command += ["--overrides", json.dumps(overrides)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        reason = done.stderr.strip() or f"it ended with {done.returncode}"
-        raise (ConfigError if done.returncode == ConfigError.exit_code else TidemillError)(reason)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def _tree(rows: list[dict[str, Any]], verify: bool) -> Node:
+    shown = (
+        {
+            "version": row["version"],
+            "kind": row["kind"],
+            "read": row["chain"] or None,
+            "size": row["num_bytes"],
+            "of full": row["share_of_full"],
+            "changed": row["share_changed"],
+            "encode": row["encode_s"] or None,
+            "digest": row["digest"].removeprefix("w1:")[:12],
+            "whole": ("no" if row["problem"] else "yes") if verify else None,
+        }
+        for row in rows
+    )
+    versions = table(shown, {"size": "bytes", "of full": "share", "changed": "share", "encode": "s"})
+    problems = (note(f"version {row['version']}: {row['problem']}", "red") for row in rows if row["problem"])
+    return part("", versions, problems)

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from tidemill.common.config import RunConfig
-from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.errors import ConfigError, TidemillError, first_cause
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config, run_exists, update_state
@@ -121,4 +121,4 @@ class RewardRun:
                 self._supervisor.stop()
         except ExceptionGroup as errors:
             # A task group raises a group, and callers tell errors by their class.
-            raise errors.exceptions[0] from None
+            raise first_cause(errors) from None

@@ -5,10 +5,8 @@ stops after them, because they drain through it. The summary is computed while R
 """
 
 import os
-import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -36,7 +34,7 @@ from tidemill.services.console.processes.specs import (
     place,
     service_specs,
 )
-from tidemill.services.console.run.folder import RunFolder, connected, folder_of_runs, nearest
+from tidemill.services.console.run.folder import RunFolder, connected, folder_of_runs, nearest, new_run_id
 from tidemill.services.console.status.report import read_report
 
 
@@ -93,9 +91,7 @@ def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:
         raise ConfigError(
             f"--resume needs to know which run; the latest is {name}:\n  {options.command(name, resume=True)}"
         )
-    stem = options.config.resolve().parent.name or "run"
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:80] or "run"
-    return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return new_run_id(options.config)
 
 
 def _check_is_free(options: UpOptions, folder: RunFolder) -> None:

@@ -20,7 +20,7 @@ from tidemill.common.run.state import RUNS_DIR_VARIABLE
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""For processes that only wait, or whose jobs start processes of their own."""
+"""For processes whose jobs start processes of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,6 @@ class ServiceSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     ends_run: bool = False
     """Whether the run may end with this process: true of the trainer only."""
-    is_optional: bool = False
-    """Whether the run goes on without it, where it cannot be kept alive."""
 
 
 def service_specs(config: RunConfig) -> list[ServiceSpec]:
@@ -62,15 +60,12 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
     sandboxes = [named.sandbox.workers for named in reward.named.values() if named.sandbox]
     for index in range(max(sandboxes, default=0)):
         add(Program.SANDBOX, "sandbox", f"sandbox-{index}", ONE_THREAD)
-    if config.streams.archive.enabled:
-        command = tuple(run_own(Program.JOBS, config.run_id))
-        specs.append(ServiceSpec("jobs", "jobs", command, ONE_THREAD, is_optional=True))
     for name, local in _local_servers(config).items():
         for index in range(local.count):
             env = _visible(_server_gpus(config, local, index))
             words = ("--servers", name, "--index", str(index))
             add(Program.REPLICA, "replica", f"replica-{name}-{index}", env, *words)
-    return specs if config.generates else [spec for spec in specs if spec.role in ("trainer", "jobs")]
+    return specs if config.generates else specs[:1]
 
 
 def exporter_spec(config: RunConfig, port: int) -> ServiceSpec:

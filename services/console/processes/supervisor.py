@@ -225,8 +225,7 @@ class Supervisor:
             age_s = time.monotonic() - process.started
             early_deaths = early_deaths + 1 if age_s < HEALTHY_AFTER_S else 1
             if early_deaths > MAX_EARLY_DEATHS:
-                reason = _exit_reason(process, f"died {early_deaths} times in a row; giving up", code)
-                (self.on_event if spec.is_optional else self.fail)(reason)
+                self.fail(_exit_reason(process, f"died {early_deaths} times in a row; giving up", code))
                 break
             pause_s = min(self.first_pause_s * 2 ** (early_deaths - 1), LONGEST_PAUSE_S)
             # The last line of its output mostly is the reason.
@@ -253,8 +252,7 @@ class Supervisor:
 
     async def _is_over(self, process: ServiceProcess, code: int) -> bool:
         """Whether this end of a process is the end of the run."""
-        is_hopeless = code == ConfigError.exit_code or is_illegal_instruction(code)
-        if is_hopeless and not process.spec.is_optional:
+        if code == ConfigError.exit_code or is_illegal_instruction(code):
             self.fail(_exit_reason(process, "cannot do this run", code), code)
         # A trainer that was told to stop ends with 0 as well: its last commit decides.
         elif code == 0 and process.spec.ends_run and await self._is_finished():

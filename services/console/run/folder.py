@@ -8,6 +8,8 @@ Every command begins here, so what only some need (configs, YAML) is imported wh
 import contextlib
 import logging
 import os
+import re
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +135,12 @@ def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunF
             f"no run id was given and {runs / LATEST} does not exist. Give the id of a run, or its folder of "
             f"runs with --runs-dir, or set {RUN_VARIABLE}."
         ) from None
+
+
+def new_run_id(config: Path, default: str = "run") -> str:
+    """What a run is called that was given no name: as its config's folder, and by the time."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.resolve().parent.name).lstrip("._-")[:80] or default
+    return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def nearest(path: Path) -> str:

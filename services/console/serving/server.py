@@ -9,9 +9,7 @@ again: it is scored as new samples.
 
 import asyncio
 import os
-import re
 import signal
-import time
 from functools import partial
 from typing import Any
 
@@ -35,7 +33,7 @@ from tidemill.services.console.launch.reward_run import RewardRun
 from tidemill.services.console.options import ServeRewardsOptions
 from tidemill.services.console.processes.gpus import count_gpus
 from tidemill.services.console.processes.specs import gpus_here, place
-from tidemill.services.console.run.folder import RunFolder, folder_of_runs, log_to_file, nearest
+from tidemill.services.console.run.folder import RunFolder, folder_of_runs, log_to_file, nearest, new_run_id
 from tidemill.services.console.serving.gateway import RewardGateway, SampleIn, ScoreOut
 
 log = structlog.get_logger(__name__)
@@ -79,8 +77,7 @@ def _config(options: ServeRewardsOptions) -> RunConfig:
             "trainer can use; leave it out"
         )
     reward = config.reward.model_copy(update={"workers": max(1, config.reward.workers)})
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", options.config.resolve().parent.name).lstrip("._-")[:60]
-    run_id = options.run_id or config.run_id or f"{stem or 'rewards'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_id = options.run_id or config.run_id or new_run_id(options.config, "rewards")
     return place(config.model_copy(update={"reward": reward, "run_id": run_id}), gpus_here(count_gpus()))[0]
 
 

@@ -36,7 +36,7 @@ QUEUE_WORDS = {
     "prompts:eval": ("eval groups to generate", "generating"),
     "trajectories:eval": ("eval to score", "scoring"),
 }
-JOB_WORDS = {"sandbox": "code", "jobs": "archive"}
+JOB_WORDS = {"sandbox": "code"}
 """What RQ's queues are for."""
 FULL = (
     "It refuses writes, so that processes wait and cannot report; nothing is lost. Raise its maxmemory "

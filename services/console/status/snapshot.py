@@ -27,7 +27,7 @@ from tidemill.services.console.status.bottleneck import (
 )
 from tidemill.services.console.status.report import read_report
 
-JOB_QUEUES = ("sandbox", "jobs")
+JOB_QUEUES = ("sandbox",)
 QUEUED = next(iter(RQ_STATES))
 """A list; the other states are sorted sets."""
 MAX_POINTS = 256
@@ -206,7 +206,7 @@ class SnapshotReader:
     async def _jobs(self) -> dict[str, dict[str, int]]:
         """Jobs by queue and by how far they are; nothing where this Redis user may not look at RQ's keys."""
         found: dict[str, dict[str, int]] = {}
-        keys = (self.keys.sandbox_queue, self.keys.jobs_queue)
+        keys = (self.keys.sandbox_queue,)
         with contextlib.suppress(BrokerError):
             for name, queue in zip(JOB_QUEUES, keys, strict=True):
                 for state, key in RQ_STATES.items():

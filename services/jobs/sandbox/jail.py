@@ -3,8 +3,7 @@
 bubblewrap makes namespaces (processes, network, mounts), a root folder with nothing but the system's
 programs, the interpreter and an empty /tmp, and installs the filter of system calls (`system_calls.py`). In
 the jail, `launcher.py` sets limits, gives up root, and becomes the program. From outside, its time, its
-output, and the memory and number of its processes are followed; what no process owns counts in a memory
-cgroup (`memory_group.py`) where one may be made. The kernel ends all of it with bubblewrap,
+output, and the memory and number of its processes are followed. The kernel ends all of it with bubblewrap,
 which ends with this process's thread.
 """
 
@@ -26,7 +25,6 @@ from typing import IO, Any
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
-from tidemill.services.jobs.sandbox.memory_group import MemoryGroup
 from tidemill.services.jobs.sandbox.system_calls import make_filter
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
@@ -60,7 +58,7 @@ class SandboxError(TidemillError):
     """The jail failed, which says nothing about the code in it."""
 
 
-def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float, group: MemoryGroup) -> Result:
+def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -> Result:
     """Run one program to its end, or to the first limit that it meets.
 
     Args:
@@ -68,7 +66,6 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float, g
         stdin: Its standard input.
         config: Its limits.
         time_s: The longest time that it may take.
-        group: Where the kernel counts its memory.
 
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
@@ -86,9 +83,9 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float, g
         for file in (order, fed, calls):
             file.seek(0)
         python = [os.path.realpath(sys.executable), "-ISBc", LAUNCHER, str(order.fileno())]
-        started, killed = time.monotonic(), group.num_killed()
+        started = time.monotonic()
         process = subprocess.Popen(
-            group.entered([*_bubblewrap(config, uid), "--seccomp", str(calls.fileno()), "--", *python]),
+            [*_bubblewrap(config, uid), "--seccomp", str(calls.fileno()), "--", *python],
             stdin=fed,
             stdout=out,
             stderr=err,
@@ -104,8 +101,6 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float, g
         stdout, stderr = (_written(file, MAX_OUTPUT_BYTES) for file in (out, err))
         if os.fstat(order.fileno()).st_size:  # the launcher empties it when all is in place
             raise SandboxError(stderr.strip()[-500:] or f"it ended with {code}")
-        if group.num_killed() > killed:
-            outcome = "memory"
         # As a shell tells a signal, which is how bubblewrap tells that of the program.
         code = code if code >= 0 else 128 - code
         return {

@@ -13,21 +13,18 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import validate_call
 from rq import get_current_job
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import RewardError
-from tidemill.common.process.programs import JobFunction
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs.known_jobs import Functions, is_run
 from tidemill.services.jobs.sandbox.jail import SandboxError, run_program
-from tidemill.services.jobs.sandbox.memory_group import memory_group
 
 TOLERANCE = 1e-6
 CALL = """
@@ -190,20 +187,20 @@ REMEDY = (
 BOUNDED = ("max_cases", "time_s", "total_s", "memory_mb", "file_mb")
 
 
-def functions_of(run_id: str, configs: Sequence[SandboxConfig]) -> Functions:
-    """The one function of a sandbox worker, for this run, within the bounds of its configs."""
+def run_code_of(own_run: str, configs: Sequence[SandboxConfig]) -> Callable[..., None]:
+    """The one function of a run's sandbox worker, within the bounds of the run's configs."""
 
     @validate_call
-    def run_code(
-        run_id: Annotated[str, is_run(run_id)], job_id: str, code: str, tests: Any, config: SandboxConfig
-    ) -> None:
+    def run_code(run_id: str, job_id: str, code: str, tests: Any, config: SandboxConfig) -> None:
+        if run_id != own_run:
+            raise ValueError(f"this worker is of run {own_run}, and the job of {run_id}")
         job = get_current_job()
         if job is None or job.id != job_id:
             raise ValueError(f"the job is not {job_id}, whose result it would write")
         result = run_tests(code, tests, within(config, configs))
         job.connection.set(Keys(run_id).sandbox_result(job_id), json.dumps(result), ex=RESULT_TTL_S)
 
-    return {JobFunction.RUN_CODE: run_code}
+    return run_code
 
 
 def within(asked: SandboxConfig, own: Sequence[SandboxConfig]) -> SandboxConfig:
@@ -251,17 +248,15 @@ def run_cases(cases: Sequence[Case], config: SandboxConfig) -> list[dict[str, An
     """
     deadline = time.monotonic() + config.total_s
     results: list[dict[str, Any]] = []
-    with memory_group((config.memory_mb + config.file_mb) << 20) as group:
-        for case in cases:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                results.append(LATE)
-                continue
-            try:
-                time_s = min(config.time_s, left_s)
-                results.append(run_program(case.source, case.stdin, config, time_s, group))
-            except SandboxError as error:
-                raise SandboxError(f"no jail can be set up here: {error}. {REMEDY}") from None
+    for case in cases:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            results.append(LATE)
+            continue
+        try:
+            results.append(run_program(case.source, case.stdin, config, min(config.time_s, left_s)))
+        except SandboxError as error:
+            raise SandboxError(f"no jail can be set up here: {error}. {REMEDY}") from None
     return results
 
 

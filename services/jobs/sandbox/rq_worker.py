@@ -3,40 +3,173 @@
 CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
 RQ forks for every job, so a job that goes wrong takes nothing else with it. It ends with the process that
 started it, and reaps what code has left without namespaces.
+
+Who may write a job's hash writes what is called: RQ imports whatever dotted name stands there, for the
+function and for its callbacks, and sends webhooks to whatever address. Here there is one function, of which
+the name is compared, never imported; it validates its arguments (`pydantic.validate_call`), and the fields of
+a hash that a job of ours does not have are not read.
 """
 
+import contextlib
 import ctypes
+import os
+import secrets
 import signal
 import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
+from redis import Redis
+from redis.exceptions import RedisError
+from rq import Queue, Worker
+from rq.exceptions import NoSuchJobError, StopRequested
+from rq.job import Job
+from rq.serializers import JSONSerializer
 
 from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.errors import TidemillError
 from tidemill.common.process.children import hide_memory
+from tidemill.common.process.programs import RUN_CODE
+from tidemill.common.redis.broker import redis_url
+from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs.known_jobs import serve_queue
-from tidemill.services.jobs.sandbox.job import functions_of
+from tidemill.services.jobs.sandbox.job import run_code_of
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 BEAT_S = 2
 """How often a busy worker says that it lives; `services/reward/rewards/sandbox.py` listens for it."""
 MAINTENANCE_S = 30
 WORKER_TTL_S = 60
+PAUSE_S = 1.0
+
+# fmt: off
+FIELDS = frozenset((
+    "created_at", "data", "description", "ended_at", "enqueued_at", "failure_ttl", "last_heartbeat",
+    "number_of_retries", "origin", "result_ttl", "retries_left", "started_at", "status", "timeout", "ttl",
+    "worker_name",
+))
+# fmt: on
+"""What is read of a job's hash: no callbacks, no webhooks, no dependencies, no repetitions."""
+
+
+class UnknownJobError(Exception):
+    """A job names another function than the one there is."""
+
+
+class CodeJob(Job):
+    """A job that runs code, whatever its hash says; see `CodeWorker`."""
+
+    run_code: ClassVar[Callable[..., None]]
+    keys: ClassVar[Keys]
+
+    @classmethod
+    def fetch(cls, id: str, *arguments: Any, **options: Any) -> Job:
+        """Raises NoSuchJobError: there is none, or it is none of this worker's."""
+        if not id.startswith(cls.keys.sandbox_names):
+            raise NoSuchJobError(f"{id} is no job of this worker")
+        return super().fetch(id, *arguments, **options)
+
+    def __init__(self, id: str | None = None, connection: Any = None, serializer: Any = None) -> None:
+        # Whoever makes it and forgets the serializer: nothing is unpickled.
+        super().__init__(id, connection=connection, serializer=JSONSerializer)
+
+    @property
+    def func(self) -> Callable[..., Any]:
+        """The one function.
+
+        Raises:
+            UnknownJobError: the job names another one; nothing has been imported to find out.
+        """
+        if self.func_name != RUN_CODE or self.instance is not None:
+            raise UnknownJobError(f"{self.func_name} is no job of this worker; expected {RUN_CODE}")
+        return type(self).run_code
+
+    def restore(self, raw_data: Mapping[bytes, bytes]) -> None:
+        """Read what a job of ours has.
+
+        Raises:
+            NoSuchJobError: the hash holds no job that can be read; workers pass over such a job.
+        """
+        known = {name: value for name, value in raw_data.items() if name.decode(errors="replace") in FIELDS}
+        try:
+            super().restore(known)
+            self._deserialize_data()  # type: ignore[no-untyped-call]
+            if self.origin != self.keys.sandbox_queue:  # RQ keeps books on whatever queue a job names
+                raise NoSuchJobError(f"job {self.id} is of the queue {self.origin}")
+        except NoSuchJobError:
+            raise
+        except Exception as error:  # whatever RQ's parsing of hostile fields raises
+            raise NoSuchJobError(f"job {self.id} cannot be read: {error!r}") from None
+
+
+class CodeWorker(Worker):
+    """Does the jobs of a run's sandbox queue by `run_code`, and fails all others."""
+
+    is_asked_to_stop: ClassVar[bool] = False
+    """This process: between two workers, the signal still goes to the first."""
+
+    def __init__(self, keys: Keys, run_code: Callable[..., None], connection: Redis) -> None:
+        super().__init__(
+            [keys.sandbox_queue],
+            # RQ refuses a name whose former holder was killed, so it is new at every start.
+            name=f"{keys.sandbox_names}{secrets.token_hex(4)}",
+            connection=connection,
+            serializer=JSONSerializer,
+            job_class=type("RunsCodeJob", (CodeJob,), {"keys": keys, "run_code": staticmethod(run_code)}),
+            job_monitoring_interval=BEAT_S,
+            maintenance_interval=MAINTENANCE_S,
+            worker_ttl=WORKER_TTL_S,
+            log_job_description=False,
+        )
+
+    def request_stop(self, signum: int, frame: Any) -> None:
+        CodeWorker.is_asked_to_stop = True
+        with contextlib.suppress(RedisError):  # where it notes when it was asked
+            super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
+
+    def execute_job(self, job: Job, queue: Queue) -> None:
+        try:
+            super().execute_job(job, queue)
+        finally:
+            with contextlib.suppress(ChildProcessError):  # orphans of jobs
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+    def _set_ip_address(self, connection: Any) -> None:
+        """RQ asks for the list of all clients to find its own address, which workers may not read."""
+        self.ip_address = "unknown"
 
 
 def main(run_id: str, configs: str) -> int:
+    """Do jobs until SIGTERM; one that is under way is finished first. RQ's worker is replaced whenever it has
+    ended, as it does where Redis was away during a job."""
     if sys.platform == "linux":
         # SIGTERM lets RQ finish the job under way.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     hide_memory()  # it has the password of Redis, and code of models runs as the same user
-    keys = Keys(run_id)
-    functions = functions_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs))
-    return serve_queue(
-        run_id, keys.sandbox_queue, keys.sandbox_names, functions, "tidemill sandbox",
-        job_monitoring_interval=BEAT_S, maintenance_interval=MAINTENANCE_S, worker_ttl=WORKER_TTL_S,
-        log_job_description=False,
-    )  # fmt: skip
+    try:
+        connection = make_blocking_client(redis_url(), run_id)
+    except TidemillError as error:
+        print(f"tidemill sandbox: {error}", file=sys.stderr)
+        return error.exit_code
+    run_code = run_code_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs))
+    while not CodeWorker.is_asked_to_stop:
+        worker = CodeWorker(Keys(run_id), run_code, connection)
+        problem = "RQ's worker ended"
+        try:
+            worker.work(logging_level="WARNING")
+            for own in worker.queues:  # an id that is no text ends it, and would at every start
+                connection.delete(own.intermediate_queue_key)
+        except RedisError as error:
+            problem = str(error)
+        if not CodeWorker.is_asked_to_stop:
+            print(f"tidemill sandbox: {problem}; trying again", file=sys.stderr, flush=True)
+            with contextlib.suppress(StopRequested):
+                time.sleep(PAUSE_S)
+    return 0
 
 
 if __name__ == "__main__":

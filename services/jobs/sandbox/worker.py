@@ -2,15 +2,11 @@
 
 import asyncio
 import json
-import os
 import signal
-
-from prometheus_client import REGISTRY
 
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.process.service import ServiceContext
-from tidemill.common.telemetry.batched import ChildMetrics
 from tidemill.services.jobs.sandbox.jail import SandboxError
 from tidemill.services.jobs.sandbox.job import probe
 
@@ -30,10 +26,7 @@ async def serve(context: ServiceContext) -> None:
             raise ConfigError(str(error)) from None
     bounds = json.dumps([config.model_dump(mode="json") for config in configs])
     command = run_own(Program.SANDBOX_QUEUE, context.keys.run_id, bounds)
-    children = ChildMetrics()
-    # In place: the endpoint that serves the metrics has this very list.
-    context.collectors[:] = [children]
-    process = await asyncio.create_subprocess_exec(*command, env=os.environ | children.environment)
+    process = await asyncio.create_subprocess_exec(*command)
     context.activity.enter(WORKING)
     ended = asyncio.ensure_future(process.wait())
     stopping = asyncio.ensure_future(context.stopping.wait())
@@ -50,5 +43,3 @@ async def serve(context: ServiceContext) -> None:
             process.kill()
         stopping.cancel()
         await asyncio.gather(ended, stopping, return_exceptions=True)
-        context.collectors[:] = [REGISTRY]
-        children.close()

@@ -24,7 +24,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from tidemill.common.config import NamedRewardConfig
-from tidemill.common.process.programs import JobFunction
+from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.telemetry import metrics
@@ -178,7 +178,7 @@ class SandboxReward(Reward):
 
     def _enqueue(self, job_id: str, arguments: tuple[Any, ...]) -> None:
         self._queue.enqueue_call(
-            JobFunction.RUN_CODE,
+            RUN_CODE,
             args=arguments,
             job_id=job_id,
             timeout=int(self.config.total_s) + JOB_MARGIN_S,

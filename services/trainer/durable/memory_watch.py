@@ -33,7 +33,7 @@ HOLDS_WHAT_IS_NEEDED = (
 )
 WAITS_FOR_ARCHIVE = (
     "Redis is full, and what could be trimmed is not archived yet; writers wait and nothing is lost. If this "
-    "does not pass by itself, look into the log of the jobs worker, free some room on the disk of the run's "
+    "does not pass by itself, look into the log of the trainer, free some room on the disk of the run's "
     "folder, or resume with streams.archive.enabled: false"
 )
 EVICTS = (

@@ -33,7 +33,7 @@ from tidemill.common.streams.selection import StreamName
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import Lane
 from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler
-from tidemill.services.trainer.durable.archive_requests import ArchiveJobs, claims_in
+from tidemill.services.trainer.durable.archive_requests import ArchiveRequests, claims_in
 from tidemill.services.trainer.durable.archived_history import ArchivedHistory
 from tidemill.services.trainer.durable.waiting import on_disk
 
@@ -53,7 +53,7 @@ class Trimmer:
         self.context, self.reconciler = context, reconciler
         self.archives = context.config.streams.archive.enabled
         self.archived = ArchivedHistory(context)
-        self.jobs = ArchiveJobs(context, self._trim_archived)
+        self.requests = ArchiveRequests(context, self._trim_archived)
         self._claims = ClaimStore(context.run_dir, url=context.config.streams.claim_check_url)
         self.first_ticket = 0
         """Those below were settled at the oldest checkpoint that a trainer may come back to."""
@@ -85,7 +85,9 @@ class Trimmer:
             self._below[stream] = max(entry_id, known, key=id_order)
         await self.trim()
         if self._below:
-            await self.jobs.ask({stream: id_before(end) for stream, end in self._below.items()}, is_urgent)
+            await self.requests.ask(
+                {stream: id_before(end) for stream, end in self._below.items()}, is_urgent
+            )
 
     async def trim(self) -> int:
         """Trim as far as that is allowed by now; returns how many entries went."""
@@ -194,4 +196,4 @@ class Trimmer:
 
     async def close(self) -> None:
         """Ask for nothing any more."""
-        await self.jobs.close()
+        await self.requests.close()

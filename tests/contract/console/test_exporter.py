@@ -144,7 +144,6 @@ async def test_jobs_are_counted_by_queue_and_state(broker, keys, reader, redis_s
     queue.enqueue("time.time")
     set_gauges(await reader.read())
     assert value("tidemill_job_queue_length", queue="sandbox", state="queued") == 2
-    assert value("tidemill_job_queue_length", queue="jobs", state="queued") == 0
     assert value("tidemill_job_queue_length", queue="sandbox", state="failed") == 0
 
 

@@ -9,7 +9,7 @@ from tests.support.training import answering
 from tidemill.common.archive.archiver import archive_run
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
-from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
+from tidemill.services.trainer.durable.archive_requests import ArchiveRequests
 
 
 @pytest.fixture
@@ -21,12 +21,12 @@ async def answers(broker: Broker, keys: Keys) -> AsyncIterator[None]:
 
 @pytest.fixture
 def archives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of a jobs worker: what may go is archived before the trainer goes on, in files of any size."""
+    """In place of a process: what may go is archived before the trainer goes on, in files of any size."""
 
-    async def ask(jobs: ArchiveJobs, until: Any, is_urgent: bool) -> None:
-        context = jobs.context
+    async def ask(requests: ArchiveRequests, until: Any, is_urgent: bool) -> None:
+        context = requests.context
         config = context.config.streams.archive
         await archive_run(context.broker, context.keys, context.run_dir, config, until, is_last=True)
-        await jobs.on_progress()
+        await requests.on_progress()
 
-    monkeypatch.setattr(ArchiveJobs, "ask", ask)
+    monkeypatch.setattr(ArchiveRequests, "ask", ask)

@@ -1,12 +1,7 @@
 """The trainer trims what is archived, and nothing else; it waits for no archiver, and forgets the dead."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +9,6 @@ import pytest
 from tests.conftest import SERVERS
 from tests.support.archives import STREAM, fill, raw, scanned
 from tests.support.letters import make_ticket
-from tests.support.preloaded import REPO
 from tests.support.training import answering, make_context, make_trimmer, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
@@ -48,18 +42,6 @@ async def context(
     return make_context(broker, keys, config, tmp_path / keys.run_id)
 
 
-@contextmanager
-def jobs_worker(keys: Keys) -> Iterator[subprocess.Popen[bytes]]:
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tidemill.services.jobs", keys.run_id], cwd=REPO, env=os.environ
-    )
-    try:
-        yield worker
-    finally:
-        worker.terminate()
-        worker.wait(120)
-
-
 def archived(context: ServiceContext, stream: StreamName = STREAM) -> Manifest:
     return Manifest.load(stream_folder(context.run_dir, stream))
 
@@ -77,10 +59,9 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
     entries = await raw(broker, keys.trajectories())
     trimmer = make_trimmer(context)
     trimmer.first_ticket = 20
-    with jobs_worker(keys):
-        await trimmer.release({STREAM: entries[30][0]}, 0)
-        assert await length(broker, keys.trajectories()) == 40, "nothing goes before it is archived"
-        await wait_until(lambda: len(list(store.folder.iterdir())) == 20)
+    await trimmer.release({STREAM: entries[30][0]}, 0)
+    assert await length(broker, keys.trajectories()) == 40, "nothing goes before it is archived"
+    await wait_until(lambda: len(list(store.folder.iterdir())) == 20)
     await trimmer.close()
     left = await raw(broker, keys.trajectories())
     assert left == entries[30:] and not trimmer.is_waiting
@@ -90,14 +71,9 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
 
 
 @ONE_SERVER
-async def test_where_nobody_archives_the_trainer_has_it_done_and_says_so(
-    context: ServiceContext,
-    broker: Broker,
-    keys: Keys,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+async def test_what_fills_no_file_is_archived_where_memory_runs_low(
+    context: ServiceContext, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive_requests, "URGENT_PATIENCE_S", 0.1)
     monkeypatch.setattr(archive_requests, "POLL_S", 0.05)
     await fill(broker, keys.trajectories(), range(20))
     entries = await raw(broker, keys.trajectories())
@@ -105,8 +81,6 @@ async def test_where_nobody_archives_the_trainer_has_it_done_and_says_so(
     await trimmer.release({STREAM: entries[40][0]}, 0, is_urgent=True)
     await wait_until(lambda: not trimmer.is_waiting)
     assert (await raw(broker, keys.trajectories()))[0][0] == entries[40][0]
-    assert f"python -m tidemill.services.jobs {keys.run_id}" in capfd.readouterr().out
-    assert await broker.execute("LLEN", f"rq:queue:{keys.jobs_queue}") == 0, "the request was taken back"
     await trimmer.close()
 
 
@@ -121,7 +95,6 @@ async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(
     monkeypatch.setattr(archive_requests, "claims_in", None)  # no entry of this run claims a payload
     await trimmer.release({STREAM: f"{first}5"}, 0)
     assert trimmer.is_waiting
-    assert await broker.execute("LLEN", f"rq:queue:{keys.jobs_queue}") == 0
     assert await length(broker, keys.trajectories()) == 3
 
 
@@ -135,25 +108,24 @@ async def test_a_run_that_trims_to_its_archive_keeps_every_entry_and_resumes(
     seen: dict[str, dict[str, None]] = {}
     num_archived = 0
     slow = {"update_s": 0.05}  # a step is over before a job has begun otherwise
-    with jobs_worker(keys):
-        for _ in range(2):
-            context = make(
-                4000, trims=True, archives=True, checkpoint_every=2, keep_checkpoints=1, simulated=slow
-            )
-            await publish_config(broker, keys, context.config)
-            deadline = time.monotonic() + 120
-            async with answering(broker, keys):
-                running = asyncio.create_task(serve(context))
-                while not running.done():
-                    for stream in (StreamName.TRAJECTORIES, StreamName.SCORES, StreamName.PROMPTS):
-                        for entry_id, _ in await raw(broker, stream.key(keys)):
-                            seen.setdefault(stream, {})[entry_id] = None
-                    if archived(context).entries > num_archived:
-                        context.stopping.set()
-                    assert time.monotonic() < deadline, "nothing more was archived"
-                    await asyncio.sleep(0.02)
-                await running
-            num_archived = archived(context).entries
+    for _ in range(2):
+        context = make(
+            4000, trims=True, archives=True, checkpoint_every=2, keep_checkpoints=1, simulated=slow
+        )
+        await publish_config(broker, keys, context.config)
+        deadline = time.monotonic() + 120
+        async with answering(broker, keys):
+            running = asyncio.create_task(serve(context))
+            while not running.done():
+                for stream in (StreamName.TRAJECTORIES, StreamName.SCORES, StreamName.PROMPTS):
+                    for entry_id, _ in await raw(broker, stream.key(keys)):
+                        seen.setdefault(stream, {})[entry_id] = None
+                if archived(context).entries > num_archived:
+                    context.stopping.set()
+                assert time.monotonic() < deadline, "nothing more was archived"
+                await asyncio.sleep(0.02)
+            await running
+        num_archived = archived(context).entries
     commits = [entry.message.step for entry in await read_range(broker, keys.commits, Commit)]
     assert commits == list(range(commits[0], commits[0] + len(commits))), "the newest, without a hole"
     history = History(keys.run_id, context.run_dir, broker)

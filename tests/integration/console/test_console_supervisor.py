@@ -19,7 +19,6 @@ from tidemill.services.console.processes.supervisor import (
     Ending,
     RunOutcome,
     ServiceProcess,
-    ServiceStatus,
     Supervisor,
 )
 from tidemill.services.console.run.folder import RunFolder
@@ -116,21 +115,6 @@ async def test_a_process_that_keeps_dying_is_given_up(
     assert "no such judge" in outcome.reason
     assert len(stage.events) == MAX_EARLY_DEATHS
     assert stage.log("reward").count("no such judge") == MAX_EARLY_DEATHS + 1
-
-
-async def test_a_run_goes_on_without_a_process_that_it_can_do_without(
-    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tidemill.services.console.processes.supervisor.MAX_EARLY_DEATHS", 2)
-    stage = Stage(tmp_path, guard, {"trainer": POLITE})
-    failing = (sys.executable, "-c", "import sys; sys.exit(2)")
-    stage.supervisor.specs = [*stage.supervisor.specs, ServiceSpec("jobs", "jobs", failing, is_optional=True)]
-    stage.supervisor.statuses["jobs"] = ServiceStatus("jobs", "jobs")
-    running = asyncio.create_task(stage.run())
-    await wait_until(lambda: any("giving up" in event for event in stage.events))
-    await stage.is_up("trainer")
-    stage.supervisor.stop()
-    assert (await running).ending is Ending.STOPPED
 
 
 async def test_a_command_that_does_not_exist_fails_the_run(tmp_path: Path, guard: Guard) -> None:

@@ -35,7 +35,7 @@ EMPTY = {
     r"vllm:": "the engine is simulated; test_vllm_engine.py sees to vLLM's own metrics",
     r"DCGM_": "there is no GPU",
     r"redis_(up|memory|cpu|connected)": "there is no exporter of the Redis server beside the test",
-    r"tidemill_sandbox_|tidemill_job_seconds": "no reward runs code, and nothing is archived",
+    r"tidemill_sandbox_": "no reward runs code",
     r"tidemill_session_|tidemill_environment_|tidemill_agent_": "samples are single turns",
     r"tidemill_(duplicates_|leases_lost|handed_back)": "no worker loses or gives back what it holds",
     r"tidemill_stray_entries_": "nobody writes into the numbered streams by hand",

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -22,7 +21,6 @@ from tests.support.samples import make_sample
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.redis.broker import URL_VARIABLE, Broker
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
@@ -148,25 +146,6 @@ async def test_a_result_that_cannot_be_read_fails_one_attempt_and_no_other(
         with pytest.raises(AttemptError, match="cannot be read"):
             await answered("print(1)", written)
         assert (await answered("print(2)", json.dumps(RAN).encode()))["passed"] == 1
-
-
-async def test_jobs_are_on_the_metrics_of_their_worker(
-    make: MakeReward, start: Callable[..., Any], redis: str
-) -> None:
-    """RQ forks for every job, in a process that is no part of the service."""
-    start()
-    reward = make()
-    programs = [DOUBLES.replace("print", f"pass  # {n}\nprint") for n in range(3)]  # equal ones are one job
-    await asyncio.gather(*(reward.score(sample(text)) for text in programs))
-    broker = await Broker.connect(redis)
-    try:
-        (beat,) = await read_heartbeats(broker, KEYS)
-    finally:
-        await broker.close()
-    page = f"http://{beat.metrics_target}/metrics"
-    line = 'tidemill_job_seconds_count{outcome="finished",queue="sandbox"} 3.0'
-    # The result is there a moment before RQ's worker has looked after its fork.
-    await wait_until(lambda: line in httpx.get(page).text.splitlines())
 
 
 async def test_a_run_killed_with_its_worker_is_done_by_another(

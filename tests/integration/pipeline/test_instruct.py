@@ -123,7 +123,7 @@ async def test_a_killed_run_goes_on_bit_by_bit_and_its_engine_computes_what_the_
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     expected = score_plain(plain, first.prompt_ids.tolist(), first.completion_ids.tolist())
     assert first.logprobs.tolist() == pytest.approx(expected, abs=gap)
-    done = tidemill("export", str(run.run_dir), "--now", "-o", str(tmp_path / "exported"))
+    done = tidemill("export", str(run.run_dir), "-o", str(tmp_path / "exported"))
     assert done.returncode == 0, done.stderr
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert exported.num_parameters() == plain.num_parameters() == 134_515_008

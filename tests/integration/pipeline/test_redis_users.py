@@ -6,7 +6,6 @@ Code is run under two of them, and no user reaches the queue of another.
 import asyncio
 import contextlib
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -18,13 +17,10 @@ import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from rq import Queue
-from rq import Retry as JobRetry
-from rq.serializers import JSONSerializer
 
 from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
-from tests.support.preloaded import REPO, start_plain
+from tests.support.preloaded import start_plain
 from tests.support.rewards import code_reward
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import (
@@ -44,7 +40,6 @@ from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import BrokerError
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import START, append, last_id
 from tidemill.common.telemetry import metrics
@@ -53,7 +48,7 @@ from tidemill.common.wire.messages import Commit, Lane, Message, Ticket, WeightM
 from tidemill.services.console.exporter.exporter import MetricsReader
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
 
-USERS = ("trainer", "rollout", "reward", "sandbox", "jobs", "operator", "exporter")
+USERS = ("trainer", "rollout", "reward", "sandbox", "operator", "exporter")
 SERVICES = ("trainer", "rollout", "reward")
 
 pytestmark = pytest.mark.skipif(
@@ -105,11 +100,6 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
             # Workers that come before the trainer has loaded the scripts ask once whether they may.
             run.start("trainer")
             await wait_until(lambda: admin.exists(run.keys.prompts()))
-            command = [sys.executable, "-m", "tidemill.services.jobs", run.keys.run_id]
-            environment = os.environ | server.variables("jobs")
-            run.processes["jobs"] = start_plain(command, tmp_path / "jobs.log", environment)
-            # Before anything is generated: what is asked of it has to be done while the trainer still asks.
-            await wait_until(lambda: admin.exists("rq:workers"))
             for role in SERVICES[1:]:
                 run.start(role)
             admin.xadd(run.keys.trajectories(), {"p": b"poison"})
@@ -119,14 +109,13 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
             run.start("rollout", "second-rollout")
             assert await run.wait("trainer") == 0, run.log_of("trainer")
             await wait_until(lambda: list((run.run_dir / ARCHIVE_FOLDER).rglob("*.parquet")))
-            await run.stop_all("second-rollout", "reward", "jobs")
-        assert "no worker archives" not in run.log_of("trainer")
+            await run.stop_all("second-rollout", "reward")
         assert server.refusals() == [], "a service has used a command or key that its user lacks"
         assert admin.xlen(run.keys.commits) == config.trainer.steps
         assert admin.xlen(run.keys.dead) > 0
         everything = "\n".join(f"{key!r} {admin.dump(key)!r}" for key in admin.scan_iter())
     texts = texts_below(tmp_path) | {"command lines": shown, "Redis": everything}
-    assert {"trainer.log", "jobs.log"} <= texts.keys() and "tidemill.services.trainer" in shown
+    assert "trainer.log" in texts and "tidemill.services.trainer" in shown
     passwords = server.passwords().values()
     leaky = {name for name, text in texts.items() if any(password in text for password in passwords)}
     assert leaky == {"passwords.env"}
@@ -170,9 +159,7 @@ WRITES = f"""
     trainer reward: DEL {RUN.results(3)}; HDEL {RUN.workers("reward")} a
     trainer rollout: XACK {RUN.prompts()} rollout 1-0
     trainer rollout reward: XADD {RUN.dead} * p x
-    trainer jobs: HSET rq:job:{RUN.jobs_names}1 data x; RPUSH rq:queue:{RUN.jobs_queue} x
-    trainer jobs: XADD rq:results:{RUN.jobs_names}1 * a b; SREM rq:workers:{RUN.jobs_queue} x
-    trainer jobs: SADD rq:job:{RUN.jobs_names}1:dependents x
+    sandbox: XADD rq:results:{RUN.sandbox_names}1 * a b; SREM rq:workers:{RUN.sandbox_queue} x
     reward sandbox: HSET rq:job:{RUN.sandbox_names}1 data x; RPUSH rq:queue:{RUN.sandbox_queue} x
     : DEL {RUN.trajectories()}; HSET rq:job:1 data x; SET rq:suspended 1; SET something 1
 """
@@ -191,7 +178,7 @@ def test_who_may_write(admin: redis.Redis) -> None:
 NOBODY = f"""
     FLUSHALL; FLUSHDB; KEYS *; CONFIG SET maxmemory-policy allkeys-lru; CONFIG GET requirepass; EVAL return 0
     FUNCTION LOAD x; FUNCTION FLUSH; FCALL f 0; CLIENT LIST; CLIENT NO-EVICT on; CLIENT KILL TYPE normal
-    PUBLISH rq:pubsub:jobs-1 x; PUBSUB CHANNELS; SUBSCRIBE channel; LATENCY HISTORY command; SLOWLOG GET
+    PUBLISH rq:pubsub:sandbox-1 x; PUBSUB CHANNELS; SUBSCRIBE channel; LATENCY HISTORY command; SLOWLOG GET
     SCRIPT FLUSH; ACL SETUSER trainer +@all; ACL LIST; DEBUG SLEEP 1; SHUTDOWN; SAVE; MONITOR; SWAPDB 0 1
     REPLICAOF somewhere 6379; MIGRATE host 6379 {RUN.commits} 0 1000; RENAME other {RUN.commits}
     SORT {RUN.scores()}
@@ -204,7 +191,7 @@ NO_WORKER = f"""
 
 
 def test_what_nobody_may_and_what_no_worker_may(admin: redis.Redis) -> None:
-    for commands, users in ((NOBODY, USERS), (NO_WORKER, ("rollout", "reward", "sandbox", "jobs"))):
+    for commands, users in ((NOBODY, USERS), (NO_WORKER, ("rollout", "reward", "sandbox"))):
         for command in commands.replace("\n", ";").split(";"):
             if command.strip():
                 assert [user for user in users if may(admin, user, *command.split())] == [], command
@@ -362,35 +349,11 @@ async def run_code(
     return found
 
 
-def test_a_reward_worker_cannot_give_the_head_a_job(
-    server: ServerWithUsers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The attack that worked: its credentials, RQ's own client, and a function of the standard library."""
-    mark = tmp_path / "was-here"
-    for user in ("reward", "sandbox", "rollout"):
-        become(monkeypatch, server, user)
-        connection = make_blocking_client(server.url)
-        queue = Queue(KEYS.jobs_queue, connection=connection, serializer=JSONSerializer)
-        for job_id in (f"{KEYS.jobs_names}1", f"{KEYS.sandbox_names}1", None):
-            with pytest.raises(redis.exceptions.NoPermissionError):
-                queue.enqueue_call(
-                    "subprocess.getoutput", args=(f"touch {mark}",), job_id=job_id, retry=JobRetry(2)
-                )
-    subprocess.run(
-        [sys.executable, "-m", "tidemill.services.jobs", KEYS.run_id, "--burst"],
-        cwd=REPO,
-        env=os.environ | server.variables("jobs"),
-        check=True,
-        timeout=120,
-    )
-    assert not mark.exists()
-
-
 async def test_an_id_of_no_job_in_the_queue_ends_no_worker(
     isolated: None, server: ServerWithUsers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Reward workers may write the queue. The worker may not look at jobs of other names."""
-    ids = [b"\xff", b"any", b"", f"{KEYS.jobs_names}1".encode()]
+    ids = [b"\xff", b"any", b"", f"{OTHER.sandbox_names}1".encode()]
     server.client_of("reward").rpush(f"rq:queue:{KEYS.sandbox_queue}", *ids)
     found = await run_code(server, "", monkeypatch, tmp_path)
     assert found["passed"] == 1
@@ -431,7 +394,6 @@ async def test_users_of_one_run_reach_no_other(
             "reward": ("XADD", OTHER.scores(), "*", "p", "x"),
             "trainer": ("HSET", OTHER.state, "a", "b"),
             "sandbox": ("HSET", f"rq:job:{OTHER.sandbox_names}1", "a", "b"),
-            "jobs": ("LPOP", f"rq:queue:{OTHER.jobs_queue}"),
         }.items():
             with pytest.raises(redis.exceptions.NoPermissionError):
                 server.client_of(f"{KEYS.run_id}.{role}").execute_command(*command)

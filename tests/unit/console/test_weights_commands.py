@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.models import make_policy, save_weights, tiny_model
+from tidemill.common.config import ModelConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.weight_files import read_manifest
 from tidemill.services.console.exports.export import export as export_command
-from tidemill.services.console.exports.weights import list_versions
+from tidemill.services.console.exports.export import list_versions
+from tidemill.services.console.exports.model_folder import export_version
 from tidemill.services.console.options import ExportOptions
-from tidemill.services.jobs.export import export
 from tidemill.services.trainer.weights.store import WeightStore
 
 
@@ -63,7 +64,8 @@ def test_what_is_not_whole_says_why(runs: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_version_is_exported_from_its_chain(runs: Path) -> None:
     model = tiny_model(runs / "model")
-    result = export(str(runs / "one"), str(model), "bfloat16", "last", str(runs / "out"))
+    config = ModelConfig(path=str(model), dtype="bfloat16")
+    result = export_version(runs / "one", config, "last", runs / "out")
     manifest = read_manifest(runs / "one", 2)
     assert manifest is not None and (result["version"], result["digest"]) == (2, manifest.digest)
     found = load_file(runs / "out" / "model.safetensors")
@@ -76,7 +78,6 @@ def test_a_version_is_exported_from_its_chain(runs: Path) -> None:
     ("options", "named"),
     [
         ({"version": "best"}, "-o FOLDER"),
-        ({"now": True}, "-o FOLDER"),
         ({"verify": True, "output": Path("a")}, "--verify"),
     ],
 )

@@ -3,8 +3,7 @@
 import pytest
 
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.common.process.programs import JobFunction
-from tidemill.services.jobs.sandbox.job import functions_of, within
+from tidemill.services.jobs.sandbox.job import run_code_of, within
 
 OWN = [SandboxConfig(memory_mb=256, packages=False), SandboxConfig(memory_mb=512, time_s=2.0)]
 
@@ -18,7 +17,7 @@ def test_who_asks_does_not_decide_how_safe_it_is() -> None:
 
 
 def test_a_job_of_another_run_or_of_another_id_is_refused() -> None:
-    run_code = functions_of("mine", OWN)[JobFunction.RUN_CODE]
+    run_code = run_code_of("mine", OWN)
     with pytest.raises(ValueError, match="the job of yours"):
         run_code("yours", "1", "print()", {}, {})
     with pytest.raises(ValueError, match="whose result it would write"):

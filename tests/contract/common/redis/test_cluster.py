@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 from redis.crc import key_slot
@@ -16,6 +15,7 @@ from tests.support.letters import make_ticket
 from tests.support.servers import RedisServer, free_port, newest_server
 from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import BrokerError
+from tidemill.common.process.programs import Program, run_own
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.run.state import known_runs
@@ -113,16 +113,18 @@ async def has_jobs(broker: Broker, url: str, keys: Keys, count: int = 1) -> None
     """A job is queued, counted, and taken by the run's worker; what it keeps lies with the run."""
 
     async def num_jobs(command: str, state: str) -> int:
-        return int(await broker.execute(command, RQ_STATES[state].format(keys.jobs_queue)))
+        return int(await broker.execute(command, RQ_STATES[state].format(keys.sandbox_queue)))
 
     connection = await asyncio.to_thread(make_blocking_client, url, keys.run_id)
-    queue = Queue(keys.jobs_queue, connection=connection, serializer=JSONSerializer)
-    await asyncio.to_thread(queue.enqueue_call, "no_such_job", job_id=f"{keys.jobs_names}{count}")
+    queue = Queue(keys.sandbox_queue, connection=connection, serializer=JSONSerializer)
+    await asyncio.to_thread(queue.enqueue_call, "no_such_job", job_id=f"{keys.sandbox_names}{count}")
     assert await num_jobs("LLEN", "queued") == 1
-    command = [sys.executable, "-m", "tidemill.services.jobs", keys.run_id, "--burst"]
     env = {**os.environ, "TIDEMILL_REDIS_URL": url}
-    await asyncio.to_thread(subprocess.run, command, env=env, check=True, capture_output=True, timeout=60)
-    assert (await num_jobs("LLEN", "queued"), await num_jobs("ZCARD", "failed")) == (0, count)
+    worker = await asyncio.create_subprocess_exec(*run_own(Program.SANDBOX_QUEUE, keys.run_id, "[]"), env=env)
+    while await num_jobs("ZCARD", "failed") < count:  # noqa: ASYNC110 (no event crosses processes)
+        await asyncio.sleep(0.1)
+    worker.terminate()
+    assert (await worker.wait(), await num_jobs("LLEN", "queued")) == (0, 0)
     await asyncio.to_thread(connection.set, keys.sandbox_result("1"), "x")
     assert await broker.execute("GET", keys.sandbox_result("1")) == b"x"
     connection.close()

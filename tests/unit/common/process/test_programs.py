@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.common.process.programs import ROOT, VLLM_EXTENSION, JobFunction, Program, run_main
+from tidemill.common.process.programs import ROOT, RUN_CODE, VLLM_EXTENSION, Program, run_main
 
 REGISTRY = ROOT / "common" / "process" / "programs.py"
 QUOTED = re.compile(r"[\"']tidemill\.(services|common)\.")
@@ -37,7 +37,7 @@ def test_every_program_is_a_module_that_can_be_run(program: Program) -> None:
         assert importlib.util.find_spec(f"{program}.__main__") is not None
 
 
-@pytest.mark.parametrize("dotted", [*JobFunction, VLLM_EXTENSION])
+@pytest.mark.parametrize("dotted", [RUN_CODE, VLLM_EXTENSION])
 def test_what_a_job_or_vllm_asks_for_is_where_its_name_says(dotted: str) -> None:
     module, _, name = dotted.rpartition(".")
     spec = importlib.util.find_spec(module)

@@ -53,7 +53,7 @@ def test_a_service_is_hidden_from_other_processes_of_its_user_before_it_does_any
         "import sys; from tidemill.common.process import service; sys.argv[1:] = ['--run', 'x']\n"
         f"async def serve(*_):\n    {DUMPABLE}\n    return 0\n"
         "service._serve = serve\n"
-        "sys.exit(service.run_service('reward', '', lambda: None))"
+        "sys.exit(service.run_service('reward', ''))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "0\n"
@@ -63,8 +63,7 @@ def test_a_service_is_hidden_from_other_processes_of_its_user_before_it_does_any
 @pytest.mark.parametrize(
     ("module", "first", "arguments"),
     [
-        ("tidemill.services.jobs.__main__", "serve_queue", "'x'"),
-        ("tidemill.services.jobs.sandbox.rq_worker", "serve_queue", "'x', '[]'"),
+        ("tidemill.services.jobs.sandbox.rq_worker", "redis_url", "'x', '[]'"),
         ("tidemill.services.console.exporter.__main__", "configure_logs", "'x'"),
     ],
 )

@@ -17,17 +17,15 @@ def all_keys(keys: Keys) -> list[str]:
     public = [name for name in vars(Keys) if name[0] != "_"]  # some Pythons list `__weakref__`, others do not
     plain = [value for name in public if isinstance(value := getattr(keys, name), str)]
     beats = [keys.workers(role) for role in ROLES]
-    others = (keys.run_id, keys.sandbox_queue, keys.jobs_queue, keys.sandbox_names, keys.jobs_names)
+    others = (keys.run_id, keys.sandbox_queue, keys.sandbox_names)
     return laned + groups + beats + [key for key in plain if key not in others]
 
 
 def test_queues_and_names_of_jobs_are_apart_by_run_and_such_as_rq_accepts():
     runs = [Keys(run_id) for run_id in ("a", "b", "a.b")]
-    queues = {queue: keys for keys in runs for queue in (keys.sandbox_queue, keys.jobs_queue)}
-    names = {name for keys in runs for name in (keys.sandbox_names, keys.jobs_names)}
-    assert len(queues) == len(names) == 6
-    assert all(queue.startswith(f"tidemill:{keys.run_id}:") for queue, keys in queues.items())
-    assert all(re.fullmatch(r"(sandbox|jobs)-[0-9a-f]{16}-", name) for name in names)
+    assert len({keys.sandbox_names for keys in runs}) == 3
+    assert all(keys.sandbox_queue.startswith(f"tidemill:{keys.run_id}:") for keys in runs)
+    assert all(re.fullmatch(r"sandbox-[0-9a-f]{16}-", keys.sandbox_names) for keys in runs)
 
 
 def test_every_key_carries_the_hash_tag_of_its_run_and_no_two_are_the_same():

@@ -1,23 +1,21 @@
 """A version of a run as a Hugging Face folder: config, tokenizer, weights, and where they come from.
 
-An RQ job, and a command (`python -m tidemill.services.jobs.export --help`), which `tidemill export` calls.
 The weights are copied as the engines loaded them, after their checksums were checked; a delta is applied to
 the full version that its chain begins with, and the result held against its digest. Everything else comes
 from the model that the run started with. The folder appears by one rename, complete.
 """
 
-import argparse
 import contextlib
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from tidemill.common.errors import ConfigError, TidemillError, WeightsError
+from tidemill.common.config import ModelConfig
+from tidemill.common.errors import ConfigError, WeightsError
 from tidemill.common.files import aside_folder, publish_folder
 from tidemill.common.run.model_config import overridden
 from tidemill.common.run.state import BEST_FILE
@@ -37,25 +35,15 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgp
 """Weights of the starting model, and lists of them, stay behind."""
 
 
-def export(
-    run_dir: str,
-    model: str,
-    dtype: str,
-    version: str,
-    output: str,
-    overrides: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Write `version` (a number, `best` or `last`) into the folder `output`; entry point of RQ.
-
-    `overrides` are those of the run's model.
+def export_version(run: Path, model: ModelConfig, version: str, target: Path) -> dict[str, Any]:
+    """Write `version` of a run (a number, `best` or `last`) into the folder `target`. `model` is the run's.
 
     Returns what was written, as plain JSON.
 
     Raises:
-        ConfigError: there is no such version, or `output` holds something already.
+        ConfigError: there is no such version, or `target` holds something already.
         WeightsError: the version's bytes are not those that the trainer wrote.
     """
-    run, target = Path(run_dir), Path(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already and not empty; give a new folder.")
     number = find_version(run, version)
@@ -63,16 +51,16 @@ def export(
     if manifest is None:
         raise ConfigError(f"version {number} of {run.name} has no weights on the disk. {_known(run)}")
     base, *deltas = [verified_files(run, part) for part in read_chain(run, manifest)]
-    source = _model_folder(model)
+    source = _model_folder(model.path)
     with aside_folder(target, f"the export of version {number}") as aside:
         _copy_model_files(source, aside)
         paths = write_whole(base, deltas, aside)
         if deltas:
             # Files of a chain were changed here, so no checksum covers them; the digest covers all weights.
             check_whole(paths, manifest)
-        _change_config(aside / "config.json", dtype, overrides or {})
+        _change_config(aside / "config.json", model.dtype, model.overrides)
         _write_index(aside, [path.name for path in paths])
-        origin = {"run_id": run.name, "version": number, "digest": manifest.digest, "model": model}
+        origin = {"run_id": run.name, "version": number, "digest": manifest.digest, "model": model.path}
         (aside / ORIGIN_FILE).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
         num_bytes = sum(path.stat().st_size for path in paths)
         publish_folder(aside, target)
@@ -145,26 +133,3 @@ def _write_index(folder: Path, names: list[str]) -> None:
             weight_map |= dict.fromkeys(file.keys(), name)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def main() -> int:
-    """Export here and now; prints one line of JSON, or the reason."""
-    parser = argparse.ArgumentParser(description="Write a version of a run as a Hugging Face folder.")
-    parser.add_argument("run_dir")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", required=True)
-    parser.add_argument("--version", default=LAST)
-    parser.add_argument("--overrides", type=json.loads, default={}, metavar="JSON")
-    parser.add_argument("-o", "--output", required=True)
-    given = parser.parse_args()
-    try:
-        result = export(given.run_dir, given.model, given.dtype, given.version, given.output, given.overrides)
-    except TidemillError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    print(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,41 +1,37 @@
-"""Streams of a run to its archive: an RQ job, and a command (`python -m tidemill.services.jobs.archive`).
+"""Streams of a run to its archive: `python -m tidemill.common.archive RUN_ID RUN_DIR`.
 
-Asked for by the trainer, which trims what is archived. Whether one runs, or two, or one was killed half-way:
-each entry is archived once. Start it where the folder of runs is.
+Started by the trainer, which trims what is archived. Whether one runs, or two, or one was killed half-way:
+each entry is archived once. It takes only processor time that nobody else wants.
 """
 
 import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from tidemill.common.archive.archiver import archive_run
 from tidemill.common.errors import TidemillError
 from tidemill.common.files import LockedError
+from tidemill.common.process.children import hide_memory
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import read_config
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.wire.keys import Keys
 
+NICENESS = 10
 PATIENCE_S = 60.0
 """How long another archiver of the run is waited for."""
 
 
-def archive(
-    run_id: str, run_dir: str, until: Mapping[StreamName, str], is_last: bool = False
-) -> dict[str, int]:
-    """Archive streams up to ids; `is_last` also what does not fill a file. Entry point of RQ.
+async def archive(
+    keys: Keys, run_dir: Path, until: dict[StreamName, str], is_last: bool = False
+) -> dict[StreamName, int]:
+    """Archive streams up to ids; `is_last` also what does not fill a file.
 
     Returns how many entries of each stream were new.
     """
-    counts = run_main(_archive(Keys(run_id), Path(run_dir), dict(until), is_last))
-    return {str(stream): count for stream, count in counts.items()}
-
-
-async def _archive(
-    keys: Keys, run_dir: Path, until: dict[StreamName, str], is_last: bool
-) -> dict[StreamName, int]:
     broker = await Broker.connect()
     try:
         streams = (await read_config(broker, keys)).streams
@@ -50,17 +46,21 @@ async def _archive(
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write what a run's streams hold into its archive.")
     parser.add_argument("run_id")
-    parser.add_argument("run_dir")
+    parser.add_argument("run_dir", type=Path)
     parser.add_argument("--until", action="append", default=[], metavar="STREAM=ID")
     parser.add_argument("--rest", action="store_true", help="also what does not fill a file")
     given = parser.parse_args()
     ends = (item.split("=", 1) for item in given.until)
     until = {StreamName(name): last for name, last in ends} or dict.fromkeys(StreamName, "+")
+    hide_memory()  # it has the password of Redis
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
     try:
-        print(archive(given.run_id, given.run_dir, until, given.rest))
+        counts = run_main(archive(Keys(given.run_id), given.run_dir, until, given.rest))
     except TidemillError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    print({str(stream): count for stream, count in counts.items()})
     return 0
 
 

@@ -1,0 +1,152 @@
+"""A job is the one function that there is for it, whatever its hash in Redis says."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rq import Queue
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+
+from tests.support.preloaded import REPO
+from tests.support.waiting import PATIENCE_S, wait_until
+from tidemill.common.process.programs import RUN_CODE
+from tidemill.common.redis.broker import URL_VARIABLE
+from tidemill.common.redis.client import make_blocking_client
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.wire.keys import Keys
+
+KEYS = Keys("jobs.1")
+WORKER = """
+import sys, time
+from tidemill.services.jobs.sandbox import rq_worker
+
+rq_worker.run_code_of = lambda run_id, configs: time.sleep
+sys.exit(rq_worker.main(sys.argv[1], "[]"))
+"""
+"""A worker of the run, whose one function sleeps in place of running code."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def queue(server: EmbeddedRedis) -> Queue:
+    connection = make_blocking_client(server.url)
+    connection.flushall()
+    return Queue(KEYS.sandbox_queue, connection=connection, serializer=JSONSerializer)
+
+
+@pytest.fixture
+def was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Whether the module `loud`, which workers could import, was imported, or its file `mark` was made."""
+    (tmp_path / "loud.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\ndef f(*_): pass\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return lambda: any((tmp_path / name).exists() for name in ("imported", "mark"))
+
+
+@contextlib.contextmanager
+def working(server: EmbeddedRedis) -> Iterator["subprocess.Popen[str]"]:
+    command, env = [sys.executable, "-c", WORKER, KEYS.run_id], os.environ | {URL_VARIABLE: server.url}
+    worker = subprocess.Popen(command, cwd=REPO, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        yield worker
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+async def work_off(server: EmbeddedRedis, queue: Queue) -> str:
+    """Let a worker of the run do all jobs; what it said."""
+    last = asked(queue, RUN_CODE, 0)
+    with working(server) as worker:
+        await wait_until(lambda: last.get_status(refresh=True) is JobStatus.FINISHED)
+        worker.terminate()
+        said = (await asyncio.to_thread(worker.communicate, timeout=PATIENCE_S))[1]
+    assert (worker.returncode, queue.count) == (0, 0)
+    return said
+
+
+def asked(queue: Queue, function: str, *arguments: Any) -> Job:
+    return queue.enqueue_call(function, args=arguments, job_id=f"{KEYS.sandbox_names}{secrets.token_hex(4)}")
+
+
+async def test_no_other_function_is_called_and_nothing_imported_to_find_it(
+    queue: Queue, server: EmbeddedRedis, tmp_path: Path, was_called: Callable[[], bool]
+) -> None:
+    mark = tmp_path / "mark"
+    calls = [
+        ("subprocess.getoutput", f"touch {mark}"),
+        ("os.system", f"touch {mark}"),
+        ("tidemill.services.jobs.sandbox.jail.subprocess.getoutput", f"touch {mark}"),
+        ("pathlib.Path.touch", str(mark)),
+        ("loud.f", ""),
+    ]
+    jobs = [asked(queue, function, argument) for function, argument in calls]
+    said = await work_off(server, queue)
+    assert not was_called()
+    assert {job.get_status() for job in jobs} == {JobStatus.FAILED}
+    assert all(f"{function} is no job of this worker" in said for function, _ in calls)
+
+
+async def test_callbacks_that_a_job_names_are_not_called(
+    queue: Queue, server: EmbeddedRedis, was_called: Callable[[], bool]
+) -> None:
+    """Only the fields of a hash that are listed are read."""
+    for name in ("success_callback_name", "failure_callback_name", "stopped_callback_name"):
+        queue.connection.hset(asked(queue, RUN_CODE, "no number").key, name, "loud.f")
+    await work_off(server, queue)
+    assert not was_called()
+
+
+async def test_a_job_that_cannot_be_read_ends_no_worker(queue: Queue, server: EmbeddedRedis) -> None:
+    odd = [{"data": b"\x80\x04."}, {"timeout": b"soon"}, {"status": b"odd"}, {"data": b"[1, 2]"}]
+    odd += [{"origin": b""}, {"origin": Keys("another").sandbox_queue.encode()}, {"data": b"[" * 100_000}]
+    for fields in odd:
+        queue.connection.hset(asked(queue, RUN_CODE, 0).key, mapping=fields)
+    await work_off(server, queue)
+    assert {key for key in queue.connection.keys("rq:*") if b"another" in key} == set()
+
+
+async def test_an_id_that_is_no_text_ends_no_worker(queue: Queue, server: EmbeddedRedis) -> None:
+    queue.connection.lpush(queue.key, b"\xff")
+    job = asked(queue, "os.system", "true")
+    await work_off(server, queue)
+    assert job.get_status() is JobStatus.FAILED
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_a_worker_whose_redis_dies_during_a_job_goes_on_with_the_next_one_unless_it_is_stopped(
+    tmp_path: Path, is_stopped: bool
+) -> None:
+    """RQ ends then, with a code that says that all is well; a signal that comes meanwhile is not lost."""
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    queue = Queue(KEYS.sandbox_queue, connection=make_blocking_client(server.url), serializer=JSONSerializer)
+    try:
+        with working(server) as worker:
+            first = asked(queue, RUN_CODE, 4)
+            await wait_until(lambda: first.get_status(refresh=True) is JobStatus.STARTED)
+            server.kill()
+            assert worker.stderr is not None
+            await wait_until(lambda: "trying again" in worker.stderr.readline())
+            if not is_stopped:
+                server.start()
+                second = asked(queue, RUN_CODE, 0)
+                await wait_until(lambda: second.get_status(refresh=True) is JobStatus.FINISHED)
+            worker.terminate()
+            assert worker.wait(PATIENCE_S) == 0
+    finally:
+        server.stop()
