@@ -76,7 +76,7 @@ class Shape(NamedTuple):
 
 
 HELD_DELAY_S, HELD_TURNS, ENGINE_S = (0.05, 2.0), 4, 0.1
-SLOTS: tuple[int | str, ...] = (16, 24, "auto", 32, 64)
+SLOTS: tuple[int | str, ...] = (16, 20, "auto", 24, 32, 64)
 SHAPES = {
     "long": Shape(groups=96, size=1, turns=(6, 14), delay_s=(0.02, 0.2), words=96),
     "short": Shape(groups=96, size=8, turns=(1, 4), delay_s=(0.02, 0.2)),
