@@ -1,12 +1,16 @@
-"""What sessions cost a rollout worker: two questions.
+"""What sessions cost a rollout worker: three questions.
 
-    python -m benchmarks.sessions
+    python -m benchmarks.sessions                   # held, gateway
+    python -m benchmarks.sessions --only slots      # one of: held, gateway, slots (with vLLM)
 
 * `held`: 512 sessions held by one rollout service, of four turns each; the environment takes 50 ms to 2 s
   for its answer to each. Once it blocks (so it runs in processes), once it is async. The ideal is the
   longest session's delays alone.
 * `gateway`: what a call costs an agent program beyond the engine's own time: HTTP, rendering, parsing,
   recording.
+* `slots`: sessions that grow in a vLLM whose KV cache has 16 MB: tokens a second and preemptions with fixed
+  numbers of groups in flight, and with `max_groups_in_flight: auto`. Long sessions of which each is a group,
+  then short ones in groups of eight, on the same engine.
 """
 
 import random
@@ -14,20 +18,23 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import httpx
 import numpy as np
+import psutil
 import typer
 
 from benchmarks.report import machine, print_result, print_table
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.runs import ServiceRun
+from tests.support.training import messages
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
+from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
 from tidemill.common.streams import append_missing, last_id, length
-from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.common.wire.messages import SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.engines.model import open_model
 from tidemill.services.rollout.gateway.server import Gateway
@@ -40,14 +47,42 @@ import time
 
 class Scripted:
     {maybe_async}def reset(self, row):
-        self.delays = row["delays_s"]
+        self.left, self.words = row["turns"], row["words"]
+        self.delays = iter(row["delays_s"])
 
     {maybe_async}def step(self, text):
-        {sleep}(self.delays.pop())
-        return " ".join(f"w{{place}}" for place in range(29)), None, not self.delays
+        {sleep}(next(self.delays))
+        self.left -= 1
+        return " ".join(f"w{{place % 29}}" for place in range(self.words)), None, self.left <= 0
 """
 KINDS = {"blocking": ("", "time.sleep"), "async": ("async ", "await asyncio.sleep")}
-GROUP_SIZE, TURNS, DELAY_S, ENGINE_S = 8, 4, (0.05, 2.0), 0.1
+
+
+class Shape(NamedTuple):
+    """Sessions that are played; those of a group share their turns and delays."""
+
+    groups: int
+    size: int
+    turns: tuple[int, int]
+    delay_s: tuple[float, float]
+    words: int = 32
+    """Of the environment's answer to each turn."""
+
+    def delays(self, seed: int = 0) -> list[list[float]]:
+        """Of each turn of each group."""
+        chance = random.Random(seed)
+        turns = [chance.randint(*self.turns) for _ in range(self.groups)]
+        return [[chance.uniform(*self.delay_s) for _ in range(number)] for number in turns]
+
+
+HELD_DELAY_S, HELD_TURNS, ENGINE_S = (0.05, 2.0), 4, 0.1
+SLOTS: tuple[int | str, ...] = (16, 20, "auto", 24, 32, 64)
+SHAPES = {
+    "long": Shape(groups=96, size=1, turns=(6, 14), delay_s=(0.02, 0.2), words=96),
+    "short": Shape(groups=96, size=8, turns=(1, 4), delay_s=(0.02, 0.2)),
+}
+CACHE_BYTES, TOKEN_BYTES, BLOCK_TOKENS = 16 << 20, 1024, 32
+"""Of a token: keys and values of two layers with two heads of 32 float32 numbers."""
 MODEL_TOKENS = 4096
 GATEWAY_SESSIONS, GATEWAY_TURNS, WARM_UP = 40, 8, 5
 TEMPLATE = (
@@ -60,7 +95,10 @@ def make_config(folder: Path, kind: str, **rollout: Any) -> RunConfig:
     """A run whose sessions play the scripted environment."""
     maybe_async, sleep = KINDS[kind]
     (folder / "scripted.py").write_text(ENVIRONMENT.format(maybe_async=maybe_async, sleep=sleep))
-    model = tiny_model(folder / "model", max_position_embeddings=MODEL_TOKENS)
+    # Heads of 32, as vLLM wants them; nearly equal logits end a turn after 32 tokens, on average.
+    model = tiny_model(
+        folder / "model", max_position_embeddings=MODEL_TOKENS, hidden_size=128, initializer_range=0.02
+    )
     return RunConfig.model_validate(
         {
             "model": {"path": str(model), "max_model_len": MODEL_TOKENS},
@@ -71,24 +109,23 @@ def make_config(folder: Path, kind: str, **rollout: Any) -> RunConfig:
     )
 
 
-def make_ticket(number: int, delays_s: list[float]) -> Ticket:
+def make_ticket(number: int, shape: Shape, delays_s: Sequence[float], max_tokens: int) -> Ticket:
     """A group of sessions that have as many turns as there are delays."""
     return Ticket(
         prompt_ids=np.arange(3, 19, dtype=np.int32),
         prompt_text="w1 w2",
-        extra={"delays_s": delays_s},
+        extra={"delays_s": list(delays_s), "turns": len(delays_s), "words": shape.words},
         ticket=number,
         step=0,
         min_version=0,
-        group_size=GROUP_SIZE,
-        sampling=SamplingParams(max_tokens=16),
+        group_size=shape.size,
+        sampling=SamplingParams(max_tokens=max_tokens),
     )
 
 
 async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, float]:
     """Play all sessions at once; returns seconds, measured and ideal."""
-    chance = random.Random(0)
-    delays = [[chance.uniform(*DELAY_S) for _ in range(TURNS)] for _ in range(sessions // GROUP_SIZE)]
+    shape = Shape(sessions // 8, 8, (HELD_TURNS, HELD_TURNS), HELD_DELAY_S)
     config = make_config(
         folder,
         kind,
@@ -96,21 +133,21 @@ async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, f
         simulated={"tokens": 16, "group_s": ENGINE_S, "vocab_size": 32},
         sampling={"max_tokens": 16},
         max_num_seqs=65536,
-        max_groups_in_flight=len(delays) + 1,
+        max_groups_in_flight=shape.groups + 1,
     )
     async with ServiceRun(folder, config, "held") as run:
         run.start("rollout")
-        await play(run, delays[:1])  # processes start, modules load
-        wall_s = await play(run, delays)
-    return wall_s, max(map(sum, delays)) + TURNS * ENGINE_S
+        await play(run, shape._replace(groups=1))  # processes start, modules load
+        wall_s = await play(run, shape)
+    return wall_s, max(map(sum, shape.delays())) + HELD_TURNS * ENGINE_S
 
 
-async def play(run: ServiceRun, delays: list[list[float]]) -> float:
-    """Play a group for each list of delays; returns seconds by Redis's clock."""
+async def play(run: ServiceRun, shape: Shape) -> float:
+    """Seconds by Redis's clock from the tickets to the last trajectory."""
     trajectories, begun = run.keys.trajectories(), await run.broker.execute("TIME")
-    wanted = await length(run.broker, trajectories) + len(delays) * GROUP_SIZE
-    first = await length(run.broker, run.keys.prompts())
-    tickets = {number: make_ticket(number, each) for number, each in enumerate(delays, first)}
+    wanted = await length(run.broker, trajectories) + shape.groups * shape.size
+    max_tokens, first = run.config.rollout.sampling.max_tokens, await length(run.broker, run.keys.prompts())
+    tickets = {n: make_ticket(n, shape, each, max_tokens) for n, each in enumerate(shape.delays(), first)}
     await append_missing(run.broker, run.keys.prompts(), list(tickets), tickets.__getitem__)
 
     async def is_done() -> bool:
@@ -119,6 +156,71 @@ async def play(run: ServiceRun, delays: list[list[float]]) -> float:
     await wait_until(is_done, 600)
     ended_s = int((await last_id(run.broker, trajectories)).partition("-")[0]) / 1000
     return ended_s - int(begun[0]) - int(begun[1]) / 1e6
+
+
+class Measured(NamedTuple):
+    """One shape played with so many slots."""
+
+    speed: float
+    """Tokens a second."""
+    cpu_speed: float
+    """Tokens for a second of CPU time of the worker and vLLM: other programs disturb it little."""
+    preempted: float
+    """For 1,000 turns."""
+    cached: float
+    """Share of the tokens of later turns' prompts."""
+
+
+async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
+    """Play all shapes with so many slots, on one engine."""
+    num_blocks = CACHE_BYTES // TOKEN_BYTES // BLOCK_TOKENS
+    config = make_config(
+        folder,
+        "async",
+        engine="vllm",
+        num_threads=1,
+        # A turn that is cut would end its session.
+        sampling={"max_tokens": 256},
+        max_num_seqs=512,
+        max_groups_in_flight=slots,
+        vllm={
+            "enforce_eager": True,
+            "extra": {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": num_blocks},
+        },
+    )
+    found = {}
+    async with ServiceRun(folder, config, "slots", is_forked=False) as run:
+        run.start("rollout")
+        await play(run, SHAPES["long"]._replace(groups=1))
+        for name, shape in SHAPES.items():
+            before, cpu_s = await _num_preempted(run), _cpu_s(run)
+            wall_s = await play(run, shape)
+            num_preempted, cpu_s = await _num_preempted(run) - before, _cpu_s(run) - cpu_s
+            samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+            sessions = [sample.session for sample in samples[-shape.groups * shape.size :]]
+            turns = [turn for session in sessions if session is not None for turn in session.turns]
+            later = [turn for session in sessions if session is not None for turn in session.turns[1:]]
+            cached = sum(turn.num_cached_tokens for turn in later) / sum(
+                turn.num_prompt_tokens for turn in later
+            )
+            tokens = sum(turn.num_tokens for turn in turns)
+            found[name] = Measured(tokens / wall_s, tokens / cpu_s, 1000 * num_preempted / len(turns), cached)
+    return found
+
+
+def _cpu_s(run: ServiceRun) -> float:
+    worker = psutil.Process(run.processes["rollout"].pid)
+    times = [process.cpu_times() for process in (worker, *worker.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+async def _num_preempted(run: ServiceRun) -> float:
+    """So far, from the worker's /metrics."""
+    (beat,) = await read_heartbeats(run.broker, run.keys)
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://{beat.metrics_target}/metrics")).text
+    lines = [line.rpartition(" ") for line in text.splitlines()]
+    return sum(float(value) for key, _, value in lines if key.startswith("vllm:num_preemptions_total"))
 
 
 async def measure_gateway(folder: Path) -> tuple[float, float]:
@@ -166,21 +268,72 @@ async def _converse(client: httpx.AsyncClient, root: str, key: str) -> list[floa
     return times
 
 
-def main(sessions: Annotated[int, typer.Option(help="Sessions held at once.")] = 512) -> None:
+def report_slots() -> None:
+    """The sweep of fixed numbers, and how `auto` compares with 64 and with the fastest of them."""
+    found: dict[int | str, dict[str, Measured]] = {}
+    for slots in SLOTS:
+        with tempfile.TemporaryDirectory() as folder:
+            found[slots] = run_main(measure_slots(Path(folder), slots))
+    result: dict[str, float | None] = {}
+    columns = (
+        "groups in flight",
+        "tokens/s",
+        "tokens per CPU second",
+        "preemptions per 1,000 turns",
+        "histories in the cache",
+    )
+    for name in SHAPES:
+        of = {slots: measured[name] for slots, measured in found.items()}
+        rows = [
+            (
+                str(slots),
+                f"{each.speed:,.0f}",
+                f"{each.cpu_speed:,.0f}",
+                f"{each.preempted:.1f}",
+                f"{each.cached:.0%}",
+            )
+            for slots, each in of.items()
+        ]
+        print_table(f"Slots, {name} sessions, KV cache of 16 MB", columns, rows, machine())
+        auto = of.pop("auto")
+        result |= {
+            f"slots_{name}_preemptions_64": round(of[64].preempted, 1),
+            f"slots_{name}_preemptions_auto": round(auto.preempted, 2),
+            f"slots_{name}_speed_to_best": round(auto.speed / max(each.speed for each in of.values()), 3),
+            f"slots_{name}_cpu_speed_to_best": round(
+                auto.cpu_speed / max(each.cpu_speed for each in of.values()), 3
+            ),
+        }
+    print_result(result)
+
+
+def main(
+    only: Annotated[str, typer.Option(help="One of held, gateway, slots; empty: the first two.")] = "",
+    sessions: Annotated[int, typer.Option(help="Sessions held at once.")] = 512,
+) -> None:
     """Measure, print a table, and end with one line of JSON."""
-    efficiencies: list[float] = []
+    if only not in ("", "held", "gateway", "slots"):
+        raise typer.BadParameter(f"{only!r} is neither held, gateway nor slots")
+    if only == "slots":
+        report_slots()
+        return
+    result: dict[str, float | None] = dict.fromkeys(("efficiency_512", "gateway_ms_p50"))
     rows: list[tuple[str, ...]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for kind in KINDS:
+        for kind in KINDS if only in ("", "held") else ():
             (folder / kind).mkdir()
             wall_s, ideal_s = run_main(measure_held(folder / kind, kind, sessions))
-            efficiencies.append(round(ideal_s / wall_s, 3))
+            result["efficiency_512"] = min(
+                result["efficiency_512"] or float("inf"), round(ideal_s / wall_s, 3)
+            )
             rows.append((f"{sessions} sessions, {kind}", f"{wall_s:.2f} s", f"ideal: {ideal_s:.2f} s"))
-        p50, p99 = run_main(measure_gateway(folder))
-        rows.append(("a call through the gateway", f"+{p50:.2f} ms", f"p99: +{p99:.2f} ms"))
+        if only in ("", "gateway"):
+            p50, p99 = run_main(measure_gateway(folder))
+            result["gateway_ms_p50"] = round(p50, 2)
+            rows.append(("a call through the gateway", f"+{p50:.2f} ms", f"p99: +{p99:.2f} ms"))
     print_table("Sessions", ("what", "measured", "beside it"), rows, machine())
-    print_result({"efficiency_512": min(efficiencies), "gateway_ms_p50": round(p50, 2)})
+    print_result(result)
 
 
 if __name__ == "__main__":

@@ -298,15 +298,25 @@ class RolloutWorker(LaneWorker[Ticket]):
             # with the numbers by which it has drawn the recorded tokens.
             name += f"-p{len(play.parts)}"
         numbers, is_greedy = count(1), self._is_greedy(index)
+        before: tuple[Sequence[int], int, int] = ((), -1, 0)
 
         async def ask(
             ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None = None
         ) -> Generation:
+            nonlocal before
             number = next(numbers)
             if is_greedy:
                 sampling = sampling.model_copy(update={"temperature": 0.0})
             request_id = name if number == 1 else f"{name}-t{number}"
-            return await self._ask(ticket.ticket, request_id, ids, sampling, on_tokens)
+            generation = await self._ask(ticket.ticket, request_id, ids, sampling, on_tokens)
+            # A cache is of one version, the first of a turn; an agent may have begun another history.
+            prompt, version, num_had = before
+            if version != generation.spans[0][0] or ids[: len(prompt)] != prompt:
+                num_had = 0
+            elif num_had:
+                self.slots.turn(num_had, generation.num_cached_tokens)
+            before = (ids, generation.spans[0][0], max(num_had, generation.num_cached_tokens))
+            return generation
 
         async def keep(play_name: bytes, number: int, part: Part) -> bool:
             # Else what is dropped below would be gone on with.

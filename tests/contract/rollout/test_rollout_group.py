@@ -25,7 +25,8 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import DeadLetter, fault_of
-from tidemill.services.rollout.engines.engine import EngineReport
+from tidemill.services.rollout.engines.engine import EngineReport, Generation
+from tidemill.services.rollout.sessions.parts import new_play
 from tidemill.services.rollout.sessions.player import SingleTurn
 from tidemill.services.rollout.worker import RolloutWorker
 
@@ -285,6 +286,42 @@ class TestWorkerLoop:
                 await wait_until(lambda: _has_length(broker, keys.trajectories(), 16))
             # Two were left after the first end; nothing was reported since.
             assert loop.slots.limit == 2
+
+    async def test_slots_hear_how_much_of_a_history_has_left_the_cache(self, make, broker, keys, monkeypatch):
+        """Where it goes on, and with the same weights: else nothing of it could be there."""
+        turns = [
+            ([3], 0, 0),
+            ([3, 4], 0, 32),
+            ([3, 4, 5], 0, 64),
+            ([3, 4, 5, 6], 0, 0),
+            ([3, 4, 5, 6, 7], 0, 96),
+        ]
+        turns += [([8], 0, 16), ([8, 9], 1, 0), ([8, 9, 9], 1, 32), ([8, 9, 9, 9], 1, 32)]
+        left, heard = iter(turns), []
+
+        class Heard:
+            def turn(self, num_had: int, num_cached: int) -> None:
+                heard.append((num_had, num_cached))
+
+        class Turns(SingleTurn):
+            async def play(self, ticket: Any, name: str, ask: Any) -> Any:
+                for ids, _, _ in turns:
+                    await ask(ids, ticket.sampling)
+                raise EnvironmentFaultError("the script has ended")
+
+        async def generate(request: Any) -> Generation:
+            ids, version, num_cached = next(left)
+            assert request.prompt_ids == ids
+            return Generation([1], [-1.0], ((version, 0),), "stop", num_cached)
+
+        await issue(broker, keys)
+        async with make() as worker:
+            monkeypatch.setattr(worker.engine, "generate", generate)
+            worker.lane.player = Turns(worker.config, worker.engine.decode, pytest.fail)
+            worker.lane.slots, delivery = Heard(), await worker.fetch()
+            play = new_play(delivery.message.prompt_ids)
+            await worker.lane._generate_sample(delivery, play, 0, {})
+        assert heard == [(32, 64), (64, 0), (64, 96), (32, 32)]
 
 
 async def _has_length(broker: Broker, key: str, count: int) -> bool:

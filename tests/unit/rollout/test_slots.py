@@ -13,11 +13,11 @@ def test_without_reports_the_number_stays() -> None:
     assert slots.num_free(10) == 54
 
 
-@pytest.mark.parametrize(("usage", "after"), [(0.0, 20.0), (0.4, 15.0), (0.8, 10.0), (0.85, 10.0)])
+@pytest.mark.parametrize(("usage", "after"), [(0.0, 20.0), (0.4, 12.5), (0.8, 10.0), (0.85, 10.0)])
 def test_slots_grow_in_a_turnover_by_a_share_that_tapers_with_the_caches_use(
     usage: float, after: float
 ) -> None:
-    """Twice the slots with an empty cache, 1.5 at 40 %, as many from 80 % on."""
+    """Twice the slots with an empty cache, 1.25 at 40 %, as many from 80 % on."""
     slots = Slots(10)
     for _ in range(10):
         slots.report(EngineReport(usage, 0))
@@ -42,6 +42,30 @@ def test_a_group_that_ends_is_replaced_unless_requests_have_waited_all_the_time_
         slots.end(held)
         assert slots.num_free(held) == free
     assert slots.limit == 8
+
+
+@pytest.mark.parametrize(
+    ("usage", "turns", "is_replaced"),
+    [
+        (0.5, [(100, 100), (100, 50)], False),
+        (0.5, [(100, 120), (100, 60)], True),  # 40 of 200 are not more than a fifth
+        (0.5, [], True),
+        (0.3, [(100, 0)], True),  # the engine has little to do
+    ],
+)
+def test_a_group_that_ends_is_not_replaced_where_histories_have_left_the_cache(
+    usage: float, turns: list[tuple[int, int]], is_replaced: bool
+) -> None:
+    slots = Slots(10)
+    for turn in turns:
+        slots.turn(*turn)
+    slots.report(EngineReport(usage, 0))
+    slots.end(9)
+    assert slots.num_free(9) == is_replaced
+    # What was lost before the last end does not count again.
+    slots.report(EngineReport(usage, 0))
+    slots.end(8)
+    assert slots.num_free(8) >= 1
 
 
 def test_one_group_is_always_held() -> None:
