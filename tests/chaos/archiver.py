@@ -11,6 +11,7 @@ import psutil
 from tests.chaos.archive import Archive, StreamCopy
 from tests.chaos.fleet import Fleet
 from tests.support.waiting import wait_until
+from tidemill.common.archive import archive_folder
 from tidemill.common.archive.archiver import archive_run
 from tidemill.common.history import History, StreamName
 from tidemill.common.streams import Entry
@@ -61,8 +62,18 @@ class ArchiverKiller:
             await asyncio.sleep(POLL_S)
 
     async def _until_done(self, job: psutil.Process) -> None:
+        """A job of many small files takes long on a busy machine: it is stuck where none is written."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            await wait_until(lambda: self._is_done(job), STUCK_S)
+            while not self._is_done(job):
+                before = self._written_at()
+                await wait_until(
+                    lambda seen=before: self._is_done(job) or self._written_at() != seen, STUCK_S
+                )
+
+    def _written_at(self) -> int:
+        """When a file of the archive last came or went."""
+        folders = archive_folder(self.fleet.run_dir).glob("*")
+        return max((folder.stat().st_mtime_ns for folder in folders), default=0)
 
     @staticmethod
     def _is_done(job: psutil.Process) -> bool:
