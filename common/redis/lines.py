@@ -103,6 +103,8 @@ class Line(asyncio.Protocol):
         self._watch: asyncio.TimerHandle | None = None
         self.error: redis_errors.RedisError | None = None
         """Why no call can be made here any more."""
+        self.is_loss_unknown = False
+        """No call has failed with it: nothing was under way when it was lost."""
         self.client_id: Any = None
         """The server's number of this connection, once it was asked for; an error where it may not be."""
         self._transport: asyncio.Transport = connection._writer.transport
@@ -167,6 +169,7 @@ class Line(asyncio.Protocol):
         if self.error is not None:
             return
         self.error = error
+        self.is_loss_unknown = all(call.future.done() for call in self._waiting)
         for call in self._waiting:
             if not call.future.done():
                 # One each: an exception that several tasks raise gathers the tracebacks of all.
@@ -204,6 +207,9 @@ class Line(asyncio.Protocol):
 class PlainLine:
     """One connection by redis-py's public methods alone, a call at a time: for a redis-py with other parts
     inside than `Line` knows. Slower, and otherwise the same."""
+
+    is_loss_unknown = False
+    """It is found to be lost by a call alone."""
 
     def __init__(self, connection: Any) -> None:
         self._connection, self._lock = connection, asyncio.Lock()
@@ -275,6 +281,10 @@ class Client:
         if is_blocking:
             return await self._exchange_alone(unit)
         line = self._shared
+        if line is not None and line.error is not None and line.is_loss_unknown:
+            # As if a call had been under way: with the connection, the server may have lost its last writes.
+            line.is_loss_unknown = False
+            raise type(line.error)(*line.error.args)
         if line is None or not line.is_usable:
             line = await self._open_shared()
         return await line.exchange(unit, is_atomic)

@@ -11,6 +11,7 @@ import psutil
 from tests.chaos.archive import Archive, StreamCopy
 from tests.chaos.fleet import Fleet
 from tests.support.waiting import wait_until
+from tidemill.common.archive import archive_folder
 from tidemill.common.archive.archiver import archive_run
 from tidemill.common.history import History, StreamName
 from tidemill.common.process.programs import Program
@@ -47,8 +48,18 @@ class ArchiverKiller:
             await self._until_done(await self._next())
 
     async def _until_done(self, archiver: psutil.Process) -> None:
+        """One that writes many small files takes long on a busy machine: it is stuck where it writes none."""
         with suppress(psutil.NoSuchProcess):
-            await wait_until(lambda: self._is_done(archiver), STUCK_S)
+            while not self._is_done(archiver):
+                before = self._written_at()
+                await wait_until(
+                    lambda seen=before: self._is_done(archiver) or self._written_at() != seen, STUCK_S
+                )
+
+    def _written_at(self) -> int:
+        """When a file of the archive last came or went."""
+        folders = archive_folder(self.fleet.run_dir).glob("*")
+        return max((folder.stat().st_mtime_ns for folder in folders), default=0)
 
     async def _next(self) -> psutil.Process:
         while True:

@@ -106,6 +106,10 @@ class Cluster:
     """When last the way to the server was slow."""
     _waiting: dict["asyncio.Future[Any]", Process] = field(default_factory=dict)
     _lines: dict[Process, Line] = field(default_factory=dict)
+    _connected: set[Process] = field(default_factory=set)
+    _unaware: set[Process] = field(default_factory=set)
+    """Processes that have lost their connection while nothing was under way: the next call tells them, as in
+    `common/redis/lines.py`."""
 
     def __post_init__(self) -> None:
         self.server = MemoryServer(self.clocks.server_ms, _run_id(1))
@@ -125,6 +129,11 @@ class Cluster:
         process.num_steps += 1
         if process.springs("unsent"):
             self.kill(process)
+            return future
+        if process in self._unaware and not is_blocking:
+            self._unaware.discard(process)
+            process.disturbed_at = self.loop.now
+            future.set_exception(RedisConnectionError(LOST))
             return future
         self._waiting[future] = process
         fate = self._fate()
@@ -174,6 +183,8 @@ class Cluster:
     def _break_connections(self) -> None:
         for line in self._lines.values():
             line.is_lost = True
+        self._unaware |= self._connected - set(self._waiting.values())
+        self._connected.clear()
         for future, process in list(self._waiting.items()):
             process.disturbed_at = max(process.disturbed_at, self.loop.now)
             self._answer(Line(), future, RedisConnectionError(LOST))
@@ -214,6 +225,7 @@ class Cluster:
         if self.state is State.DOWN or process in self.cut_off:
             self._lose(line, RedisConnectionError(REFUSED))
             return
+        self._connected.add(process)
         if line.is_lost or line.is_deaf:
             return
         if fate.endswith("hangs"):

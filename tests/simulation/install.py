@@ -49,6 +49,8 @@ from tidemill.common.redis.broker import WAIT_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import RUNS_DIR_VARIABLE
 from tidemill.common.store.claims import ClaimStore
+from tidemill.common.streams.consumer import Consumer
+from tidemill.common.streams.entries import Delivery
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.rollout.engines.simulated import SimulatedEngine
@@ -217,6 +219,13 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         watch.publishes(sample, worker.engine)
         return await check_in(worker, sample)
 
+    hold = Consumer._hold
+
+    def hold_watched(consumer: Consumer[Any], raw_id: bytes, *rest: Any) -> Any:
+        held = hold(consumer, raw_id, *rest)
+        watch.given(consumer.name, consumer.key, raw_id, isinstance(held, Delivery))
+        return held
+
     reread = StreamJoin.reread
 
     def reread_watched(join: StreamJoin, history: int = 0) -> None:
@@ -231,6 +240,7 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
 
     return [
         (Evaluator, "evaluate", evaluate_watched),
+        (Consumer, "_hold", hold_watched),
         (StreamJoin, "reread", reread_watched),
         (RolloutWorker, "_checked_in", check_in_watched),
         (tidemill.services.rollout.engines.simulated, "request_key", new_key),

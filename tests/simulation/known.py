@@ -275,6 +275,22 @@ KNOWN = {
         Fault(10.127, "unreliable", "", {"for_s": 5.7, "share": 0.54}),
         Fault(13.296, "cut_off", "reward-0", {"for_s": 10.37}),
     )),
+    "acknowledgements are lost, and who sent them has no free slot": Schedule(
+        1741, Setup(steps=3, group_size=8, batch_order="as_ready", checkpoint_every=1, evaluation=True,
+        reward_slots=2, sample_s=5.0), (
+        Fault(8.618, "tear", "trainer", {"what": "checkpoint", "share": 0.013}),
+        Fault(8.647, "cut_off", "reward-1", {"for_s": 3.87}),
+        Fault(13.915, "restart", "", {"for_s": 0.35, "lose": 81}),
+    )),
+    "what cannot be read came ahead of what fills the slots": Schedule(
+        2912, Setup(steps=3, groups_per_step=3, group_size=8, batch_order="as_ready", checkpoint_every=1,
+        keep_checkpoints=1, reward_slots=2, sample_s=5.0, mixed=True), (
+        Fault(0.05, "kill", "rollout-0", {"step": "unsent", "count": 5}),
+        Fault(5.952, "damage", "publish_sample"),
+        Fault(5.952, "operate"),
+        Fault(7.452, "operate"),
+        Fault(8.952, "operate"),
+    )),
     "the payload of a part is gone, and those after it are still there": Schedule(
         336, Setup(steps=3, groups_per_step=1, group_size=4, segment_mb=0.001, rollouts=1, rewards=1,
         parts="repeat", shares_lines=True, choices=True), (

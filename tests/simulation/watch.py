@@ -36,6 +36,8 @@ Answered = Callable[[list[Any]], None]
 
 CONTACT_S = LONGEST_PAUSE_S + LEASE_S / RENEWALS_PER_LEASE + 0.5
 """So long after its last failed command, a process has renewed its leases again."""
+SETTLING = frozenset({"complete", "publish_sample", "store_result", "publish_group"})
+"""Scripts that acknowledge what they are about."""
 ON_ITS_WAY_S = 2.0
 """What was published may not be known to a worker that begins within so long."""
 
@@ -120,12 +122,13 @@ class Watch:
     _handed_back: set[tuple[bytes, bytes]] = field(default_factory=set)
     _lost: set[tuple[str, bytes, bytes]] = field(default_factory=set)
     """Process, stream and entry that another one has taken over from it."""
-
+    _idle: set[tuple[bytes, bytes, Key]] = field(default_factory=set)
+    """Consumer, stream and entry that it does not work on: acknowledged, not given since, or unreadable."""
     _marked_at: dict[bytes, float] = field(default_factory=dict)
     """By mark of a trim: when it came."""
 
     def __post_init__(self) -> None:
-        names = ("reclaim", "hand_back", "move_aside", "trim", "append_part", "publish_sample")
+        names = ("reclaim", "hand_back", "move_aside", "mark", "trim", "append_part", *SETTLING)
         shas = {_script(name)[1].encode(): name for name in names}
         self._scripts = shas
 
@@ -242,6 +245,14 @@ class Watch:
 
     # Leases.
 
+    def given(self, consumer: str, key: str, entry_id: bytes, is_readable: bool) -> None:
+        """A consumer gets an entry, and knows that it has it."""
+        place = consumer.encode(), key.encode(), parse_id(entry_id)
+        if is_readable:
+            self._idle.discard(place)
+        else:
+            self._idle.add(place)
+
     def arrives(self, server: MemoryServer, process: Process, fields: Fields) -> Answered | None:
         """A command is about to be applied; what is returned hears of its replies."""
         if fields[0] == b"XREADGROUP":
@@ -262,26 +273,30 @@ class Watch:
         elif name == "trim":
             return lambda replies: self._trimmed(fields, replies)
         elif name == "append_part":
-            holder = self._holder_of(server, fields[3], fields[6], fields[8])
+            holder = self._holders(server, fields[3]).get(parse_id(fields[8]), b"")
             before = dict(server.space.values.get(fields[5], {}))
             return lambda replies: self._kept(server, fields, holder, before, replies)
-        elif name == "publish_sample" and fields[-1]:
-            parts = dict(server.space.values.get(fields[6], {}))
-            return lambda replies: self._published(server, fields, parts, replies)
+        elif name in SETTLING:
+            held, parts = self._holders(server, fields[3]), dict(server.space.values.get(fields[6], {}))
+
+            def answered(replies: list[Any]) -> None:
+                gone = held.keys() - self._holders(server, fields[3])
+                self._idle |= {(held[entry_id], fields[3], entry_id) for entry_id in gone}
+                if name == "publish_sample" and fields[-1]:
+                    self._published(server, fields, parts, replies)
+
+            return answered
         elif name == "reclaim":
-            key, group = fields[3], fields[4]
-            stream = server.space.values.get(key)
-            if isinstance(stream, Stream) and group in stream.groups:
-                holders = {i: held.consumer for i, held in stream.groups[group].pending.items()}
-                return lambda replies: self._taken(process, key, holders, replies)
+            holders = self._holders(server, fields[3])
+            return lambda replies: self._taken(process, fields[3], holders, replies)
         return None
 
     @staticmethod
-    def _holder_of(server: MemoryServer, key: bytes, group: bytes, entry_id: bytes) -> bytes:
+    def _holders(server: MemoryServer, key: bytes) -> dict[Key, bytes]:
+        """Entries of a stream that are pending, and the consumer of each."""
         stream = server.space.values.get(key)
-        found = stream.groups.get(group) if isinstance(stream, Stream) else None
-        held = found.pending.get(parse_id(entry_id)) if found else None
-        return held.consumer if held else b""
+        groups = stream.groups.values() if isinstance(stream, Stream) else ()
+        return {entry_id: held.consumer for group in groups for entry_id, held in group.pending.items()}
 
     def _kept(
         self,
@@ -340,8 +355,13 @@ class Watch:
         if isinstance(reply, RedisError) or len(reply) < 3:
             return
         for entry_id, *_ in reply[2]:
-            holder = self._consumers.get(holders.get(parse_id(entry_id), b""))
+            consumer = holders.get(parse_id(entry_id), b"")
+            holder = self._consumers.get(consumer)
             if holder is None or (key, entry_id) in self._handed_back:
+                continue
+            # Redis has lost that it was settled, and who has no free slot cannot begin it again. Or nobody
+            # can read it: it is not renewed, and waits for the dead letters.
+            if (consumer, key, parse_id(entry_id)) in self._idle:
                 continue
             # Who has lost an entry works on it no more, also where Redis has lost that another one took it.
             had_lost, given = (holder.name, key, entry_id), (taker.name, key, entry_id)

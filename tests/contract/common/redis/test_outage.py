@@ -168,6 +168,19 @@ async def test_a_connection_that_is_back_at_once_costs_no_lease(any_redis, keys)
     await asyncio.gather(broker.close(), other.close())
 
 
+async def test_a_connection_that_is_lost_while_nothing_is_under_way_is_noticed(any_redis, keys):
+    """A server that was started again may have lost an acknowledgement: its entry is pending once more."""
+    broker, other = await Broker.connect(any_redis.url), await Broker.connect(any_redis.url)
+    await publish(broker, keys, 1)
+    consumer = make_consumer(broker, keys, "a")
+    assert await consumer.takeover.look(1) == []  # the next one is due in half a lease
+    await other.pipeline([delivery_of(keys, 1), ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")])
+    await wait_until(lambda: broker.redis._shared.error is not None)
+    assert [*await consumer.fetch(1, 0), *await consumer.fetch(1, 0)] == [*consumer.held.values()] != []
+    assert (broker.num_interruptions, broker.waited_s) == (1, 0.0)
+    await asyncio.gather(broker.close(), other.close())
+
+
 async def test_what_an_answer_brought_that_was_lost_with_the_connection_is_begun_at_once(broker, keys):
     """Redis has it as held by a consumer that never saw it; nobody else would look before its lease ends."""
     await publish(broker, keys, 4)
