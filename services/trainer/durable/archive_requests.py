@@ -68,10 +68,15 @@ class ArchiveJobs:
             self._task = self.context.start(self._work(), "archive")
 
     async def close(self) -> None:
-        """Wait for nothing any more; what was handed over goes on."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Wait for nothing any more; what was handed over goes on, and where the run is over, so does what
+        still waits for its turn: no trainer comes that would ask for it again."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self._until and not self._has_complained and not self.context.stopping.is_set():
+            with contextlib.suppress(OSError, BrokerError, RedisError):
+                await asyncio.to_thread(self._enqueue, self._until, self._is_urgent)
 
     async def _may_fill_a_segment(self, until: Mapping[StreamName, str]) -> bool:
         """Whether some stream is large enough, by Redis's own estimate, or with the payloads beside it."""
@@ -103,7 +108,11 @@ class ArchiveJobs:
         from rq.job import JobStatus
 
         try:
-            job = await asyncio.to_thread(self._enqueue, until, is_urgent)
+            try:
+                job = await asyncio.to_thread(self._enqueue, until, is_urgent)
+            except asyncio.CancelledError:  # perhaps before it was enqueued; twice does no harm
+                self._until = {**until, **self._until}
+                raise
             last_seen: object = None
             changed_at = time.monotonic()
             while True:

@@ -49,10 +49,9 @@ async def context(
 
 
 @contextmanager
-def jobs_worker(keys: Keys) -> Iterator[subprocess.Popen[bytes]]:
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tidemill.services.jobs", keys.run_id], cwd=REPO, env=os.environ
-    )
+def jobs_worker(keys: Keys, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tidemill.services.jobs", keys.run_id, *options]
+    worker = subprocess.Popen(command, cwd=REPO, env=os.environ)
     try:
         yield worker
     finally:
@@ -108,6 +107,27 @@ async def test_where_nobody_archives_the_trainer_has_it_done_and_says_so(
     assert f"python -m tidemill.services.jobs {keys.run_id}" in capfd.readouterr().out
     assert await broker.execute("LLEN", f"rq:queue:{keys.jobs_queue}") == 0, "the request was taken back"
     await trimmer.close()
+
+
+@ONE_SERVER
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_at_the_end_of_a_run_the_newest_request_is_handed_over(
+    context: ServiceContext, broker: Broker, keys: Keys, is_over: bool
+) -> None:
+    """Else, where a worker is slow, nothing would be archived that came after the first request."""
+    await fill(broker, keys.trajectories(), range(60))
+    entries, queue = await raw(broker, keys.trajectories()), f"rq:queue:{keys.jobs_queue}"
+    trimmer = make_trimmer(context)
+    await trimmer.release({STREAM: entries[1][0]}, 0)
+    await wait_until(lambda: broker.execute("LLEN", queue))
+    await trimmer.release({STREAM: entries[-1][0]}, 0)
+    if not is_over:  # the trainer that resumes asks for it
+        context.stopping.set()
+    await trimmer.close()
+    assert await broker.execute("LLEN", queue) == 1 + is_over
+    with jobs_worker(keys, "--burst") as worker:
+        assert await asyncio.to_thread(worker.wait, 120) == 0
+    assert bool(archived(context).segments) == is_over
 
 
 @ONE_SERVER
