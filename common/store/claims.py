@@ -11,11 +11,13 @@ when no entry claims it and none can any more.
 
 import asyncio
 import contextlib
+import os
 import random
 import re
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -184,17 +186,29 @@ class ClaimStore:
             raise ValueError(f"{claim.num_bytes} bytes exceed the limit of {self.max_bytes}")
         url, _, name = claim.pointer.rpartition("/")
         try:
-            payload = self._objects(url).read_all(name) if url else (self.folder / name).read_bytes()
+            payload = self._objects(url).read_all(name) if url else self._read_file(name)
         except (OSError, StoreError, ConfigError) as error:
-            cause = error.__cause__ if url else error
-            # A file that is missing together with its folder says nothing: the folder is not mounted.
-            if isinstance(cause, FileNotFoundError) and (url or self.folder.is_dir()):
+            if isinstance(error.__cause__ if url else error, FileNotFoundError):
                 raise FileNotFoundError(_reason(error)) from None
-            kind = UnreadableError if not url and self._gives_others(name) else StoreError
+            is_there = isinstance(error, OSError) and self._gives_others(name)
+            kind = UnreadableError if is_there else StoreError
             raise kind(f"{self._place(claim)} cannot be read now: {_reason(error)}") from error
         # It was there: should it vanish now, `_write` makes no empty one in its place.
         self._has_folder |= not url
         return payload
+
+    def _read_file(self, name: str) -> bytes:
+        """Raises OSError: the folder is there, the file cannot be read; StoreError: the folder is away."""
+        try:
+            # Before the file: one that comes back after a look for it would make the file pass for missing.
+            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:  # it is not mounted, which says nothing of its files
+            raise StoreError(_reason(error)) from error
+        try:
+            with open(name, "rb", opener=partial(os.open, dir_fd=folder)) as file:
+                return file.read()
+        finally:
+            os.close(folder)
 
     def _gives_others(self, name: str) -> bool:
         """Whether some other payload of the folder can be read."""

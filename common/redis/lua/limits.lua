@@ -2,9 +2,9 @@
 -- draws twice. Limits: concurrency, requests and tokens per minute; 0 is none. Time is the server's.
 -- KEYS: hash of what is left, sorted set of requests in flight by the end of their lease.
 -- ARGV: lane (eval or train), lease in ms, concurrency, requests per minute, tokens per minute, burst in ms,
--- share kept for evaluation, number of requests that ended, number of those that go on; then (request id, tokens to
--- give back, below zero where more were used) of those that ended, the ids of those that go on, and (request id,
--- tokens) of those that wait, in order.
+-- share kept for evaluation, worker, number of evaluations that wait at it, number of requests that ended, number of
+-- those that go on; then (request id, tokens to give back, below zero where more were used) of those that ended, the
+-- ids of those that go on, and (request id, tokens) of those that wait, in order.
 -- Returns how many of those that wait are admitted, and milliseconds after which to ask for the next one; -1
 -- where that depends on a request that ends.  Asking twice for the same request draws once.
 local time = redis.call('TIME')
@@ -18,9 +18,9 @@ redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now + lease_ms, '+inf')) do
   redis.call('ZADD', KEYS[2], now + lease_ms, id)
 end
-local first_renewed = 10 + 2 * tonumber(ARGV[8])
-local first_waiting = first_renewed + tonumber(ARGV[9])
-for i = 10, first_renewed - 1, 2 do
+local first_renewed = 12 + 2 * tonumber(ARGV[10])
+local first_waiting = first_renewed + tonumber(ARGV[11])
+for i = 12, first_renewed - 1, 2 do
   -- Only where it is still there: a repeated call gives nothing back twice. A bucket that is missing is full.
   if redis.call('ZREM', KEYS[2], ARGV[i]) == 1 and redis.call('HEXISTS', KEYS[1], 'tokens') == 1 then
     redis.call('HINCRBYFLOAT', KEYS[1], 'tokens', ARGV[i + 1])
@@ -30,14 +30,26 @@ for i = first_renewed, first_waiting - 1 do
   -- XX: one whose lease has run out holds no place any more, and gets none by being renewed.
   redis.call('ZADD', KEYS[2], 'XX', now + lease_ms, ARGV[i])
 end
+-- While evaluation waits at any worker, whatever becomes free is for it: until its worker says that none waits any
+-- more, or has said nothing for `eval_ms`.
+local own, num_evals, eval_ms = 'eval:' .. ARGV[8], tonumber(ARGV[9]), 5000
+if num_evals == 0 then
+  redis.call('HDEL', KEYS[1], own)
+end
 if first_waiting > #ARGV then
   return {0, 0}
 end
-
--- While evaluation waits, whatever becomes free is for it.
-local eval_until = tonumber(redis.call('HGET', KEYS[1], 'eval_until') or 0)
-if not is_eval and eval_until > now and eval_until <= now + 5000 then
-  return {0, eval_until - now}
+if not is_eval then
+  local found = redis.call('HGETALL', KEYS[1])
+  for i = 1, #found, 2 do
+    if string.sub(found[i], 1, 5) == 'eval:' then
+      local left_ms = tonumber(found[i + 1]) - now
+      if left_ms > 0 and left_ms <= eval_ms then
+        return {0, left_ms}
+      end
+      redis.call('HDEL', KEYS[1], found[i])
+    end
+  end
 end
 
 local places = concurrency
@@ -94,11 +106,10 @@ for _, found in pairs({requests, tokens}) do
   redis.call('HSET', KEYS[1], found.name, tostring(found.level), found.name .. '_at', now)
 end
 if is_eval then
-  if wait_ms == 0 then
-    redis.call('HDEL', KEYS[1], 'eval_until')
+  if wait_ms == 0 and num_evals == 1 then
+    redis.call('HDEL', KEYS[1], own)
   else
-    -- Outlives the time until evaluation asks again, and ends by itself when it never does.
-    redis.call('HSET', KEYS[1], 'eval_until', now + math.min(math.max(wait_ms, 0) + 500, 5000))
+    redis.call('HSET', KEYS[1], own, now + eval_ms)
   end
 end
 return {admitted, wait_ms}

@@ -11,7 +11,7 @@ import contextlib
 import random
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -62,6 +62,7 @@ class Limiter:
         self._keys = [keys.limits(servers), keys.requests(servers)]
         self._prefix, self._number = secrets.token_hex(6), 0
         self._lines = {lane: asyncio.Lock() for lane in Lane}
+        self._num_waiting = Counter[Lane]()
         self._held: set[str] = set()
         self._ended: deque[Permit] = deque()
         self._freed = asyncio.Event()
@@ -80,15 +81,20 @@ class Limiter:
         if self._upkeep.done():
             self._upkeep.result()  # an error nobody expected: without renewal no place is ours
         started = time.monotonic()
-        # Only the first in line asks Redis, so that a thousand that wait cost no more calls than one.
-        async with self._lines[lane]:
-            self._held.add(permit.id)
-            try:
-                await self._admission(lane, permit)
-            except BaseException:  # given up, perhaps just as it was admitted
-                permit.used_tokens = 0
-                self._end(permit)
-                raise
+        # Before the line: the call that admits the one before says that this one waits.
+        self._num_waiting[lane] += 1
+        try:
+            # Only the first in line asks Redis, so that a thousand that wait cost no more calls than one.
+            async with self._lines[lane]:
+                self._held.add(permit.id)
+                try:
+                    await self._admission(lane, permit)
+                except BaseException:  # given up, perhaps just as it was admitted
+                    permit.used_tokens = 0
+                    self._end(permit)
+                    raise
+        finally:
+            self._num_waiting[lane] -= 1
         metrics.LIMITER_WAIT_SECONDS.labels(self.servers, lane).observe(time.monotonic() - started)
         try:
             yield permit
@@ -151,7 +157,7 @@ class Limiter:
         limits, lease_ms = self.config, int(self._lease_s * 1000)
         arguments: list[object] = [lane.value, lease_ms, limits.concurrency, limits.requests_per_minute]
         arguments += [limits.tokens_per_minute, int(self._burst_s * 1000), self._evaluation_share]
-        arguments += [len(ended), len(held)]
+        arguments += [self._prefix, self._num_waiting[Lane.EVAL], len(ended), len(held)]
         for permit in ended:
             arguments += [permit.id, 0 if permit.used_tokens is None else permit.tokens - permit.used_tokens]
         arguments += [*held, *([waiting.id, waiting.tokens] if waiting else [])]

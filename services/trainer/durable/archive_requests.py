@@ -49,10 +49,15 @@ class ArchiveRequests:
             self._task = self.context.start(self._work(), "archive")
 
     async def close(self) -> None:
-        """Wait for nothing any more, and end the process."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Where the run is over, wait for what was asked for: no trainer comes that would ask again. One that
+        is stopped ends the process, and the next one asks."""
+        if self._task is None:
+            return
+        stopped = asyncio.create_task(self.context.stopping.wait())
+        await asyncio.wait((self._task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        for task in (self._task, stopped):
+            task.cancel()
+        await asyncio.gather(self._task, stopped, return_exceptions=True)
 
     async def _may_fill_a_segment(self, until: Mapping[StreamName, str]) -> bool:
         """Whether some stream is large enough, by Redis's own estimate, or with the payloads beside it."""

@@ -96,13 +96,35 @@ async def test_what_becomes_free_goes_to_waiting_evaluation_first(make: MakeLimi
     await wait_until(lambda: first.num_held == 2)
     training.start(trainer, 50)
     evaluation.start(evaluator, 2, Lane.EVAL)
-    await wait_until(lambda: _has(evaluator, "eval_until"))  # it asked, and has to wait
+    await wait_until(lambda: _waits(evaluator))  # it asked, and has to wait
     first.gate.set()
     await wait_until(lambda: evaluation.num_held == 2)
     assert training.num_held == 0
     evaluation.gate.set()
     await wait_until(lambda: training.num_held == 2)
     await training.cancel()
+
+
+async def test_training_gets_nothing_before_no_evaluation_waits_at_any_worker(
+    broker: Broker, keys: Keys
+) -> None:
+    """Nor between two that wait in one line, of which the second has not asked yet."""
+
+    async def ask(lane: str, worker: str, num_evals: int, request: str, ended: str = "") -> int:
+        arguments = [lane, 5000, 1, 0, 0, 1000, 0, worker, num_evals, int(bool(ended)), 0]
+        arguments += [*([ended, 0] if ended else []), *([request, 0] if request else [])]
+        names = [keys.limits("judge"), keys.requests("judge")]
+        return int((await broker.script("limits", names, arguments))[0])
+
+    assert await ask("train", "u", 0, "a") == 1
+    assert await ask("eval", "v", 2, "b") == await ask("eval", "w", 1, "d") == 0
+    assert await ask("train", "u", 0, "t", ended="a") == 0
+    assert await ask("eval", "v", 2, "b") == 1
+    assert await ask("train", "u", 0, "t", ended="b") == 0
+    assert await ask("eval", "v", 1, "c") == 1
+    assert await ask("train", "u", 0, "t", ended="c") == 0
+    await ask("train", "w", 0, "")  # "d" was given up
+    assert await ask("train", "u", 0, "t") == 1
 
 
 async def test_a_dead_workers_places_are_free_when_its_lease_ends(
@@ -180,7 +202,7 @@ async def test_who_gives_up_waiting_takes_no_place(make: MakeLimiter, broker: Br
 async def test_asking_twice_for_the_same_request_draws_once(broker: Broker, keys: Keys) -> None:
     # A command whose answer was lost is repeated.
     names = [keys.limits("judge"), keys.requests("judge")]
-    limits = ["train", 5000, 1, 60, 0, 1000, 0]
+    limits = ["train", 5000, 1, 60, 0, 1000, 0, "w", 0]
     for _ in range(2):
         assert await broker.script("limits", names, [*limits, 0, 0, "a", 0]) == [1, 0]
     assert await broker.execute("ZCARD", names[1]) == 1
@@ -200,8 +222,9 @@ async def _one(limiter: Limiter) -> None:
         pass
 
 
-async def _has(limiter: Limiter, name: str) -> bool:
-    return bool(await limiter._broker.execute("HEXISTS", limiter._keys[0], name))
+async def _waits(limiter: Limiter) -> bool:
+    """Whether evaluation waits at some worker; without buckets the hash has nothing else."""
+    return bool(await limiter._broker.execute("EXISTS", limiter._keys[0]))
 
 
 async def _lease_end(broker: Broker, keys: Keys) -> float:

@@ -85,6 +85,22 @@ async def test_what_fills_no_file_is_archived_where_memory_runs_low(
 
 
 @ONE_SERVER
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_a_run_ends_with_all_archived_that_was_asked_for(
+    context: ServiceContext, broker: Broker, keys: Keys, is_over: bool
+) -> None:
+    await fill(broker, keys.trajectories(), range(60))
+    entries = await raw(broker, keys.trajectories())
+    trimmer = make_trimmer(context)
+    await trimmer.release({STREAM: entries[1][0]}, 0)
+    await trimmer.release({STREAM: entries[-1][0]}, 0)
+    if not is_over:  # the trainer that resumes asks for it
+        context.stopping.set()
+    await trimmer.close()
+    assert bool(archived(context).segments) == is_over
+
+
+@ONE_SERVER
 async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(
     context: ServiceContext, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,8 +32,8 @@ SCRIPTS: dict[str, tuple[list[str], list[str], list[int]]] = {
     "finish": (["stream", "state"], ["300-0", "status", "finished"], [0]),
     "limits": (
         ["level", "flight"],
-        ["train", "1000", "4", "60", "600", "1000", "0.1", "1", "1", "old", "5", "going", "id", "10"],
-        [1, 2, 3, 4, 5, 6, 7, 8, 10, 13],
+        ["train", "1000", "4", "60", "600", "900", ".1", "w", "1", "1", "1", "old", "5", "going", "id", "1"],
+        [1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15],
     ),
     "move_aside": (["stream", "dead"], ["1.0", "300-0", "200-0", "letter"], [1]),
     "publish_sample": (

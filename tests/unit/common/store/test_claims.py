@@ -96,7 +96,7 @@ def test_a_payload_above_the_limit_is_a_fault_before_it_is_read(tmp_path, monkey
     num_bytes = len(codec.encode_payload(large()))
     whole = ClaimStore(tmp_path, max_bytes=num_bytes).resolve(claim)
     assert codec.encode_payload(whole) == codec.encode_payload(large())
-    monkeypatch.delattr(Path, "read_bytes")
+    monkeypatch.delattr(os, "open")
     assert str(num_bytes) in fault_of(ClaimStore(tmp_path, max_bytes=num_bytes - 1).resolve(claim))
 
 
@@ -134,15 +134,34 @@ async def test_while_the_folder_is_away_nothing_is_said_of_any_payload(tmp_path,
     assert codec.encode_payload(store.resolve(sent(claim))) == codec.encode_payload(large())
 
 
+def test_a_folder_that_comes_back_during_a_look_says_nothing_of_its_payloads(tmp_path, monkeypatch):
+    store, folder, real_open = ClaimStore(tmp_path, 1000), tmp_path / "claims", os.open
+    claim = store.check_in(large())
+    moved(folder)
+
+    def open_late(*arguments, **options):
+        try:
+            return real_open(*arguments, **options)
+        finally:
+            if not folder.exists():
+                folder.with_name("away").rename(folder)
+
+    monkeypatch.setattr(os, "open", open_late)
+    with pytest.raises(StoreError) as caught:
+        store.resolve(claim)
+    assert not isinstance(caught.value, UnreadableError)
+    assert fault_of(store.resolve(claim)) == ""
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
 def test_a_file_that_cannot_be_read_just_now_is_not_missing(tmp_path, monkeypatch, number):
     store = ClaimStore(tmp_path, 1000)
     claim = store.check_in(large())
 
-    def fail(_: Path) -> bytes:
+    def fail(*_, **__):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(os, "open", fail)
     with pytest.raises(StoreError):
         store.resolve(sent(claim))
 
