@@ -107,8 +107,10 @@ class CodeJob(Job):
 class CodeWorker(Worker):
     """Does the jobs of a run's sandbox queue by `run_code`, and fails all others."""
 
+    is_asked_to_stop: ClassVar[bool] = False
+    """This process: between two workers, the signal still goes to the first."""
+
     def __init__(self, keys: Keys, run_code: Callable[..., None], connection: Redis) -> None:
-        self.is_asked_to_stop = False
         super().__init__(
             [keys.sandbox_queue],
             # RQ refuses a name whose former holder was killed, so it is new at every start.
@@ -123,8 +125,9 @@ class CodeWorker(Worker):
         )
 
     def request_stop(self, signum: int, frame: Any) -> None:
-        self.is_asked_to_stop = True
-        super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
+        CodeWorker.is_asked_to_stop = True
+        with contextlib.suppress(RedisError):  # where it notes when it was asked
+            super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
     def execute_job(self, job: Job, queue: Queue) -> None:
         try:
@@ -153,7 +156,7 @@ def main(run_id: str, configs: str) -> int:
         print(f"tidemill sandbox: {error}", file=sys.stderr)
         return error.exit_code
     run_code = run_code_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs))
-    while True:
+    while not CodeWorker.is_asked_to_stop:
         worker = CodeWorker(Keys(run_id), run_code, connection)
         problem = "RQ's worker ended"
         try:
@@ -162,11 +165,11 @@ def main(run_id: str, configs: str) -> int:
                 connection.delete(own.intermediate_queue_key)
         except RedisError as error:
             problem = str(error)
-        if worker.is_asked_to_stop:
-            return 0
-        print(f"tidemill sandbox: {problem}; trying again", file=sys.stderr, flush=True)
-        with contextlib.suppress(StopRequested):
-            time.sleep(PAUSE_S)
+        if not CodeWorker.is_asked_to_stop:
+            print(f"tidemill sandbox: {problem}; trying again", file=sys.stderr, flush=True)
+            with contextlib.suppress(StopRequested):
+                time.sleep(PAUSE_S)
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -79,7 +80,7 @@ async def work_off(server: EmbeddedRedis, queue: Queue) -> str:
 
 
 def asked(queue: Queue, function: str, *arguments: Any) -> Job:
-    return queue.enqueue_call(function, args=arguments, job_id=f"{KEYS.sandbox_names}{queue.count}")
+    return queue.enqueue_call(function, args=arguments, job_id=f"{KEYS.sandbox_names}{secrets.token_hex(4)}")
 
 
 async def test_no_other_function_is_called_and_nothing_imported_to_find_it(
@@ -126,8 +127,11 @@ async def test_an_id_that_is_no_text_ends_no_worker(queue: Queue, server: Embedd
     assert job.get_status() is JobStatus.FAILED
 
 
-async def test_a_worker_whose_redis_dies_during_a_job_goes_on_with_the_next_one(tmp_path: Path) -> None:
-    """RQ ends then, with a code that says that all is well."""
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_a_worker_whose_redis_dies_during_a_job_goes_on_with_the_next_one_unless_it_is_stopped(
+    tmp_path: Path, is_stopped: bool
+) -> None:
+    """RQ ends then, with a code that says that all is well; a signal that comes meanwhile is not lost."""
     server = EmbeddedRedis(tmp_path / "redis")
     server.start()
     queue = Queue(KEYS.sandbox_queue, connection=make_blocking_client(server.url), serializer=JSONSerializer)
@@ -138,9 +142,10 @@ async def test_a_worker_whose_redis_dies_during_a_job_goes_on_with_the_next_one(
             server.kill()
             assert worker.stderr is not None
             await wait_until(lambda: "trying again" in worker.stderr.readline())
-            server.start()
-            second = asked(queue, RUN_CODE, 0)
-            await wait_until(lambda: second.get_status(refresh=True) is JobStatus.FINISHED)
+            if not is_stopped:
+                server.start()
+                second = asked(queue, RUN_CODE, 0)
+                await wait_until(lambda: second.get_status(refresh=True) is JobStatus.FINISHED)
             worker.terminate()
             assert worker.wait(PATIENCE_S) == 0
     finally:
