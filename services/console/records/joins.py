@@ -6,7 +6,7 @@ the trainer. Clocks of machines are taken as they are: where they differ, waitin
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Lane,
-    Message,
     Score,
     Ticket,
     Trajectory,
@@ -44,7 +43,6 @@ class KnownPlaces:
     scores: tuple[str, str] | None = None
     step: int = -1
     """Whose commit names the group; -1 for none."""
-    has_letters: bool = True
 
 
 EVERYWHERE = KnownPlaces(("-", "+"), ("-", "+"))
@@ -160,8 +158,7 @@ async def read_group(
 ) -> GroupRecord:
     """Gather what the streams tell of a ticket."""
     group = GroupRecord(number, lane, await history.ticket(number, lane))
-    if known is None or known.has_letters:
-        group.letters = await _letters(history, number, lane)
+    group.letters = await _letters(history, number, lane)
     if lane is Lane.TRAIN and known is None:
         group.commit = await history.commit_of_ticket(number)
     elif lane is Lane.TRAIN and known and known.step >= 0:
@@ -283,7 +280,7 @@ async def _replacement(history: History, ticket: Ticket) -> int | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleFacts:
     """One sample of a step, without its tokens and texts: steps may have many thousands of them.
 
@@ -310,6 +307,11 @@ class SampleFacts:
     session: SessionFacts | None = None
     """None for a single turn."""
     tokens_digest: str = ""
+
+    def take(self, score: Score) -> None:
+        self.scorer, self.scored_at, self.latency_s = score.worker, score.scored_at, score.latency_s
+        self.attempts, self.tries = score.attempts, score.tries
+        self.reward, self.error = score.value, score.error
 
     @property
     def asked_at(self) -> float:
@@ -411,12 +413,16 @@ async def read_samples(
         return {}
     near = Selection(tickets=(min(found)[0], max(found)[0]))
     tickets = history.messages(StreamName.PROMPTS.of(lane), Ticket, near)
-    issued = {ticket.ticket: ticket.issued_at async for ticket in tickets}
-    scores: dict[TrajectoryKey, Score] = {}
+    issued = {one.ticket: one.issued_at async for one in tickets}
+    for (ticket, _), facts in found.items():
+        facts.issued_at = issued.get(ticket, 0.0)
+    scored: set[TrajectoryKey] = set()
     async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
-        if score.key in found and score.is_of(found[score.key].tokens_digest):
-            scores.setdefault(score.key, score)
-    return {key: _scored(sample, issued.get(key[0], 0.0), scores.get(key)) for key, sample in found.items()}
+        sample = found.get(score.key)
+        if sample and score.key not in scored and score.is_of(sample.tokens_digest):
+            scored.add(score.key)
+            sample.take(score)
+    return found
 
 
 def _generated(made: Trajectory) -> SampleFacts:
@@ -431,29 +437,3 @@ def _generated(made: Trajectory) -> SampleFacts:
         session=session_facts(made),
         tokens_digest=made.tokens_digest,
     )
-
-
-def _scored(sample: SampleFacts, issued_at: float, score: Score | None) -> SampleFacts:
-    if score is None:
-        return replace(sample, issued_at=issued_at)
-    return replace(
-        sample,
-        issued_at=issued_at,
-        scorer=score.worker,
-        scored_at=score.scored_at,
-        latency_s=score.latency_s,
-        attempts=score.attempts,
-        tries=score.tries,
-        reward=score.value,
-        error=score.error,
-    )
-
-
-async def ends(history: History, stream: StreamName) -> list[Message]:
-    """The first and the last message of a stream; nothing where it is empty."""
-    found: list[Message] = []
-    for newest_first in (False, True):
-        async for message in history.messages(stream, stream.message_type, newest_first=newest_first):
-            found.append(message)
-            break
-    return found

@@ -7,10 +7,10 @@ from datetime import datetime
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.streams import id_order
 from tidemill.common.streams.selection import Range
 from tidemill.common.wire.messages import Lane
 from tidemill.services.console.options import SelectionOptions
-from tidemill.services.console.records.joins import ends
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])\w*\s+ago", re.IGNORECASE)
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -101,9 +101,12 @@ def parse_sample(text: str) -> tuple[int, int | None]:
 
 
 async def span_of(history: History, stream: StreamName, number: str) -> str:
-    """From where to where a stream of numbered messages goes, in words; `number` is their field."""
-    known = [getattr(message, number) for message in await ends(history, stream)]
-    return f"{stream} has {number}s {known[0]} to {known[-1]}" if known else f"{stream} is empty"
+    """From where to where a stream goes whose entry ids are numbers, in words; `number` is their name."""
+    (found,) = await history.summary([stream])
+    if not found.entries:
+        return f"{stream} is empty"
+    first, last = (id_order(entry_id)[0] - 1 for entry_id in (found.first_id, found.last_id))
+    return f"{stream} has {number}s {first} to {last}"
 
 
 def _count(text: str) -> float:

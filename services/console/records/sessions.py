@@ -29,6 +29,8 @@ class TurnRecord:
     turn: Turn
     versions: tuple[int, ...]
     """Those that produced its tokens, in order."""
+    num_trained: int
+    """Of its tokens, where its group is trained."""
     num_answer_tokens: int
     """Of the environment, until the next turn or the end of the segment."""
     said: Said | None = None
@@ -159,4 +161,5 @@ def _record(
         for (version, first), last in zip(segment.spans, lasts, strict=True)
         if first < max(turn.end, turn.first + 1) and last > turn.first
     ]
-    return TurnRecord(at, number, turn, tuple(versions), following - turn.end, said, answers)
+    num_trained = int(np.count_nonzero(segment.mask[turn.first : turn.end]))
+    return TurnRecord(at, number, turn, tuple(versions), num_trained, following - turn.end, said, answers)

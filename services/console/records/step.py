@@ -43,17 +43,6 @@ def step_tree(record: StepRecord, is_full: bool = False) -> Node:
     shown = commit.groups if is_full else commit.groups[:MAX_GROUPS]
     more = len(commit.groups) - len(shown)
     passes = f", {commit.passes} times over" if commit.passes > 1 else ""
-    micro_batches = (
-        {
-            "mini-batch": batch.mini_batch,
-            "micro-batch": batch.micro_batch,
-            "samples": len(batch.keys),
-            "groups": len({ticket for ticket, _ in batch.keys}),
-            "prompt tokens": batch.num_prompt_tokens,
-            "completion tokens": batch.num_tokens,
-        }
-        for batch in record.micro_batches()
-    )
     return part(
         f"step {commit.step}  version {commit.step} → {commit.version}",
         Node("begun", f"{when(commit.started_at)}, {took(took_s)}"),
@@ -64,14 +53,37 @@ def step_tree(record: StepRecord, is_full: bool = False) -> Node:
             (note(f"ticket {t}: {against} {t}", "bold red") for t in record.reversed_groups),
             [note(f"… {more:,} more groups; --full shows all", "dim")] if more else [],
         ),
-        part(f"in which micro-batches{passes}", table(micro_batches)),
+        part(f"in which micro-batches{passes}", batch_table(record)),
         part(
             "where the time went",
             time_table(commit.metrics),
             table(_stage_rows(record), {"median": "s", "90 %": "s", "longest": "s"}),
             _slowest_lines(record),
         ),
-        part("what came out", _output_lines(record)),
+        part(
+            "what came out",
+            outcome_lines(commit.metrics),
+            Node("version", commit.version),
+            Node("digest", commit.digest),
+            Node("more", f"tidemill streams show commits {commit.step} has every metric"),
+        ),
+    )
+
+
+def batch_table(record: StepRecord, has_room: bool = False) -> Node:
+    """The micro-batches of a step, with their samples where there is room; tokens are counted where the
+    samples are known."""
+    return table(
+        {
+            "mini-batch": batch.mini_batch,
+            "micro-batch": batch.micro_batch,
+            "groups": len({ticket for ticket, _ in batch.keys}),
+            "prompt tokens": batch.num_prompt_tokens or None,
+            "completion tokens": batch.num_tokens or None,
+            "samples": len(batch.keys),
+            "": " ".join(sample_name(*key) for key in batch.keys) if has_room else None,
+        }
+        for batch in record.micro_batches()
     )
 
 
@@ -208,15 +220,10 @@ def _slowest_lines(record: StepRecord) -> Iterator[Node]:
         yield Node("weights", f"announced {took(late_s)} after the commit")
 
 
-def _output_lines(record: StepRecord) -> Iterator[Node]:
-    commit = record.commit
-    teachers = (name for name in sorted(commit.metrics) if name.startswith("teacher/"))
-    for name in (*OUTCOMES, *teachers):
-        if name in commit.metrics:
-            yield Node(name, commit.metrics[name])
-    yield Node("version", commit.version)
-    yield Node("digest", commit.digest)
-    yield Node("more", f"tidemill streams show commits {commit.step} has every metric")
+def outcome_lines(metrics: Mapping[str, float]) -> Iterator[Node]:
+    """The numbers of a step that people look at first."""
+    teachers = (name for name in sorted(metrics) if name.startswith("teacher/"))
+    return (Node(name, metrics[name]) for name in (*OUTCOMES, *teachers) if name in metrics)
 
 
 def step_json(record: StepRecord) -> dict[str, Any]:

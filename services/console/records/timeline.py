@@ -287,16 +287,11 @@ def write_timeline(options: StepOptions, output: Path, first: int, last: int) ->
         return build(stretch), f"{steps} of run {access.run_id}"
 
     trace, words = read_run(options, read)
-    num_events = 0
+    events = list(trace.events())
     with aside_file(output, "the timeline") as aside:
-        with aside.open("w", encoding="utf-8") as file:  # one event a line
-            file.write('{"traceEvents": [')
-            for num_events, event in enumerate(trace.events(), 1):
-                line = json.dumps(event, separators=(",", ":"), allow_nan=False)
-                file.write((",\n" if num_events > 1 else "\n") + line)
-            file.write("\n]}\n")
+        aside.write_text(json.dumps({"traceEvents": events}, separators=(",", ":"), allow_nan=False))
         publish_file(aside, output)
     console = terminal()
-    written = f"{num_events:,} events, {size(output.stat().st_size)}"
+    written = f"{len(events):,} events, {size(output.stat().st_size)}"
     console.print(Text(f"{nearest(output.resolve())}: {words}, {written}"), soft_wrap=True)
     console.print(Text("open it at https://ui.perfetto.dev", "dim"), soft_wrap=True)

@@ -7,7 +7,7 @@ import numpy as np
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
-from tidemill.common.streams.selection import texts_in
+from tidemill.common.streams.selection import leaves_in
 from tidemill.common.wire.arrays import Float64
 from tidemill.common.wire.messages import Score, Ticket, Trajectory, is_demonstration
 from tidemill.services.console.options import TraceOptions
@@ -15,6 +15,7 @@ from tidemill.services.console.records.joins import GroupRecord, Place, SampleRe
 from tidemill.services.console.records.selection import parse_lane, parse_sample, span_of
 from tidemill.services.console.records.sessions import (
     SessionFacts,
+    SessionRecord,
     TurnRecord,
     calls_of,
     num_completion_tokens,
@@ -34,8 +35,7 @@ def group_tree(group: GroupRecord, sample: SampleRecord | None = None) -> Node:
         rows = [table((_sample_row(group, item) for item in group.samples), {"took": "s", "scored in": "s"})]
         return part(head, _ticket_lines(group), rows if group.samples else [], _outcome_lines(group))
     head = f"sample {group.number}.{sample.index}  {outcome(group, sample)}"
-    training = part("training", _training_lines(group, sample), _outcome_lines(group))
-    return part(head, _ticket_lines(group), _sample_parts(group, sample), training)
+    return part(head, _ticket_lines(group), sample_parts(group, sample))
 
 
 def outcome(group: GroupRecord, sample: SampleRecord | None = None) -> str:
@@ -93,16 +93,18 @@ def _sample_row(group: GroupRecord, sample: SampleRecord) -> dict[str, Any]:
     }
 
 
-def _sample_parts(group: GroupRecord, sample: SampleRecord) -> Iterator[Node]:
+def sample_parts(group: GroupRecord, sample: SampleRecord, with_text: bool = True) -> Iterator[Node]:
+    """How a sample was generated, what it says, how it was scored, and what was trained."""
     if (made := sample.trajectory) is not None:
         yield part("generation", _generation_lines(group.ticket, sample))
         yield from session_parts(made)
-        if made.session is None or not made.session.messages:
+        if with_text and (made.session is None or not made.session.messages):
             yield part("completion", Node("", made.text or "(empty)", "text"))
     if sample.score is not None:
         yield part("reward", _score_lines(made, sample.score))
     for score in sample.later_scores:
         yield note(f"a later score, not counted: {number(score.value)} from {score.worker}", "yellow")
+    yield part("training", _training_lines(group, sample), _outcome_lines(group))
 
 
 def _generation_lines(ticket: Ticket | None, sample: SampleRecord) -> Iterator[Node]:
@@ -145,8 +147,8 @@ def _score_lines(made: Trajectory | None, score: Score) -> Iterator[Node]:
     for place, (name, took_s, paused_s, error) in enumerate(score.tries, 1):
         pause = f", after a pause of {took(paused_s)}" if place > 1 and paused_s else ""
         yield Node(f"attempt {place}", f"{name}: {took(took_s)}{pause}: {error or 'answered'}")
-    for path, text in texts_in("", score.detail):
-        yield Node(path.removeprefix("."), text, "text")
+    for path, value in leaves_in("", score.detail):
+        yield Node(path.removeprefix("."), value, "text" if isinstance(value, str) else "")
 
 
 def teacher_gaps(made: Trajectory | None, score: Score) -> Float64 | None:
@@ -167,6 +169,8 @@ def _training_lines(group: GroupRecord, sample: SampleRecord) -> Iterator[Node]:
         yield Node("left out", sample.left_out)
     elif not group.is_trained:
         yield Node("", f"not trained: {group.dropped_as}" if group.dropped_as else "not yet")
+    elif sample.trajectory is not None and sample.trajectory.is_greedy:
+        yield Node("", "not trained: it is the baseline of its group")
     else:
         rewards = [s.reward for s in group.samples if s.reward is not None]
         yield Node("group", f"rewards {'  '.join(map(number, rewards))}")
@@ -200,7 +204,7 @@ STYLES = {"assistant": "bold", "tool": "cyan"}
 
 
 def session_parts(made: Trajectory) -> Iterator[Node]:
-    """A session's numbers, its turns side by side, its forks, and what was said; nothing of a single turn."""
+    """A session's numbers, its turns side by side, its forks, and what was said; none of a single turn."""
     facts, record = session_facts(made), read_session(made)
     if facts is None:
         return
@@ -212,15 +216,18 @@ def session_parts(made: Trajectory) -> Iterator[Node]:
         )
         for place, fork in enumerate(made.forks, 1)
     )
-    yield part("session", _session_lines(made, facts), turns, forks)
+    yield part("session", _session_lines(made, facts), turns, forks, _said(record))
+
+
+def _said(record: SessionRecord) -> Iterator[Node]:
     if record.unplaced and record.turns and record.turns[0].said is None:
         yield note("which turn said which message is not known", "dim")
     for message in record.unplaced:
-        yield from _message_lines(message)
+        yield from message_lines(message)
     for turn in record.turns:
         if turn.said is not None:
             messages = (turn.said, *turn.answers)
-            yield part(f"turn {turn.number}", *(_message_lines(message) for message in messages))
+            yield part(f"turn {turn.number}", *(message_lines(message) for message in messages))
 
 
 def _session_lines(made: Trajectory, facts: SessionFacts) -> Iterator[Node]:
@@ -252,6 +259,7 @@ def _turn_row(record: TurnRecord) -> dict[str, Any]:
         "segment": record.segment,
         "version": " → ".join(map(str, record.versions)),
         "tokens": turn.num_tokens,
+        "trained": record.num_trained,
         "end": turn.finish,
         "before it": turn.num_prompt_tokens,
         "cached": turn.num_cached_tokens if turn.num_cached_tokens >= 0 else None,
@@ -263,7 +271,8 @@ def _turn_row(record: TurnRecord) -> dict[str, Any]:
     }
 
 
-def _message_lines(message: Mapping[str, Any]) -> Iterator[Node]:
+def message_lines(message: Mapping[str, Any]) -> Iterator[Node]:
+    """What a chat message thinks, says and calls."""
     role = str(message.get("role", "?"))
     name = f" {message['name']}" if message.get("name") else ""
     head = {"assistant": "model"}.get(role, role) + name

@@ -166,15 +166,20 @@ def dashboard(
 
 def _progress(snapshot: RunSnapshot) -> RenderableType:
     done, steps = snapshot.version, snapshot.steps
-    tail = [f"{done / steps:.0%}"]
-    if snapshot.step_s is not None:
-        tail.append(f"{snapshot.step_s:.2g} s a step")
-    if snapshot.eta_s and done < steps:
-        tail.append(f"{duration(snapshot.eta_s)} left")
     row = Table.grid(padding=(0, 2))
     bar = ProgressBar(steps, done, width=40)
-    row.add_row(Text(f"step {done}/{steps}", "bold"), bar, Text("  ".join(tail)))
+    row.add_row(Text(f"step {done}/{steps}", "bold"), bar, Text("  ".join(pace(snapshot))))
     return row
+
+
+def pace(snapshot: RunSnapshot) -> list[str]:
+    """How much of the run is done, what a step takes, and how long the rest will take, as far as known."""
+    words = [f"{snapshot.version / snapshot.steps:.0%}"]
+    if snapshot.step_s is not None:
+        words.append(f"{snapshot.step_s:.2g} s a step")
+    if snapshot.eta_s and snapshot.version < snapshot.steps:
+        words.append(f"{duration(snapshot.eta_s)} left")
+    return words
 
 
 def learning_lines(snapshot: RunSnapshot) -> Iterator[Node]:
@@ -245,7 +250,10 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         if counts := [own[name] for own in alive if name in own]:
             yield Node(label, f"{sum(counts):,.0f}")
     yield Node("entries in the streams", f"{sum(queue.length for queue in snapshot.queues):,}")
-    yield Node("dead letters", f"{snapshot.num_dead:,}", style="bold red" if snapshot.num_dead else "")
+    style = "bold red" if snapshot.num_dead else ""
+    yield Node(
+        "dead letters", f"{snapshot.num_dead:,}", style=style, link="dead" if snapshot.num_dead else ""
+    )
     for queue_name, states in snapshot.jobs.items():
         words = {"queued": "waiting", "started": "busy", "failed": "failed"}
         shown = ", ".join(f"{states[state]:,} {word}" for state, word in words.items() if state in states)

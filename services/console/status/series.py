@@ -36,9 +36,6 @@ class Series(NamedTuple):
 
 @dataclass(slots=True)
 class Columns:
-    inode: int = 0
-    position: int = 0
-    """Bytes that were read."""
     began_at: float = math.inf
     numbers: dict[str, "array[float]"] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     """By name: x, y and time of each line, one after the other."""

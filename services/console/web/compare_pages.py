@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlencode
 
 import yaml
 from starlette.datastructures import QueryParams
@@ -15,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from tidemill.common.config.section import flatten
 from tidemill.common.run.state import CONFIG_FILE
 from tidemill.common.wire.keys import RUN_ID
-from tidemill.services.console.status.series import EVALUATION_PREFIX, Series
-from tidemill.services.console.web.curves import columns_of, line_of
+from tidemill.services.console.status.series import EVALUATION_PREFIX, Columns, Series
+from tidemill.services.console.web.curves import columns_in, columns_of, line_of
 from tidemill.services.console.web.runs import ListedRun
 from tidemill.services.console.web.site import Site, csv_file
 from tidemill.services.console.web.texts import sendable
@@ -45,7 +44,7 @@ class CompareQuery:
     smoothing: float = 0.0
     x: str = "step"
     text: str = ""
-    """Names of metrics with these words are listed."""
+    """Names of metrics with these words are listed, by the browser."""
 
     @classmethod
     def parse(cls, values: QueryParams) -> "CompareQuery":
@@ -62,15 +61,6 @@ class CompareQuery:
             x if x in AXES else "step",
             values.get("text", "")[:MAX_NAME_CHARACTERS],
         )
-
-    @property
-    def address(self) -> str:
-        pairs = [("run", run) for run in self.runs] + [("metric", name) for name in self.metrics]
-        if self.smoothing:
-            pairs.append(("smooth", f"{self.smoothing:g}"))
-        if self.x != "step":
-            pairs.append(("x", self.x))
-        return urlencode(pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,36 +85,24 @@ async def _read(site: Site, request: Request) -> ComparedRuns:
     if "run" not in request.query_params:
         wanted = tuple(line.run_id for line in lines[:FIRST_RUNS])
     runs = tuple([run for run in wanted if run in known or await catalog.exists(run)])
-    found = await asyncio.gather(*(_names(site, run) for run in runs))
-    names, metrics = sorted({name for names in found for name in names}), query.metrics
+    columns = await asyncio.gather(*(_columns(site, run) for run in runs))
+    names, metrics = sorted({name for own in columns for name in own.numbers}), query.metrics
     if "metric" not in request.query_params:
         scores = [n for n in names if n.startswith(EVALUATION_PREFIX) and n.endswith("/score")][:1]
         first = (FIRST_METRICS[0], *scores, *FIRST_METRICS[1:])
         metrics = tuple(name for name in first if name in names)
-    series = await asyncio.gather(*(_series(site, run, metrics) for run in runs))
+    series = [{name: own.series(name) for name in metrics} for own in columns]
     query = replace(query, runs=runs, metrics=metrics)
     absent = tuple(run for run in wanted if run not in runs)
     return ComparedRuns(query, lines, absent, dict(zip(runs, series, strict=True)), names)
 
 
-async def _names(site: Site, run: str) -> list[str]:
-    """Every number that a run has, in its folder, or else in its streams."""
-    if found := await asyncio.to_thread(site.metric_files.names, site.catalog.runs / run):
+async def _columns(site: Site, run: str) -> Columns:
+    """Numbers of a run, from its folder, or from its streams where it has none here."""
+    if (found := await asyncio.to_thread(columns_in, site.catalog.runs / run)).numbers:
         return found
     watched = await site.catalog.get(run)
-    return sorted(
-        {name for point in watched.index.steps.values() for name in point.metrics} if watched else ()
-    )
-
-
-async def _series(site: Site, run: str, metrics: Sequence[str]) -> dict[str, Series]:
-    """Numbers of a run, from its folder, or from its streams where it has none here."""
-    folder = site.catalog.runs / run
-    if await asyncio.to_thread(site.metric_files.names, folder):
-        return await asyncio.to_thread(site.metric_files.series, folder, metrics)
-    watched = await site.catalog.get(run)
-    columns = columns_of(watched.index.steps.values() if watched else ())
-    return {name: columns.series(name) for name in metrics}
+    return columns_of(watched.index.steps.values() if watched else ())
 
 
 async def _config(site: Site, run: str) -> dict[str, Any]:
@@ -151,15 +129,14 @@ async def page(site: Site, request: Request) -> Response:
     """The page: what can be chosen, the plots' places, and both tables."""
     found = await _read(site, request)
     configs = [await _config(site, run) for run in found.series]
-    words = found.query.text.casefold().split()
     chosen = found.query.metrics
     return site.response(
         "compare.html",
         here="compare",
         found=found,
         query=found.query,
+        address=request.url.query,
         listed=[*chosen, *(name for name in found.names if name not in chosen)],
-        shown={name for name in found.names if all(word in name.casefold() for word in words)},
         differences=differing(configs) if len(configs) > 1 else [],
         most_runs=MAX_RUNS,
         most_metrics=MAX_METRICS,

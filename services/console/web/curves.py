@@ -1,13 +1,10 @@
 """Curves of runs as a screen can show them.
 
-Guarantees: a line of metrics.jsonl is read once, when it is complete, and one that is no record costs no
-other. Curves are smoothed as TensorBoard does it, and thinned so that no spike is lost.
+Guarantee: curves are smoothed as TensorBoard does it, and thinned so that no spike is lost.
 """
 
+import functools
 import math
-import os
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.common.run.state import METRICS_FILE, STEP, parse_record
+from tidemill.common.run.state import METRICS_FILE, STEP, read_records
 from tidemill.services.console.status.series import EVALUATION_PREFIX, Columns, Numbers, Series, smooth
 from tidemill.services.console.status.snapshot import StepPoint
 
@@ -26,46 +23,19 @@ MAX_POINTS = 500
 """Of one line."""
 
 
-class MetricFiles:
-    """Reads and keeps the numbers of many runs, also of those that are not open."""
+def columns_in(run_dir: Path) -> Columns:
+    """The numbers that a run's folder has; its file is read again when it has changed."""
+    path = run_dir / METRICS_FILE
+    try:
+        found = path.stat()
+    except OSError:
+        return Columns()
+    return _read_columns(path, found.st_ino, found.st_mtime_ns, found.st_size)
 
-    def __init__(self) -> None:
-        self._files: OrderedDict[Path, Columns] = OrderedDict()
-        self._lock = threading.Lock()  # several requests read at once, each in a thread
 
-    def names(self, run_dir: Path) -> list[str]:
-        with self._lock:
-            return sorted(self._read(run_dir).numbers)
-
-    def series(self, run_dir: Path, names: Sequence[str]) -> dict[str, Series]:
-        with self._lock:
-            columns = self._read(run_dir)
-            return {name: columns.series(name) for name in names}
-
-    def _read(self, run_dir: Path) -> Columns:
-        """What the file holds now: what has been appended is read, a file in its place from its beginning."""
-        # Taken out, and put back last: what was asked for least recently is given up.
-        columns = self._files.pop(run_dir, None) or Columns()
-        try:
-            with open(run_dir / METRICS_FILE, "rb") as file:
-                # Of the file that is open: another may be put in its place meanwhile.
-                stat = os.fstat(file.fileno())
-                if stat.st_ino != columns.inode or stat.st_size < columns.position:
-                    columns = Columns(stat.st_ino)
-                file.seek(columns.position)
-                data = file.read()
-        except OSError:
-            return Columns()
-        # The rest of a line that is being written comes with the next look.
-        data = data[: data.rfind(b"\n") + 1]
-        columns.position += len(data)
-        for line in data.splitlines():
-            if (record := parse_record(line)) is not None:
-                columns.add(record)
-        self._files[run_dir] = columns
-        while len(self._files) > MAX_KEPT_FILES:
-            self._files.popitem(last=False)
-        return columns
+@functools.lru_cache(maxsize=MAX_KEPT_FILES)
+def _read_columns(path: Path, inode: int, changed_ns: int, size: int) -> Columns:
+    return Columns.of(read_records(path))
 
 
 def columns_of(points: Iterable[StepPoint]) -> Columns:

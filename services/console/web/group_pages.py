@@ -1,18 +1,22 @@
 """The browser of groups, one group, the tokens of one completion, and groups as files."""
 
-from typing import Any
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-import numpy as np
+from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tidemill.common.errors import TidemillError
 from tidemill.common.wire.messages import Lane, Trajectory
 from tidemill.common.wire.segments import Segment
 from tidemill.services.console.records.joins import GroupRecord, SampleRecord, read_group, read_trajectories
 from tidemill.services.console.records.sessions import num_completion_tokens
-from tidemill.services.console.records.trace import group_json, group_tree
+from tidemill.services.console.records.trace import group_json, group_tree, message_lines, sample_parts
+from tidemill.services.console.text.formats import plural
+from tidemill.services.console.text.tree import part
 from tidemill.services.console.web.groups import (
     EXTRA_STATES,
     PAGE_ROWS,
@@ -23,12 +27,16 @@ from tidemill.services.console.web.groups import (
 )
 from tidemill.services.console.web.runs import WatchedRun
 from tidemill.services.console.web.site import Page, Site, csv_file, history_of, json_file
-from tidemill.services.console.web.texts import TokenTexts, sendable
+from tidemill.services.console.web.texts import TokenTexts, prompt_messages, visible
 
 MAX_SHOWN_SAMPLES = 32
 """Completions on one page of a group."""
 MAX_PART_TOKENS = 2000
 MAX_TEXT_PART_CHARACTERS = 20_000
+LIKELY = (0.9, 0.5, 0.2, 0.05, 0.01)
+"""Probabilities between the levels of a token's colour."""
+OLDEST = 4
+"""Steps of age from which on all tokens have one colour."""
 LANES = {"groups": Lane.TRAIN, "eval-groups": Lane.EVAL}
 """By the part of the address: evaluation numbers its tickets by itself, so it has addresses of its own."""
 
@@ -72,14 +80,14 @@ async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
 async def group(site: Site, run: WatchedRun, request: Request) -> Response:
     row, lane = _find_row(run, request)
     problem, view = "", GroupRecord(row.ticket, lane)
-    has_letters = not run.is_live or bool(run.snapshot and run.snapshot.num_dead)
     try:
-        view = await read_group(history_of(run), row.ticket, lane, row.known_places(has_letters))
+        view = await read_group(history_of(run), row.ticket, lane, row.places)
     except TidemillError as error:
         problem = str(error)
     typed, first = request.query_params.get("sort", ""), number_of(request.query_params.get("first"))
     sort = typed if typed in SAMPLE_SORTS else "index"
-    samples = sorted(view.samples, key=SAMPLE_SORTS[sort])
+    shown = sorted(view.samples, key=SAMPLE_SORTS[sort])[first : first + MAX_SHOWN_SAMPLES]
+    messages = prompt_messages(view.prompt_source) if view.prompt_source else []
     return site.response(
         "group.html",
         run=run,
@@ -89,7 +97,9 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
         row=row,
         lane=lane.value,
         problem=problem,
-        shown=samples[first : first + MAX_SHOWN_SAMPLES],
+        chat=part("", *(message_lines(message) for message in messages)),
+        shown=[(sample, part("", sample_parts(view, sample, with_text=False))) for sample in shown],
+        has_sessions=any(sample.trajectory and sample.trajectory.session for sample in shown),
         first=first,
         most=MAX_SHOWN_SAMPLES,
         sort=sort,
@@ -101,20 +111,23 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 async def tokens(site: Site, run: WatchedRun, request: Request) -> Response:
-    """A part of a completion's tokens: texts, ids, logprobs, versions, and which are trained."""
+    """A part of a completion, or of one of its forks, token by token."""
     trajectory, typed = await _trajectory(run, request), request.query_params
     count = min(MAX_PART_TOKENS, max(1, number_of(typed.get("count"), MAX_PART_TOKENS)))
     number = number_of(typed.get("segment"))
     if number >= len(trajectory.segments):
         raise HTTPException(404, f"Completion {trajectory.index} has {len(trajectory.forks)} forks.")
     segment, first = trajectory.segments[number], number_of(typed.get("first"))
-    return JSONResponse(_token_part(segment, await run.texts(), first, count))
+    row, _ = _find_row(run, request)
+    shown = list(shown_tokens(segment, await run.texts(), row.at_step, first, count))
+    total = len(segment.completion_ids)
+    return site.response("part.html", tokens=shown, text="", next=first + len(shown), total=total)
 
 
 async def text(site: Site, run: WatchedRun, request: Request) -> Response:
     whole, first = (await _trajectory(run, request)).text, number_of(request.query_params.get("first"))
     part = whole[first : first + MAX_TEXT_PART_CHARACTERS]
-    return JSONResponse({"next": first + len(part), "total": len(whole), "text": sendable(part)})
+    return site.response("part.html", tokens=(), text=part, next=first + len(part), total=len(whole))
 
 
 def _find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
@@ -136,29 +149,51 @@ async def _trajectory(run: WatchedRun, request: Request) -> Trajectory:
     raise HTTPException(404, f"Ticket {row.ticket} has no completion {request.path_params['index']}.")
 
 
-def _token_part(segment: Segment, texts: TokenTexts, first: int, count: int) -> dict[str, Any]:
-    """Tokens `first` to `first + count` of a segment's completion, as JSON. `turns` has the turn that made
-    each token, -1 for the environment's; it is None for a single turn."""
-    total = len(segment.completion_ids)
-    stop = min(first + count, total)
-    pieces = texts.pieces(segment.completion_ids.tolist(), first, stop)
-    logprobs = segment.logprobs[first:stop]
-    turns = np.full(total, -1, dtype=np.int32)
-    for number, turn in enumerate(segment.turns):
-        turns[turn.first : turn.end] = number
-    versions = np.zeros(total, dtype=np.int64)
-    for version, begin in segment.spans:
-        versions[begin:] = version
-    return {
-        "first": first,
-        "total": total,
-        "pieces": [sendable(piece) for piece in pieces] if pieces is not None else None,
-        "ids": segment.completion_ids[first:stop].tolist(),
-        "logprobs": [round(float(p), 4) if np.isfinite(p) else None for p in logprobs],
-        "versions": versions[first:stop].tolist(),
-        "trained": segment.mask[first:stop].astype(int).tolist(),
-        "turns": turns[first:stop].tolist() if segment.turns else None,
-    }
+class ShownToken(NamedTuple):
+    text: Markup
+    kinds: str
+    """Classes of style: how likely it was, how old, and whether it was trained."""
+    begins: str
+    """The version that begins with it; empty where the one before goes on."""
+    tip: str
+    """What is told where somebody points at it."""
+
+
+def shown_tokens(
+    segment: Segment, texts: TokenTexts, step: int, first: int, count: int
+) -> Iterator[ShownToken]:
+    """Tokens `first` to `first + count` of a segment's completion. Their ages are those at `step`, unless it
+    is negative."""
+    ids = segment.completion_ids.tolist()
+    stop = min(first + count, len(ids))
+    pieces = texts.pieces(ids, first, stop)
+    turns = {at: number for number, turn in enumerate(segment.turns) for at in range(turn.first, turn.end)}
+    begins = {begin: version for version, begin in segment.spans}
+    version = next((version for version, begin in reversed(segment.spans) if begin <= first), 0)
+    for at in range(first, stop):
+        version, logprob = begins.get(at, version), float(segment.logprobs[at])
+        is_known, is_trained = math.isfinite(logprob), bool(segment.mask[at])
+        probability = math.exp(logprob) if is_known else 1.0
+        level = sum(probability < least for least in LIKELY)
+        age = max(0, step - version) if step >= 0 else 0
+        kinds = f"t l{level} v{min(OLDEST, age)} {'trained' if is_trained else 'untrained'}"
+        if segment.turns and at not in turns:
+            kinds, made = f"{kinds} environment", "the environment's"
+        else:
+            likely = f"{logprob:.3f} ({100 * probability:.3g} %)".replace("-", "\u2212")
+            made = f"turn {turns[at]} · " if segment.turns else ""
+            made += f"logprob {likely if is_known else 'unknown'} · version {version}"
+            made += f", {plural(age, 'step')} old" if step >= 0 else ""
+        piece = pieces[at - first] if pieces is not None else str(ids[at])
+        if not piece:
+            made += " · a part of the character that a later token ends"
+        shown = visible(piece) if piece else Markup("\u2060")
+        yield ShownToken(
+            shown.replace("\n", Markup('<span class="nl">⏎</span>\n')),
+            kinds if pieces is not None else f"{kinds} id",
+            str(version) if at == first == 0 or at in begins else "",
+            f"token {at} · id {ids[at]} · {made}{'' if is_trained else ' · not trained'}",
+        )
 
 
 def _row_tree(row: GroupRow) -> dict[str, Any]:
@@ -193,7 +228,7 @@ async def groups_file(site: Site, run: WatchedRun, request: Request) -> Response
 async def whole_group(site: Site, run: WatchedRun, request: Request) -> Response:
     """Everything that is recorded of a group, as `tidemill trace --json` prints it."""
     row, lane = _find_row(run, request)
-    found = await read_group(history_of(run), row.ticket, lane, row.known_places(True))
+    found = await read_group(history_of(run), row.ticket, lane, row.places)
     kind = "eval-group" if lane is Lane.EVAL else "group"
     return json_file(f"{run.run_id}-{kind}-{row.ticket}", group_json(found))
 
@@ -204,6 +239,6 @@ ROUTES: dict[str, Page] = {
     "/run/{run}/groups.json": groups_file,
     "/run/{run}/{lane}/{ticket:int}": group,
     "/run/{run}/{lane}/{ticket:int}.json": whole_group,
-    "/run/{run}/{lane}/{ticket:int}/{index:int}/tokens.json": tokens,
-    "/run/{run}/{lane}/{ticket:int}/{index:int}/text.json": text,
+    "/run/{run}/{lane}/{ticket:int}/{index:int}/tokens": tokens,
+    "/run/{run}/{lane}/{ticket:int}/{index:int}/text": text,
 }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
 from tidemill.common.history import History, Selection, StreamName
-from tidemill.common.history.groups import dropped_groups, left_out
+from tidemill.common.history.groups import dropped_groups
 from tidemill.common.streams.entries import Entry, id_after
 from tidemill.common.streams.selection import Range
 from tidemill.common.wire.messages import (
@@ -96,8 +96,6 @@ class GroupRow:
     dropped_step: int = -1
     dropped: str = ""
     """Why the whole group was left out."""
-    num_dropped: int = 0
-    """Single samples that were left out."""
     prompt: str = ""
     text: str = ""
     """What can be searched, folded to one case."""
@@ -127,9 +125,10 @@ class GroupRow:
         """The step that trained on it, else the one it was issued for."""
         return self.trained_step if self.trained_step >= 0 else self.step
 
-    def known_places(self, has_letters: bool) -> KnownPlaces:
+    @property
+    def places(self) -> KnownPlaces:
         step = self.trained_step if self.trained_step >= 0 else self.dropped_step
-        return KnownPlaces(self.trajectories, self.scores, step, has_letters)
+        return KnownPlaces(self.trajectories, self.scores, step)
 
     def add_ticket(self, ticket: Ticket) -> None:
         self.step, self.group_size, self.issued_at = ticket.step, ticket.group_size, ticket.issued_at
@@ -232,8 +231,6 @@ class GroupIndex:
                     row = self._row(ticket, Lane.TRAIN)
                     row.dropped_step, row.dropped = message.step, reason[:200]
                     row.step = message.step if row.step < 0 else row.step
-                for ticket, _, _ in left_out(message):
-                    self._row(ticket, Lane.TRAIN).num_dropped += 1
 
     def _row(self, ticket: int, lane: Lane) -> GroupRow:
         """The row of a ticket; one that is kept nowhere where the ticket was given up."""
@@ -279,54 +276,50 @@ SORTS: dict[str, Callable[[GroupRow], float]] = {
 }
 
 
+CHOICES = {"lane": ("eval",), "state": (*STATES, *EXTRA_STATES), "sort": tuple(SORTS), "order": ("up",)}
+"""What these parts of an address may be, besides what they are without it."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupQuery:
-    lane: Lane = Lane.TRAIN
-    ranges: Mapping[str, str] = field(default_factory=dict)
-    """As they were typed."""
-    state: str = ""
-    worker: str = ""
-    text: str = ""
-    sort: str = "ticket"
-    is_ascending: bool = False
-    page: int = 1
+    typed: Mapping[str, str]
+    """What is understood of an address, by the names of its parts."""
 
     @classmethod
     def parse(cls, values: Mapping[str, str]) -> "GroupQuery":
-        state, sort = values.get("state", ""), values.get("sort", "ticket")
+        names = (*CHOICES, *RANGES, "worker", "text", "page")
+        typed = {name: values.get(name, "").strip()[:MAX_NEEDLE_CHARACTERS] for name in names}
         return cls(
-            Lane.EVAL if values.get("lane") == Lane.EVAL else Lane.TRAIN,
-            {name: typed for name in RANGES if (typed := values.get(name, "").strip()[:60])},
-            state if state in (*STATES, *EXTRA_STATES) else "",
-            values.get("worker", "")[:MAX_NEEDLE_CHARACTERS],
-            values.get("text", "")[:MAX_NEEDLE_CHARACTERS],
-            sort if sort in SORTS else "ticket",
-            values.get("order") == "up",
-            max(1, number_of(values.get("page"), 1)),
+            {name: text for name, text in typed.items() if text and text in CHOICES.get(name, (text,))}
         )
 
     @property
+    def lane(self) -> Lane:
+        return Lane(self.typed.get("lane", Lane.TRAIN))
+
+    @property
+    def sort(self) -> str:
+        return self.typed.get("sort", "ticket")
+
+    @property
+    def is_ascending(self) -> bool:
+        return "order" in self.typed
+
+    @property
+    def page(self) -> int:
+        return max(1, number_of(self.typed.get("page"), 1))
+
+    @property
     def misunderstood(self) -> list[str]:
-        return [name for name, typed in self.ranges.items() if range_of(typed) is None]
+        return [name for name in RANGES if name in self.typed and range_of(self.typed[name]) is None]
 
     def address(self, **changes: object) -> str:
-        """The query part of the address of this query with some things changed; defaults are left out."""
-        values: dict[str, object] = {
-            "lane": self.lane.value,
-            **self.ranges,
-            "state": self.state,
-            "worker": self.worker,
-            "text": self.text,
-            "sort": self.sort,
-            "order": "up" if self.is_ascending else "down",
-            "page": self.page,
-        }
-        defaults = {"lane": "train", "sort": "ticket", "order": "down", "page": 1}
-        changed = {**values, **changes}
-        return "?" + urlencode({k: v for k, v in changed.items() if v and v != defaults.get(k)})
+        """The query part of the address of this query with some things changed; what is None is left out."""
+        changed: dict[str, object] = {**self.typed, **changes}
+        return "?" + urlencode({name: value for name, value in changed.items() if value is not None})
 
     def select(self, index: GroupIndex) -> list[GroupRow]:
-        ranges = {name: wanted for name, typed in self.ranges.items() if (wanted := range_of(typed))}
+        ranges = {name: wanted for name in RANGES if (wanted := range_of(self.typed.get(name, "")))}
         found = [row for row in index.groups[self.lane].values() if self._fits(row, ranges)]
         key = SORTS[self.sort]
         found.sort(key=lambda row: (key(row), row.ticket), reverse=not self.is_ascending)
@@ -337,14 +330,15 @@ class GroupQuery:
             has = RANGES[name](row)
             if has is None or (low is not None and has[1] < low) or (high is not None and has[0] > high):
                 return False
-        if self.state == "failed":
+        state, worker = self.typed.get("state", row.state), self.typed.get("worker", "")
+        if state == "failed":
             is_in_state = row.num_failed > 0
-        elif self.state == "flat":
+        elif state == "flat":
             is_in_state = row.rewards.count > 1 and row.rewards.least == row.rewards.most
         else:
-            is_in_state = self.state in ("", row.state)
-        is_of_worker = not self.worker or any(self.worker in worker for worker in row.workers)
-        return is_in_state and is_of_worker and self.text.casefold() in row.text
+            is_in_state = state == row.state
+        is_of_worker = not worker or any(worker in name for name in row.workers)
+        return is_in_state and is_of_worker and self.typed.get("text", "").casefold() in row.text
 
 
 def range_of(typed: str) -> Range | None:

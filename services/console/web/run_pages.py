@@ -4,6 +4,7 @@ Guarantee: of the run's folder, only its config, its numbers and the plain files
 """
 
 import asyncio
+import json
 import os
 import re
 import stat
@@ -19,15 +20,23 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from tidemill.common.config.section import flatten
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import Selection, StreamName
-from tidemill.common.history.groups import WHOLE_GROUP, micro_batches_of
+from tidemill.common.history.groups import WHOLE_GROUP
 from tidemill.common.run.state import METRICS_FILE, read_records
-from tidemill.common.wire.messages import Lane
+from tidemill.common.wire.messages import Commit, Lane
 from tidemill.services.console.dead_letters import DeadEntry, dead_table, dead_tree, read_dead
 from tidemill.services.console.options import DeadFilter
-from tidemill.services.console.records.step import time_table
-from tidemill.services.console.status.dashboard import flow_lines, process_table
-from tidemill.services.console.status.snapshot import points_of
-from tidemill.services.console.text.tree import part, table
+from tidemill.services.console.records.joins import StepRecord
+from tidemill.services.console.records.step import batch_table, outcome_lines, time_table
+from tidemill.services.console.status.dashboard import (
+    flow_lines,
+    learning_lines,
+    pace,
+    process_table,
+    warning_line,
+)
+from tidemill.services.console.status.snapshot import RunSnapshot, StepPoint, points_of
+from tidemill.services.console.text.formats import plural, sample_name
+from tidemill.services.console.text.tree import Node, note, part, table
 from tidemill.services.console.web.curves import chart_trees
 from tidemill.services.console.web.groups import STATES, GroupRow, number_of
 from tidemill.services.console.web.runs import WatchedRun
@@ -36,7 +45,13 @@ from tidemill.services.console.web.texts import sendable
 
 RECENT_STEPS = 5
 PAGE_STEPS = 200
+STEP_METRICS = {
+    "reward": "reward", "loss": "loss", "gradient norm": "grad_norm", "entropy": "entropy",
+    "length": "completions/mean_length", "staleness": "staleness/mean",
+}  # fmt: skip
+"""Of each step, in the list of steps."""
 MAX_DROPPED = 500
+"""Samples and groups left out of a step that are listed."""
 PAGE_DEAD = 100
 MAX_DEAD = 10_000
 """Dead letters that are looked through, the newest."""
@@ -56,12 +71,22 @@ async def overview(site: Site, run: WatchedRun, request: Request) -> Response:
         run=run,
         here="overview",
         snapshot=run.snapshot,
-        flow=part("", flow_lines(run.snapshot)) if run.snapshot else None,
-        processes=part("", process_table(run.snapshot)) if run.snapshot else None,
+        **(_state(run.snapshot) if run.snapshot else {}),
         counts={name: counts[name] for name in STATES},
         num_eval=len(run.index.groups[Lane.EVAL]),
-        recent=[steps[step] for step in sorted(steps)[-RECENT_STEPS:][::-1]],
+        recent=part("", table(_step_row(steps[step]) for step in sorted(steps)[-RECENT_STEPS:][::-1])),
     )
+
+
+def _state(snapshot: RunSnapshot) -> dict[str, Any]:
+    """What `tidemill status` shows of a run."""
+    return {
+        "pace": pace(snapshot),
+        "warnings": [warning_line(warning) for warning in snapshot.warnings],
+        "learning": part("", learning_lines(snapshot)),
+        "flow": part("", flow_lines(snapshot)),
+        "processes": part("", process_table(snapshot)),
+    }
 
 
 async def charts(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -79,16 +104,30 @@ async def changes(site: Site, run: WatchedRun, request: Request) -> Response:
     return JSONResponse({"live": is_live, "groups": num_groups, "steps": len(index.steps)})
 
 
+def _step_row(point: StepPoint) -> dict[str, Any]:
+    num_groups = len(point.groups)
+    return {
+        "step": Node("step", point.step, link=f"steps/{point.step}"),
+        **{title: point.metrics.get(name) for title, name in STEP_METRICS.items()},
+        "groups": Node("groups", num_groups, link=f"groups?step={point.step}") if num_groups else None,
+        "left out": point.num_dropped,
+        "time": Node("time", point.metrics.get("step_time_s"), "s"),
+        "committed": Node("committed", point.finished_at, "time"),
+    }
+
+
 async def steps(site: Site, run: WatchedRun, request: Request) -> Response:
     numbers = sorted(run.index.steps, reverse=True)
     num_pages = max(1, -(-len(numbers) // PAGE_STEPS))
     page = min(max(1, number_of(request.query_params.get("page"), 1)), num_pages)
-    rows = [run.index.steps[number] for number in numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]]
-    return site.response("steps.html", run=run, here="steps", rows=rows, page=page, num_pages=num_pages)
+    shown = numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]
+    rows = table(_step_row(run.index.steps[number]) for number in shown)
+    empty, pages = "No step is committed yet.", {"page": page, "num_pages": num_pages}
+    return site.page(run, "steps", "Steps", part("", [rows] if shown else []), empty=empty, **pages)
 
 
 async def step(site: Site, run: WatchedRun, request: Request) -> Response:
-    """One step: what went in, in which micro-batches, where the time went, what came out."""
+    """One step: what came out, where the time went, what went in, and in which micro-batches."""
     number = request.path_params["step"]
     row = run.index.steps.get(number)
     if row is None:
@@ -108,14 +147,33 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
         row=row,
         commit=commit,
         groups=[run.index.get(ticket) or GroupRow(ticket) for ticket in commit.groups] if commit else [],
-        dropped=sorted(commit.dropped, key=lambda item: (item[1] != WHOLE_GROUP, item)) if commit else [],
-        micro_batches=list(micro_batches_of(commit)) if commit else [],
-        times=part("", time_table(row.metrics)),
+        batches=_batches(commit) if commit else None,
+        outcome=part(
+            "",
+            Node("committed", row.finished_at, "time"),
+            Node("took", row.metrics.get("step_time_s"), "s"),
+            outcome_lines(row.metrics),
+            [Node("digest", commit.digest)] if commit else [],
+        ),
+        times=part("", part("Where the time went", time_table(row.metrics))),
         numbers=part("", (part(topic or "step", table(topics[topic])) for topic in sorted(topics))),
         problem=problem,
-        most_dropped=MAX_DROPPED,
         previous=number - 1 if number - 1 in run.index.steps else None,
         following=number + 1 if number + 1 in run.index.steps else None,
+    )
+
+
+def _batches(commit: Commit) -> Node:
+    """What was left out of a step, and its micro-batches with their samples."""
+    dropped = sorted(commit.dropped, key=lambda item: (item[1] != WHOLE_GROUP, item))[:MAX_DROPPED]
+    left_out = table(
+        {"what": Node("what", sample_name(ticket, index), link=f"groups/{ticket}"), "why": reason}
+        for ticket, index, reason in dropped
+    )
+    return part(
+        "",
+        part(f"Left out: {len(commit.dropped):,}", left_out if dropped else note("Nothing was left out.")),
+        part("Micro-batches", batch_table(StepRecord(commit), has_room=True)),
     )
 
 
@@ -126,14 +184,17 @@ async def dead(site: Site, run: WatchedRun, request: Request) -> Response:
         for entry in await _read_dead(run)
         if _has(text, f"{entry.content.error}\n{entry.content.worker}\n{entry.content.origin}")
     ]
-    return site.response(
-        "dead.html",
-        run=run,
-        here="dead",
-        listed=part("", dead_table(found[:PAGE_DEAD])),
-        num_found=len(found),
+    more = f", the newest {PAGE_DEAD} are shown" if len(found) > PAGE_DEAD else ""
+    return site.page(
+        run,
+        "dead",
+        "Dead letters",
+        part("", [dead_table(found[:PAGE_DEAD])] if found else []),
+        note="Messages that nobody could process. `tidemill dead` puts them back or drops them.",
         text=text,
-        most=PAGE_DEAD,
+        searched="Error, worker or stream",
+        count=plural(len(found), "dead letter") + more,
+        empty="No dead letter fits." if text else "There are none: every message could be processed.",
     )
 
 
@@ -142,7 +203,8 @@ async def dead_one(site: Site, run: WatchedRun, request: Request) -> Response:
     found = next((entry for entry in await _read_dead(run) if entry.entry_id == wanted), None)
     if found is None:
         raise HTTPException(404, "There is no such dead letter: it may have been put back or dropped.")
-    return site.response("letter.html", run=run, here="dead", found=dead_tree(found))
+    tree, up = dead_tree(found), ("Dead letters", f"/run/{run.run_id}/dead", "")
+    return site.page(run, "dead", tree.label, tree, up=up)
 
 
 async def _read_dead(run: WatchedRun) -> list[DeadEntry]:
@@ -153,7 +215,18 @@ async def _read_dead(run: WatchedRun) -> list[DeadEntry]:
 async def config(site: Site, run: WatchedRun, request: Request) -> Response:
     text, fields = _typed_text(request), flatten(await _config_tree(run))
     shown = [(name, value) for name, value in fields.items() if _has(text, f"{name} {value}")]
-    return site.response("config.html", run=run, here="config", text=text, fields=shown, num_all=len(fields))
+    lines = (Node(n, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for n, v in shown)
+    return site.page(
+        run,
+        "config",
+        "Config",
+        part("", lines),
+        files=[("as YAML", f"/run/{run.run_id}/config.yaml")],
+        text=text,
+        searched="Field or value",
+        count=f"{len(shown)} of {plural(len(fields), 'field')}",
+        empty="No field fits.",
+    )
 
 
 async def config_file(site: Site, run: WatchedRun, request: Request) -> Response:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,17 @@ from tidemill.common.errors import BrokerError
 from tidemill.common.history import History
 from tidemill.services.console.records import sessions
 from tidemill.services.console.text.formats import plural, share, size, took, when
-from tidemill.services.console.text.tree import MAX_CHARACTERS, gathered, jsonable, shown
+from tidemill.services.console.text.tree import MAX_CHARACTERS, Node, gathered, jsonable, shown
 from tidemill.services.console.web import texts
-from tidemill.services.console.web.curves import MetricFiles
 from tidemill.services.console.web.runs import Catalog, WatchedRun
 from tidemill.services.console.web.texts import sendable, visible
 
 FOLDER = Path(__file__).parent
 MAX_WORDS_CHARACTERS = 20_000
 """Of a judge's words or an error on one page."""
-MAX_TURNS = 40
-"""Turns and forks of one session on one page."""
+MAX_PARTS = 60
+"""Turns, forks and lines of one record on one page."""
+MAX_CELL_CHARACTERS = 300
 ROWS_AT_ONCE = 500
 """Of a CSV, sent in one part."""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
@@ -37,7 +38,6 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 class Site:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self.metric_files = MetricFiles()
         self._templates = Environment(
             loader=FileSystemLoader(FOLDER / "templates"),
             # Texts of models, data and users' code are on every page.
@@ -51,7 +51,9 @@ class Site:
             "signed": texts.signed,
             "visible": visible,
             "words": words,
+            "dots": dots,
             "gathered": gathered,
+            "zip": zip,
             "moment": when,
             "bytes": size,
             "duration": took,
@@ -59,16 +61,19 @@ class Site:
             "counted": plural,
             "shown": shown_safely,
         }
-        readers = (texts.span, texts.message_of, texts.prompt_messages, texts.training_of)
         self._templates.globals |= {
-            reader.__name__: reader for reader in (*readers, sessions.read_session, sessions.session_facts)
-        }
-        self._templates.globals |= {"num_tokens": sessions.num_completion_tokens, "most_turns": MAX_TURNS}
+            "span": texts.span, "num_tokens": sessions.num_completion_tokens, "most_parts": MAX_PARTS
+        }  # fmt: skip
 
     def response(self, template: str, status: int = 200, **values: Any) -> Response:
         """A page about no run, unless `run` is given; `here` names its place in the menu."""
         page = self._templates.get_template(template).render(**{"run": None, "here": ""} | values)
         return HTMLResponse(sendable(page), status)
+
+    def page(self, run: WatchedRun, here: str, title: str, shown: Node, **values: Any) -> Response:
+        """A page of a run that is a list or a record; without `text`, nothing can be searched on it."""
+        plain = {"up": None, "files": (), "note": "", "text": None, "empty": "", "page": 1, "num_pages": 1}
+        return self.response("page.html", run=run, here=here, title=title, shown=shown, **plain | values)
 
     async def run_of(self, request: Request) -> WatchedRun:
         run = await self.catalog.get(request.path_params["run"])
@@ -94,17 +99,29 @@ def history_of(run: WatchedRun) -> History:
     return run.history
 
 
-def shown_safely(value: Any, unit: str = "") -> Markup:
-    return visible(shown(value, unit), MAX_CHARACTERS["text"])
+def dots(rows: Iterable[Sequence[float]]) -> Iterator[str]:
+    """The numbers of each row as dots on a line, as a path of SVG. All rows share one scale; equal numbers
+    pile up to both sides of the line."""
+    rows = [[value for value in row if math.isfinite(value)] for row in rows]
+    every = [value for row in rows for value in row]
+    least, span = min(every, default=0.0), (max(every, default=0.0) - min(every, default=0.0)) or 1.0
+    for row in rows:
+        places = [round(4 + 82 * (value - least) / span) for value in row]
+        levels = [places[:number].count(x) for number, x in enumerate(places)]
+        heights = [9 + min(7, (level + 1) // 2) * (-1 if level % 2 else 1) for level in levels]
+        yield "".join(f"M{x} {y}h0" for x, y in zip(places, heights, strict=True))
+
+
+def shown_safely(node: Node, kind: str = "text") -> Markup:
+    """The value of a node; `kind` is "cell" in a table."""
+    limit = MAX_CELL_CHARACTERS if kind == "cell" else MAX_CHARACTERS["text"]
+    return visible(shown(node.value, node.unit), limit)
 
 
 def words(value: Any, limit: int = MAX_WORDS_CHARACTERS) -> Markup:
     """Anything a user's function may have noted, as text: text as it is, the rest as JSON."""
     if not isinstance(value, str):
-        try:
-            value = json.dumps(value, ensure_ascii=False, indent=1, default=repr)
-        except (TypeError, ValueError, RecursionError):
-            value = repr(value)
+        value = json.dumps(jsonable(value), ensure_ascii=False, indent=1)
     return visible(value, limit)
 
 

@@ -1,14 +1,11 @@
 """How numbers, text, tokens and chats read on a page. Numbers may be None, or not finite."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import structlog
 from markupsafe import Markup, escape
 from tokenizers import Tokenizer
@@ -16,8 +13,6 @@ from tokenizers.decoders import DecodeStream
 
 from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import PromptFields
-from tidemill.services.console.records.joins import SampleRecord
-from tidemill.services.console.records.sessions import TurnRecord, calls_of, text_of
 from tidemill.services.console.text.formats import NOTHING
 
 log = structlog.get_logger(__name__)
@@ -138,74 +133,19 @@ TEMPLATE_MARKS = (
 """How ChatML (Qwen), Llama 3, Gemma and Zephyr mark a message in a rendered prompt."""
 SPECIAL = re.compile(r"<[^<>\s]{1,40}>")
 """Tokens such as that of the beginning; other text between messages means that these are not the marks."""
-ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
-    "model": "assistant", "developer": "system", "ipython": "tool", "function": "tool"
-}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    role: str
-    text: str
-    name: str = ""
-    """Of the tool that answers."""
-    thoughts: str = ""
-    calls: tuple[tuple[str, str], ...] = ()
-    """Tools with their arguments, as indented JSON where they are JSON."""
-
-    @property
-    def kind(self) -> str:
-        """The role where it is one of the four: it chooses the colour."""
-        return ROLES.get(self.role, "other")
-
-
-def message_of(said: Mapping[str, Any]) -> ChatMessage:
-    text, name, thoughts = (text_of(said.get(key)) for key in ("content", "name", "reasoning_content"))
-    calls = tuple((called, _indented(arguments)) for called, arguments in calls_of(said))
-    return ChatMessage(str(said.get("role", "?")), text, name, thoughts, calls)
-
-
-def _indented(arguments: str) -> str:
-    try:
-        return json.dumps(json.loads(arguments), indent=1, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def prompt_messages(source: PromptFields) -> list[ChatMessage]:
+def prompt_messages(source: PromptFields) -> Sequence[Mapping[str, Any]]:
     """The messages of a prompt: as its template marks them, else as the row has them; empty for plain text.
 
     The last one is left out where it only opens the model's answer.
     """
     for marks in TEMPLATE_MARKS:
-        found = [ChatMessage(match["role"], match["text"]) for match in marks.finditer(source.prompt_text)]
+        found = [{"role": m["role"], "content": m["text"]} for m in marks.finditer(source.prompt_text)]
         if found and not SPECIAL.sub("", marks.sub("", source.prompt_text)).strip():
-            return found[:-1] if found[-1].kind == "assistant" and not found[-1].text.strip() else found
+            opens_answer = found[-1]["role"] in ("assistant", "model") and not found[-1]["content"].strip()
+            return found[:-1] if opens_answer else found
     said = source.extra.get(PROMPT)
     if not isinstance(said, Sequence) or isinstance(said, str):
         return []
-    return [message_of(item) for item in said if isinstance(item, Mapping)]
-
-
-class Training(NamedTuple):
-    num_tokens: int
-    num_trained: int
-    why_not: str = ""
-    """In words; empty where a step has trained it."""
-
-
-def training_of(sample: SampleRecord, why_not: str, turn: TurnRecord | None = None) -> Training:
-    """Of a turn, or of the whole of a sample. `why_not`: why its group was not trained; empty if it was."""
-    made = sample.trajectory
-    if made is None:
-        return Training(0, 0)
-    if turn is None:
-        masks = [segment.mask for segment in made.segments]
-    else:
-        masks = [made.segments[turn.segment].mask[turn.turn.first : turn.turn.end]]
-    num_trained = sum(int(np.count_nonzero(mask)) for mask in masks)
-    if made.is_greedy:
-        why_not = "a baseline"
-    elif sample.left_out:
-        why_not = f"left out: {sample.left_out}"
-    return Training(sum(map(len, masks)), num_trained, why_not)
+    return [item for item in said if isinstance(item, Mapping)]

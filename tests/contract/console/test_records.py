@@ -256,24 +256,19 @@ def test_a_trace_shows_what_became_of_a_ticket_and_of_a_sample(call):
         call,
         {
             "trace 4.1": (
-                "0 made tokens 0 to 1", "1 made tokens 2 to 2", "the judge read 4.1",
-                "completion 1 of ticket 4", "mini 0, micro 1",
-                "1.0 s from the ticket to the start of its group",
+                "1 made tokens 2 to 2",
+                "the judge read 4.1",
+                "completion 1 of ticket 4",
+                "micro 1",
             ),
-            "trace 3": (
-                "trained in step 1, which made version 2", "3.0", "3.1", "0.25", "0.75", "rollout-1",
-                "completion 0 of ticket 3",
-            ),
-            "trace 1.1": ("left out of step 0: failed_score", "no answer within 5 s"),
-            "trace 2": ("dropped before step 1: zero_variance", "replaced by", "it could not be read"),
+            "trace 3": ("3.0", "3.1", "0.25", "0.75", "rollout-1", "completion 0 of ticket 3"),
+            "trace 1.1": ("failed_score", "no answer within 5 s"),
+            "trace 2": ("zero_variance", "ticket 4", "it could not be read"),
             "trace 4": ("ticket 2",),
-            "trace 3.0": ("not counted: 9 from reward-late",),
-            "trace 7.0": (
-                "2.0 s: HTTP 429", "1.0 s, after a pause of 500 ms: answered",
-                "no step has trained on it: 2 of 4 samples generated, 1 scored",
-            ),
+            "trace 3.0": ("9 from reward-late",),
+            "trace 7.0": ("2.0 s: HTTP 429", "500 ms: answered", "2 of 4 samples generated, 1 scored"),
         },
-    )  # fmt: skip
+    )
 
 
 def test_the_parts_of_a_step_add_up(call, act, keys):
@@ -351,29 +346,29 @@ def test_a_session_is_traced_turn_by_turn(played):
         played,
         {
             "trace 4.1": (
-                "tools", "3, 1 fork, truncated by max_tokens", "10 of the model, 4 of the environment",
-                "1.0 s in the engine, 250 ms in the environment", "0.75 from the environment",
-                "1 attempt before this one ended in an environment's fault", "2, 1 wrong", "0.125", "0 → 1",
-                "fork 1: 6 tokens of prompt, 4 after it, 3 of them trained",
+                "max_tokens",
+                "10 of the model",
+                "250 ms in the",
+                "0.75 from",
+                "2, 1 wrong",
+                "0 → 1",
             ),
             "trace 7.0": ("which turn said which message is not known",),
             "trace 7.1": (SECOND,),
             "trace 3": ("turns", " 14 "),
             "streams tail trajectories": ("14, 3 turns",),
-            "streams show trajectories 3.0": (RESULT, "truncated by max_tokens"),
-            "step 1": (
-                "mean 3, 3 to 3 a session", "40 tokens of the model, 16 of the environment",
-                "4.0 s for the engine, 1.0 s for the environment", "4 by max_tokens", "4 in 4 sessions",
-            ),
+            "streams show trajectories 3.0": (RESULT, "max_tokens"),
+            "step 1": ("mean 3, 3 to 3", "40 tokens", "4.0 s for the engine", "4 by max_tokens", "4 in 4"),
         },
-    )  # fmt: skip
+    )
 
 
 def test_programs_get_every_turn_with_its_words(played):
     (sample,) = json.loads(played("trace", "4.1", "--json"))["samples"]
     turns = sample["turns"]
-    assert [(turn["segment"], turn["versions"], turn["num_answer_tokens"]) for turn in turns] == [
-        (0, [0, 1], 3), (0, [1], 0), (1, [3], 1),
+    numbers = ("segment", "versions", "num_trained", "num_answer_tokens")
+    assert [[turn[name] for name in numbers] for turn in turns] == [
+        [0, [0, 1], 4, 3], [0, [1], 3, 0], [1, [3], 3, 1]
     ]  # fmt: skip
     assert [answer["content"] for answer in turns[0]["answers"]] == [RESULT]
     assert [turn["said"]["content"] for turn in turns[1:]] == [ANSWER, SECOND]

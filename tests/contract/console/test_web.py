@@ -5,6 +5,7 @@ import asyncio
 import csv
 import io
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -121,7 +122,7 @@ async def test_every_page_answers_and_holds_no_markup_of_others(site: httpx.Asyn
 
 async def test_what_is_not_there_is_said(site: httpx.AsyncClient) -> None:
     for path in (
-        "/groups/99", "/steps/99", "/dead/9-9", "/groups/0/77/tokens.json", "/groups/99.json", "/logs/a.log",
+        "/groups/99", "/steps/99", "/dead/9-9", "/groups/0/77/tokens", "/groups/99.json", "/logs/a.log",
         "/nothing", "/nothing/3", "http://127.0.0.1/run/..%2f..%2fetc",
     ):  # fmt: skip
         answer = await site.get(path)
@@ -131,25 +132,25 @@ async def test_what_is_not_there_is_said(site: httpx.AsyncClient) -> None:
 async def test_texts_and_tokens_come_in_parts_with_all_that_is_known_of_them(
     site: httpx.AsyncClient, broker: Broker, keys: Keys
 ) -> None:
-    part = (await site.get("/groups/0/3/text.json?first=99990")).json()
-    assert part["total"] == part["next"] == 100_004 and len(part["text"]) == 14
-    part = (await site.get("/groups/2/1/tokens.json?first=3&count=2")).json()
-    assert part["ids"] == [8, 9] and part["versions"] == [0, 1] and part["logprobs"] == [-2.5, -4.0]
-    assert (part["pieces"], part["turns"], part["total"]) == (None, None, 6)
-    assert (await site.get("/groups/2/1/tokens.json?first=5")).json()["trained"] == [0]
+    part = await text(site, "/groups/0/3/text?first=99990")
+    assert 'data-next="100004" data-total="100004"' in part and len(part) < 300
+    part = await text(site, "/groups/2/1/tokens?first=3&count=2")
+    assert 'data-next="5" data-total="6"' in part and part.count("<span") == 2, "of which texts are not known"
+    assert re.findall(r">(\d+)</span>", part) == ["8", "9"] and part.count('data-from="1"') == 1
+    assert "untrained" in await text(site, "/groups/2/1/tokens?first=5")
     await append_numbered(broker, keys.prompts(), [(6, make_ticket(6))])
     await append(broker, keys.trajectories(), session(6, 0))
     order = ("I ask the calculator.", "17 * 23", "391 exactly", "The product is 391.", "Fork 1", "14 tokens")
     await shows(site, "/groups/6", *order, "✂ max tokens")
     page = await text(site, "/groups/6")
     assert "<script>window" not in page and "<img src=x" not in page and "\u202e" not in page
-    assert page.count('<details class="turn">') == 3 and page.count("said call") == 1
+    assert page.count('<details class="turn">') == 3
     assert page.count('class="tokens"') == 2 and 'data-segment="1"' in page, "its fork beside it"
-    part = (await site.get("/groups/6/0/tokens.json?first=3&count=5")).json()
-    assert part["turns"] == [0, -1, -1, -1, 1] and part["trained"] == [1, 0, 0, 0, 1] and part["total"] == 10
-    fork = (await site.get("/groups/6/0/tokens.json?segment=1")).json()
-    assert fork["ids"] == [50, 51, 52, 53] and fork["versions"] == [3] * 4 and fork["turns"] == [0, 0, 0, -1]
-    assert (await site.get("/groups/6/0/tokens.json?segment=2")).status_code == 404
+    part = await text(site, "/groups/6/0/tokens")
+    assert part.count("<span") == 10 and part.count("environment") == 2 * 3
+    fork = await text(site, "/groups/6/0/tokens?segment=1")
+    assert re.findall(r">(\d+)</span>", fork) == ["50", "51", "52", "53"]
+    assert (await site.get("/groups/6/0/tokens?segment=2")).status_code == 404
 
 
 async def test_groups_are_filtered_sorted_and_kept_as_files(site: httpx.AsyncClient) -> None:
@@ -193,8 +194,7 @@ async def test_a_group_and_a_step_tell_where_they_came_from_and_where_they_went(
             'href="#c3"', "/steps/0", "0123456789ab", "dead letter", "advantages fall where its rewards rise",
         ),
         "/steps/0": (
-            "waiting and all else", "25%", "Update 0, micro-batch 1: 3 completions of 1 group<", ">1.3</a>",
-            "failed score",
+            "waiting and all else", "25%", "1.0 1.1 1.2<", "<bdi>1.3</bdi></a>", "failed score", "+0.75",
         ),
     }.items():  # fmt: skip
         page = await text(site, path)

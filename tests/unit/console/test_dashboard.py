@@ -32,7 +32,7 @@ from tidemill.services.console.status.snapshot import QueueDepth, RunSnapshot, S
 from tidemill.services.console.text.tree import shown
 
 NAN = float("nan")
-EVALUATIONS = [{"version": v, "set": "held", "score": s} for v, s in ((0, 0.31), (2, 0.72), (3, 0.65))]
+EVALUATIONS = [{"version": v, "set": "held", "score": s} for v, s in ((3, 0.65), (0, 0.31), (2, 0.72))]
 WARNING = {
     "check": "entropy", "metric": "entropy", "since_step": 1, "until_step": None, "worst": 0.001,
     "text": "the policy has nearly stopped exploring", "advice": "Raise clip_high.",
@@ -212,7 +212,7 @@ def test_plain_lines_come_once_in_order_and_only_for_what_is_new() -> None:
     console = Console(file=io.StringIO(), width=200, color_system=None)
     view = PlainView(console)
     view.show(snapshot(1, state={"warnings": []}), {}, 0.0)
-    new = {"evaluations": EVALUATIONS[1:2]}
+    new = {"evaluations": EVALUATIONS[2:]}
     for warnings in ([WARNING], [WARNING], [{**WARNING, "until_step": 2}]):
         view.show(snapshot(3, state={**new, "warnings": warnings}), {}, 0.0)
     found = console.file.getvalue().splitlines()  # type: ignore[attr-defined]

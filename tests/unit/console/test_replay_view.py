@@ -34,44 +34,35 @@ def result(step: int = 12, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+OTHER_WEIGHTS = {
+    "digest": {"recorded": "a" * 32, "replayed": "b" * 32, "equal": False},
+    "left_out": {"equal": False},
+    "first_difference": 9,
+    "weights": {"max_abs_difference": 1e-7},
+}
+OTHER_ADVANTAGES = {"equal": False, "num_different": 2, "first": FIRST}
+
+
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("found", "style", "named"),
     [
-        (result(), ("step 12, which made version 13: bit-identical", "2 of 2 metrics are the same")),
+        (result(), "bold green", ("2 of 2",)),
         (
-            result(
-                equal=False,
-                metrics=[OFF],
-                digest={"recorded": "a" * 32, "replayed": "b" * 32, "equal": False},
-                left_out={"equal": False},
-                first_difference=9,
-                weights={"max_abs_difference": 1e-7},
-            ),
-            (
-                "differs from what was recorded", "0.1 ", repr(0.1 + 2**-56), "differs by 1.39e-17",
-                "the weights differ since step 9", "max abs difference 1e-07", "other samples are left out",
-            ),
+            result(equal=False, metrics=[OFF], **OTHER_WEIGHTS), "bold red",
+            ("0.1 ", repr(0.1 + 2**-56), "by 1.39e-17", "since step 9", "1e-07", "left out"),
         ),
-        (
-            result(equal=False, advantages={"equal": False, "num_different": 2, "first": FIRST}),
-            (
-                "the same weights, but the advantages differ",
-                "2 advantages differ, the first is that of 7.3: 1.0 recorded, -1.0 replayed",
-            ),
-        ),
-        (
-            result(step=30, from_version=0),
-            ("30 steps before it were trained again, from the starting model", "keep_checkpoints"),
-        ),
+        (result(equal=False, advantages=OTHER_ADVANTAGES), "yellow", ("7.3: 1.0 recorded, -1.0 replayed",)),
+        (result(step=30, from_version=0), "bold green", ("30 steps", "starting model")),
     ],
 )  # fmt: skip
-def test_a_replay_says_what_came_out(found: dict[str, Any], expected: tuple[str, ...]) -> None:
+def test_a_replay_says_what_came_out(found: dict[str, Any], style: str, named: tuple[str, ...]) -> None:
     def shown(shows_all: bool) -> str:
         out = io.StringIO()
         print_tree(Console(file=out, width=200, highlight=False), result_tree(found, shows_all))
         return out.getvalue()
 
-    assert [words for words in expected if words not in shown(False)] == []
+    assert result_tree(found).children[0].style == style
+    assert [words for words in named if words not in shown(False)] == []
     assert LENGTH["name"] not in shown(False)
     assert (LENGTH["name"] in shown(True)) == (LENGTH in found["metrics"])
 

@@ -59,7 +59,7 @@ def basic(name: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()
 
 
-@pytest.mark.parametrize("path", ["/", "/static/page.css", "/run/x/groups/1/0/tokens.json"])
+@pytest.mark.parametrize("path", ["/", "/static/page.css", "/run/x/groups/1/0/tokens"])
 def test_others_need_the_token_for_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:

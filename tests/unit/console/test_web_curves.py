@@ -12,7 +12,7 @@ from tidemill.common.config.section import flatten
 from tidemill.services.console.status.series import smooth
 from tidemill.services.console.status.snapshot import StepPoint
 from tidemill.services.console.web.compare_pages import ABSENT, MAX_METRICS, MAX_RUNS, CompareQuery, differing
-from tidemill.services.console.web.curves import MetricFiles, chart_trees, thin
+from tidemill.services.console.web.curves import chart_trees, columns_in, thin
 
 NAMES = ["reward", "kl", "eval/held_out/score", "eval/held_out/rewards/game/mean", "none"]
 
@@ -48,21 +48,20 @@ def test_no_spike_is_lost_where_a_long_curve_is_thinned() -> None:
 
 
 def test_each_complete_line_is_read_and_the_last_of_a_step_stands(tmp_path: Path) -> None:
-    files, file = MetricFiles(), tmp_path / "metrics.jsonl"
-    assert files.names(tmp_path) == [] and len(files.series(tmp_path, ["kl"])["kl"].x) == 0
+    file = tmp_path / "metrics.jsonl"
+    assert not columns_in(tmp_path).numbers
     odd = ["not JSON\n", '{"kind": "step", "step": 1, "reward": "much"}\n']
     file.write_text("".join([*LINES[:2], *odd, *LINES[2:], '{"kind": "step", "step": 3, "rew']))
-    assert files.names(tmp_path) == sorted(NAMES[:-1])
-    found = files.series(tmp_path, NAMES)
+    columns = columns_in(tmp_path)
+    assert sorted(columns.numbers) == sorted(NAMES[:-1])
+    found = {name: columns.series(name) for name in NAMES}
     assert found["reward"].x.tolist() == [0, 1, 2] and found["reward"].y.tolist() == [1, 0.75, 1.25]
     assert found["reward"].time.tolist() == [0, 1, 2] and found["kl"].x.tolist() == [1]
     assert found["eval/held_out/score"].y.tolist() == [0.25] and found[NAMES[3]].y.tolist() == [2.0]
-    assert len(found["none"].x) == 0
+    assert len(found["none"].x) == 0 and columns_in(tmp_path) is columns, "it is read when it has changed"
     with file.open("a") as more:
         more.write('ard": 2, "time": 103}\n')
-    assert files.series(tmp_path, ["reward"])["reward"].y.tolist() == [1, 0.75, 1.25, 2]
-    file.write_text(LINES[0])
-    assert files.series(tmp_path, ["reward"])["reward"].y.tolist() == [1], "a file in its place is read again"
+    assert columns_in(tmp_path).series("reward").y.tolist() == [1, 0.75, 1.25, 2]
 
 
 def test_charts_have_what_is_a_number_and_a_line_for_each_source() -> None:
@@ -92,11 +91,10 @@ def test_configs_are_compared_field_by_field() -> None:
     assert differing([{}, one, one]) == [], "nothing is known of the first"
 
 
-def test_an_address_is_read_within_bounds_and_written_back() -> None:
+def test_an_address_is_read_within_bounds() -> None:
     typed = [("run", "../etc"), *(("run", f"r{n}") for n in range(20)), ("smooth", "7"), ("x", "<b>")]
     query = CompareQuery.parse(QueryParams([*typed, *(("metric", f"m{n}") for n in range(40))]))
     assert query.runs == tuple(f"r{n}" for n in range(MAX_RUNS)) and len(query.metrics) == MAX_METRICS
     assert query.smoothing == 0.99 and query.x == "step"
     for smoothing in ("nan", "much", "-1"):
         assert CompareQuery.parse(QueryParams({"smooth": smoothing, "x": "time"})).smoothing == 0.0
-    assert CompareQuery.parse(QueryParams(query.address)) == query

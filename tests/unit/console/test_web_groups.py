@@ -5,14 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from tests.support.recorded_sessions import MESSAGES, as_session
+from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_trajectory
 from tests.support.web_runs import commit_of, completion, question, score_of
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
-from tidemill.services.console.records.joins import SampleRecord
-from tidemill.services.console.records.sessions import read_session
 from tidemill.services.console.text.formats import duration, took, when
 from tidemill.services.console.web import texts
+from tidemill.services.console.web.group_pages import shown_tokens
 from tidemill.services.console.web.groups import (
     MAX_TEXT_CHARACTERS,
     GroupIndex,
@@ -21,7 +20,8 @@ from tidemill.services.console.web.groups import (
     Spread,
     range_of,
 )
-from tidemill.services.console.web.texts import message_of, prompt_messages, training_of, visible
+from tidemill.services.console.web.site import dots
+from tidemill.services.console.web.texts import TokenTexts, prompt_messages, visible
 
 
 def test_a_spread_is_that_of_all_numbers() -> None:
@@ -47,7 +47,7 @@ def test_a_group_has_come_as_far_as_the_first_entries_of_its_keys_say() -> None:
     assert (row.state, row.lengths.count, row.num_failed, row.rewards.count) == ("scored", 4, 1, 3)
     assert (row.trajectories, row.scores) == (("1-1", "7-1"), ("1-2", "7-2"))
     index.add(Lane.TRAIN, "1-0", commit_of(0))
-    assert row.state == "trained" and row.known_places(False).step == 0 and row.num_dropped == 1
+    assert row.state == "trained" and row.places.step == 0
     index.add(Lane.TRAIN, "2-0", commit_of(1).model_copy(update={"dropped": ((9, -1, "zero_variance"),)}))
     left_out = index.get(9)
     assert left_out is not None and (left_out.state, left_out.step) == ("dropped", 1)
@@ -73,10 +73,14 @@ def test_an_address_is_read_as_people_type_it_and_says_all_of_a_query_and_no_def
     ranges = {"12": (12, 12), "1..2": (1, 2), "..-0.5": (None, -0.5), "3..": (3, None), "x": None, "..": None}
     assert {typed: range_of(typed) for typed in ranges} == ranges
     typed = {"lane": "eval", "reward": "..1", "text": "a&b", "sort": "std", "order": "up", "page": "3"}
-    assert GroupQuery.parse(typed).address() == "?lane=eval&reward=..1&text=a%26b&sort=std&order=up&page=3"
+    assert GroupQuery.parse(typed).address() == "?lane=eval&sort=std&order=up&reward=..1&text=a%26b&page=3"
     assert GroupQuery.parse({}).address() == "?"
-    odd = {"page": "-1", "sort": "nothing", "state": "x", "order": "sideways", "lane": "x"}
-    assert GroupQuery.parse(odd).address() == "?"
+    assert (
+        GroupQuery.parse(typed).address(page=None, sort="time", order=None)
+        == "?lane=eval&sort=time&reward=..1&text=a%26b"
+    )
+    odd = {"sort": "nothing", "state": "x", "order": "sideways", "lane": "x", "text": " "}
+    assert GroupQuery.parse(odd).address() == "?" and GroupQuery.parse({"page": "-1"}).page == 1
     assert GroupQuery.parse({"step": "many", "reward": "1"}).misunderstood == ["step"]
 
 
@@ -111,31 +115,38 @@ RENDERED = {
 def test_a_prompt_is_a_chat_as_its_template_marks_it_or_its_row_has_it() -> None:
     for name, rendered in RENDERED.items():
         ticket = question(0).model_copy(update={"prompt_text": rendered})
-        found = [(message.kind, message.text.removesuffix("</s>\n")) for message in prompt_messages(ticket)]
+        found = [(said["role"], said["content"].removesuffix("</s>\n")) for said in prompt_messages(ticket)]
         assert found == [("system", "Be brief."), ("user", "Hi\nyou")], name
     for text in ("2 + 3 =", f"Explain this: {RENDERED['chatml']}", ""):
         assert prompt_messages(question(0).model_copy(update={"prompt_text": text})) == []
     chat = [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, "no message"]
     row = {"prompt_text": "x", "extra": {"prompt": chat}}
-    (only,) = prompt_messages(question(0).model_copy(update=row))
-    assert (only.role, only.kind, only.text) == ("developer", "system", "Be brief.")
+    assert prompt_messages(question(0).model_copy(update=row)) == chat[:1]
 
 
-def test_a_message_has_its_calls_with_readable_arguments() -> None:
-    call = {"function": {"name": "search", "arguments": '{"words":["a","é"]}'}}
-    made = message_of({"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"})
-    assert made.calls == (("search", '{\n "words": [\n  "a",\n  "é"\n ]\n}'),) and made.thoughts == "hm"
-    assert message_of(MESSAGES[0]).calls == (("calculator", "17 * 23"),), "what is no JSON is left as it is"
-    assert message_of({"role": "<b>", "content": 3}).kind == "other"
+def test_a_token_says_how_likely_and_how_old_it_was_and_whose_it_is() -> None:
+    made = completion(0, 0, "")
+    unknown = made.model_copy(update={"logprobs": np.array([np.nan, *made.logprobs[1:]], np.float32)})
+    found = list(shown_tokens(unknown.segments[0], TokenTexts(None), 5, 0, 99))
+    assert [token.kinds.split() for token in found] == [
+        ["t", level, age, trained, "id"]
+        for level, age, trained in (
+            ("l0", "v4", "trained"), ("l1", "v4", "trained"), ("l2", "v4", "trained"),
+            ("l3", "v4", "trained"), ("l4", "v4", "trained"), ("l5", "v4", "untrained"),
+        )
+    ]  # fmt: skip
+    assert [token.text for token in found] == ["5", "6", "7", "8", "9", "10"]
+    assert [token.begins for token in found] == ["0", "", "", "", "1", ""]
+    assert "logprob unknown" in found[0].tip and "token 4 · id 9" in found[4].tip
+    assert "(1.83 %) · version 1, 4 steps old" in found[4].tip and found[5].tip.endswith("not trained")
+    (part,) = shown_tokens(made.segments[0], TokenTexts(None), -1, 5, 1)
+    assert (part.text, part.begins) == ("10", "") and "old" not in part.tip
+    played = as_session(completion(0, 0, "")).segments[0]
+    tokens = list(shown_tokens(played, TokenTexts(None), 1, 3, 5))
+    assert ["environment" in token.kinds for token in tokens] == [False, True, True, True, False]
+    assert "the environment's" in tokens[1].tip and "turn 1 · " in tokens[4].tip
 
 
-def test_what_was_trained_is_counted_by_turn_and_by_sample() -> None:
-    made = as_session(completion(0, 0, ""))
-    sample = SampleRecord(0, made)
-    turns = [training_of(sample, "", turn) for turn in read_session(made).turns]
-    assert [(t.num_tokens, t.num_trained) for t in turns] == [(4, 4), (3, 3), (3, 3)]
-    assert training_of(sample, "") == (14, 10, ""), "the environment's four are not"
-    assert training_of(SampleRecord(0, made, left_out="too old"), "").why_not == "left out: too old"
-    assert training_of(sample, "of an evaluation").why_not == "of an evaluation"
-    single = completion(0, 0, "").model_copy(update={"loss_mask": np.zeros(6, dtype=bool)})
-    assert training_of(SampleRecord(0, single), "").num_trained == 0
+def test_rewards_are_dots_on_one_scale_and_equal_ones_pile_up() -> None:
+    assert list(dots([[0.0, 1.0, 1.0, math.nan], [0.5], []])) == ["M4 9h0M86 9h0M86 8h0", "M45 9h0", ""]
+    assert list(dots([[3.0]])) == ["M4 9h0"]

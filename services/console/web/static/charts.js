@@ -12,7 +12,7 @@ function make(name, attributes = {}, parent = null) {
   return element;
 }
 
-export function short(value) {
+function short(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   if (size !== 0 && (size < 0.001 || size >= 1e6)) return value.toExponential(1);
@@ -39,9 +39,8 @@ function extent(lines, unit) {
   return { x0, x1, y0, y1 };
 }
 
-export class Chart {
-  constructor(key) {
-    this.key = key;
+class Chart {
+  constructor() {
     this.figure = document.createElement("figure");
     this.figure.className = "chart";
     this.figure.tabIndex = 0;
@@ -95,7 +94,6 @@ export class Chart {
   // Lines of several runs are thinned apart from each other: their points are not at the same places.
   valueAt(line, x) {
     if (x === null) return line.points.at(-1);
-    if (!this.tree.nearest) return line.points.find(([at]) => at === x);
     const next = line.points.findIndex(([at]) => at >= x);
     if (next < 0) return undefined; // this run has not come so far
     const [before, after] = [line.points[next - 1], line.points[next]];
@@ -134,5 +132,28 @@ export class Chart {
     event.preventDefault();
     const at = this.at === null ? (by > 0 ? -1 : this.xs.length) : this.xs.indexOf(this.at);
     this.read(this.xs[Math.min(this.xs.length - 1, Math.max(0, at + by))]);
+  }
+}
+
+// The charts of a page, by key: each keeps its place and its cursor while its points change.
+export class Board {
+  constructor(holder) {
+    this.holder = holder;
+    this.charts = new Map();
+    addEventListener("resize", () => this.charts.forEach((chart) => chart.update(chart.tree)));
+  }
+
+  show(trees) {
+    if (!this.charts.size && trees.length) this.holder.replaceChildren();
+    const wanted = new Set(trees.map((tree) => tree.key));
+    for (const [key, chart] of this.charts) if (!wanted.has(key)) { chart.figure.remove(); this.charts.delete(key); }
+    for (const tree of trees) {
+      if (!this.charts.has(tree.key)) this.charts.set(tree.key, new Chart());
+      const chart = this.charts.get(tree.key);
+      // Moved only where it has to be: a chart that is moved loses the focus.
+      const there = this.holder.children[trees.indexOf(tree)] ?? null;
+      if (there !== chart.figure) this.holder.insertBefore(chart.figure, there);
+      chart.update(tree);
+    }
   }
 }

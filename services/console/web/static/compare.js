@@ -1,13 +1,12 @@
 // Runs overlaid: whatever is chosen is in the address at once, and drawn without loading the page again.
-import { Chart } from "./charts.js";
+import { Board } from "./charts.js";
 
 const POLL_MS = 5000;
 const PAUSE_MS = 150;
 const form = document.getElementById("choice");
-const holder = document.getElementById("charts");
+const board = new Board(document.getElementById("charts"));
 const trouble = document.getElementById("trouble");
 const search = document.getElementById("search");
-const charts = new Map();
 let turn = 0;
 let filling = 0;
 let timer = 0;
@@ -32,11 +31,11 @@ async function draw(query) {
   const mine = ++turn;
   clearTimeout(timer);
   try {
-    const answer = await fetch(`${holder.dataset.url}?${query}`);
+    const answer = await fetch(`${board.holder.dataset.url}?${query}`);
     if (!answer.ok) throw new Error(`status ${answer.status}`);
     const tree = await answer.json();
     if (mine !== turn) return; // something else was chosen meanwhile
-    show(tree.charts);
+    board.show(tree.charts);
     trouble.hidden = true;
     if (tree.live) timer = setTimeout(() => draw(query), POLL_MS);
   } catch {
@@ -47,28 +46,22 @@ async function draw(query) {
   }
 }
 
-function show(trees) {
-  if (!charts.size && trees.length) holder.replaceChildren();
-  const wanted = new Set(trees.map((tree) => tree.key));
-  for (const [key, chart] of charts) if (!wanted.has(key)) { chart.figure.remove(); charts.delete(key); }
-  for (const tree of trees) {
-    let chart = charts.get(tree.key);
-    if (!chart) { chart = new Chart(tree.key); charts.set(tree.key, chart); }
-    holder.append(chart.figure);
-    chart.update({ ...tree, nearest: true });
-  }
-}
-
-// Both tables and the colours of the runs come as the server renders them.
+// Both tables, the names of metrics and the colours of the runs come as the server renders them.
 async function fill(query) {
   const mine = ++filling;
   const answer = await fetch(`/compare?${query}`);
   if (!answer.ok || mine !== filling) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
   for (const part of ["h1", "#found", "#tables"]) document.querySelector(part).replaceWith(fresh.querySelector(part));
-  if (wanted.names) { document.getElementById("metrics").replaceWith(fresh.getElementById("metrics")); filter(); }
-  wanted.names = false;
-  for (const [i, title] of fresh.querySelectorAll("#choice summary").entries()) form.querySelectorAll("summary")[i].replaceWith(title);
+  // Only where there are others now: who stands on one of them keeps his place.
+  const names = document.getElementById("metrics"), found = fresh.getElementById("metrics");
+  if (valuesIn(names) !== valuesIn(found)) names.replaceChildren(...found.children);
+  for (const [i, title] of fresh.querySelectorAll("#choice summary").entries()) form.querySelectorAll("summary")[i].replaceChildren(...title.childNodes);
+  filter();
+}
+
+function valuesIn(list) {
+  return [...list.querySelectorAll("input")].map((input) => input.value).sort().join("\n");
 }
 
 function filter() {
@@ -83,24 +76,18 @@ function filter() {
 }
 
 let waiting = 0;
-const wanted = { tables: false, names: false };
-function choose(change) {
-  Object.assign(wanted, change); // what an earlier change wants is not forgotten when another follows at once
+function choose() {
   const query = address();
   history.replaceState(null, "", `/compare?${query}`);
   clearTimeout(waiting);
-  waiting = setTimeout(() => {
-    draw(query);
-    if (wanted.tables) fill(query).catch(() => {});
-    wanted.tables = false;
-  }, PAUSE_MS);
+  waiting = setTimeout(() => { draw(query); fill(query).catch(() => {}); }, PAUSE_MS);
 }
 
-form.addEventListener("change", (event) => { if (event.target !== search) choose({ ...(event.target.type === "checkbox" && { tables: true }), ...(event.target.name === "run" && { names: true }) }); });
+form.addEventListener("change", (event) => { if (event.target !== search) choose(); });
 form.addEventListener("input", (event) => {
   if (event.target === search) { filter(); history.replaceState(null, "", `/compare?${address()}`); }
-  if (event.target.name === "smooth") { document.getElementById("smoothing").textContent = Number(event.target.value).toFixed(2); choose({}); }
+  if (event.target.name === "smooth") { document.getElementById("smoothing").textContent = Number(event.target.value).toFixed(2); choose(); }
 });
-form.addEventListener("submit", (event) => { event.preventDefault(); choose({ tables: true }); });
-addEventListener("resize", () => charts.forEach((chart) => chart.update(chart.tree)));
+form.addEventListener("submit", (event) => { event.preventDefault(); choose(); });
+filter();
 draw(address());

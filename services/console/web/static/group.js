@@ -37,9 +37,9 @@ function grade() {
   });
 }
 
-// As a chat, a session is unfolded from its first to its last message.
+// As a chat, a session is unfolded from its first to its last message; a single turn is its text.
 function unfold() {
-  for (const fold of document.querySelectorAll(".session details")) fold.open = shape === "chat";
+  for (const fold of document.querySelectorAll("details:is(.session, .turn)")) fold.open = shape === "chat";
 }
 
 function choose(colour) {
@@ -51,7 +51,7 @@ function choose(colour) {
 
 const boxes = new Map([...document.querySelectorAll(".tokens")].map((element) => [element, new TokenBox(element)]));
 const sight = new IntersectionObserver((entries) => {
-  for (const entry of entries) if (entry.isIntersecting) { sight.unobserve(entry.target); if (shape !== "chat") boxes.get(entry.target).open(shape); }
+  for (const entry of entries) if (entry.isIntersecting) { sight.unobserve(entry.target); boxes.get(entry.target).open(shape === "chat" ? "text" : shape); }
 }, { rootMargin: "400px" });
 
 let shape = remembered("shape", SHAPES);

@@ -1,5 +1,4 @@
-// The browser of groups: draws rewards, and says when there is more than the page shows. Rows never move by themselves.
-import { drawStrips } from "./strips.js";
+// The browser of groups: says when there is more than the page shows. Rows never move by themselves.
 
 const POLL_MS = 3000;
 const changes = document.getElementById("changes");
@@ -24,5 +23,4 @@ async function follow() {
   if (await look()) setTimeout(follow, POLL_MS);
 }
 
-drawStrips();
-if (changes) setTimeout(follow, POLL_MS);
+setTimeout(follow, POLL_MS);

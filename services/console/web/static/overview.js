@@ -1,28 +1,17 @@
 // Keeps the overview in step with a live run: the state as the server renders it, the curves as points.
-import { Chart } from "./charts.js";
+import { Board } from "./charts.js";
 
 const POLL_MS = 2000;
 const RETRY_MS = 5000;
-const holder = document.getElementById("charts");
+const board = new Board(document.getElementById("charts"));
 const freshness = document.getElementById("freshness");
-const charts = new Map();
-let version = -1;
+let version = null;
 
 async function drawCharts() {
-  const answer = await fetch(holder.dataset.url);
+  const answer = await fetch(board.holder.dataset.url);
   if (!answer.ok) throw new Error(`status ${answer.status}`);
   const tree = await answer.json();
-  if (!tree.charts.length) return tree;
-  if (!charts.size) holder.replaceChildren();
-  for (const found of tree.charts) {
-    let chart = charts.get(found.key);
-    if (!chart) {
-      chart = new Chart(found.key);
-      charts.set(found.key, chart);
-      holder.append(chart.figure);
-    }
-    chart.update(found);
-  }
+  if (tree.charts.length) board.show(tree.charts);
   return tree;
 }
 
@@ -40,11 +29,14 @@ async function drawState() {
 async function follow() {
   let pause = POLL_MS;
   try {
-    if (!document.hidden) {
+    if (!document.hidden || version === null) {
       const tree = await drawCharts();
-      await drawState();
-      freshness.textContent = tree.live ? "Live" : "The run is not going on.";
-      if (!tree.live && version === tree.version) return;
+      // The server has just rendered the state; after that, until the run has ended and nothing is new.
+      if (version !== null) {
+        await drawState();
+        freshness.textContent = tree.live ? "Live" : "The run is not going on.";
+        if (!tree.live && version === tree.version) return;
+      } else if (!tree.live && tree.charts.length) return;
       version = tree.version;
     }
   } catch {
@@ -54,10 +46,4 @@ async function follow() {
   setTimeout(follow, pause);
 }
 
-let resizing = 0;
-addEventListener("resize", () => {
-  clearTimeout(resizing);
-  resizing = setTimeout(() => charts.forEach((chart) => chart.update(chart.tree)), 100);
-});
-
-drawCharts().then((tree) => { version = tree.version; if (tree.live) setTimeout(follow, POLL_MS); else if (!tree.charts.length) setTimeout(follow, POLL_MS); }).catch(() => follow());
+follow();

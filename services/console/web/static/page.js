@@ -1,5 +1,4 @@
 // On every page: the theme's switch, the help, keys. Keys are ignored while somebody types.
-import { hintScrolling } from "./scrolling.js";
 
 const THEMES = ["system", "light", "dark"];
 const root = document.documentElement;
@@ -63,7 +62,7 @@ document.addEventListener("keydown", (event) => {
   action();
 });
 
-hintScrolling();
+for (const log of document.querySelectorAll(".log")) log.scrollTop = log.scrollHeight; // the newest lines
 button.addEventListener("click", nextTheme);
 document.getElementById("help").addEventListener("click", () => dialog.showModal());
 show();

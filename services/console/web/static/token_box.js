@@ -1,23 +1,19 @@
-// One completion: fetches parts of it, makes tokens of them, and tells about the token that is pointed at.
-import { appendVisible, visibleText } from "./unseen.js";
+// One completion: fetches parts of it as the server renders them, and tells about the token that is pointed at.
 
 const FIRST_TOKENS = 400, MORE_TOKENS = 2000;
-const STEPS = [0.9, 0.5, 0.2, 0.05, 0.01];
-const OLDEST = 4;
 const tip = document.getElementById("tip");
 
-function levelOf(logprob) {
-  if (logprob === null) return 0;
-  const probability = Math.exp(logprob);
-  const level = STEPS.findIndex((least) => probability >= least);
-  return level < 0 ? STEPS.length : level;
+function hint(words) {
+  const note = document.createElement("p");
+  note.className = "hint";
+  note.textContent = words;
+  return note;
 }
 
 export class TokenBox {
   constructor(element) {
     this.element = element;
-    this.url = element.dataset.url;
-    this.step = Number(element.dataset.step);
+    this.segment = element.dataset.segment; // of a fork
     this.plain = [...element.childNodes]; // what the server rendered stands until there is better
     this.here = null;
     this.loaded = 0;
@@ -30,14 +26,9 @@ export class TokenBox {
   }
 
   open(shape) {
-    this.segment = this.element.dataset.segment;
-    if (this.segment) shape = "tokens"; // the recorded text is not that of a fork
-    this.shape = shape;
+    this.shape = this.segment ? "tokens" : shape; // the recorded text is not that of a fork
     this.loaded = 0;
-    this.version = null;
-    this.text = document.createElement(shape === "tokens" ? "p" : "bdi");
-    this.text.className = "text";
-    if (shape === "text") this.text.classList.add("recorded");
+    this.text = null;
     return this.more(FIRST_TOKENS);
   }
 
@@ -49,81 +40,30 @@ export class TokenBox {
 
   async more(count) {
     const turn = this.turn;
-    const name = this.shape === "tokens" ? "tokens.json" : "text.json";
     this.element.setAttribute("aria-busy", "true");
     try {
-      const answer = await fetch(`${this.url}/${name}?first=${this.loaded}&count=${count}&segment=${this.segment ?? 0}`);
+      const answer = await fetch(`${this.element.dataset.url}/${this.shape}?first=${this.loaded}&count=${count}&segment=${this.segment ?? 0}`);
       if (!answer.ok) throw new Error(`status ${answer.status}`);
-      const part = await answer.json();
+      const part = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("p.text");
       if (turn !== this.turn) return; // another view was chosen meanwhile
-      if (this.shape === "tokens") this.addTokens(part); else this.addText(part);
-      this.element.replaceChildren(this.text, ...this.rest(part));
+      this.loaded = Number(part.dataset.next);
+      if (this.text) this.text.append(...part.childNodes); else this.text = part;
+      this.element.replaceChildren(this.text, ...this.rest(Number(part.dataset.total)));
     } catch {
-      if (turn !== this.turn) return;
-      const note = document.createElement("p");
-      note.className = "hint";
-      note.textContent = "The tokens could not be loaded; this is the beginning of the text.";
-      this.element.append(note);
+      if (turn === this.turn) this.element.append(hint("The tokens could not be loaded; this is the beginning of the text."));
     } finally {
       this.element.removeAttribute("aria-busy");
     }
   }
 
-  rest(part) {
-    if (this.loaded >= part.total) {
-      if (part.total > 0) return [];
-      const note = document.createElement("p");
-      note.className = "hint";
-      note.textContent = "Nothing was generated.";
-      return [note];
-    }
+  rest(total) {
+    if (!total) return [hint("Nothing was generated.")];
+    if (this.loaded >= total) return [];
     const button = document.createElement("button");
     button.type = "button";
-    const unit = this.shape === "tokens" ? "tokens" : "characters";
-    button.textContent = `Show more (${(part.total - this.loaded).toLocaleString("en")} ${unit} left)`;
+    button.textContent = `Show more (${(total - this.loaded).toLocaleString("en")} ${this.shape === "tokens" ? "tokens" : "characters"} left)`;
     button.addEventListener("click", () => { button.disabled = true; this.more(MORE_TOKENS).then(() => this.element.focus({ preventScroll: true })); });
     return [button];
-  }
-
-  addText(part) {
-    appendVisible(this.text, part.text);
-    this.loaded = part.next;
-  }
-
-  addTokens(part) {
-    const made = document.createDocumentFragment();
-    part.ids.forEach((id, i) => made.append(this.token(part, id, i)));
-    this.text.append(made);
-    this.loaded = part.first + part.ids.length;
-  }
-
-  token(part, id, i) {
-    const token = document.createElement("span");
-    const version = part.versions[i];
-    const piece = part.pieces ? part.pieces[i] : null;
-    token.className = `t l${levelOf(part.logprobs[i])} v${Math.min(OLDEST, Math.max(0, this.step - version))}`;
-    token.classList.add(part.trained[i] ? "trained" : "untrained");
-    const turn = part.turns ? part.turns[i] : null;
-    if (turn !== null && turn < 0) token.classList.add("environment");
-    if (version !== this.version) { token.dataset.from = version; this.version = version; }
-    token.facts = { at: part.first + i, id, piece, logprob: part.logprobs[i], version, turn, trained: part.trained[i] };
-    if (piece === null) { token.classList.add("id"); token.textContent = String(id); }
-    else if (piece === "") token.textContent = "\u2060";
-    else this.write(token, piece);
-    return token;
-  }
-
-  // A line feed is shown and done.
-  write(token, piece) {
-    piece.split("\n").forEach((line, i) => {
-      if (i) {
-        const mark = document.createElement("span");
-        mark.className = "nl";
-        mark.textContent = "⏎";
-        token.append(mark, "\n");
-      }
-      if (line) appendVisible(token, line);
-    });
   }
 
   walk(event) {
@@ -139,7 +79,7 @@ export class TokenBox {
   pick(token) {
     this.tell(token);
     const chosen = new URLSearchParams(location.search);
-    chosen.set("at", (this.segment ? `${this.segment}.` : "") + token.facts.at);
+    chosen.set("at", (this.segment ? `${this.segment}.` : "") + [...this.text.children].indexOf(token));
     history.replaceState(null, "", `${location.pathname}?${chosen}#${this.element.closest(".sample").id}`);
     dispatchEvent(new Event("hashchange"));
   }
@@ -147,7 +87,7 @@ export class TokenBox {
   async find(at) {
     const total = Number(this.element.dataset.total);
     for (let loaded = -1; this.loaded <= at && this.loaded < total && loaded < this.loaded; ) { loaded = this.loaded; await this.more(MORE_TOKENS); }
-    const token = this.text.querySelectorAll(".t")[at];
+    const token = this.text.children[at];
     if (!token) return;
     token.scrollIntoView({ block: "center", behavior: "instant" });
     this.tell(token);
@@ -159,17 +99,9 @@ export class TokenBox {
     tip.hidden = token === null;
     if (token === null) return;
     token.classList.add("here");
-    const { at, id, piece, logprob, version, turn, trained } = token.facts;
     const name = document.createElement("b");
-    name.textContent = piece === null ? `id ${id}` : piece === "" ? "(part of a character)" : visibleText(piece);
-    const probability = logprob === null ? "unknown" : `${logprob.toFixed(3).replace("-", "−")} (${(100 * Math.exp(logprob)).toPrecision(3)} %)`;
-    const steps = this.step - version;
-    const age = this.step >= 0 ? `, ${steps} step${steps === 1 ? "" : "s"} old` : "";
-    const made = turn !== null && turn < 0
-      ? "the environment's"
-      : `${turn === null ? "" : `turn ${turn} · `}logprob ${probability} · version ${version}${age}`;
-    tip.replaceChildren(name, document.createElement("br"),
-      `token ${at} · id ${id} · ${made}${trained ? "" : " · not trained"}`);
+    name.textContent = token.textContent;
+    tip.replaceChildren(name, document.createElement("br"), token.dataset.tip);
     this.place(token);
   }
 
