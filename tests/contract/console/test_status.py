@@ -9,7 +9,6 @@ import pytest
 from tests.support.histories import commits, small_config, tickets, trajectories, write_small_run
 from tests.support.numbered import append_numbered
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import FINISHED, RUNNING, publish_config, update_state
@@ -68,18 +67,6 @@ async def test_queues_say_what_waits_and_what_is_held(broker: Broker, keys: Keys
         prompts, taken, scores = (await reader.read()).queues
     assert (prompts.length, prompts.waiting, prompts.held) == (5, 3, 2)
     assert (taken.waiting, taken.held, scores.length) == (0, len(made), 0)
-
-
-async def test_a_snapshot_shows_workers_state_and_evaluations(broker: Broker, keys: Keys) -> None:
-    reader = await reader_of(broker, keys)
-    evaluations = [{"version": 3, "set": "a", "score": 0.9}, {"version": 0, "set": "a", "score": 0.2}]
-    await update_state(broker, keys, status=RUNNING, evaluations=evaluations)
-    for name, idle in (("r0", 0.2), ("r1", 0.4)):
-        await publish_heartbeat(broker, keys, Heartbeat(name, "rollout", idle_share=idle))
-    snapshot = await reader.read()
-    assert (snapshot.status, [item["score"] for item in snapshot.evaluations]) == (RUNNING, [0.2, 0.9])
-    assert snapshot.idle_share("rollout") == pytest.approx(0.3)
-    assert snapshot.as_dict()["idle"]["trainer"] is None
 
 
 async def test_the_report_of_a_run_is_computed_from_its_commits_and_kept_in_its_folder(
