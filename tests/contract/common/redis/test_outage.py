@@ -175,7 +175,9 @@ async def test_a_connection_that_is_lost_while_nothing_is_under_way_is_noticed(a
     consumer = make_consumer(broker, keys, "a")
     assert await consumer.takeover.look(1) == []  # the next one is due in half a lease
     await other.pipeline([delivery_of(keys, 1), ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")])
-    await wait_until(lambda: broker.redis._shared.error is not None)
+    line = broker.redis._shared
+    assert line is not None
+    await wait_until(lambda: line.error is not None)
     assert [*await consumer.fetch(1, 0), *await consumer.fetch(1, 0)] == [*consumer.held.values()] != []
     assert (broker.num_interruptions, broker.waited_s) == (1, 0.0)
     await asyncio.gather(broker.close(), other.close())
