@@ -15,7 +15,15 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import OffsetReader, append, last_id, trim_before
 from tidemill.common.streams.entries import Entry, id_order
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey, is_demonstration
+from tidemill.common.wire.messages import (
+    DeadLetter,
+    Lane,
+    Score,
+    ScoreStatus,
+    Trajectory,
+    TrajectoryKey,
+    is_demonstration,
+)
 
 BATCH = 256
 BLOCK_S = 0.5
@@ -55,12 +63,17 @@ class Emission:
         self.started_at, key = time.time(), self.keys.scores(self.lane)
         # The position is taken before anything is emitted: scores that were there are no answers.
         reader = OffsetReader(self.broker, key, Score, await last_id(self.broker, key))
+        dead_key = self.keys.dead
+        dead = OffsetReader(self.broker, dead_key, DeadLetter, await last_id(self.broker, dead_key))
         offset_s: float | None = None  # from the times of the record to those of now
 
         async def take_scores(block_s: float) -> None:
             for entry in await reader.read(4 * BATCH, block_s):
                 if isinstance(entry, Entry):
                     self._take(entry.message)
+            for letter in await dead.read(BATCH):
+                if isinstance(letter, Entry):
+                    self._fail(letter.message)
             on_progress(self)
             if len(self.scores) - self._num_at_trim >= TRIM_EVERY:
                 await self._trim()
@@ -115,6 +128,12 @@ class Emission:
         self.waits_s.append(max(0.0, score.scored_at - emitted[1]))
         self._first_taken_at = min(self._first_taken_at, score.scored_at - score.latency_s)
         self._last_scored_at = max(self._last_scored_at, score.scored_at)
+
+    def _fail(self, letter: DeadLetter) -> None:
+        """Nobody will score it, nor what waits of its group."""
+        tickets = {key[0] for key, (entry_id, _) in self._waiting.items() if entry_id == letter.entry_id}
+        for ticket, index in [key for key in self._waiting if key[0] in tickets]:
+            self._take(Score(ticket=ticket, index=index, status=ScoreStatus.FAILED, error=letter.error))
 
     async def _trim(self) -> None:
         """Trim what is scored, up to the oldest trajectory that is not."""

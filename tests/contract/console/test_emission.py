@@ -9,7 +9,7 @@ from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.history import ALL, History
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Entry, append, id_order, read_range
+from tidemill.common.streams import Entry, append, append_dead_letter, dead_letter, id_order, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
 from tidemill.services.console.rescore.emission import MAX_BACKLOG, Emission
@@ -73,3 +73,20 @@ async def test_no_more_wait_for_a_score_than_may_and_each_key_goes_in_once(
     await score(broker, keys, *range(num_keys))
     await running
     assert (emission.emitted, len(emission.scores)) == (num_keys, num_keys)
+
+
+async def test_what_is_dead_lettered_has_failed_and_is_waited_for_no_longer(
+    broker: Broker, keys: Keys
+) -> None:
+    group = [make_trajectory(0, index=index, group_size=2) for index in range(2)]
+    emission = Emission(broker, keys, Recorded([*group, make_trajectory(1)]), ALL)
+    running = asyncio.create_task(emission.run(nothing))
+    await wait_until(lambda: emission.is_complete)
+    first = (await emitted(broker, keys))[0].entry_id
+    letter = dead_letter(keys.name_of(keys.trajectories()), first, {}, "the worker died", "reward")
+    await append_dead_letter(broker, keys.dead, letter)
+    await score(broker, keys, 1)
+    await running
+    found = {key: (one.status, one.error) for key, one in emission.scores.items()}
+    failed = (ScoreStatus.FAILED, "the worker died")
+    assert found == {(0, 0): failed, (0, 1): failed, (1, 0): (ScoreStatus.OK, "")}
