@@ -36,7 +36,6 @@ QUEUE_WORDS = {
     "prompts:eval": ("eval groups to generate", "generating"),
     "trajectories:eval": ("eval to score", "scoring"),
 }
-JOB_WORDS = {"sandbox": "code"}
 """What RQ's queues are for."""
 FULL = (
     "It refuses writes, so that processes wait and cannot report; nothing is lost. Raise its maxmemory "
@@ -258,7 +257,7 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         words = {"queued": "waiting", "started": "busy", "failed": "failed"}
         shown = ", ".join(f"{states[state]:,} {word}" for state, word in words.items() if state in states)
         style = "bold red" if "failed" in states else ""
-        yield Node(f"jobs, {JOB_WORDS.get(queue_name, queue_name)}", shown, style=style)
+        yield Node(f"jobs, {queue_name}", shown, style=style)
     failures: dict[str, float] = {}
     for name, count in ((name, count) for beat in snapshot.workers for name, count in beat.counts.items()):
         if name.startswith(FAILURES):

@@ -45,8 +45,8 @@ def test_a_latest_that_is_not_a_link_is_left_alone(tmp_path: Path) -> None:
 def test_a_run_has_one_trainer_and_as_many_workers_as_configured() -> None:
     config = make_config(run_id="r", rollout={"workers": 2, "num_threads": 3}, reward={"workers": 1})
     specs = service_specs(config)
-    assert [spec.name for spec in specs] == ["trainer", "rollout-0", "rollout-1", "reward-0", "jobs"]
-    assert [spec.ends_run for spec in specs] == [True, False, False, False, False]
+    assert [spec.name for spec in specs] == ["trainer", "rollout-0", "rollout-1", "reward-0"]
+    assert [spec.ends_run for spec in specs] == [True, False, False, False]
     assert specs[1].env == {"OMP_NUM_THREADS": "3"} and specs[0].env == {}
     command = exporter_spec(config, 9109).command
     assert command[1:] == ("-m", "tidemill.services.console.exporter", "r", "--port", "9109")

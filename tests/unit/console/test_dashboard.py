@@ -88,7 +88,7 @@ def test_each_number_has_its_line() -> None:
         state={"evaluations": EVALUATIONS},
         queues=[QueueDepth("prompts", 9, 5, 4), QueueDepth("trajectories", 40, None, 12)],
         num_dead=2,
-        jobs={"sandbox": {"queued": 1200}, "jobs": {"started": 1, "failed": 2}},
+        jobs={"sandbox": {"queued": 1200, "started": 1, "failed": 2}},
         workers=[
             beat(
                 "t", "trainer", "train", weights_bytes=2_500_000.0, weights_changed=0.014,
@@ -112,8 +112,7 @@ def test_each_number_has_its_line() -> None:
         "groups outstanding": "6",
         "entries in the streams": "49",
         "dead letters": "2",
-        "jobs, code": "1,200 waiting",
-        "jobs, archive": "1 busy, 2 failed",
+        "jobs, sandbox": "1,200 waiting, 1 busy, 2 failed",
         "failed: judge (http_429)": "1",
         "failed: judge (timeout)": "5",
         "weights written": "2.5 MB, 1.4% changed",

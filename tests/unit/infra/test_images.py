@@ -157,7 +157,7 @@ def test_the_head_gets_every_secret_once_and_keeps_it(tmp_path: Path) -> None:
     first = read_settings((tmp_path / ".env").read_text())
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
     secrets = {name: value for name, value in first.items() if name.endswith(("PASSWORD", "TOKEN"))}
-    assert len(secrets) == 9 and all(len(value) >= 32 for value in secrets.values())
+    assert len(secrets) == 8 and all(len(value) >= 32 for value in secrets.values())
     assert secrets["TRAINER_PASSWORD"] not in (tmp_path / "secrets" / "users.acl").read_text()
     (tmp_path / ".env").write_text(filled((tmp_path / ".env").read_text(), {"TIDEMILL_RUN_ID": "mine"}))
     write_head(tmp_path)

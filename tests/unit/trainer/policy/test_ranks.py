@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.models import make_samples, run_config
+from tests.support.models import make_policy, make_samples, run_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.weight_files import version_name
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
 from tidemill.services.trainer.groups.samples import Sample, SegmentTokens, Teaching, TurnEnd, with_teaching
+from tidemill.services.trainer.policy import transformers_policy
 from tidemill.services.trainer.policy.fsdp import rank_policy, ranks
 from tidemill.services.trainer.policy.fsdp.rank_policy import (
-    RankPolicy,
     cores_beside,
     take_share,
 )
@@ -39,7 +39,6 @@ from tidemill.services.trainer.policy.fsdp.ranks import (
 )
 from tidemill.services.trainer.policy.model_loading import prepare_torch
 from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader
-from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.shadow import rows_of
 
@@ -103,12 +102,13 @@ def test_a_rank_is_hidden_from_other_processes_of_its_user() -> None:
 
 def test_ranks_meet_once_each_has_read_its_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Else the fastest would wait for the others in a call on GPUs, which gives up after minutes."""
-    events: list[str] = []
-    monkeypatch.setattr(TransformersPolicy, "load_state", lambda *_: events.append("read"))
-    policy = object.__new__(RankPolicy)
-    policy.__dict__["_ranks"] = SimpleNamespace(meet=lambda: events.append("met"))
-    policy.load_state(tmp_path)
-    assert events == ["read", "met"]
+    policy, events = make_policy(), []
+    policy.save_state(tmp_path / "state")
+    fill = transformers_policy.fill
+    monkeypatch.setattr(transformers_policy, "fill", lambda *its: (events.append("read"), fill(*its)))
+    policy.peers = SimpleNamespace(gather=lambda *_: events.append("met"))
+    policy.load_state(tmp_path / "state")
+    assert events == ["read"] * (len(events) - 1) + ["met"] != ["met"]
 
 
 @pytest.fixture
