@@ -145,9 +145,10 @@ PLANTED = (
         "self._next(self.next_ticket, old.step, ticket, outcome)"),
     Mutant("groups that would become too old are not taken first", f"{BATCH}/batch_assembler.py",
         "tight = next((h for h in horizons if due[h] >= capacity[h]), math.inf)", "tight = math.inf"),
-    Mutant("the last entry of a key wins", "services/trainer/groups/group_filter.py",
+    Mutant("the last entry of a key wins", "common/history/groups.py",
         "        if index in ids or index >= self.group_size:",
-        "        if index >= self.group_size or (index in ids and self.is_complete):"),
+        "        is_complete = len(self.trajectories) == len(self.scores) == self.group_size\n"
+        "        if index >= self.group_size or (index in ids and is_complete):"),
     Mutant("a reader goes on where it was after a loss", "common/streams/offset_reader.py",
         "            self.position = min(self.position, standing, key=id_order)\n", ""),
     Mutant("what a step takes is not read again after a loss", f"{BATCH}/batch_assembler.py",

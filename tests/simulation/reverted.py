@@ -90,8 +90,10 @@ REVERTED = (
         "        self.skipped = [t for t in await self.scheduler.find_skipped() if t not in trained]\n",
         "        self.skipped = []\n", "a ticket that the stream has passed over"),
     Mutant("a replay asks of copies when their version was committed", "common/history/groups.py",
-        "        if self.trajectories.setdefault(sample.index, sample) is not sample:\n",
-        "        self.trajectories[sample.index] = sample\n        if False:\n",
+        "            group.take(cast(Part, entry))\n",
+        "            if isinstance(message, Trajectory):\n"
+        "                group.trajectory_ids.pop(message.index, None)\n"
+        "            group.take(cast(Part, entry))\n",
         "a stranger's copy comes after its group was trained"),
     Mutant("an evaluation is trimmed before a checkpoint stands for its version", TRAINER,
         "        if not await self.reconciler.check_server():\n"
