@@ -48,6 +48,11 @@ EMPTY_LABELS = {
     'metric=~"teacher/': "nothing is distilled",
     'metric=~"source/': "there is one training set",
     'metric=~"experts/': "the model is no mixture of experts",
+    'metric="routes/': "the model is no mixture of experts",
+    'metric="logprob_gap/unmasked_mean"': "nothing is sampled with masks",
+    'metric="perf/mfu"': "the trainer is simulated",
+    'metric="perf/peak_gib"': "the trainer is simulated",
+    'metric="forward/fill"': "the trainer is simulated",
 }
 """The same by a label of a metric that has data otherwise."""
 WINDOW = "20s"
