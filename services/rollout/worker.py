@@ -309,7 +309,8 @@ class RolloutWorker(LaneWorker[Ticket]):
                 sampling = sampling.model_copy(update={"temperature": 0.0})
             request_id = name if number == 1 else f"{name}-t{number}"
             generation = await self._ask(ticket.ticket, request_id, ids, sampling, on_tokens)
-            # A cache is of one version, the first of a turn; an agent may have begun another history.
+            # Keys and values of an older version, or of another history, are no loss of this one's. A turn
+            # begins with the version of its first span.
             prompt, version, num_had = before
             if version != generation.spans[0][0] or ids[: len(prompt)] != prompt:
                 num_had = 0

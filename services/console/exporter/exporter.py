@@ -34,7 +34,7 @@ from tidemill.common.streams.selection import time_of
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import RQ_STATES, Keys
 from tidemill.common.wire.messages import Message
-from tidemill.services.console.status.snapshot import JOB_QUEUES, RunSnapshot, SnapshotReader
+from tidemill.services.console.status.snapshot import JOB_QUEUE, RunSnapshot, SnapshotReader
 
 log = structlog.get_logger(__name__)
 
@@ -133,8 +133,8 @@ def set_gauges(reading: RunReading) -> None:
     metrics.RUN_STEPS.set(run.steps)
     metrics.RUN_MAX_STALENESS.set(run.max_staleness)
     metrics.LAST_COMMIT_TIMESTAMP.set(run.points[-1].finished_at if run.points else 0.0)
-    for queue, state in itertools.product(JOB_QUEUES, RQ_STATES):
-        metrics.JOB_QUEUE_LENGTH.labels(queue, state).set(run.jobs.get(queue, {}).get(state, 0))
+    for state in RQ_STATES:
+        metrics.JOB_QUEUE_LENGTH.labels(JOB_QUEUE, state).set(run.jobs.get(JOB_QUEUE, {}).get(state, 0))
     _set_workers(run.workers, reading.roles)
 
 

@@ -64,7 +64,7 @@ def export_version(run: Path, model: ModelConfig, version: str, target: Path) ->
         (aside / ORIGIN_FILE).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
         num_bytes = sum(path.stat().st_size for path in paths)
         publish_folder(aside, target)
-    return {**origin, "folder": str(target), "num_bytes": num_bytes}
+    return {**origin, "num_bytes": num_bytes}
 
 
 def find_version(run: Path, version: str) -> int:

@@ -36,7 +36,6 @@ QUEUE_WORDS = {
     "prompts:eval": ("eval groups to generate", "generating"),
     "trajectories:eval": ("eval to score", "scoring"),
 }
-"""What RQ's queues are for."""
 FULL = (
     "It refuses writes, so that processes wait and cannot report; nothing is lost. Raise its maxmemory "
     "(CONFIG SET maxmemory); the trainer's log says what it may free."

@@ -27,7 +27,7 @@ from tidemill.services.console.status.bottleneck import (
 )
 from tidemill.services.console.status.report import read_report
 
-JOB_QUEUES = ("sandbox",)
+JOB_QUEUE = "sandbox"
 QUEUED = next(iter(RQ_STATES))
 """A list; the other states are sorted sets."""
 MAX_POINTS = 256
@@ -205,15 +205,13 @@ class SnapshotReader:
 
     async def _jobs(self) -> dict[str, dict[str, int]]:
         """Jobs by queue and by how far they are; nothing where this Redis user may not look at RQ's keys."""
-        found: dict[str, dict[str, int]] = {}
-        keys = (self.keys.sandbox_queue,)
+        found: dict[str, int] = {}
         with contextlib.suppress(BrokerError):
-            for name, queue in zip(JOB_QUEUES, keys, strict=True):
-                for state, key in RQ_STATES.items():
-                    command = "LLEN" if state == QUEUED else "ZCARD"
-                    if count := int(await self.broker.execute(command, key.format(queue))):
-                        found.setdefault(name, {})[state] = count
-        return found
+            for state, key in RQ_STATES.items():
+                command = "LLEN" if state == QUEUED else "ZCARD"
+                if count := int(await self.broker.execute(command, key.format(self.keys.sandbox_queue))):
+                    found[state] = count
+        return {JOB_QUEUE: found} if found else {}
 
     async def _follow_commits(self) -> None:
         if self._commits is None:

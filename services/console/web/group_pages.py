@@ -187,7 +187,7 @@ def shown_tokens(
         piece = pieces[at - first] if pieces is not None else str(ids[at])
         if not piece:
             made += " · a part of the character that a later token ends"
-        shown = visible(piece) if piece else Markup("\u2060")
+        shown = visible(piece) if piece else Markup("\u2060")  # no width, but it can be pointed at
         yield ShownToken(
             shown.replace("\n", Markup('<span class="nl">⏎</span>\n')),
             kinds if pieces is not None else f"{kinds} id",

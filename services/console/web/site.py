@@ -109,6 +109,7 @@ def dots(rows: Iterable[Sequence[float]]) -> Iterator[str]:
         places = [round(4 + 82 * (value - least) / span) for value in row]
         levels = [places[:number].count(x) for number, x in enumerate(places)]
         heights = [9 + min(7, (level + 1) // 2) * (-1 if level % 2 else 1) for level in levels]
+        # Lines without length: their round ends are the dots.
         yield "".join(f"M{x} {y}h0" for x, y in zip(places, heights, strict=True))
 
 

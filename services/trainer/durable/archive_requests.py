@@ -53,6 +53,8 @@ class ArchiveRequests:
         is stopped ends the process, and the next one asks."""
         if self._task is None:
             return
+        if not self._task.done() and not self.context.stopping.is_set():
+            log.info("waiting until what the run has left is archived")
         stopped = asyncio.create_task(self.context.stopping.wait())
         await asyncio.wait((self._task, stopped), return_when=asyncio.FIRST_COMPLETED)
         for task in (self._task, stopped):

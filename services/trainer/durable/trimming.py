@@ -195,5 +195,5 @@ class Trimmer:
         return num_gone
 
     async def close(self) -> None:
-        """Ask for nothing any more."""
+        """Ask for nothing any more; where the run is over, wait for what was asked for."""
         await self.requests.close()

@@ -454,7 +454,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         if self._device.type == "cuda" and "rng.cuda" in state.shapes:
             torch.cuda.set_rng_state(state.read("rng.cuda").cpu(), self._device)
         self.zero()
-        self.peers.gather(b"")  # all have theirs now
+        # Here for as long as it takes: in the next call on GPUs a rank whose disk is slow would be given up.
+        self.peers.gather(b"")
 
     def _check_state(
         self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], own: dict[str, Tensor]
