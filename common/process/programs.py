@@ -49,6 +49,8 @@ class Program(StrEnum):
     EXPORTER = "tidemill.services.console.exporter"
     NODE = "tidemill.services.console.cluster"
     """What one node of a cluster does of a run."""
+    FORK_SERVER = "tidemill.common.process.fork_server"
+    """Becomes several services that compute with a model."""
 
 
 SERVES = {
@@ -59,6 +61,14 @@ SERVES = {
     Program.SANDBOX: "tidemill.services.jobs.sandbox.worker",
 }
 """The module with the `serve` of a service."""
+
+SHARED_IMPORTS = (
+    SERVES[Program.TRAINER],
+    "tidemill.services.trainer.policy.transformers_policy",
+    SERVES[Program.ROLLOUT],
+    "tidemill.services.rollout.engines.decoding",
+)
+"""What the fork server imports: torch, transformers, and what of our own needs them."""
 
 RUN_CODE = "tidemill.services.jobs.sandbox.job.run_code"
 """What RQ jobs of the sandbox ask for. A worker compares the name, and never imports it."""

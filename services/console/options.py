@@ -207,7 +207,7 @@ _RUN_NAME_TEXT = "Name of the run. Without it: run_id of the config, else the co
 _PORT_TEXT = "Also export the whole run for Prometheus on this port: /metrics, and /sd to find the rest."
 
 
-@command("up", "launch.up:run_up", "examples/arith/config.yaml --set trainer.steps=20 --run-id try-1")
+@command("up", "launch.command:up", "examples/arith/config.yaml --set trainer.steps=20 --run-id try-1")
 @dataclass(frozen=True)
 class UpOptions:
     """Do a whole run on this machine: Redis, trainer, rollout and reward workers, and a live view.

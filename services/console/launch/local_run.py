@@ -30,6 +30,7 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.exports.archive import archive_rest
 from tidemill.services.console.launch.views import LiveView, PlainView, View
+from tidemill.services.console.processes.forks import ForkServer
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import ServiceSpec, service_environment
 from tidemill.services.console.processes.supervisor import Ending, RunOutcome, Supervisor
@@ -68,7 +69,7 @@ class LocalRun:
         resume_command: str,
         view: View | None = None,
     ) -> None:
-        self.config, self.folder = config, folder
+        self.config, self.folder, self.specs = config, folder, specs
         self.console, self.is_live, self.resume_command = console, is_live, resume_command
         self.keys = Keys(config.run_id)
         self.snapshot = RunSnapshot(config.run_id, config.trainer.steps, config.trainer.max_staleness)
@@ -78,6 +79,8 @@ class LocalRun:
         self._supervisor = Supervisor(
             specs, folder.logs, config.streams.drain_s + GRACE_MARGIN_S, lambda text: self._view.event(text)
         )
+        self.server: ForkServer | None = None
+        """What processes that load torch are forked of."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stopping = self._is_ending_at_once = False
         self._archiving: asyncio.Task[None] | None = None
@@ -117,7 +120,7 @@ class LocalRun:
             asyncio.create_task(self._draw(), name="view"),
         ]
         try:
-            return await self._supervisor.run(env, guard, lambda: self._is_finished(broker))
+            return await self._supervisor.run(env, guard, lambda: self._is_finished(broker), self.server)
         finally:
             for task in watching:
                 task.cancel()

@@ -26,6 +26,7 @@ from tidemill.services.console.check.preflight import examine
 from tidemill.services.console.launch.local_run import LocalRun
 from tidemill.services.console.launch.views import View
 from tidemill.services.console.options import UpOptions
+from tidemill.services.console.processes.forks import ForkServer
 from tidemill.services.console.processes.gpus import count_gpus
 from tidemill.services.console.processes.specs import (
     ServiceSpec,
@@ -38,9 +39,18 @@ from tidemill.services.console.run.folder import RunFolder, connected, folder_of
 from tidemill.services.console.status.report import read_report
 
 
-def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs) -> int:
+def run_up(
+    options: UpOptions,
+    specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs,
+    server: ForkServer | None = None,
+) -> int:
+    """Processes that load torch are forked of `server`, where there is one."""
     hide_memory()  # it has the variables of all services
     run = prepare(options, Console(highlight=False), specs_of)
+    if any(spec.loads_torch for spec in run.specs):
+        run.server = server
+    elif server is not None:
+        server.close()
     code = run_main(run.go())
     if code == 0 and options.fails_on_warning and (read_report(run.folder) or {}).get("warnings"):
         print("tidemill up: a metric left its healthy range (--fail-on-warning)", file=sys.stderr)

@@ -33,6 +33,8 @@ class ServiceSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     ends_run: bool = False
     """Whether the run may end with this process: true of the trainer only."""
+    loads_torch: bool = False
+    """Whether it computes with a model itself."""
 
 
 def service_specs(config: RunConfig) -> list[ServiceSpec]:
@@ -40,10 +42,13 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
     where nothing is generated."""
     rollout, reward = config.rollout, config.reward
     specs: list[ServiceSpec] = []
+    with_torch = [Program.TRAINER] if config.trainer.policy == "transformers" else []
+    if rollout.engine_traits.loads_model and not rollout.engine_traits.package:  # vLLM has its own processes
+        with_torch.append(Program.ROLLOUT)
 
     def add(program: Program, role: str, name: str, env: Mapping[str, str], *words: str) -> None:
         command = run_own(program, "--run", config.run_id, "--name", name, *words)
-        specs.append(ServiceSpec(name, role, tuple(command), env, ends_run=role == "trainer"))
+        specs.append(ServiceSpec(name, role, tuple(command), env, role == "trainer", program in with_torch))
 
     def add_worker(role: str, name: str, threads: int, gpus: Sequence[int] = ()) -> None:
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}

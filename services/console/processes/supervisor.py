@@ -19,6 +19,7 @@ from typing import Any
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ending_in_words, is_illegal_instruction
+from tidemill.services.console.processes.forks import Forked, ForkServer
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import ServiceSpec
 from tidemill.services.console.text.formats import printable
@@ -40,7 +41,12 @@ class ServiceProcess:
     """
 
     def __init__(
-        self, spec: ServiceSpec, process: asyncio.subprocess.Process, log: Path, log_start: int, guard: Guard
+        self,
+        spec: ServiceSpec,
+        process: asyncio.subprocess.Process | Forked,
+        log: Path,
+        log_start: int,
+        guard: Guard,
     ) -> None:
         self.spec, self.log, self.pid = spec, log, process.pid
         self.started = time.monotonic()
@@ -48,13 +54,19 @@ class ServiceProcess:
 
     @classmethod
     async def start(
-        cls, spec: ServiceSpec, env: Mapping[str, str], log: Path, guard: Guard
+        cls,
+        spec: ServiceSpec,
+        env: Mapping[str, str],
+        log: Path,
+        guard: Guard,
+        server: ForkServer | None = None,
     ) -> "ServiceProcess":
         """Start the process, with its output appended to `log`."""
         # To append: children of the start before may still write, and neither overwrites the other.
         with log.open("ab") as output:
             log_start = output.tell()
-            process = await asyncio.create_subprocess_exec(
+            forked = await server.start(spec, env, log) if server else None
+            process = forked or await asyncio.create_subprocess_exec(
                 *spec.command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -152,13 +164,17 @@ class Supervisor:
         self._over, self._killed = asyncio.Event(), asyncio.Event()
 
     async def run(
-        self, env: Mapping[str, str], guard: Guard, is_finished: Callable[[], Awaitable[bool]] = _never
+        self,
+        env: Mapping[str, str],
+        guard: Guard,
+        is_finished: Callable[[], Awaitable[bool]] = _never,
+        server: ForkServer | None = None,
     ) -> RunOutcome:
         """Start everything; return when the run is over and every process has ended.
 
         `is_finished` says whether the run is over; it is asked when a process that `ends_run` ends with 0.
         """
-        self._env, self._guard, self._is_finished = env, guard, is_finished
+        self._env, self._guard, self._is_finished, self._server = env, guard, is_finished, server
         keepers = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self.specs]
         try:
             await (
@@ -215,7 +231,7 @@ class Supervisor:
         status, early_deaths, log = self.statuses[spec.name], 0, self.logs / f"{spec.name}.log"
         while not self._over.is_set():
             try:
-                process = await ServiceProcess.start(spec, self._env, log, self._guard)
+                process = await ServiceProcess.start(spec, self._env, log, self._guard, self._server)
             except OSError as error:
                 self.fail(f"cannot start {spec.name}: {error}")
                 return

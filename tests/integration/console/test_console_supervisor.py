@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.support.waiting import wait_until
+from tidemill.services.console.processes.forks import ForkServer
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import ServiceSpec
 from tidemill.services.console.processes.supervisor import (
@@ -65,6 +66,34 @@ async def test_the_run_is_over_when_the_trainer_says_so(tmp_path: Path, guard: G
     outcome = await stage.run()
     assert outcome.ending is Ending.FINISHED
     assert all(status.pid == 0 for status in stage.supervisor.statuses.values())
+
+
+async def test_a_service_is_forked_until_the_fork_server_ends(tmp_path: Path, guard: Guard) -> None:
+    server, log = ForkServer(), tmp_path / "rollout.log"
+    command = (sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1")
+    spec = ServiceSpec("rollout", "rollout", command, {"PYTHONUNBUFFERED": "1"}, loads_torch=True)
+    supervisor = Supervisor([spec], tmp_path, 20.0, lambda _: None, first_pause_s=0.001)
+    running = asyncio.create_task(supervisor.run(dict(os.environ), guard, server=server))
+
+    async def started(number: int) -> psutil.Process:
+        await wait_until(lambda: log.exists() and log.read_text().count("Serving HTTP") == number)
+        process = psutil.Process(supervisor.statuses["rollout"].pid)
+        assert os.getsid(process.pid) == process.pid, "its group can be killed as a whole"
+        return process
+
+    first = await started(1)
+    first.kill()
+    second = await started(2)
+    assert first.pid != second.pid
+    assert second.ppid() == server.process.pid
+    server.process.kill()
+    third = await started(3)
+    # Nobody would see its end, so it was killed; it may still be on the kernel's list.
+    assert not second.is_running() or second.status() == psutil.STATUS_ZOMBIE
+    assert third.ppid() == os.getpid()
+    supervisor.stop()
+    assert (await running).ending is Ending.STOPPED
+    server.close()
 
 
 async def test_a_trainer_that_ends_too_early_is_started_again(tmp_path: Path, guard: Guard) -> None:

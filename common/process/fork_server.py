@@ -1,0 +1,85 @@
+"""A process that imports torch and its like once, and becomes several services: a fork shares the imports.
+
+    python -m tidemill.common.process.fork_server FD
+
+Over the socket FD it gets a request for each process: its module, arguments, variables and log. It answers
+with the process's id, and at the process's end with the id and the exit code. It ends when the other side of
+the socket is closed and all that were forked have ended.
+
+Only for machines without GPUs: CUDA must not be forked once it is in use, and imports may use it.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import socket
+import sys
+from typing import Any
+
+from tidemill.common.process.children import hide_memory
+from tidemill.common.process.programs import SHARED_IMPORTS, importing
+
+MAX_REQUEST_BYTES = 1 << 18
+
+
+def serve(control: socket.socket) -> dict[str, Any] | None:
+    """Returns in each forked process, with its request, and in the server at the end, with None."""
+    children: dict[int, int] = {}  # process ids by the descriptors that tell of their ends
+    with control, selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        is_wanted = True
+        while is_wanted or children:
+            for key, _ in selector.select():
+                if key.fd in children:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    pid, status = os.waitpid(children.pop(key.fd), 0)
+                    with contextlib.suppress(OSError):  # nobody waits for it any more
+                        control.send(f"{pid} {os.waitstatus_to_exitcode(status)}".encode())
+                elif request := control.recv(MAX_REQUEST_BYTES):
+                    if not (pid := os.fork()):
+                        for descriptor in children:
+                            os.close(descriptor)
+                        return dict(json.loads(request))
+                    control.send(str(pid).encode())
+                    children[descriptor := os.pidfd_open(pid)] = pid
+                    selector.register(descriptor, selectors.EVENT_READ)
+                else:
+                    selector.unregister(control)
+                    is_wanted = False
+    return None
+
+
+def become(request: dict[str, Any]) -> None:
+    """What `python -m MODULE` does, as the leader of a session, with its output appended to the log."""
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for standard in (1, 2):
+        os.dup2(log, standard)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    # The server has read another number while it imported torch.
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    random.seed()  # else all that were forked draw the same numbers
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    sys.argv[1:] = request["arguments"]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+def main() -> dict[str, Any] | None:
+    hide_memory()  # it gets the variables of all services
+    with importing():
+        for name in SHARED_IMPORTS:
+            importlib.import_module(name)
+    return serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__" and (asked := main()) is not None:
+    become(asked)

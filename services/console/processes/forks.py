@@ -1,0 +1,97 @@
+"""The console's end of the fork server, of which a run's trainer and rollout workers are forked.
+
+So they import torch and transformers once, and a process that died starts again in no time. Where the server
+has ended, a process is started from nothing.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidemill.common.process.programs import Program, run_own
+from tidemill.services.console.processes.gpus import count_gpus
+
+if TYPE_CHECKING:  # it is started before anything heavy is imported
+    from tidemill.services.console.processes.specs import ServiceSpec
+
+
+class Forked:
+    """The part of `asyncio.subprocess.Process` that the supervisor uses."""
+
+    def __init__(self, pid: int, end: "asyncio.Future[int]") -> None:
+        self.pid, self._end = pid, end
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._end)
+
+
+class ForkServer:
+    def __init__(self) -> None:
+        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        with other:
+            self.process = subprocess.Popen(
+                run_own(Program.FORK_SERVER, str(other.fileno())),
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # Threads of libraries do not survive a fork: none are started.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        self._starting: deque[asyncio.Future[Forked]] = deque()
+        self._ends: dict[int, asyncio.Future[int]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    def where_it_works(cls) -> "ForkServer | None":
+        """CUDA must not be forked once it is in use, and imports may use it."""
+        return cls() if hasattr(os, "pidfd_open") and count_gpus() == 0 else None
+
+    def close(self) -> None:
+        """Once all that were forked have ended."""
+        self._control.close()
+        self.process.kill()
+        self.process.wait()
+
+    async def start(self, spec: "ServiceSpec", env: Mapping[str, str], log: Path) -> Forked | None:
+        """Its process, with its output appended to `log`; None: it has to be started from nothing."""
+        self._reading = self._reading or asyncio.create_task(self._read(), name="fork server")
+        if not spec.loads_torch or self._reading.done():
+            return None
+        module, *arguments = spec.command[spec.command.index("-m") + 1 :]
+        request = {"module": module, "arguments": arguments, "log": str(log)}
+        started: asyncio.Future[Forked] = asyncio.get_running_loop().create_future()
+        self._starting.append(started)
+        with contextlib.suppress(OSError):  # `_read` sees its end
+            self._control.send(json.dumps(request | {"environment": {**env, **spec.env}}).encode())
+        try:
+            return await started
+        except ChildProcessError:
+            return None
+
+    async def _read(self) -> None:
+        """Follow what it tells of its processes, to its end."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            while told := await loop.sock_recv(self._control, 100):
+                pid, *code = map(int, told.split())
+                if code:
+                    self._ends.pop(pid).set_result(*code)
+                else:
+                    self._ends[pid] = loop.create_future()
+                    self._starting.popleft().set_result(Forked(pid, self._ends[pid]))
+        for started in self._starting:
+            started.set_exception(ChildProcessError())
+        # Nobody can tell their ends any more. Who waits for them kills what is left of their groups.
+        for end in self._ends.values():
+            end.set_result(-signal.SIGKILL)
