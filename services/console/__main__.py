@@ -1,5 +1,6 @@
 """The `tidemill` command: runs what options.py has; mistakes of the user are answered in plain words."""
 
+import gc
 import sys
 from typing import Annotated
 
@@ -40,6 +41,9 @@ def main() -> None:
 
             print(names_elsewhere(error.unknown_fields), end="", file=sys.stderr)
         sys.exit(error.exit_code)
+    finally:
+        # Or Python looks through all modules for garbage before it ends.
+        gc.freeze()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """The process that tests' workers and services are forked from: it has imported what is heavy, nothing more.
 
 `tests.support.preloaded` starts it and asks it for processes. A forked process leaves this file's loop and
-does what `python -m MODULE` does, with the same exit codes, signals and handlers at its end; it spares itself
-only the taking apart of every module, half a second for those of torch. When a process that asks has ended,
-so do all that were forked for it; when it is the first of them, so does this one.
+does what `python -m MODULE` does, and ends as those of a run do (`end_with`). When a process that asks has
+ended, so do all that were forked for it; when it is the first of them, so does this one.
 """
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -18,10 +16,11 @@ import selectors
 import signal
 import socket
 import sys
-import threading
 import types
 from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from tidemill.common.process.fork_server import end_with
 
 PRELOADED = (
     "tidemill.services.trainer.service",
@@ -143,37 +142,15 @@ def become(request: dict[str, Any]) -> NoReturn:
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
-    code = run(request["module"], request["code"])
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code & 0xFF)
+    end_with(lambda: run(request["module"], request["code"]))
 
 
-def run(module: str, code: str) -> int:
-    """What the interpreter makes of the end of a module, or of code; negative: it ends by that signal."""
-    try:
-        if code:
-            main = sys.modules["__main__"] = types.ModuleType("__main__")
-            exec(code, main.__dict__)
-        else:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as error:
-        if error.code is None or isinstance(error.code, int):
-            return error.code or 0
-        print(error.code, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())
-        return -signal.SIGINT
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        return 1
-    return 0
+def run(module: str, code: str) -> None:
+    if code:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(code, main.__dict__)
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main() -> dict[str, Any] | None:

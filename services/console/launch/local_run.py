@@ -52,9 +52,13 @@ HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
 
 
 def _import_for_report() -> None:
-    import matplotlib.backends.backend_agg  # noqa: F401
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+    import pyarrow
 
     import tidemill.common.archive.archiver  # noqa: F401
+
+    pyarrow.array([b""])  # it imports pandas, where there is any
 
 
 class LocalRun:
