@@ -17,12 +17,13 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any, NamedTuple
 
 import httpx
 import numpy as np
-import psutil
 import typer
 
 from benchmarks.report import machine, print_result, print_table
@@ -76,7 +77,8 @@ class Shape(NamedTuple):
 
 
 HELD_DELAY_S, HELD_TURNS, ENGINE_S = (0.05, 2.0), 4, 0.1
-SLOTS: tuple[int | str, ...] = (16, 20, "auto", 24, 32, 64)
+FIXED, ROUNDS = (16, 24, 32), 2
+"""Groups in flight, besides 64."""
 SHAPES = {
     "long": Shape(groups=96, size=1, turns=(6, 14), delay_s=(0.02, 0.2), words=96),
     "short": Shape(groups=96, size=8, turns=(1, 4), delay_s=(0.02, 0.2)),
@@ -163,8 +165,6 @@ class Measured(NamedTuple):
 
     speed: float
     """Tokens a second."""
-    cpu_speed: float
-    """Tokens for a second of CPU time of the worker and vLLM: other programs disturb it little."""
     preempted: float
     """For 1,000 turns."""
     cached: float
@@ -193,9 +193,9 @@ async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
         run.start("rollout")
         await play(run, SHAPES["long"]._replace(groups=1))
         for name, shape in SHAPES.items():
-            before, cpu_s = await _num_preempted(run), _cpu_s(run)
+            before = await _num_preempted(run)
             wall_s = await play(run, shape)
-            num_preempted, cpu_s = await _num_preempted(run) - before, _cpu_s(run) - cpu_s
+            num_preempted = await _num_preempted(run) - before
             samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
             sessions = [sample.session for sample in samples[-shape.groups * shape.size :]]
             turns = [turn for session in sessions if session is not None for turn in session.turns]
@@ -204,14 +204,8 @@ async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
                 turn.num_prompt_tokens for turn in later
             )
             tokens = sum(turn.num_tokens for turn in turns)
-            found[name] = Measured(tokens / wall_s, tokens / cpu_s, 1000 * num_preempted / len(turns), cached)
+            found[name] = Measured(tokens / wall_s, 1000 * num_preempted / len(turns), cached)
     return found
-
-
-def _cpu_s(run: ServiceRun) -> float:
-    worker = psutil.Process(run.processes["rollout"].pid)
-    times = [process.cpu_times() for process in (worker, *worker.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
 
 
 async def _num_preempted(run: ServiceRun) -> float:
@@ -270,39 +264,42 @@ async def _converse(client: httpx.AsyncClient, root: str, key: str) -> list[floa
 
 def report_slots() -> None:
     """The sweep of fixed numbers, and how `auto` compares with 64 and with the fastest of them."""
-    found: dict[int | str, dict[str, Measured]] = {}
-    for slots in SLOTS:
+    # In turns: a machine's speed drifts by more than they differ. Each is held against those beside it.
+    order: list[int | str] = ["auto"]
+    for slots in FIXED * ROUNDS:
+        order += [slots, "auto"]
+    order.append(64)
+    played = []
+    for number in order:
         with tempfile.TemporaryDirectory() as folder:
-            found[slots] = run_main(measure_slots(Path(folder), slots))
+            played.append(run_main(measure_slots(Path(folder), number)))
     result: dict[str, float | None] = {}
     columns = (
         "groups in flight",
         "tokens/s",
-        "tokens per CPU second",
+        "tokens/s of auto, before and after",
         "preemptions per 1,000 turns",
         "histories in the cache",
     )
     for name in SHAPES:
-        of = {slots: measured[name] for slots, measured in found.items()}
-        rows = [
-            (
-                str(slots),
-                f"{each.speed:,.0f}",
-                f"{each.cpu_speed:,.0f}",
-                f"{each.preempted:.1f}",
-                f"{each.cached:.0%}",
+        of = [measured[name] for measured in played]
+        autos, rows, ratios = of[0:-1:2], [], dict[int, list[float]]()
+        for slots, own, (before, after) in zip(FIXED * ROUNDS, of[1:-1:2], pairwise(autos), strict=True):
+            ratios.setdefault(slots, []).append((before.speed + after.speed) / 2 / own.speed)
+            beside = f"{before.speed:,.0f}, {after.speed:,.0f}"
+            rows.append(
+                (str(slots), f"{own.speed:,.0f}", beside, f"{own.preempted:.1f}", f"{own.cached:.0%}")
             )
-            for slots, each in of.items()
-        ]
+        rows.append(("64", f"{of[-1].speed:,.0f}", "", f"{of[-1].preempted:.1f}", f"{of[-1].cached:.0%}"))
+        preempted, cached = (
+            mean(each) for each in zip(*((a.preempted, a.cached) for a in autos), strict=True)
+        )
+        rows.append(("auto", "", "", f"{preempted:.1f}", f"{cached:.0%}"))
         print_table(f"Slots, {name} sessions, KV cache of 16 MB", columns, rows, machine())
-        auto = of.pop("auto")
         result |= {
-            f"slots_{name}_preemptions_64": round(of[64].preempted, 1),
-            f"slots_{name}_preemptions_auto": round(auto.preempted, 2),
-            f"slots_{name}_speed_to_best": round(auto.speed / max(each.speed for each in of.values()), 3),
-            f"slots_{name}_cpu_speed_to_best": round(
-                auto.cpu_speed / max(each.cpu_speed for each in of.values()), 3
-            ),
+            f"slots_{name}_preemptions_64": round(of[-1].preempted, 1),
+            f"slots_{name}_preemptions_auto": round(preempted, 2),
+            f"slots_{name}_speed_to_best": round(min(map(mean, ratios.values())), 3),
         }
     print_result(result)
 
