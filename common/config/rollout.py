@@ -104,7 +104,7 @@ class RolloutConfig(Section):
     """Processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)
     """An engine that finishes nothing for so long is started again."""
-    max_groups_in_flight: Literal["auto"] | Annotated[int, Field(ge=1, le=65536)] = 64
+    max_groups_in_flight: Literal["auto"] | Annotated[int, Field(ge=1, le=65536)] = "auto"
     """Groups that a worker holds at once. `auto`: what vLLM's KV cache bears, else 64."""
     max_num_seqs: int = Field(256, ge=1, le=65536)
     """Most sequences that an engine decodes at once."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tidemill.services.rollout.engines.engine import EngineReport
 
 START, UNREPORTED = 16, 64
-"""Where the engine reports, and where it does not."""
+"""Where the engine reports, at least, and where it does not."""
 FULL = 0.8
 """Share of the KV cache above which the slots do not grow."""
 SMALL = 0.4
@@ -27,7 +27,9 @@ class Slots:
     """One lane's. `held` is always the number of groups that it holds now."""
 
     limit: float
-    _usage: float = 0.0
+    group_tokens: int = 0
+    """Most of a group; 0: not known."""
+    _usage: float | None = None
     """Of the KV cache, in the last report."""
     _queue: float = math.inf
     """The shortest since the last group ended: one that comes and goes with a batch of prompts is none."""
@@ -40,6 +42,9 @@ class Slots:
         return max(1, int(self.limit)) - held
 
     def report(self, report: EngineReport) -> None:
+        if self._usage is None and self.group_tokens:
+            # While sessions grow they hold half of what they will, so as many as this fit at any time.
+            self.limit = max(self.limit, min(UNREPORTED, 2 * report.num_tokens // self.group_tokens))
         self._usage, self._queue = report.kv_usage, min(self._queue, report.num_waiting)
 
     def turn(self, num_had: int, num_cached: int) -> None:
@@ -49,12 +54,13 @@ class Slots:
 
     def end(self, held: int) -> None:
         """A group has ended, and `held` others are left."""
-        lost = self._usage > SMALL and self._lost > LOST * self._had
+        usage = self._usage or 0.0
+        lost = usage > SMALL and self._lost > LOST * self._had
         if lost or 0 < self._queue < math.inf:
             self.limit = held  # what has ended is not replaced
         # Only where nearly all are in use (some that ended may not be replaced yet): else they would grow
         # while the trainer issues no tickets.
         elif self._queue == 0 and held + 1 >= FULL * self.limit:
             # So they double in a turnover of all groups, while the cache is empty.
-            self.limit += max(0.0, 1.0 - self._usage / FULL) ** 2
+            self.limit += max(0.0, 1.0 - usage / FULL) ** 2
         self._queue, self._had, self._lost = math.inf, 0, 0

@@ -71,11 +71,14 @@ class RolloutWorker(LaneWorker[Ticket]):
     ) -> None:
         super().__init__(context, lane, context.keys.prompts(lane), ROLLOUT_GROUP, Ticket)
         self.engine, self.follower, self.player = engine, follower, player
-        max_groups = context.config.rollout.max_groups_in_flight
+        config = context.config
+        max_groups = config.rollout.max_groups_in_flight
+        self.slots = Slots(UNREPORTED if max_groups == "auto" else max_groups)
         # Evaluation never waits for training.
-        follows = max_groups == "auto" and engine.reports and lane is Lane.TRAIN
-        self.slots = Slots(START if follows else UNREPORTED if max_groups == "auto" else max_groups)
-        if follows:
+        if max_groups == "auto" and engine.reports and lane is Lane.TRAIN:
+            most_tokens = config.data.max_prompt_tokens + config.max_completion_tokens
+            most_tokens = min(config.model.max_model_len, most_tokens)
+            self.slots = Slots(START, config.largest_group_size * most_tokens)
             engine.on_report = self.slots.report
         self._count()
         self._published: Batched[tuple[int, int, float]] = Batched(partial(_count_published, lane))

@@ -89,6 +89,8 @@ class EngineReport:
     """Share of the KV cache that running requests hold, 0 to 1."""
     num_waiting: int
     """Requests that it has not begun, or has preempted."""
+    num_tokens: int = 0
+    """That its KV cache holds; 0: it does not say."""
 
 
 class Engine(ABC):

@@ -84,11 +84,12 @@ def _reporting(report: Callable[[EngineReport], object]) -> "PerEngineStatLogger
 
     class Reporter(StatLoggerBase):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
+            self._cache = vllm_config.cache_config
 
         def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is not None:
-                report(EngineReport(scheduler_stats.kv_cache_usage, scheduler_stats.num_waiting_reqs))
+                usage, num_waiting = scheduler_stats.kv_cache_usage, scheduler_stats.num_waiting_reqs
+                report(EngineReport(usage, num_waiting, self._cache.kv_cache_size_tokens or 0))
 
         def log_engine_initialized(self) -> None:
             pass

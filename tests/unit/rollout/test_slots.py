@@ -13,6 +13,19 @@ def test_without_reports_the_number_stays() -> None:
     assert slots.num_free(10) == 54
 
 
+@pytest.mark.parametrize(("num_tokens", "begins_with"), [(0, 16), (9_000, 18), (1 << 20, 64)])
+def test_slots_begin_with_what_fits_once_the_engine_says_how_much_that_is(
+    num_tokens: int, begins_with: int
+) -> None:
+    """Twice as many as would fit at their largest: they are half as large on average."""
+    slots = Slots(16, group_tokens=1000)
+    slots.report(EngineReport(0.0, 3, num_tokens))
+    assert slots.limit == begins_with
+    slots.end(5)
+    slots.report(EngineReport(0.0, 0, num_tokens))
+    assert slots.limit == 5, "what the engine bears counts from then on"
+
+
 @pytest.mark.parametrize(("usage", "after"), [(0.0, 20.0), (0.4, 12.5), (0.8, 10.0), (0.85, 10.0)])
 def test_slots_grow_in_a_turnover_by_a_share_that_tapers_with_the_caches_use(
     usage: float, after: float
