@@ -44,8 +44,13 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # Threads of libraries do not survive a fork: none are started.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                # Read when libraries are imported. Threads do not survive a fork, so none are started.
+                env={
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONUNBUFFERED": "1",
+                },
                 start_new_session=True,
             )
         self._starting: deque[asyncio.Future[Forked]] = deque()

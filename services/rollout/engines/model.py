@@ -7,6 +7,7 @@ torch, for an engine sets what OpenMP reads before, and uses no network; only a 
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,9 @@ def _read_config(model: ModelConfig) -> tuple[Any, bool]:
     """The configuration that transformers reads, as this run has it, and whether it is read from a folder."""
     if is_local := _is_local(model.path):
         # Set before the hub library is imported: reading a folder must never wait for a network.
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        offline = os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        if hub := sys.modules.get("huggingface_hub.constants"):  # a worker that was forked has it already
+            hub.HF_HUB_OFFLINE = offline != "0"
     from transformers import AutoConfig
 
     try:
