@@ -123,7 +123,7 @@ def _read_config(model: ModelConfig) -> tuple[Any, bool]:
         # Set before the hub library is imported: reading a folder must never wait for a network.
         offline = os.environ.setdefault("HF_HUB_OFFLINE", "1")
         if hub := sys.modules.get("huggingface_hub.constants"):  # a worker that was forked has it already
-            hub.HF_HUB_OFFLINE = offline != "0"
+            vars(hub)["HF_HUB_OFFLINE"] = offline != "0"
     from transformers import AutoConfig
 
     try:
