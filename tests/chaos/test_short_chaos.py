@@ -14,6 +14,8 @@ from tests.support.servers import free_port
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
 STEPS, SEED = 16, 5
+MASKED = {"max_tokens": 16, "top_k": 2}
+"""What it leaves of each token is claimed, archived and trained."""
 SESSIONS = {
     "rollout__environment": {
         "use": f"{Path(__file__).with_name('sums.py')}:Sums", "max_turns": 2, "processes": 2,
@@ -26,7 +28,7 @@ SESSIONS = {
 @pytest.mark.timeout(900)  # a dozen starts of processes, on a busy machine
 @pytest.mark.parametrize(
     ("played", "kills"),
-    [({"reward__workers": 2}, KILLS), (SESSIONS, SESSION_KILLS)],
+    [({"reward__workers": 2, "rollout__sampling": MASKED}, KILLS), (SESSIONS, SESSION_KILLS)],
     ids=["turns", "sessions"],
 )
 async def test_a_run_whose_processes_are_killed_loses_nothing_and_trains_nothing_twice(

@@ -16,7 +16,6 @@ from tidemill.common.errors import ArchiveError
 from tidemill.common.streams import Entry
 from tidemill.common.streams.entries import id_order
 from tidemill.common.streams.selection import Selection, StreamName
-from tidemill.common.wire.choices import KEPT
 from tidemill.common.wire.messages import Trajectory
 
 
@@ -53,9 +52,9 @@ def other_choices(watch: Watch, config: RunConfig) -> list[str]:
     for part in select(manifest, stream, Selection()):
         for sample in [record.message for record in part if isinstance(record, Entry)]:
             if isinstance(sample, Trajectory) and sample.choices is not None and sample.claim is None:
-                kept = sample.choices.rows.get(KEPT)
-                is_right = watch.is_made(sample, sample.logprobs, kept) if kept else True
-                if not is_right or (kept is not None) != config.streams.archive.keep_choices:
+                rows = sample.choices.rows
+                is_right = watch.is_made(sample, sample.logprobs, rows) if rows else True
+                if not is_right or bool(rows) != config.streams.archive.keep_choices:
                     return [f"archive: the choices of {sample.key} are not as they were made, or kept"]
     return []
 

@@ -202,19 +202,21 @@ def _with_parts(rng: random.Random, setup: Setup) -> Setup:
 
 
 def _rows(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """Choices come back in a replay, from their files or the archive; their writer dies behind them, and the
-    store of them is away or has lost some."""
+    """Choices come back in a replay, from their files or the archive; their writers die among their files, or
+    behind them and before their entries, and the store of them is away, or has lost or changed some."""
     setup = replace(setup, choices=True, claims=rng.random() < 0.3, steps=5, checkpoint_every=4, trim=True)
     setup = replace(setup, archive=rng.random() < 0.7, segment_mb=0.001, keep_choices=rng.random() < 0.7)
+    steps = {"file": rng.randrange(12), "claimed": rng.randrange(4)}
     faults = [
-        Fault(round(0.5 + 1.5 * i, 3), "kill", f"rollout-{i % setup.rollouts}", {"step": "file", "count": n})
-        for i, n in enumerate(rng.sample(range(12), 2))
+        Fault(0.5 + 1.5 * i, "kill", f"rollout-{i % setup.rollouts}", {"step": step, "count": count})
+        for i, (step, count) in enumerate(steps.items())
     ]
     faults += [Fault(round(at_s + i, 3), "kill", "trainer") for i in (0.0, 4.0)]
     if rng.random() < 0.5:
         faults.append(Fault(round(at_s - 1.0, 3), "away", "", {"for_s": round(4.0 * for_s, 2)}))
     elif rng.random() < 0.5:
-        faults.append(Fault(round(at_s - 1.0, 3), "vanish", "", {"count": rng.randint(1, 4)}))
+        how = {"count": rng.randint(1, 4)} | ({"share": round(rng.random(), 3)} if rng.random() < 0.5 else {})
+        faults.append(Fault(round(at_s - 1.0, 3), "vanish", "", how))
     return replace(setup, sample_s=1.0), faults
 
 

@@ -15,7 +15,7 @@ def tear(run_dir: Path, what: str, share: float) -> bool:
     files = sorted(path for path in versions[-1].iterdir() if path.is_file()) if versions else []
     if not files:
         return False
-    damage = _flip if int(share * 1000) % 3 == 0 else _cut
+    damage = flip if int(share * 1000) % 3 == 0 else _cut
     return damage(files[int(share * 97) % len(files)], share)
 
 
@@ -32,7 +32,7 @@ def _cut(path: Path, share: float) -> bool:
     return True
 
 
-def _flip(path: Path, share: float) -> bool:
+def flip(path: Path, share: float) -> bool:
     content = bytearray(path.read_bytes())
     if not content:
         return False

@@ -45,7 +45,12 @@ class Disk:
         self.num_operations += 1
         if process.is_dead:
             raise KilledError
-        if process.springs("file"):
+        self.spring("file")
+
+    def spring(self, kind: str) -> None:
+        """Raises KilledError: the process dies at this step of the kind."""
+        process = OWNER.get(None)
+        if process is not None and process.springs(kind):
             self.kill(process)
             raise KilledError
 

@@ -101,7 +101,8 @@ class Injector:
     # What happens.
 
     def kill(self, fault: Fault) -> bool:
-        """SIGKILL: now, or at a command that is not sent, or one that is applied, or at a file operation."""
+        """SIGKILL: now, or at a command that is not sent, or one that is applied, or at a file operation, or
+        behind a payload that no entry claims yet."""
         process = self.fleet.find(fault.target)
         if process is None:
             return False
@@ -232,11 +233,14 @@ class Injector:
         self._after(fault.how["for_s"], lambda: setattr(self.world, "is_store_away", False))
 
     def vanish(self, fault: Fault) -> bool:
-        """Newest payloads are gone."""
+        """Newest payloads are gone, or have a bit of theirs changed."""
         folder = self.world.folder / self.world.run_id / CLAIMS_FOLDER
         files = sorted(folder.glob("[0-9]*"), key=lambda path: (path.stat().st_mtime_ns, path.name))
         for path in files[-fault.how["count"] :]:
-            path.unlink()
+            if (share := fault.how.get("share")) is None:
+                path.unlink()
+            else:
+                damage.flip(path, share)
         return bool(files)
 
     def tear(self, fault: Fault) -> bool:

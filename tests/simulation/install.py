@@ -149,7 +149,7 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (tidemill.services.trainer.service, "load_tokenizer", known_tokenizer),
         (httpx, "AsyncClient", NoHttpClient),
         (ClaimStore, "_read", _unless_away(world, ClaimStore._read)),
-        (ClaimStore, "_write", _unless_away(world, ClaimStore._write)),
+        (ClaimStore, "_write", _unless_away(world, ClaimStore._write, "claimed")),
         (codec, "_check_needs", _needs_checked_by(world)),
         (yaml, "SafeLoader", yaml.CSafeLoader),  # the same, in a tenth of the time
         (yaml, "SafeDumper", yaml.CSafeDumper),
@@ -158,11 +158,14 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _unless_away(world: World, function: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_away(world: World, function: Callable[..., Any], trap: str = "") -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if world.is_store_away and OWNER.get(world.loop.world) is not world.loop.world:
             raise StoreError("the store of claims is away")
-        return function(*args)
+        result = function(*args)
+        if trap:
+            world.disk.spring(trap)
+        return result
 
     return call
 

@@ -39,7 +39,8 @@ class Process:
     signals: dict[int, tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=dict)
     on_end: Callable[["Process", int, BaseException | None], None] | None = None
     trap: str = ""
-    """Where it dies next: `unsent`, `applied` (commands) or `file` (file operations); empty for nowhere."""
+    """Where it dies next: `unsent`, `applied` (commands), `file` (file operations) or `claimed` (behind a
+    payload, before its entry); empty for nowhere."""
     num_until_trap: int = 0
     num_steps: int = 0
 

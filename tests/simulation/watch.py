@@ -3,7 +3,7 @@
 Each run has one. What is wrong goes into `broken`, as words that begin with their kind.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from tidemill.common.redis.broker import LONGEST_PAUSE_S, _script
 from tidemill.common.store.claims import ClaimStore
 from tidemill.common.streams.consumer import RENEWALS_PER_LEASE
 from tidemill.common.wire import codec
-from tidemill.common.wire.choices import KEPT, Rows
+from tidemill.common.wire.choices import KEPT, ROUTES, Rows
 from tidemill.common.wire.messages import Lane, Trajectory
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.parts import PLAY_BYTES, read_play
@@ -40,10 +40,27 @@ SETTLING = frozenset({"complete", "publish_sample", "store_result", "publish_gro
 """Scripts that acknowledge what they are about."""
 ON_ITS_WAY_S = 2.0
 """What was published may not be known to a worker that begins within so long."""
+NUM_NAMES = 2**19
+"""Tokens of one generation have names that follow each other: logprobs and choices say them."""
 
 
 def _bytes(ids: Any) -> bytes:
     return np.asarray(ids, np.int32).tobytes()
+
+
+def _routes_named(names: Any) -> Any:
+    """Two layers, one expert of each."""
+    return (names % NUM_NAMES).astype(np.int32).view(np.uint16).reshape(-1, 2, 1)
+
+
+def _routes_of(num_prompt: int, mask: Any, logprobs: Any) -> Any:
+    """The routes of a sample. Who samples a token has computed all before it that has no row yet: the last
+    token of the generation before, and what the environment said."""
+    sampled = num_prompt + np.flatnonzero(mask)
+    # Of each sampled token the name of its generation's token 0, were the prompt counted too.
+    first = np.rint((-1.0 - np.float64(logprobs))[np.asarray(mask)] * 2**20).astype(np.int64) - sampled
+    places = np.arange(num_prompt + len(mask) - 1)
+    return _routes_named(first[np.searchsorted(sampled, places, side="right")] + places)
 
 
 def weights_of(engine: Any, version: int) -> Weights:
@@ -145,7 +162,9 @@ class Watch:
                     f"pair: sample {sample.key} was trained with the reward {sample.reward} of other tokens; "
                     f"its own is {expected}"
                 )
-            if not self.has_strangers and not self.is_made(sample, sample.rollout_logprobs, sample.kept):
+            given = (KEPT, sample.kept), (ROUTES, sample.routes and Rows(sample.routes[0].experts))
+            choices = {name: rows for name, rows in given if rows}
+            if not self.has_strangers and not self.is_made(sample, sample.rollout_logprobs, choices):
                 self.broken.append(
                     f"made: sample {sample.key} is trained, and no engine has made it like this"
                 )
@@ -207,29 +226,42 @@ class Watch:
                 f"history: sample {sample.key} is published, of version {sample.max_version}; its engine has "
                 f"gone back to {engine.version}"
             )
-        kept = sample.choices.rows.get(KEPT) if sample.choices else None
+        choices = sample.choices.rows if sample.choices else {}
         versions = [weights_of(engine, version) for version in sample.token_versions().tolist()]
-        if not self.is_made(sample, sample.logprobs, kept, versions):
+        if not self.is_made(sample, sample.logprobs, choices, versions):
             self.broken.append(f"made: sample {sample.key} is published, and no engine has made it like this")
 
     def makes(self, engine: Any, request: Any, key: int, found: Generation) -> Generation:
-        """An engine has got so far with a request. No other token gets these logprobs and choices."""
-        names = [(key + place) % 2**19 for place in range(len(found.token_ids))]
-        rows = Rows.of_lists([(token, name) for token, name in zip(found.token_ids, names, strict=True)])
-        found = replace(
-            found, logprobs=[-1.0 - n / 2**20 for n in names], choices={name: rows for name in found.choices}
-        )
+        """An engine has got so far with a request. No other token gets these logprobs and choices. Where it
+        filters, it is a mixture of experts too."""
+        num_prompt, num_tokens = len(request.prompt_ids), len(found.token_ids)
+        names = [(key + place) % NUM_NAMES for place in range(num_tokens)]
+        choices = {}
+        if found.choices:
+            choices[KEPT] = Rows.of_lists(list(zip(found.token_ids, names, strict=True)))
+            routed = np.arange(request.sampling.num_routed, num_prompt + num_tokens - 1)
+            choices[ROUTES] = Rows(_routes_named(key % NUM_NAMES - num_prompt + routed))
+        found = replace(found, logprobs=[-1.0 - n / 2**20 for n in names], choices=choices)
         known = self._made.setdefault(_bytes(request.prompt_ids), {}).setdefault(key, Made(found))
         known.add(found, engine)
         return found
 
     def is_made(
-        self, sample: Any, logprobs: Any, kept: Rows | None, versions: Sequence[Weights] | None = None
+        self,
+        sample: Any,
+        logprobs: Any,
+        choices: Mapping[str, Rows],
+        versions: Sequence[Weights] | None = None,
     ) -> bool:
         """Whether what the model said in it are answers of engines to just what stood before each: token by
         token, with their logprobs, choices and weights."""
         ids, num_tokens = np.concatenate([sample.prompt_ids, sample.completion_ids]), len(logprobs)
-        first = len(ids) - num_tokens
+        first, kept = len(ids) - num_tokens, choices.get(KEPT)
+        if choices and not (
+            ROUTES in choices
+            and np.array_equal(choices[ROUTES].values, _routes_of(first, sample.mask, logprobs))
+        ):
+            return False
         places, reached = [0], {0}
         while places and num_tokens not in reached:
             place = places.pop()

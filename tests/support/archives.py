@@ -49,11 +49,19 @@ async def archive(
     segment_bytes: int = 2000,
     until: str = "+",
     is_last: bool = True,
+    keep_choices: bool = True,
 ) -> int:
     """Archive one stream, here."""
     with writing(run_dir):
         return await archive_stream(
-            broker, keys, run_dir, stream, segment_bytes=segment_bytes, until=until, is_last=is_last
+            broker,
+            keys,
+            run_dir,
+            stream,
+            segment_bytes=segment_bytes,
+            until=until,
+            is_last=is_last,
+            keep_choices=keep_choices,
         )
 
 

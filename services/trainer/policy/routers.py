@@ -65,10 +65,13 @@ class Routers:
         self._affinities: dict[nn.Module, str] = {}
         found = find_routers(model)
         self._layers = [layer for layer, _ in found]
-        for number, (_, router) in enumerate(found):
-            router.register_forward_hook(partial(self._note, number), with_kwargs=True)
         self.replays = replays and bool(found)
         """Whether passes can be given routes, and need them."""
+        for number, (_, router) in enumerate(found):
+            if self.replays:
+                # Compiled it would round otherwise than when it runs once more, in the hook.
+                router.forward = torch.compiler.disable(router.forward)
+            router.register_forward_hook(partial(self._note, number), with_kwargs=True)
         if replays and not found and is_mixture(model.config):
             raise self._no_replay("transformers names none")
         if any(module._compiled_call_impl is not None for module in model.modules()):

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.conftest import SERVERS
@@ -17,8 +18,9 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.store import ClaimStore, claims
 from tidemill.common.streams import OffsetReader, append, length
+from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Message, ScoreStatus, Trajectory
+from tidemill.common.wire.messages import Choices, Message, ScoreStatus, Trajectory
 
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 
@@ -146,3 +148,28 @@ async def test_the_archiver_leaves_in_redis_what_it_cannot_read_just_now(
     assert await archive(broker, keys, tmp_path) == len(samples)
     go_away(store)
     assert [record.message for record in await scanned(history)] == samples  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_choices_are_waited_for_by_who_trains_them_and_by_an_archiver_that_keeps_them(
+    broker: Broker, keys: Keys, store: CountingStore, tmp_path: Path, keeps: bool
+) -> None:
+    ids = np.arange(3, dtype=np.int32)
+    choices = Choices(rows={"kept": Rows.of_lists([[token, 30] for token in ids.tolist()])})
+    sample = make_trajectory(0, 0, group_size=1, completion_ids=ids, choices=choices)
+    await append(broker, keys.trajectories(), store.check_in_choices(sample))
+    go_away(store)
+    if keeps:
+        with pytest.raises(StoreError):
+            await archive(broker, keys, tmp_path)
+    else:
+        assert await archive(broker, keys, tmp_path, keep_choices=False) == 1
+    store.reads_choices = True
+    reading = asyncio.create_task(OffsetReader(broker, keys.trajectories(), Trajectory).read())
+    await wait_until(lambda: store.num_refused > 8)
+    assert not reading.done()
+    come_back(store)
+    assert await archive(broker, keys, tmp_path) == keeps
+    (read,), (archived,) = await reading, await scanned(History(keys.run_id, tmp_path, None))
+    rows = [one.message.choices.rows for one in (read, archived)]  # type: ignore[union-attr]
+    assert rows == [choices.rows, choices.rows if keeps else {}]

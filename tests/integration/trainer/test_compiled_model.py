@@ -1,5 +1,7 @@
 """Compiled models give the same numbers; what cannot be had is said, and never half applied."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,17 @@ from tests.support.models import (
     accumulate_all,
     gradients_of,
     make_policy,
+    make_relatives,
     make_samples,
     one_batch,
     run_config,
     tiny_llama,
     tiny_model,
+    with_masks,
 )
+from tests.support.routes import wide_mixtral, with_foreign
+from tests.support.sessions import session_samples
+from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.model_loading import open_model
 
@@ -31,6 +38,20 @@ def test_a_compiled_model_has_the_same_gradients_for_every_shape():
     for each in (policy, plain_policy):
         accumulate_all(each, [one_batch(make_samples(count, seed=count)) for count in (2, 5, 12)])
     torch.testing.assert_close(gradients_of(policy), gradients_of(plain_policy), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
+def test_the_engines_choices_are_replayed_alike_by_compiled_layers(monkeypatch):
+    samples = with_masks(with_foreign([*make_relatives(9), *session_samples(3)]))
+    compiled, found = wide_mixtral(monkeypatch), []
+    assert compile_model(compiled, torch.float64)
+    for model in (compiled, wide_mixtral(monkeypatch)):
+        policy = make_policy(torch.float64, model=model, replays_routes=True)
+        sums = accumulate_all(policy, form_micro_batches(samples, 80))
+        found.append((torch.tensor(sums.loss_sum), gradients_of(policy), sums.changed_layers))
+    assert found[0][2] == found[1][2] > 0
+    for mine, other in zip(found[0][:2], found[1][:2], strict=True):
+        assert (mine - other).abs().max() < 1e-12 * other.abs().max()
 
 
 def without_compiler(*_: object) -> None:

@@ -68,11 +68,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+def rounds_otherwise(graph: torch.fx.GraphModule, _: object) -> Any:
+    """A compiler whose numbers have other last bits."""
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        found = graph.forward(*args)
+        return tuple(one * (1 + 2**-51) if torch.is_floating_point(one) else one for one in found)
+
+    return run
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradient_of_foreign_routes(name: str, samples: list[Sample], monkeypatch: Any) -> None:
     model = wide_mixtral(monkeypatch)
     if name == "compiled":
-        assert compile_model(model, torch.float64, backend="eager")
+        assert compile_model(model, torch.float64, backend=rounds_otherwise)
     policy = make_double(model=model, **LAYOUTS[name])
     policy.layout = "padded" if name == "padded" else "tree"
     accumulate_all(policy, form_micro_batches([replace(s, routes=()) for s in samples], 80))
