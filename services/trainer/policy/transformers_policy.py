@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.arrays import Float32
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
 from tidemill.services.trainer.algorithm.losses.routing import rerouted
@@ -380,12 +379,6 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         finally:
             for name, tensor in current.items():
                 tensor.copy_(saved[name])
-
-    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
-        """Logprobs of all completion tokens, trained or not. float32, [T] for each sample, in order."""
-        parts, order = self._deal_groups(samples)
-        scored = self._score_all(parts, self._scorer, temperature)
-        return self._join([scores["logprobs"].astype(np.float32) for scores in scored], order)
 
     @torch.no_grad()
     def _score_all(

@@ -163,11 +163,6 @@ class WeightStore:
         if leftovers := clear_aside(self.folder):
             log.info("removed unfinished weights of an earlier process", names=leftovers)
 
-    def write(self, version: int, policy: WeightSource) -> WeightManifest:
-        """Publish the policy's weights as `version`, here and now: `begin` and `finish`."""
-        state = policy.compare_weights()
-        return self.finish(self.begin(version, policy, state))
-
     def begin(
         self, version: int, policy: WeightSource, state: WeightState, is_there: bool = True
     ) -> BegunVersion | WeightManifest:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreT
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
 from tests.support.models import (
     assert_all_close,
+    logprobs_of,
     make_policy,
     make_relatives,
     make_samples,
@@ -52,7 +53,7 @@ def test_trainer_and_engine_cap_attention_scores(tmp_path):
     config = run_config(tmp_path, trainer={"device": "cpu"})
     samples = make_samples(6)
     engine = load_for_engine(config.model.model_copy(update={"dtype": "float32"}))
-    for sample, mine in zip(samples, load_policy(config).logprobs(samples), strict=True):
+    for sample, mine in zip(samples, logprobs_of(load_policy(config), samples), strict=True):
         ids = sample.prompt_ids.tolist(), sample.completion_ids.tolist()
         expected = score_plain(plain, *ids)
         np.testing.assert_allclose(mine, expected, atol=1e-5)
@@ -112,7 +113,7 @@ def test_positions_depend_on_the_longest_sequence_of_the_run_alone(max_model_len
     ids = short.prompt_ids.tolist(), short.completion_ids.tolist()
     expected = score_plain(plain, *ids)
     for samples in ([short], [short, long]):
-        np.testing.assert_allclose(policy.logprobs(samples)[0], expected, atol=1e-5)
+        np.testing.assert_allclose(logprobs_of(policy, samples)[0], expected, atol=1e-5)
     np.testing.assert_allclose(score_plain(engine, *ids), expected, atol=1e-5)
 
 
@@ -284,7 +285,7 @@ def test_sequences_end_to_end_are_those_of_plain_attention(family, layout, monke
     batch = MicroBatch(tuple(samples))
     for policy in (plain, packed):
         policy.accumulate(batch)
-    assert_all_close(packed.logprobs(samples), plain.logprobs(samples), 2e-05)
+    assert_all_close(logprobs_of(packed, samples), logprobs_of(plain, samples), 2e-05)
     for (name, weight), (_, other) in zip(packed._parameters, plain._parameters, strict=True):
         if other.grad is not None:
             torch.testing.assert_close(weight.grad, other.grad, atol=2e-4, rtol=2e-3, msg=name)
